@@ -1,0 +1,19 @@
+"""The names that launcher and trainer share (docs/contract.md); the trainer has an equal copy of this file."""
+
+JOB_ID = "CLUSTER_JOB_ID"
+ATTEMPT = "CLUSTER_ATTEMPT"
+RUN_DIR = "CLUSTER_RUN_DIR"
+NODES_ON_HOST = "CLUSTER_NODES_ON_HOST"
+
+EVENT_MARK = "::cluster "
+
+JOINING = "joining"
+READY = "ready"
+PROGRESS = "progress"
+METRIC = "metric"
+CHECKPOINT = "checkpoint"
+DONE = "done"
+FAILED = "failed"
+
+EXIT_BAD_INPUT = 2
+EXIT_RUN_ME_AGAIN = 75
