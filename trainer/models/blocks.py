@@ -1,0 +1,161 @@
+"""The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling and the detection head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class Conv(nn.Module):
+    """Convolution without bias, batch norm, SiLU: (b, c1, h, w) -> (b, c2, h / stride, w / stride)."""
+
+    def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1, p: int | None = None, g: int = 1) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(c1, c2, k, s, k // 2 if p is None else p, groups=g, bias=False)
+        self.bn: nn.Module = nn.BatchNorm2d(c2, eps=1e-3, momentum=0.03)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h', w')."""
+        return self.act(self.bn(self.conv(x)))  # type: ignore[no-any-return]
+
+
+class Bottleneck(nn.Module):
+    """1x1 then 3x3 convolution, with the input added where the channels allow it."""
+
+    def __init__(self, c1: int, c2: int, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
+        super().__init__()
+        hidden = int(c2 * e)
+        self.cv1 = Conv(c1, hidden, 1)
+        self.cv2 = Conv(hidden, c2, 3, g=g)
+        self.add = shortcut and c1 == c2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        y: Tensor = self.cv2(self.cv1(x))
+        return x + y if self.add else y
+
+
+class C3(nn.Module):
+    """Cross-stage-partial block: n bottlenecks beside a 1x1 branch, joined by a 1x1 convolution."""
+
+    def __init__(
+        self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5
+    ) -> None:
+        super().__init__()
+        hidden = int(c2 * e)
+        self.cv1 = Conv(c1, hidden)
+        self.cv2 = Conv(c1, hidden)
+        self.cv3 = Conv(2 * hidden, c2)
+        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, g, e=1.0) for _ in range(n)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))  # type: ignore[no-any-return]
+
+
+class SPP(nn.Module):
+    """Spatial pyramid pooling: max-pools of several sizes side by side (He et al. 2014)."""
+
+    def __init__(self, c1: int, c2: int, k: Sequence[int] = (5, 9, 13)) -> None:
+        super().__init__()
+        self.cv1 = Conv(c1, c1 // 2)
+        self.cv2 = Conv(c1 // 2 * (len(k) + 1), c2)
+        self.m = nn.ModuleList(nn.MaxPool2d(size, 1, size // 2) for size in k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        x = self.cv1(x)
+        return self.cv2(torch.cat([x, *(pool(x) for pool in self.m)], 1))  # type: ignore[no-any-return]
+
+
+class SPPF(nn.Module):
+    """The same as SPP 5, 9, 13 with three chained 5x5 max-pools, which costs less."""
+
+    def __init__(self, c1: int, c2: int, k: int = 5) -> None:
+        super().__init__()
+        self.cv1 = Conv(c1, c1 // 2)
+        self.cv2 = Conv(c1 // 2 * 4, c2)
+        self.m = nn.MaxPool2d(k, 1, k // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        maps = [self.cv1(x)]
+        for _ in range(3):
+            maps.append(self.m(maps[-1]))
+        return self.cv2(torch.cat(maps, 1))  # type: ignore[no-any-return]
+
+
+class Concat(nn.Module):
+    """Joins several maps of one size along a dimension."""
+
+    def __init__(self, dimension: int = 1) -> None:
+        super().__init__()
+        self.dimension = dimension
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        """[(b, c_i, h, w)] -> (b, sum c_i, h, w)."""
+        return torch.cat(maps, self.dimension)
+
+
+class Detect(nn.Module):
+    """The anchor head: one biased 1x1 convolution per level.
+
+    `anchors` is kept in grid units (pixels over stride), as a buffer of shape (levels, anchors, 2).
+    """
+
+    anchors: Tensor
+
+    def __init__(self, nc: int, anchors: Sequence[Sequence[float]], channels: Sequence[int]) -> None:
+        super().__init__()
+        self.nc = nc
+        self.values = nc + 5  # x, y, w, h, objectness, classes
+        self.per_cell = len(anchors[0]) // 2
+        self.strides: list[int] = []  # set by place_anchors, once the network's strides are known
+        self.register_buffer("anchors", torch.tensor(anchors).float().view(len(anchors), -1, 2))
+        self.m = nn.ModuleList(nn.Conv2d(c, self.values * self.per_cell, 1) for c in channels)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """[(b, c_i, ny, nx)] -> raw outputs [(b, anchors, ny, nx, nc + 5)], one per level."""
+        raw = []
+        for conv, x in zip(self.m, maps, strict=True):
+            y = conv(x)
+            b, _, ny, nx = y.shape
+            raw.append(y.view(b, self.per_cell, self.values, ny, nx).permute(0, 1, 3, 4, 2))
+        return raw
+
+    def place_anchors(self, strides: Sequence[int]) -> None:
+        """Turn the anchors from pixels into grid units and set the biases' prior, for known strides.
+
+        The prior (RetinaNet's idea): about 8 objects in a picture of 640 px, and classes at a
+        probability of 0.6 / nc, so that training does not begin by unlearning a flood of detections.
+        """
+        self.strides = list(strides)
+        self.anchors /= torch.tensor(strides, dtype=self.anchors.dtype).view(-1, 1, 1)
+        for conv, stride in zip(self.m, strides, strict=True):
+            assert isinstance(conv, nn.Conv2d)
+            assert conv.bias is not None
+            bias = conv.bias.detach().view(self.per_cell, -1)
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+
+    def decode(self, raw: list[Tensor]) -> Tensor:
+        """Raw outputs -> (b, sum of anchors * ny * nx, nc + 5): centre x, y, w, h in pixels, then probabilities.
+
+        x = (2 sigmoid(tx) - 0.5 + gx) * stride, w = (2 sigmoid(tw))^2 * anchor width; y and h alike.
+        """
+        levels = []
+        for level, (t, stride) in enumerate(zip(raw, self.strides, strict=True)):
+            b, _, ny, nx, _ = t.shape
+            p = t.float().sigmoid()
+            grid_y, grid_x = torch.meshgrid(
+                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
+            )
+            cell = torch.stack((grid_x, grid_y), -1)
+            centre = (p[..., :2] * 2 - 0.5 + cell) * stride
+            size = (p[..., 2:4] * 2) ** 2 * (self.anchors[level].float().view(1, -1, 1, 1, 2) * stride)
+            levels.append(torch.cat((centre, size, p[..., 4:]), -1).reshape(b, -1, self.values))
+        return torch.cat(levels, 1)

@@ -1,0 +1,1 @@
+"""What can be learnt: a task brings model, loss and metric together for the loop."""
