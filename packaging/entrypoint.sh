@@ -1,0 +1,29 @@
+#!/bin/sh
+# Runs the command as the user whom the run folder belongs to, so that the files it writes are that user's, and gives a
+# user without a passwd entry what programs ask for: a name and a writable home.
+set -eu
+
+uid=$(id -u)
+run_dir=${CLUSTER_RUN_DIR:-/runs}
+
+if [ "$uid" = 0 ] && [ -d "$run_dir" ] && [ "$(stat -c %u "$run_dir")" != 0 ]; then
+    exec setpriv --reuid "$(stat -c %u "$run_dir")" --regid "$(stat -c %g "$run_dir")" --clear-groups --inh-caps=-all \
+        -- "$0" "$@"
+fi
+
+if [ -n "${CLUSTER_RUN_DIR:-}" ] && [ -d "$run_dir" ] && [ ! -w "$run_dir" ]; then
+    echo "entrypoint: $run_dir belongs to uid $(stat -c %u "$run_dir") and cannot be written by uid $uid" >&2
+    echo "hint: docker run --user $(stat -c %u:%g "$run_dir") ..." >&2
+    exit 2
+fi
+
+# docker sets HOME=/ for a uid that /etc/passwd does not know; after the drop above it still is root's
+if [ ! -w "${HOME:-/}" ] || [ "${HOME:-/}" = / ]; then
+    HOME=/tmp/home-$uid
+    mkdir -p "$HOME"
+fi
+LOGNAME=$(id -un 2>/dev/null) || LOGNAME=uid-$uid
+USER=$LOGNAME
+export HOME LOGNAME USER
+
+exec "$@"
