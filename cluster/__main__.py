@@ -1,0 +1,5 @@
+"""`python -m cluster` is `clusterctl`."""
+
+from cluster.cli import main
+
+main()

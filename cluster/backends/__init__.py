@@ -1,0 +1,45 @@
+"""Where jobs run: one file and one line of this table per backend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from cluster.backends.compose import ComposeBackend
+from cluster.backends.hosts import HostsBackend
+from cluster.model import Job, NodeStatus, Plan
+from cluster.shells.local import LocalShell
+
+
+class Backend(Protocol):
+    """Plans purely, then starts all places or none, says what it sees of each node, and stops."""
+
+    def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
+        """What would be done: pure, so equal arguments give equal plans."""
+        ...
+
+    def check(self, plan: Plan) -> None:
+        """Raise a ClusterError when the plan cannot work here: a taken port, a missing image, no engine."""
+        ...
+
+    def submit(self, plan: Plan) -> None:
+        """Start every node; on any failure stop those that had started and raise LaunchError."""
+        ...
+
+    def observe(self, plan: Plan) -> Sequence[NodeStatus]:
+        """One status per node of the plan, in its order, always."""
+        ...
+
+    def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
+        """The bytes of each named node's log from its offset on."""
+        ...
+
+    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+        """Stop every node and wait until nothing is left; safe to repeat. Raises ClusterError for what stays."""
+        ...
+
+
+BACKENDS: dict[str, Backend] = {
+    "local": HostsBackend(LocalShell()),
+    "compose": ComposeBackend(LocalShell()),
+}

@@ -1,0 +1,294 @@
+"""Jobs as containers of one image on this machine, made by docker compose.
+
+The plan is a compose file that works by itself (`docker compose -f FILE up`). Each node's script is in it as an inline
+config. Containers, network and project are named after the job, so all of them are found without a record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import yaml
+
+from cluster import contract, logs, script
+from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box
+from cluster.runtimes import RUNTIMES
+from cluster.shells import Completed, Shell
+
+#: Where the job's run root is inside a container.
+RUNS = "/runs"
+#: The oldest compose with inline configs.
+_MIN_COMPOSE = (2, 23, 1)
+
+#: Docker's words for a container's state, in ours.
+_PHASES: dict[str, Phase] = {
+    "created": "pending",
+    "running": "starting",
+    "restarting": "starting",
+    "paused": "starting",
+    "removing": "exited",
+    "exited": "exited",
+    "dead": "exited",
+}
+
+
+class ComposeBackend:
+    """One container per node on the engine of this machine."""
+
+    name = "compose"
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
+        """One step: the compose file, and the command that brings it up."""
+        nodes = one_box(job, [f"node-{rank}" for rank in range(job.nodes)])
+        run_dir = f"{job.run_root}/{job.name}"
+        file = f"{run_dir}/attempt-{attempt}/compose.yaml"
+        argv = (
+            "docker",
+            "compose",
+            "-p",
+            job.name,
+            "-f",
+            file,
+            "--project-directory",
+            ".",
+            "up",
+            "-d",
+            "--no-build",
+        )
+        body = RUNTIMES["none"].run(job)
+        return Plan(
+            job_id=job.name,
+            attempt=attempt,
+            backend=self.name,
+            nodes=nodes,
+            steps=(Step("this machine", {file: render(job, nodes, body, attempt=attempt, port=port)}, argv),),
+            run_dir=run_dir,
+            master_addr=nodes[0].address,
+            master_port=port,
+            world_size=job.world_size,
+            timeout_s=job.timeout_s,
+            says_ready=job.says_ready,
+            image=job.image,
+            command=body,
+        )
+
+    def check(self, plan: Plan) -> None:
+        """Raise UnreachableError without an engine, LaunchError without compose or without the image."""
+        version = engine_problem(self._shell)
+        if version:
+            raise UnreachableError(*version)
+        found = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image)
+        if found.code:
+            raise LaunchError(
+                f"this machine: no image {plan.image}",
+                "make image   (or name one that is there: --image NAME)",
+            )
+
+    def image_id(self, image: str) -> str:
+        """The first 7 hex digits of the image's id, or "" when it is not there."""
+        found = self._docker("image", "inspect", "--format", "{{.Id}}", image)
+        return found.out.strip().removeprefix("sha256:")[:7] if found.code == 0 else ""
+
+    def submit(self, plan: Plan) -> None:
+        """Bring the project up; take it down again when any container does not start."""
+        (step,) = plan.steps
+        (text,) = step.files.values()
+        # The file is the command's input, so that what runs is what the plan says and not a file that changed since.
+        argv = [argument if argument not in step.files else "-" for argument in step.argv]
+        up = self._shell.run(argv, stdin=text, timeout_s=300)
+        if up.code:
+            self.cancel(plan, grace_s=0)
+            raise LaunchError(
+                f"this machine: docker compose up: {_last_line(up)}", f"clusterctl plan --name {plan.job_id}"
+            )
+
+    def observe(self, plan: Plan) -> Sequence[NodeStatus]:
+        """From `docker inspect`: a container that is not there is lost."""
+        names = [_container(plan.job_id, node.name) for node in plan.nodes]
+        found = self._docker("inspect", "--type", "container", *names)
+        try:
+            listed = json.loads(found.out or "[]")
+        except json.JSONDecodeError as error:
+            raise UnreachableError(f"this machine: docker inspect: {_last_line(found)}") from error
+        if not listed and "no such container" not in found.err.lower():
+            raise UnreachableError(f"this machine: docker inspect: {_last_line(found)}", "docker info")
+        states = {container["Name"].lstrip("/"): container["State"] for container in listed}
+        return [_status(node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
+
+    def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
+        """Read from the run directory, which is a folder of this machine."""
+        return logs.read(plan, offsets)
+
+    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+        """`docker compose down`, then whatever still carries the job's label."""
+        self._shell.run(
+            ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"],
+            timeout_s=grace_s + 60,
+        )
+        left = self._left(plan.job_id)
+        if left:
+            self._docker("rm", "-f", *left)
+            left = self._left(plan.job_id)
+        if left:
+            raise ClusterError(
+                f"this machine: containers {' '.join(left)} of {plan.job_id} do not go away",
+                f"docker rm -f {' '.join(left)}",
+            )
+
+    def _left(self, job_id: str) -> list[str]:
+        return self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}").out.split()
+
+    def _docker(self, *arguments: str) -> Completed:
+        return self._shell.run(["docker", *arguments], timeout_s=30)
+
+
+def engine_problem(shell: Shell) -> tuple[str, str] | None:
+    """Why compose cannot be used on this machine, as (message, hint), or None when engine and compose answer."""
+    try:
+        engine = shell.run(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s=15)
+    except UnreachableError as error:
+        return error.message, "make engine   (installs one on Debian as root), or --backend local"
+    if engine.code:
+        return (
+            f"this machine: the Docker Engine does not answer: {_last_line(engine)}",
+            "make engine   (installs and starts one on Debian as root), or --backend local",
+        )
+    compose = shell.run(["docker", "compose", "version", "--short"], timeout_s=15)
+    if compose.code:
+        return (
+            "this machine: docker has no compose plugin",
+            "install docker-compose-plugin, or --backend local",
+        )
+    numbers = tuple(int(number) for number in re.findall(r"\d+", compose.out)[:3])
+    if numbers < _MIN_COMPOSE:
+        wanted = ".".join(str(number) for number in _MIN_COMPOSE)
+        return (
+            f"this machine: docker compose {compose.out.strip()} is too old: {wanted} or newer is needed",
+            "update docker-compose-plugin, or --backend local",
+        )
+    return None
+
+
+def render(job: Job, nodes: Sequence[Node], body: Sequence[str], *, attempt: int, port: int) -> str:
+    """The compose file: one service per node, whose script is an inline config."""
+    run_dir = f"{RUNS}/{job.name}"
+    services, configs = {}, {}
+    for rank, node in enumerate(nodes):
+        text = script.render(
+            job,
+            node,
+            rank,
+            attempt=attempt,
+            run_dir=run_dir,
+            master=(nodes[0].address, port),
+            nodes_on_host=job.nodes,
+            body=body,
+            extra={},
+        )
+        configs[node.name] = {"content": _Block(text.replace("$", "$$"))}
+        services[node.name] = _service(job, node)
+    head = (
+        f"# {job.nodes} nodes x {job.procs_per_node} processes on one box. Written by `clusterctl plan`; "
+        "`docker compose up` runs it by itself.\n"
+    )
+    document = {"name": job.name, "services": services, "configs": configs}
+    return head + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def gpu_reservation(node: Node) -> dict[str, Any]:
+    """What a service needs to see this node's GPUs and no others."""
+    devices = {"driver": "nvidia", "device_ids": [str(gpu) for gpu in node.gpus], "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [devices]}}}}
+
+
+def _service(job: Job, node: Node) -> dict[str, Any]:
+    service: dict[str, Any] = {"image": job.image}
+    if job.build:
+        arguments = {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}
+        service["build"] = {"context": job.build, "args": arguments}
+    else:
+        service["pull_policy"] = "never"
+    service |= {
+        "container_name": _container(job.name, node.name),
+        "hostname": node.name,
+        "command": ["bash", f"/{node.name}.sh"],
+        "configs": [{"source": node.name, "target": f"/{node.name}.sh"}],
+        "init": True,
+        "shm_size": "2gb",
+        "stop_grace_period": "30s",
+        "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
+        "labels": {contract.JOB_ID: job.name},
+    }
+    if job.user:
+        service["user"] = job.user
+    if job.device == "cuda":
+        service |= gpu_reservation(node)
+    return service
+
+
+def _volume(mount: Mount) -> dict[str, Any]:
+    # The long form: a path may hold ':', and a source that is not there is an error instead of a new root-owned folder.
+    volume: dict[str, Any] = {
+        "type": "bind",
+        "source": _escaped(mount.source),
+        "target": _escaped(mount.target),
+    }
+    if mount.read_only:
+        volume["read_only"] = True
+    return volume | {"bind": {"create_host_path": False}}
+
+
+def _escaped(text: str) -> str:
+    return text.replace("$", "$$")
+
+
+def _container(job_id: str, node: str) -> str:
+    return f"{job_id}-{node}"
+
+
+def _status(name: str, state: Mapping[str, Any] | None) -> NodeStatus:
+    if state is None:
+        return NodeStatus(name, "lost", detail="its container is gone")
+    phase = _PHASES.get(state["Status"], "lost")
+    if phase != "exited":
+        return NodeStatus(name, phase, detail="its container is paused" if state["Status"] == "paused" else "")
+    detail = state.get("Error", "")
+    if state.get("OOMKilled"):
+        detail = "its container ran out of memory"
+    return NodeStatus(name, phase, state["ExitCode"], detail, _seconds(state.get("FinishedAt", "")))
+
+
+def _seconds(stamp: str) -> float | None:
+    """Seconds since 1970 of Docker's `2026-11-21T07:20:11.123456789Z`."""
+    match = re.match(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d{1,6})?", stamp)
+    if match is None or stamp.startswith("0001"):
+        return None
+    return datetime.fromisoformat(match[1] + "+00:00").timestamp() + float(match[2] or 0)
+
+
+def _last_line(done: Completed) -> str:
+    lines = [line for line in (done.err or done.out).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"exit {done.code}"
+
+
+class _Block(str):
+    """Text that YAML shows as it is, line by line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _represent_block(dumper: yaml.SafeDumper, text: _Block) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+
+
+_Dumper.add_representer(_Block, _represent_block)

@@ -1,0 +1,298 @@
+"""The verbs: what `clusterctl` does for each of them, without printing; a `Show` is told what to draw."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from cluster import config, logs, rendezvous
+from cluster.backends import BACKENDS, Backend
+from cluster.backends.compose import ComposeBackend, engine_problem
+from cluster.config import Here, Request
+from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
+from cluster.model import Job, Plan, Record
+from cluster.records import Outcome, Records
+from cluster.rendezvous import JobView, Verdict
+from cluster.shells.local import LocalShell
+
+TICK_S = 0.4
+#: How long a node may take to end after SIGTERM: after a failure nothing is worth the wait, after a stop something is.
+FAILED_GRACE_S = 3.0
+STOP_GRACE_S = 15.0
+_PORT_TRIES = 20
+_TAIL = 20
+
+
+class Show(Protocol):
+    """Draws a job; `lines` are (node, text) pairs, each given once."""
+
+    def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
+        """Draw the newest view and the lines that have come since the last one."""
+        ...
+
+    def note(self, text: str) -> None:
+        """One plain sentence for the user."""
+        ...
+
+
+class Quiet:
+    """Draws nothing."""
+
+    def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Watched:
+    """A job as far as it was followed: why following ended, the last view, each node's last lines."""
+
+    plan: Plan
+    verdict: Verdict
+    view: JobView
+    tails: Mapping[str, Sequence[str]]
+
+
+@dataclass
+class Follower:
+    """Reads a job's logs and states step by step; every line once."""
+
+    plan: Plan
+    backend: Backend
+    started: float
+    view: JobView = field(init=False)
+    tails: dict[str, deque[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start before the first line."""
+        self.view = rendezvous.start(self.plan, self.started)
+        self._reader = logs.Reader({node.name: 0 for node in self.plan.nodes})
+        self.tails = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
+
+    def step(self, now: float) -> list[tuple[str, str]]:
+        """Look once; returns the new lines of text."""
+        # The states first: a node seen as exited has written its last line by then.
+        statuses = self.backend.observe(self.plan)
+        events, texts = [], []
+        for node, line in self._reader.lines(self.backend.logs(self.plan, self._reader.offsets)):
+            event = logs.event(line)
+            if event is not None:
+                events.append(event)
+            else:
+                text = logs.text(line)
+                self.tails[node].append(text)
+                texts.append((node, text))
+        self.view = rendezvous.fold(self.view, statuses, events, now)
+        return texts
+
+
+def here(request: Request) -> Here:
+    """What this machine is, as far as a job depends on it."""
+    cwd = str(Path.cwd())
+    paths = [Path(path) for path in config.named_paths(request, cwd)]
+    existing = [path for path in paths if path.exists()]
+    return Here(
+        cwd=cwd,
+        user=f"{os.getuid()}:{os.getgid()}",
+        python=sys.executable,
+        gpus=_count_gpus() if request.device in ("auto", "cuda") else 0,
+        existing=frozenset(str(path) for path in existing),
+        folders=frozenset(str(path) for path in existing if path.is_dir()),
+    )
+
+
+def choose_backend(wanted: str) -> tuple[str, str]:
+    """The backend to use, and a sentence on why when `auto` fell on process groups; raises UsageError for others."""
+    if wanted in BACKENDS:
+        return wanted, ""
+    if wanted != "auto":
+        raise UsageError(f"--backend {wanted!r}", f"one of: auto, {', '.join(BACKENDS)}")
+    problem = engine_problem(LocalShell())
+    if problem is None:
+        return "compose", ""
+    why = problem[0].removeprefix("this machine: ")
+    return "local", f"no containers: {why}. The nodes are process groups on this machine (--backend compose: an error)"
+
+
+def plan(job: Job, backend: str) -> Plan:
+    """What launching the job would do, without looking at the machine: pure."""
+    return BACKENDS[backend].plan(job, attempt=1, port=job.port or config.auto_port(job.name))
+
+
+def launch(job: Job, backend: str, records: Records, *, numbered: bool) -> Record:
+    """Check, record, start: the job runs on all nodes when this returns, or on none when it raises ClusterError."""
+    made = _free_plan(_unused_name(job, records) if numbered else job, backend, attempt=1)
+    if not numbered and Path(made.run_dir).exists():
+        raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
+    record = Record(made, created_at=time.time())
+    records.reserve(record)
+    start(record, records)
+    return record
+
+
+def start(record: Record, records: Records) -> None:
+    """Start a recorded job's nodes; notes the failure before it raises."""
+    try:
+        _make_folder(record.plan)
+        BACKENDS[record.plan.backend].submit(record.plan)
+    except ClusterError as error:
+        records.end(record.plan.job_id, "failed", error.message)
+        raise
+
+
+def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep) -> Watched:
+    """Watch until the job is done, failed, or late for its rendezvous; nothing is stopped here."""
+    plan = record.plan
+    follower = Follower(plan, BACKENDS[plan.backend], record.created_at)
+    silent = 0
+    while True:
+        now = time.time()
+        try:
+            lines = follower.step(now)
+            silent = 0
+        except UnreachableError:
+            silent += 1
+            if silent == 5:
+                raise
+            lines = []
+        show.show(follower.view, lines)
+        verdict = rendezvous.judge(follower.view, now, plan.timeout_s)
+        if verdict == "failed":
+            # One node's end makes the others fail within moments: look again, so that the first is named and not the
+            # first one that we happened to see.
+            wait(2 * TICK_S)
+            show.show(follower.view, follower.step(time.time()))
+        if verdict in ("done", "failed", "late"):
+            return Watched(plan, verdict, follower.view, follower.tails)
+        wait(TICK_S)
+
+
+def another_port(record: Record, job: Job, watched: Watched, records: Records) -> Record | None:
+    """The next attempt when the port was lost between the check and the start, started; None for any other failure."""
+    lost = any("EADDRINUSE" in line or "address already in use" in line.lower() for line in _all_lines(watched))
+    if job.port or not lost or watched.view.met_after_s is not None or record.plan.attempt > 3:
+        return None
+    backend = BACKENDS[record.plan.backend]
+    backend.cancel(record.plan, grace_s=FAILED_GRACE_S)
+    named = replace(job, name=record.plan.job_id)
+    made = _free_plan(named, record.plan.backend, attempt=record.plan.attempt + 1, after=record.plan.master_port)
+    record = replace(record, plan=made, created_at=time.time())
+    records.update(record)
+    start(record, records)
+    return record
+
+
+def finish(watched: Watched, records: Records) -> Outcome:
+    """Remove what the job left on the machines, and note how it ended."""
+    job_id = watched.plan.job_id
+    outcome: Outcome = "done" if watched.verdict == "done" else "failed"
+    grace_s = 0.0 if watched.verdict == "done" else FAILED_GRACE_S
+    BACKENDS[watched.plan.backend].cancel(watched.plan, grace_s=grace_s)
+    records.end(job_id, outcome, cause(watched))
+    return records.load(job_id).outcome or outcome
+
+
+def cause(watched: Watched) -> str:
+    """Why a job ended badly, in one line: the first failing node, or the nodes that did not come."""
+    if watched.verdict == "done":
+        return ""
+    failed = rendezvous.failing(watched.view)
+    if failed:
+        first = failed[0]
+        reason = f"{first.phase}: {first.note}" if first.phase == "lost" else exit_words(first.exit_code)
+        if first.failed is not None:
+            reason = f"{first.failed.get('error')} (exit {first.exit_code})"
+        elif first.note and first.phase == "exited" and not first.note.startswith("exit "):
+            reason += f": {first.note}"
+        return f"{first.name}: {reason}"
+    late = rendezvous.missing(watched.view)
+    return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
+
+
+def exit_words(code: int | None) -> str:
+    """An exit code as a person reads it: `exit 137 (killed)`."""
+    meaning = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
+    return f"exit {code}{meaning.get(code or 0, '')}"
+
+
+def stop(job_id: str, records: Records) -> Record:
+    """End a job on every node and wait for that; safe to repeat, also for a job that has ended."""
+    record = records.load(job_id)
+    # Noted first, so that a launcher that follows the job sees a stop and not a failure.
+    records.end(job_id, "stopped")
+    BACKENDS[record.plan.backend].cancel(record.plan, grace_s=STOP_GRACE_S)
+    return records.load(job_id)
+
+
+def look(record: Record) -> tuple[str, JobView]:
+    """A job's state in one word (done, failed, stopped, joining, running) and the view behind it."""
+    follower = Follower(record.plan, BACKENDS[record.plan.backend], record.created_at)
+    now = time.time()
+    if record.outcome and not Path(record.plan.attempt_dir).exists():
+        return record.outcome, follower.view
+    follower.step(now)
+    if record.outcome:
+        return record.outcome, follower.view
+    words = {"done": "done", "failed": "failed", "met": "running", "waiting": "joining", "late": "joining"}
+    return words[rendezvous.judge(follower.view, now, record.plan.timeout_s)], follower.view
+
+
+def _all_lines(watched: Watched) -> list[str]:
+    return [line for tail in watched.tails.values() for line in tail]
+
+
+def _count_gpus() -> int:
+    try:
+        listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
+    except UnreachableError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.out.splitlines()) if listed.code == 0 else 0
+
+
+def _unused_name(job: Job, records: Records) -> Job:
+    for nth in range(1, 10_000):
+        named = replace(job, name=config.numbered(job.name, nth))
+        if not records.taken(named.name) and not Path(named.run_root, named.name).exists():
+            return named
+    raise UsageError(f"10 000 jobs are called {job.name}", "choose another --name")
+
+
+def _free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
+    """The plan with the first port that is free on the master; raises PortTakenError for a taken one asked for."""
+    if job.port:
+        made = BACKENDS[backend].plan(job, attempt=attempt, port=job.port)
+        BACKENDS[backend].check(made)
+        return made
+    ports = [config.auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
+    for port in ports[ports.index(after) + 1 :] if after in ports else ports:
+        made = BACKENDS[backend].plan(job, attempt=attempt, port=port)
+        try:
+            BACKENDS[backend].check(made)
+        except PortTakenError:
+            continue
+        return made
+    raise LaunchError(f"{_PORT_TRIES} ports from {ports[0]} on are all taken", "name a free one: --master-port N")
+
+
+def _make_folder(plan: Plan) -> None:
+    try:
+        Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
+    except OSError as error:
+        raise LaunchError(
+            f"this machine: cannot make the run directory {plan.attempt_dir}: {error.strerror}",
+            "choose another place: --run-dir FOLDER",
+        ) from error
+
+
+def image_id(made: Plan) -> str:
+    """The short id of the plan's image, "" where no image is used."""
+    backend = BACKENDS[made.backend]
+    return backend.image_id(made.image) if made.image and isinstance(backend, ComposeBackend) else ""

@@ -1,0 +1,69 @@
+"""The nodes' logs: read from where we stopped, cut into lines, events told from text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster import contract
+from cluster.model import Plan
+
+Event = dict[str, Any]
+
+# torchrun puts "[default0]:" in front of what local rank 0 prints.
+_PREFIX = re.compile(r"^\[[a-z_]+(\d+)\]:")
+
+
+def read(plan: Plan, offsets: Mapping[str, int]) -> dict[str, bytes]:
+    """Each named node's log from its offset on; nothing where there is no log yet."""
+    found = {}
+    for node, offset in offsets.items():
+        try:
+            with Path(plan.attempt_dir, f"{node}.log").open("rb") as file:
+                file.seek(offset)
+                found[node] = file.read()
+        except FileNotFoundError:
+            found[node] = b""
+    return found
+
+
+def event(line: str) -> Event | None:
+    """The event that a line carries, or None for a line that is text (also when the JSON is broken)."""
+    _, mark, rest = line.partition(contract.EVENT_MARK)
+    if not mark:
+        return None
+    try:
+        found = json.loads(rest)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) and "event" in found else None
+
+
+def text(line: str) -> str:
+    """A line as a person wants to read it: local rank 0 without a prefix, the others as `[1] ...`."""
+    match = _PREFIX.match(line)
+    if match is None:
+        return line
+    rest = line[match.end() :]
+    return rest if match[1] == "0" else f"[{match[1]}] {rest}"
+
+
+@dataclass
+class Reader:
+    """Turns growing logs into whole lines: every line once, none cut in two."""
+
+    offsets: dict[str, int]
+    _rest: dict[str, bytes] = field(default_factory=dict)
+
+    def lines(self, chunks: Mapping[str, bytes]) -> list[tuple[str, str]]:
+        """(node, line) for each line that the new chunks complete, in order per node."""
+        complete = []
+        for node, chunk in chunks.items():
+            self.offsets[node] += len(chunk)
+            *whole, self._rest[node] = (self._rest.get(node, b"") + chunk).split(b"\n")
+            complete += [(node, line.decode(errors="replace").rstrip("\r")) for line in whole]
+        return complete

@@ -1,0 +1,145 @@
+"""The nouns: what a job is, where it runs, what will be done, what was seen. All frozen, none does anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.errors import UsageError
+
+Phase = Literal["pending", "pulling", "starting", "joining", "ready", "exited", "lost"]
+Device = Literal["cpu", "cuda", "any"]
+
+#: A job's name becomes part of container, network and folder names, so it has their narrowest alphabet.
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A folder of the machine as the job sees it."""
+
+    source: str
+    target: str
+    read_only: bool = True
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, or a part of one: `address` is what its peers dial."""
+
+    name: str
+    address: str
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What shall run: `command` is what torchrun is given, on `nodes` nodes, as `procs_per_node` processes each.
+
+    `run_root` holds one folder per job. `says_ready` tells whether the program writes the contract's events.
+    Raises UsageError when a field makes no sense.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    nodes: int
+    procs_per_node: int
+    run_root: str
+    device: Device = "any"
+    image: str = ""
+    build: str = ""
+    user: str = ""
+    python: str = "python3"
+    workdir: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    port: int = 0
+    timeout_s: float = 300.0
+    says_ready: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no backend could run."""
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"--name {self.name!r}: a job's name has small letters, digits and '-', 48 at most",
+                "for example: --name digits-2",
+            )
+        for option, value in (("--nodes", self.nodes), ("--gpus", self.procs_per_node)):
+            if value < 1:
+                raise UsageError(f"{option} {value}: a job needs at least one", f"for example: {option} 1")
+        if self.port and not 1024 <= self.port <= 65535:
+            raise UsageError(f"--master-port {self.port}: not between 1024 and 65535", "or: --master-port auto")
+        if not self.command:
+            raise UsageError("nothing to run: the command is empty", "for example: --command 'train.py --lr 0.1'")
+        if self.timeout_s <= 0:
+            raise UsageError(f"--timeout {self.timeout_s:g}: must be more than 0 seconds")
+
+    @property
+    def world_size(self) -> int:
+        """How many processes take part, over all nodes."""
+        return self.nodes * self.procs_per_node
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing done in one place: files to write there (path to text), then a command to run."""
+
+    place: str
+    files: Mapping[str, str]
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a launch will do, complete and printable; equal jobs give equal plans."""
+
+    job_id: str
+    attempt: int
+    backend: str
+    nodes: tuple[Node, ...]
+    steps: tuple[Step, ...]
+    run_dir: str
+    master_addr: str
+    master_port: int
+    world_size: int
+    timeout_s: float
+    says_ready: bool
+    image: str = ""
+    command: tuple[str, ...] = ()
+
+    @property
+    def attempt_dir(self) -> str:
+        """The folder of this attempt's scripts, logs and exit codes, on the launching machine."""
+        return f"{self.run_dir}/attempt-{self.attempt}"
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What a backend saw of one node: `ended_at` is in seconds since 1970, None while it runs or unknown."""
+
+    node: str
+    phase: Phase
+    exit_code: int | None = None
+    detail: str = ""
+    ended_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is remembered of a job: the plan, and how it ended ("" while nobody has seen the end)."""
+
+    plan: Plan
+    created_at: float
+    outcome: Literal["", "done", "failed", "stopped"] = ""
+    detail: str = ""
+
+
+def one_box(job: Job, addresses: Sequence[str]) -> tuple[Node, ...]:
+    """The nodes of a job that share one machine: `node-0`, `node-1`, ... with consecutive GPUs, none used twice."""
+    per_node = job.procs_per_node
+    return tuple(
+        Node(f"node-{rank}", address, tuple(range(rank * per_node, (rank + 1) * per_node)))
+        for rank, address in enumerate(addresses)
+    )

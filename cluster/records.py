@@ -1,0 +1,93 @@
+"""What is remembered of jobs: one JSON file each, written before the first side effect, replaced atomically."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cluster.errors import ClusterError, UsageError
+from cluster.model import NAME, Node, Plan, Record, Step
+
+Outcome = Literal["done", "failed", "stopped"]
+
+
+class Records:
+    """The records in one folder; by default the user's state folder (XDG), or `$CLUSTERCTL_STATE_DIR`."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or default_folder()
+
+    def reserve(self, record: Record) -> None:
+        """Write the record of a new job; raises UsageError when the name is taken, also by a launch at this moment."""
+        path = self._path(record.plan.job_id)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("x") as file:
+                file.write(_text(record))
+        except FileExistsError:
+            raise UsageError(
+                f"a job {record.plan.job_id} exists already", "choose another --name, or see: clusterctl ps"
+            ) from None
+        except OSError as error:
+            raise ClusterError(f"cannot write the job's record {path}: {error.strerror}") from error
+
+    def update(self, record: Record) -> None:
+        """Replace a job's record."""
+        path = self._path(record.plan.job_id)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        partial.write_text(_text(record))
+        partial.replace(path)
+
+    def end(self, job_id: str, outcome: Outcome, detail: str = "") -> None:
+        """Note how a job ended; the first end counts."""
+        record = self.load(job_id)
+        if not record.outcome:
+            self.update(replace(record, outcome=outcome, detail=detail))
+
+    def load(self, job_id: str) -> Record:
+        """The record of one job; raises UsageError when there is none, naming those that are."""
+        path = self._path(job_id) if NAME.fullmatch(job_id) else None
+        if path is None or not path.exists():
+            known = ", ".join(record.plan.job_id for record in self) or "none"
+            raise UsageError(f"no job {job_id!r} (known: {known})", "clusterctl ps")
+        return _load(path)
+
+    def taken(self, job_id: str) -> bool:
+        """Whether a job of this name is remembered."""
+        return self._path(job_id).exists()
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, oldest first."""
+        paths = sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
+        yield from sorted((_load(path) for path in paths), key=lambda record: record.created_at)
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}.json"
+
+
+def default_folder() -> Path:
+    """`$CLUSTERCTL_STATE_DIR`, else `clusterctl/jobs` in the user's XDG state folder."""
+    if given := os.environ.get("CLUSTERCTL_STATE_DIR"):
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "clusterctl" / "jobs"
+
+
+def _text(record: Record) -> str:
+    return json.dumps(asdict(record), indent=1) + "\n"
+
+
+def _load(path: Path) -> Record:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+        plan = values.pop("plan")
+        nodes = tuple(Node(node["name"], node["address"], tuple(node["gpus"])) for node in plan.pop("nodes"))
+        steps = tuple(Step(step["place"], step["files"], tuple(step["argv"])) for step in plan.pop("steps"))
+        command = tuple(plan.pop("command"))
+        return Record(plan=Plan(nodes=nodes, steps=steps, command=command, **plan), **values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ClusterError(f"cannot read the job record {path}: {error}", f"rm {path}") from error

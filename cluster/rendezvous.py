@@ -1,0 +1,155 @@
+"""Whether all nodes have met: `judge` decides from what was seen, `fold` turns events and statuses into that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from cluster import contract
+from cluster.logs import Event
+from cluster.model import NodeStatus, Phase, Plan
+
+Verdict = Literal["waiting", "met", "late", "failed", "done"]
+
+#: A phase never goes back to an earlier one, except to lost or exited.
+_ORDER: dict[Phase, int] = {"pending": 0, "pulling": 1, "starting": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One node as the user sees it; `since` is the clock time at which the phase began."""
+
+    name: str
+    phase: Phase = "pending"
+    since: float = 0.0
+    note: str = ""
+    exit_code: int | None = None
+    ended_at: float | None = None
+    failed: Event | None = None
+
+
+@dataclass(frozen=True)
+class JobView:
+    """Everything seen of a job so far."""
+
+    nodes: tuple[NodeView, ...]
+    says_ready: bool = True
+    started: float = 0.0
+    met_after_s: float | None = None
+    ready: Event | None = None
+    progress: Event | None = None
+    metric: Event | None = None
+    done: Event | None = None
+    heard: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def ready_count(self) -> int:
+        """How many nodes are ready, or have been and ended well."""
+        return sum(node.phase == "ready" or _ended_well(node) for node in self.nodes)
+
+
+def start(plan: Plan, now: float) -> JobView:
+    """The view before anything was seen."""
+    return JobView(tuple(NodeView(node.name, since=now) for node in plan.nodes), plan.says_ready, now)
+
+
+def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
+    """The view after what a backend saw (one status per node, in order) and what the nodes said."""
+    for event in events:
+        view = _fold_event(view, event, now)
+    nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
+    view = replace(view, nodes=nodes)
+    if view.met_after_s is None and view.ready_count == len(nodes):
+        view = replace(view, met_after_s=now - view.started)
+    return view
+
+
+def judge(view: JobView, now: float, timeout_s: float) -> Verdict:
+    """What the view means: `late` is a rendezvous that has lasted longer than `timeout_s`."""
+    if failing(view):
+        return "failed"
+    if all(_ended_well(node) for node in view.nodes):
+        return "done"
+    if view.met_after_s is not None:
+        return "met"
+    return "late" if now - view.started > timeout_s else "waiting"
+
+
+def failing(view: JobView) -> list[NodeView]:
+    """The nodes that failed, first failure first: it is the cause, and the others mostly its consequence."""
+    bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
+    return sorted(bad, key=_failed_at)
+
+
+def missing(view: JobView) -> list[NodeView]:
+    """The nodes that are not ready."""
+    return [node for node in view.nodes if node.phase != "ready" and not _ended_well(node)]
+
+
+def _failed_at(node: NodeView) -> float:
+    times = [node.ended_at if node.ended_at is not None else float("inf")]
+    if node.failed is not None:
+        times.append(float(node.failed.get("time", "inf")))
+    if node.phase == "lost":  # nothing says when: it is what nobody could announce, so it comes first
+        times.append(0.0)
+    return min(times)
+
+
+def _ended_well(node: NodeView) -> bool:
+    return node.phase == "exited" and node.exit_code == 0
+
+
+def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
+    if status.phase in ("exited", "lost"):
+        if node.phase == status.phase:
+            return node
+        note = status.detail or (f"exit {status.exit_code}" if status.exit_code is not None else "")
+        return replace(
+            node, phase=status.phase, since=now, note=note, exit_code=status.exit_code, ended_at=status.ended_at
+        )
+    if _ORDER[status.phase] > _ORDER[node.phase]:
+        return replace(node, phase=status.phase, since=now, note=status.detail)
+    return replace(node, note=status.detail) if status.detail else node
+
+
+def _fold_event(view: JobView, event: Event, now: float) -> JobView:
+    kind = event["event"]
+    view = replace(view, heard=view.heard | {str(kind)})
+    index = event.get("node")
+    if isinstance(index, int) and 0 <= index < len(view.nodes):
+        node = _node_heard(view.nodes[index], event, now, ready_on_port=not view.says_ready)
+        view = replace(view, nodes=(*view.nodes[:index], node, *view.nodes[index + 1 :]))
+    if kind == contract.READY and view.ready is None:
+        return replace(view, ready=event)
+    if kind == contract.PROGRESS and index == 0:
+        return replace(view, progress=event)
+    if kind == contract.METRIC:
+        return replace(view, metric=event)
+    if kind == contract.DONE:
+        return replace(view, done=event)
+    return view
+
+
+def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool) -> NodeView:
+    kind = event["event"]
+    if kind == contract.FAILED:
+        return node if node.failed else replace(node, failed=event)
+    if kind == contract.READY:
+        return _advanced(
+            node, "ready", now, f"{event.get('device', '')} x {event.get('local_world_size', '')}".strip(" x")
+        )
+    if kind != contract.JOINING:
+        return node
+    master = event.get("master", "the master")
+    if not event.get("reachable"):
+        return _advanced(node, "joining", now, f"cannot reach {master}: {event.get('why')}")
+    if ready_on_port:
+        return _advanced(node, "ready", now, f"{master} is connected (the program does not say more)")
+    return _advanced(node, "joining", now, f"reached {master}")
+
+
+def _advanced(node: NodeView, phase: Phase, now: float, note: str) -> NodeView:
+    if _ORDER[phase] < _ORDER[node.phase]:
+        return node
+    return replace(node, phase=phase, since=node.since if node.phase == phase else now, note=note)
