@@ -1,0 +1,203 @@
+"""How a training picture is made: mosaic, affine, colour and flips, all from one random generator.
+
+The mosaic's 2 s x 2 s canvas is never built: every tile is warped straight from its source to its place in
+the s x s result, and a tile that the result does not show is not even decoded.
+
+Coordinates are continuous (pixel k covers k to k + 1), so a box and the pixels it names move alike.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import cv2
+import numpy as np
+import numpy.typing as npt
+
+from trainer.config import Hyp
+from trainer.data.dataset import Dataset, Image, Labels
+
+FILL = 114  # gray of everything that no picture covers
+_MIN_SIDE_PX = 2.0
+_MIN_AREA_SHARE = 0.1  # of a box that must still be seen
+_MAX_ASPECT = 100.0
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Tile:
+    index: int
+    x: float  # left edge on the canvas
+    y: float
+    w: float  # size on the canvas
+    h: float
+
+
+def _shift(x: float, y: float) -> Floats:
+    return np.array([[1, 0, x], [0, 1, y], [0, 0, 1]], np.float64)
+
+
+def _stretch(x: float, y: float) -> Floats:
+    return np.diag([x, y, 1.0])
+
+
+def random_affine(canvas: float, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
+    """(matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre."""
+    centre = _shift(-canvas / 2, -canvas / 2)
+    bend = np.eye(3)
+    bend[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
+    angle = math.radians(rng.uniform(-hyp.degrees, hyp.degrees))
+    scale = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
+    cos, sin = scale * math.cos(angle), scale * math.sin(angle)
+    turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    slant = np.eye(3)
+    slant[0, 1], slant[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
+    move = _shift(*(side * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
+    return move @ slant @ turn @ bend @ centre, scale
+
+
+def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
+    """(width, height) of a picture of `size` (h, w) whose longer side is made `side`."""
+    ratio = side / max(size)
+    return size[1] * ratio, size[0] * ratio
+
+
+def _mosaic_tiles(dataset: Dataset, index: int, side: int, rng: np.random.Generator) -> list[_Tile]:
+    """The picture and three random ones, each with a corner at a random centre of a canvas of 2 x side."""
+    cx, cy = rng.uniform(side / 2, 3 * side / 2, 2)
+    indices = rng.permutation(np.append(rng.integers(len(dataset), size=3), index))
+    tiles = []
+    for quarter, k in enumerate(indices.tolist()):
+        w, h = _fit(dataset.size(k), side)
+        tiles.append(_Tile(k, cx if quarter % 2 else cx - w, cy if quarter // 2 else cy - h, w, h))
+    return tiles
+
+
+def _single_tile(dataset: Dataset, index: int, side: int) -> list[_Tile]:
+    w, h = _fit(dataset.size(index), side)
+    return [_Tile(index, (side - w) / 2, (side - h) / 2, w, h)]
+
+
+def _bounds(matrix: Floats, boxes: Floats) -> Floats:
+    """The upright boxes (n, 4) xyxy around `boxes` (n, 4) xyxy after `matrix` (3, 3)."""
+    corners = np.ones((len(boxes), 4, 3))
+    corners[:, :, 0] = boxes[:, [0, 2, 2, 0]]
+    corners[:, :, 1] = boxes[:, [1, 1, 3, 3]]
+    moved = corners @ matrix.T
+    xy = moved[:, :, :2] / moved[:, :, 2:]
+    return np.concatenate([xy.min(1), xy.max(1)], 1)
+
+
+def _paint(out: Image, picture: Image, tile: _Tile, matrix: Floats, seen: Floats) -> None:
+    """Warp `picture` to where `matrix` (canvas to result) puts its tile; `seen` (4,) bounds it in `out`."""
+    side = out.shape[0]
+    height, width = picture.shape[:2]
+    m = matrix @ _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
+    upright = m[0, 1] == 0 and m[1, 0] == 0 and m[2, 0] == 0 and m[2, 1] == 0
+    if upright:  # neighbours round their common edge to the same pixel: no seam, no overlap
+        x1, y1, x2, y2 = np.clip(np.rint(seen), 0, side).astype(int).tolist()
+    else:
+        low, high = np.floor(seen[:2]), np.ceil(seen[2:])
+        x1, y1, x2, y2 = np.clip(np.append(low, high), 0, side).astype(int).tolist()
+    if x1 >= x2 or y1 >= y2:
+        return
+    # OpenCV counts from pixel centres, hence the halves.
+    m = _shift(-x1 - 0.5, -y1 - 0.5) @ m @ _shift(0.5, 0.5)
+    place = out[y1:y2, x1:x2]
+    border = cv2.BORDER_REPLICATE if upright else cv2.BORDER_TRANSPARENT
+    if m[2, 0] == 0 and m[2, 1] == 0:
+        cv2.warpAffine(picture, m[:2] / m[2, 2], (x2 - x1, y2 - y1), dst=place, borderMode=border)
+    else:
+        cv2.warpPerspective(picture, m, (x2 - x1, y2 - y1), dst=place, borderMode=border)
+
+
+def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, side: int) -> Floats:
+    """The tiles' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones."""
+    parts = []
+    for tile in tiles:
+        labels = dataset.labels(tile.index).astype(np.float64)
+        half = labels[:, 3:] / 2
+        corners = np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1)
+        corners = corners * (tile.w, tile.h, tile.w, tile.h) + (tile.x, tile.y, tile.x, tile.y)
+        parts.append(np.concatenate([labels[:, :1], corners], 1))
+    boxes = np.concatenate(parts)
+    whole = (boxes[:, 3:] - boxes[:, 1:3]) * scale
+    boxes[:, 1:] = np.clip(_bounds(matrix, boxes[:, 1:]), 0, side)
+    left = boxes[:, 3:] - boxes[:, 1:3]
+    tiny = 1e-9
+    share = left.prod(1) / (whole.prod(1) + tiny)
+    aspect = np.maximum(left[:, 0] / (left[:, 1] + tiny), left[:, 1] / (left[:, 0] + tiny))
+    keep = (left > _MIN_SIDE_PX).all(1) & (share > _MIN_AREA_SHARE) & (aspect < _MAX_ASPECT)
+    kept: Floats = boxes[keep]
+    return kept
+
+
+def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
+    """Multiply hue, saturation and value of `image` (h, w, 3) in place by 1 + U(-1, 1) * gain, by tables."""
+    hue, saturation, value = 1 + rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)
+    levels = np.arange(256)
+    tables = (
+        (levels * hue % 180).astype(np.uint8),  # OpenCV keeps hue in half degrees
+        np.clip(levels * saturation, 0, 255).astype(np.uint8),
+        np.clip(levels * value, 0, 255).astype(np.uint8),
+    )
+    channels = cv2.split(cv2.cvtColor(image, cv2.COLOR_RGB2HSV))
+    changed = cv2.merge([cv2.LUT(channel, table) for channel, table in zip(channels, tables, strict=True)])
+    cv2.cvtColor(changed, cv2.COLOR_HSV2RGB, dst=image)
+
+
+def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Floats:
+    """Paint picture `index`, as a mosaic or alone, randomly warped into `out`; its boxes (n, 5)."""
+    side = out.shape[0]
+    is_mosaic = rng.random() < hyp.mosaic
+    tiles = _mosaic_tiles(dataset, index, side, rng) if is_mosaic else _single_tile(dataset, index, side)
+    matrix, scale = random_affine(2 * side if is_mosaic else side, side, hyp, rng)
+    out[:] = FILL
+    seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
+    for tile, bounds in zip(tiles, seen, strict=True):
+        if (bounds[:2] < side).all() and (bounds[2:] > 0).all():
+            picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
+            _paint(out, picture, tile, matrix, bounds)
+    return _move_boxes(dataset, tiles, matrix, scale, side)
+
+
+def training_picture(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:
+    """Write an augmented picture `index` to `out` (s, s, 3) and return its labels (n, 5) as fractions of s.
+
+    `hyp.copy_paste` has no effect: it moves masks, and labels here are boxes.
+    """
+    side = out.shape[0]
+    boxes = _scene(dataset, index, hyp, rng, out)
+    if hyp.mixup and rng.random() < hyp.mixup:
+        other = np.empty_like(out)
+        boxes = np.concatenate([boxes, _scene(dataset, int(rng.integers(len(dataset))), hyp, rng, other)])
+        share = rng.beta(32, 32)
+        cv2.addWeighted(out, share, other, 1 - share, 0, dst=out)
+    if hyp.hsv_h or hyp.hsv_s or hyp.hsv_v:
+        shift_colours(out, hyp, rng)
+    if dataset.flips:
+        if rng.random() < hyp.fliplr:
+            cv2.flip(out, 1, dst=out)
+            boxes[:, [1, 3]] = side - boxes[:, [3, 1]]
+        if rng.random() < hyp.flipud:
+            cv2.flip(out, 0, dst=out)
+            boxes[:, [2, 4]] = side - boxes[:, [4, 2]]
+    labels = np.empty((len(boxes), 5), np.float32)
+    labels[:, 0] = boxes[:, 0]
+    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * side)
+    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / side
+    return labels
+
+
+def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
+    """Fit `image` into the middle of `out` (side, side, 3); (scale, pad_x, pad_y): out_xy = xy * scale + pad."""
+    height, width = image.shape[:2]
+    scale = side / max(height, width)
+    w, h = max(1, round(width * scale)), max(1, round(height * scale))
+    x, y = (side - w) // 2, (side - h) // 2
+    out[:] = FILL
+    how = cv2.INTER_LINEAR if scale >= 1 else cv2.INTER_AREA
+    out[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=how)
+    return scale, float(x), float(y)

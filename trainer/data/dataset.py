@@ -1,0 +1,37 @@
+"""What every data set offers to the loaders, whatever format it was read from."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
+Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the picture's sides
+
+
+class Dataset(Protocol):
+    """Pictures with labelled boxes, addressed by a number from 0 to len - 1."""
+
+    @property
+    def names(self) -> list[str]:
+        """The class names; a label's class is an index into them."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether a mirrored picture is still a true one (a mirrored digit is not)."""
+
+    def __len__(self) -> int: ...
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width) in pixels of the picture as stored, known without decoding it."""
+
+    def image(self, index: int, min_side: int = 0) -> Image:
+        """The picture as uint8 (h, w, 3) RGB, not to be written to.
+
+        With `min_side` the reader may shrink it while decoding, its longer side to no less than `min_side` px.
+        """
+
+    def labels(self, index: int) -> Labels:
+        """The boxes as float32 (n, 5): class, cx, cy, w, h as fractions of the picture's sides."""
