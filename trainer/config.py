@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import yaml
+
+from trainer.errors import TrainerError
 
 
 @dataclass(frozen=True)
@@ -37,3 +43,143 @@ class Hyp:
     mosaic: float = 1.0
     mixup: float = 0.0
     copy_paste: float = 0.0
+
+
+OPTIMIZERS = ("SGD", "Adam", "AdamW")
+PRECISIONS = ("auto", "bf16", "fp32")
+# In YOLOv5's hyp files, but without effect in YOLOv5 itself.
+WITHOUT_EFFECT = ("iou_t",)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The defaults of a run, where the command line says nothing."""
+
+    imgsz: int
+    batch: int  # over all ranks
+    epochs: int
+    optimizer: str
+    hyp: Hyp
+
+
+# The one place that holds the defaults. `digits` is the demonstration: small pages, few epochs and a hyper-parameter
+# set made for them, so that two CPU cores end within minutes. Everything else gets YOLOv5's own defaults.
+DIGITS = "digits"
+PRESETS = {
+    DIGITS: Preset(
+        imgsz=160,
+        batch=32,
+        epochs=12,
+        optimizer="AdamW",
+        hyp=Hyp(
+            lr0=0.004,
+            lrf=0.02,
+            momentum=0.9,
+            weight_decay=0.01,
+            warmup_epochs=1.0,
+            warmup_bias_lr=0.004,
+            mosaic=0.0,
+            hsv_h=0.0,
+            hsv_s=0.2,
+            hsv_v=0.2,
+            scale=0.2,
+            fliplr=0.0,
+        ),
+    ),
+}
+STANDARD = Preset(imgsz=640, batch=16, epochs=100, optimizer="SGD", hyp=Hyp())
+
+
+def preset_for(data: str) -> Preset:
+    """The defaults that go with a data set's name or path."""
+    return PRESETS.get(data, STANDARD)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that one run was told, checked as far as that needs no data and no device."""
+
+    data: str
+    cfg: str
+    weights: str
+    hyp: Hyp
+    epochs: int
+    batch: int  # over all ranks
+    imgsz: int
+    device: str
+    optimizer: str
+    workers: int | None  # per rank; None: as many as pay on the device
+    seed: int
+    project: str
+    name: str
+    exist_ok: bool
+    cos_lr: bool
+    precision: str
+    val: bool
+
+    def __post_init__(self) -> None:
+        for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):
+            if value < 1:
+                raise TrainerError(f"{option} is {value}, it must be 1 or more")
+        if self.imgsz < 32 or self.imgsz % 32:
+            near = max(32, round(self.imgsz / 32) * 32)
+            raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
+        if self.workers is not None and self.workers < 0:
+            raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
+        if self.seed < 0:
+            raise TrainerError(f"--seed is {self.seed}, it must be 0 or more")
+        for option, text, known in (
+            ("--optimizer", self.optimizer, OPTIMIZERS),
+            ("--precision", self.precision, PRECISIONS),
+        ):
+            if text not in known:
+                raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(known)}")
+        if not self.name or Path(self.name).name != self.name:
+            raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
+
+
+def load_hyp(path: str, base: Hyp) -> Hyp:
+    """`base` with the values of a YAML file; an unknown key or a value that is no number is an error."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TrainerError(f"--hyp {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise TrainerError(f"--hyp {path}: not a YAML file: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise TrainerError(f"--hyp {path}: it must hold `name: number` lines")
+    known = [f.name for f in fields(Hyp)]
+    values: dict[str, float] = {}
+    for key, raw in content.items():
+        if key in WITHOUT_EFFECT:
+            continue
+        if key not in known:
+            raise TrainerError(f"--hyp {path}: unknown key {key!r}", f"the keys are {', '.join(known)}")
+        try:
+            # YAML reads 1e-3 (without a dot) as text.
+            values[key] = float(raw) if not isinstance(raw, bool) else float("nan")
+        except (TypeError, ValueError):
+            values[key] = float("nan")
+        if not math.isfinite(values[key]) or values[key] < 0:
+            raise TrainerError(f"--hyp {path}: {key} is {raw!r}, it must be a number, 0 or more")
+    hyp = replace(base, **values)
+    for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste"):
+        if getattr(hyp, key) > 1:
+            raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
+    if hyp.anchor_t <= 1:
+        raise TrainerError(f"--hyp {path}: anchor_t is {hyp.anchor_t}, it must be above 1")
+    return hyp
+
+
+def check_data_path(data: str) -> None:
+    """An error for a data file that is not there; in a container the usual cause is a missing mount."""
+    if data in PRESETS or Path(data).is_file():
+        return
+    if Path(data).is_dir():
+        raise TrainerError(f"--data {data}: a folder", "give its data.yaml")
+    if Path("/.dockerenv").exists():
+        raise TrainerError(
+            f"--data {data}: no such file in this container",
+            "a container sees only the folders that are mounted into it: mount the data's folder",
+        )
+    raise TrainerError(f"--data {data}: no such file", f"give {DIGITS} or the path of a data.yaml")

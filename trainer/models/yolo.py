@@ -123,8 +123,7 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
             raise TrainerError(f"{where}: {key} is {content[key]!r}, it must be a number above 0")
     anchors = content["anchors"]
     if not isinstance(anchors, list) or not all(
-        isinstance(level, list) and level and len(level) % 2 == 0 and len(level) == len(anchors[0])
-        for level in anchors
+        isinstance(level, list) and level and len(level) % 2 == 0 and len(level) == len(anchors[0]) for level in anchors
     ):
         raise TrainerError(
             f"{where}: anchors must be one list of width, height, width, height, ... (in pixels) per level",
@@ -190,9 +189,7 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
     return Yolo(layers, rows)
 
 
-def _layer(
-    row: Row, inputs: list[int], args: list[Any], repeats: int, width: float
-) -> tuple[nn.Module, int]:
+def _layer(row: Row, inputs: list[int], args: list[Any], repeats: int, width: float) -> tuple[nn.Module, int]:
     """One layer and the channels of its output."""
     if row.module == "Detect":
         count, anchors = args

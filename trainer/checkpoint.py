@@ -1,0 +1,120 @@
+"""The run's folder and its checkpoints: plain tensors and values, written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import contract
+from trainer.errors import TrainerError
+
+FORMAT = 1
+KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
+
+
+def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_ok: bool) -> Path:
+    """The launcher's folder where it gave one, else a new project/name, name2, name3, ..."""
+    given = environment.get(contract.RUN_DIR)
+    if given:
+        path = Path(given)
+        if not path.is_dir():
+            raise TrainerError(f"{contract.RUN_DIR} {path}: no such folder", "the launcher must create or mount it")
+        _check_writable(path)
+        return path
+    parent = Path(project)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(exist_ok=exist_ok)
+                break
+            if exist_ok:
+                raise TrainerError(f"{path} is a file, not a folder")
+            number += 1
+    except OSError as error:
+        raise TrainerError(
+            f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}",
+            "choose another folder with --project",
+        ) from error
+    _check_writable(path)
+    return path
+
+
+def _check_writable(path: Path) -> None:
+    probe = path / f".write-test-{os.getpid()}"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise TrainerError(
+            f"{path}: cannot write there: {error.strerror}{_ownership(path)}",
+            "make the folder writable for that user, or run as its owner",
+        ) from error
+
+
+def _ownership(path: Path) -> str:
+    """Who we are and whose the nearest existing folder is: the usual cause in a container."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    uid = os.getuid() if hasattr(os, "getuid") else "?"
+    return f" (we are uid {uid}, {path} belongs to uid {path.stat().st_uid})"
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """Write a checkpoint beside its place, then rename it there: a reader sees the old one or the new one."""
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise ValueError(f"a checkpoint needs {missing}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: str) -> dict[str, Any]:
+    """Read one of our checkpoints onto the CPU; nothing in the file is executed."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise TrainerError(f"--weights {path}: no such file", "use --weights '' to start from scratch") from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise TrainerError(
+            f"--weights {path}: not a checkpoint of this trainer",
+            "give a best.pt or last.pt that it wrote, or '' to start from scratch",
+        ) from error
+    if not isinstance(content, dict) or any(key not in content for key in KEYS):
+        raise TrainerError(
+            f"--weights {path}: not a checkpoint of this trainer",
+            "give a best.pt or last.pt that it wrote, or '' to start from scratch",
+        )
+    if content["format"] > FORMAT:
+        raise TrainerError(f"--weights {path}: written by a newer version of this trainer", "update this one")
+    return content
+
+
+def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:
+    """Copy the tensors that fit (another number of classes leaves the head out): how many of how many."""
+    own = model.state_dict()
+    fitting = {k: v.float() for k, v in state.items() if k in own and own[k].shape == v.shape}
+    fitting = {k: v.to(own[k].dtype) for k, v in fitting.items()}
+    if len(fitting) < len(own) / 2:
+        raise TrainerError(
+            f"--weights {where}: only {len(fitting)} of {len(own)} tensors fit this model",
+            "use the --cfg that the checkpoint was trained with (leave --cfg out)",
+        )
+    model.load_state_dict(fitting, strict=False)
+    return len(fitting), len(own)

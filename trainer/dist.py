@@ -1,0 +1,232 @@
+"""Which process this is among how many: ranks from torchrun's environment, device, threads, process group."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import contract
+from trainer.errors import TrainerError
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+ALSO_NEEDED = ("MASTER_ADDR", "MASTER_PORT")
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place: `size` processes in all, `local_size` of them on this node."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    node: int = 0
+    launched: bool = False  # by torchrun, even if alone
+
+
+def world_of(environment: Mapping[str, str]) -> World:
+    """The place that the environment names; half of the rank variables is an error, none is a single process."""
+    present = [name for name in RANK_VARIABLES if name in environment]
+    if not present:
+        return World()
+    missing = [name for name in (*RANK_VARIABLES, *ALSO_NEEDED) if name not in environment]
+    if missing:
+        raise TrainerError(
+            f"{', '.join(present)} set in the environment but not {', '.join(missing)}",
+            f"start with torchrun, or unset {', '.join(present)} to train in one process",
+        )
+    wanted = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    values = {}
+    for name in wanted:
+        text = environment.get(name, environment["WORLD_SIZE"] if name == "LOCAL_WORLD_SIZE" else "0")
+        try:
+            values[name] = int(text)
+        except ValueError:
+            raise TrainerError(f"{name} is {text!r} in the environment, not a number") from None
+    world = World(
+        rank=values["RANK"],
+        local_rank=values["LOCAL_RANK"],
+        size=values["WORLD_SIZE"],
+        local_size=values["LOCAL_WORLD_SIZE"],
+        node=values["GROUP_RANK"],
+        launched=True,
+    )
+    if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
+        raise TrainerError(
+            f"RANK {world.rank} of WORLD_SIZE {world.size}, LOCAL_RANK {world.local_rank} of "
+            f"LOCAL_WORLD_SIZE {world.local_size}: a rank must be below its size"
+        )
+    return world
+
+
+def pick_device(wanted: str, world: World) -> torch.device:
+    """The device of this process for --device: cpu, cuda, a number, numbers with commas, or '' to find out."""
+    wanted = wanted.strip().lower()
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (not wanted and not have):
+        return torch.device("cpu")
+    if wanted in ("", "cuda", "gpu"):
+        numbers = list(range(have))
+    else:
+        try:
+            numbers = [int(n) for n in wanted.removeprefix("cuda:").split(",")]
+        except ValueError:
+            raise TrainerError(
+                f"--device {wanted}: no such device", "use cpu, cuda, a GPU number, or numbers like 0,1"
+            ) from None
+    if not have:
+        raise TrainerError(
+            f"--device {wanted}: no GPU can be used on this machine",
+            "use --device cpu; in a container, check that it was started with its GPUs",
+        )
+    for n in numbers:
+        if not 0 <= n < have:
+            raise TrainerError(f"--device {wanted}: there is no GPU {n}, this machine has {have}")
+    if not world.launched and wanted not in ("", "cuda", "gpu") and len(numbers) > 1:
+        raise TrainerError(
+            f"--device {wanted}: one process drives one GPU",
+            f"torchrun --nproc-per-node {len(numbers)} -m trainer train --device {wanted} ...",
+        )
+    if world.local_rank >= len(numbers):
+        raise TrainerError(
+            f"{world.local_size} processes on this node but {len(numbers)} GPUs",
+            "start one process per GPU, or use --device cpu",
+        )
+    return torch.device("cuda", numbers[world.local_rank])
+
+
+def thread_count(environment: Mapping[str, str], world: World, cores: int) -> int | None:
+    """Threads of this process, so that all processes on the machine share its cores; None to leave it alone.
+
+    A user's OMP_NUM_THREADS stands; torchrun's own (1, for more than one process) does not count as one.
+    """
+    omp = environment.get("OMP_NUM_THREADS")
+    if omp is not None and not (world.launched and omp == "1"):
+        return None
+    try:
+        nodes = max(1, int(environment.get(contract.NODES_ON_HOST, "1")))
+    except ValueError:
+        raise TrainerError(
+            f"{contract.NODES_ON_HOST} is {environment[contract.NODES_ON_HOST]!r}, not a number"
+        ) from None
+    return max(1, cores // (world.local_size * nodes))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, and less where a container's CPU quota says so."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        return max(1, min(cores, -(-int(quota) // int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return cores
+
+
+def limit_threads(world: World) -> None:
+    """Give this process its part of the machine's cores: threads that outnumber them only get in each other's way."""
+    threads = thread_count(os.environ, world, usable_cores())
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def join(world: World, device: torch.device) -> str:
+    """Meet the other processes; returns the backend ("" for one process)."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not world.launched:
+        return ""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, timeout=TIMEOUT, **options)
+    return backend
+
+
+def leave() -> None:
+    """Take the process group down, where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def together() -> bool:
+    """Whether there is a process group with more than one process."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def agree(error: TrainerError | None) -> None:
+    """Raise on all ranks if one of them found an error: the first rank's, so that none waits for it in vain."""
+    if not together():
+        if error:
+            raise error
+        return
+    found: list[tuple[str, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (error.message, error.hint) if error else None)
+    if error:
+        raise error
+    for rank, other in enumerate(found):
+        if other:
+            raise TrainerError(f"rank {rank}: {other[0]}", other[1])
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value (picklable) on every rank."""
+    if not together():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's value (picklable) in rank order on rank 0, and nothing elsewhere."""
+    if not together():
+        return [value]
+    rank = dist.get_rank()
+    box: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(value, box, dst=0)
+    return box or []
+
+
+def average_(tensors: list[Tensor]) -> None:
+    """Average float tensors over the ranks, in place, in one collective."""
+    if not together() or not tensors:
+        return
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(part.view_as(t))
+
+
+def start_sum(value: Tensor) -> dist.Work | None:
+    """Begin to sum a tensor over the ranks, in place; wait() on the result before reading it."""
+    return dist.all_reduce(value, async_op=True) if together() else None
+
+
+def wait(work: dist.Work | None) -> None:
+    """Wait for what start_sum began."""
+    if work is not None:
+        work.wait()
+
+
+def wrap(model: nn.Module, device: torch.device, *, static: bool) -> DistributedDataParallel:
+    """The model under DDP, with the options that this torch knows.
+
+    Buffers are not copied from rank 0 at every step (batch norm's are averaged before validation instead);
+    `static` says that every step runs the same graph, without no_sync.
+    """
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": static}
+    # torch 2.15 renames the option.
+    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)

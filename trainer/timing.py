@@ -1,0 +1,98 @@
+"""Where an epoch's seconds go: waiting for data, computing, waiting for other ranks, validating."""
+
+# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+
+
+class Clock:
+    """The seconds of one epoch, by what they were spent on; what is not measured is compute.
+
+    DDP sums the gradients bucket by bucket while the backward pass still runs, so most of that costs no time. What
+    does is the *exposed* wait: from the moment the last bucket was handed over (this rank has nothing left to
+    compute) until backward returns. A communication hook sees that moment. It holds the transfer itself and any
+    waiting for slower ranks. On a GPU, where the CPU runs ahead, two events on the stream mark the same moments.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._handed_over: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an epoch."""
+        self._start = time.perf_counter()
+        self._spent = {"data": 0.0, "sync": 0.0, "val": 0.0}
+        self._pairs.clear()
+
+    @contextmanager
+    def spending(self, share: str) -> Iterator[None]:
+        """Count the seconds of a block as data, sync or val."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[share] += time.perf_counter() - before
+
+    def waiting(self, batches: Iterator[T]) -> Iterator[T]:
+        """The same batches; the time that they take to come counts as data."""
+        while True:
+            before = time.perf_counter()
+            batch = next(batches, None)
+            self._spent["data"] += time.perf_counter() - before
+            if batch is None:
+                return
+            yield batch
+
+    def watch(self, model: DistributedDataParallel) -> None:
+        """Sum the gradients over the ranks (DDP itself would average them) and note when the last one is ready."""
+        model.register_comm_hook(None, self._hook)
+
+    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        if bucket.is_last():
+            if self._cuda:
+                self._handed_over = torch.cuda.Event(enable_timing=True)
+                self._handed_over.record()
+            else:
+                self._handed_over = time.perf_counter()
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        future: torch.futures.Future[Any] = work.get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def after_backward(self) -> None:
+        """Note that backward has returned, and with it the summed gradients."""
+        if self._handed_over is None:
+            return
+        if self._cuda:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self._pairs.append((self._handed_over, end))
+        else:
+            self._spent["sync"] += time.perf_counter() - self._handed_over
+        self._handed_over = None
+
+    def seconds(self) -> float:
+        """Seconds since the epoch began."""
+        return time.perf_counter() - self._start
+
+    def shares(self) -> dict[str, float]:
+        """data, compute, sync, val as fractions of the epoch so far; their sum is 1."""
+        if self._pairs:
+            torch.cuda.synchronize()
+            self._spent["sync"] += sum(a.elapsed_time(b) for a, b in self._pairs) / 1000
+            self._pairs.clear()
+        total = max(self.seconds(), 1e-9)
+        shares = {k: min(v / total, 1.0) for k, v in self._spent.items()}
+        rest = max(0.0, 1 - sum(shares.values()))
+        return {k: round(v, 4) for k, v in {**shares, "compute": rest}.items()}
