@@ -58,7 +58,7 @@ install_missing() {
         apt-get -qq update || say "some package lists could not be refreshed; going on with the others"
         apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends $packages >/dev/null
     fi
-    compose_works && buildx_works || plugins_from_trixie
+    if ! { compose_works && buildx_works; }; then plugins_from_trixie; fi
 }
 
 start_engine() {

@@ -21,11 +21,10 @@ KEPT = (*INDEXES, "trusted-host", "proxy", "timeout", "default-timeout", "retrie
 
 def settings() -> dict[str, str]:
     """pip's own view of its files and `PIP_*` variables: name to value, the last and strongest source winning."""
-    listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
-    ).stdout
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)  # a Python without pip has none
     found = {}
-    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+    for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")
         section, _, name = key.partition(".")
         if section in ("global", "install", ":env:"):

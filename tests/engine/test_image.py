@@ -1,0 +1,138 @@
+"""The image as it is built: who it runs as, whom its files belong to, and what a change of our code costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEFAULT_IMAGE
+
+pytestmark = pytest.mark.engine
+
+PROJECT = Path(__file__).parents[2]
+STRANGER = 1234  # a uid that the image's /etc/passwd does not know
+
+
+def docker(*argv: str) -> str:
+    """The command's output; a failed command fails the test with all that it said."""
+    completed = subprocess.run(["docker", *argv], capture_output=True, text=True, timeout=240, check=False)
+    assert completed.returncode == 0, f"docker {argv}\n{completed.stdout}{completed.stderr}"
+    return completed.stdout
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """What `make image` builds, and what the launcher takes when no image is named: the two must be one."""
+    makefile = subprocess.run(["make", "--dry-run", "image"], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert makefile.stdout.split() == ["packaging/image.sh", DEFAULT_IMAGE]
+    return DEFAULT_IMAGE
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run folder that belongs to a stranger, where this test is allowed to give it away."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    tmp_path.chmod(0o755)
+    if os.getuid() == 0:
+        os.chown(folder, STRANGER, STRANGER)
+    return folder
+
+
+def run_with(image: str, run_dir: Path, user: str, *command: str) -> str:
+    mount = ["--volume", f"{run_dir}:/mnt/run", "--env", "CLUSTER_RUN_DIR=/mnt/run"]
+    return docker("run", "--rm", "--user", user, *mount, image, *command)
+
+
+@pytest.mark.parametrize("user", ["the caller's", "root"])
+def test_files_belong_to_the_owner_of_the_run_folder(image: str, run_dir: Path, user: str) -> None:
+    owner = run_dir.stat()
+    named = "0:0" if user == "root" else f"{owner.st_uid}:{owner.st_gid}"
+    run_with(image, run_dir, named, "sh", "-c", "mkdir /mnt/run/sub && echo text > /mnt/run/sub/file")
+    written = (run_dir / "sub" / "file").stat()
+    assert (written.st_uid, written.st_gid) == (owner.st_uid, owner.st_gid)
+
+
+def test_run_folder_of_someone_else_is_said_before_anything_starts(image: str, run_dir: Path) -> None:
+    run_dir.chmod(0o755)
+    owner = run_dir.stat()
+    argv = ["docker", "run", "--rm", "--user", "4321:4321", "--volume", f"{run_dir}:/mnt/run"]
+    completed = subprocess.run(
+        [*argv, "--env", "CLUSTER_RUN_DIR=/mnt/run", image, "echo", "started"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert f"--user {owner.st_uid}:{owner.st_gid}" in completed.stderr
+
+
+def test_uid_without_passwd_entry_can_use_every_package(image: str) -> None:
+    code = (
+        "import getpass, pathlib, torch, torchvision, cv2, matplotlib.pyplot, trainer, cluster;"
+        "from torch._inductor.runtime.cache_dir_utils import cache_dir;"
+        "(pathlib.Path.home() / 'file').write_text(getpass.getuser()); pathlib.Path(cache_dir()).mkdir(exist_ok=True)"
+    )
+    stranger = f"{STRANGER}:{STRANGER}"
+    docker("run", "--rm", "--user", stranger, image, "python3", "-W", "error::UserWarning", "-c", code)
+    two_ranks = [
+        "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "sh",
+        "-c",
+        "echo rank $RANK of $USER",
+    ]
+    printed = docker("run", "--rm", "--user", stranger, image, *two_ranks)
+    assert sorted(printed.split("\n")[:2]) == [f"rank {rank} of uid-{STRANGER}" for rank in (0, 1)]
+
+
+def test_image_alone_prints_help_as_an_ordinary_user(image: str) -> None:
+    assert "usage" in docker("run", "--rm", image).lower()
+    assert docker("run", "--rm", image, "id", "-u").strip() == "1000"
+    docker("run", "--rm", image, "clusterctl", "--help")
+
+
+def test_nothing_of_the_build_machine_is_kept(image: str) -> None:
+    files = "find /run/secrets /mnt /tmp /root/.cache /etc/pip.conf -type f 2>/dev/null || true"
+    assert docker("run", "--rm", "--user", "0:0", image, "sh", "-c", files) == ""
+    environment = docker("image", "inspect", "--format", "{{json .Config.Env}}", image)
+    assert "PIP_" not in environment
+    assert "file:/" not in environment
+
+
+def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Path) -> None:
+    """The new image shares all but its last layers with the one it stands on: under 2 % of the bytes are new."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("cluster", "trainer", "packaging", "requirements"):
+        shutil.copytree(PROJECT / name, tmp_path / name, ignore=ignored)
+    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "LICENSE", "README.md"):
+        if (PROJECT / name).exists():
+            shutil.copy2(PROJECT / name, tmp_path / name)
+    with (tmp_path / "trainer" / "__init__.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+
+    changed = "trainer-test:changed"
+    try:
+        build = ["packaging/image.sh", changed]
+        subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=240)
+        assert docker("run", "--rm", changed, "python3", "-c", "import trainer; print(trainer.CHANGED)") == "True\n"
+        layers, new_layers = (
+            docker("image", "inspect", "--format", "{{join .RootFS.Layers \"\\n\"}}", name).split()
+            for name in (image, changed)
+        )  # fmt: skip
+        shared = sum(old == new for old, new in zip(layers, new_layers, strict=False))
+        sizes = docker("history", "--human=false", "--format", "{{.Size}}", changed).split()
+        sizes = [int(size) for size in sizes if size != "0"][::-1]  # from the base up, as the layers are
+        rebuilt = sum(sizes[-(len(new_layers) - shared) :])
+        assert shared < len(new_layers)
+        assert rebuilt < 0.02 * sum(sizes)
+    finally:
+        subprocess.run(["docker", "image", "rm", "--force", changed], capture_output=True, check=False)
