@@ -8,6 +8,7 @@ from typing import Literal
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
 from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader
+from trainer.data.yolo import Yolo
 
 Split = Literal["train", "val"]
 
@@ -19,7 +20,9 @@ EMBEDDED: dict[str, Callable[[Split, int], Dataset]] = {
 
 def open_dataset(source: str, split: Split, *, imgsz: int) -> Dataset:
     """The data set `source`: an embedded one's name (its pages have side `imgsz`) or the path of a data.yaml."""
-    return EMBEDDED[source](split, imgsz)
+    if source in EMBEDDED:
+        return EMBEDDED[source](split, imgsz)
+    return Yolo(source, split)
 
 
 __all__ = ["EMBEDDED", "Batch", "Dataset", "TrainLoader", "ValBatch", "ValLoader", "open_dataset"]
