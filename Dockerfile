@@ -2,6 +2,8 @@
 # Layers from slow and rarely changed to quick and often changed: base, packages (5 GB, the lock file only), our code.
 ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
+LABEL org.opencontainers.image.title=clusterctl-trainer \
+      org.opencontainers.image.licenses=Apache-2.0
 
 # The two secrets are optional (packaging/pip-settings.py): a machine with its own package index or certificates gives
 # them to `pip` here, and nothing of them is kept in the image.

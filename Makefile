@@ -42,7 +42,7 @@ test-engine: venv  ## only the tests that need a Docker Engine
 	@packaging/test.sh $(IMAGE) engine-only
 
 golden: venv  ## rewrite the expected plans in tests/golden; the diff is the review
-	GOLDEN=rewrite $(BIN)/python -m pytest tests/golden
+	GOLDEN=write $(BIN)/python -m pytest tests/golden
 
 lock:  ## pin the packages anew from pyproject.toml (ARGS=--upgrade: the newest versions)
 	packaging/lock.sh $(ARGS)

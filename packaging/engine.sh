@@ -9,19 +9,22 @@ HERE=$(dirname "$0")
 LOG=${DOCKERD_LOG:-/var/log/dockerd.log}
 PLUGINS=/usr/local/lib/docker/cli-plugins
 START_TIMEOUT_S=60
+COMPOSE=2.23.1  # the first that takes the text of a file (`configs: content:`) from the compose file
 
 say() { echo "engine: $*"; }
 fail() { echo "engine: $*" >&2; exit 1; }
 
 engine_answers() { timeout 20 docker info >/dev/null 2>&1; }
-compose_works() { case $(docker compose version --short 2>/dev/null) in v[2-9]* | [2-9]*) ;; *) false ;; esac; }
+compose_works() {
+    found=$(docker compose version --short 2>/dev/null) && printf '%s\n' "$COMPOSE" "${found#v}" | sort --version-sort --check=quiet
+}
 buildx_works() { docker buildx version >/dev/null 2>&1; }
 all_works() { engine_answers && compose_works && buildx_works; }
 
 missing() {
     command -v docker >/dev/null || echo "the docker command"
     engine_answers || echo "a Docker Engine that answers${DOCKER_HOST:+ (DOCKER_HOST is $DOCKER_HOST)}"
-    compose_works || echo "docker compose, version 2"
+    compose_works || echo "docker compose, version $COMPOSE or newer"
     buildx_works || echo "docker buildx"
 }
 

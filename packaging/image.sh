@@ -21,14 +21,15 @@ for secret in pip.conf ca.crt; do
     [ ! -s "$secrets/$secret" ] || set -- "$@" --secret "id=$secret,src=$secrets/$secret"
 done
 
-before=$(docker image inspect --format '{{.Id}}' "$NAME" 2>/dev/null || true)
 echo "image: building $NAME on $base (a few minutes at first, seconds later)"
-docker buildx build --load --progress plain --build-arg BASE_IMAGE="$base" "$@" --tag "$NAME" . >"$secrets/log" 2>&1 || {
+set -- --load --build-arg BASE_IMAGE="$base" "$@" --tag "$NAME" .
+if [ -t 2 ]; then
+    docker buildx build "$@"
+elif ! docker buildx build --progress plain "$@" >"$secrets/log" 2>&1; then
     tail -n 30 "$secrets/log" >&2
     echo "image: the build of $NAME failed" >&2
     exit 1
-}
-after=$(docker image inspect --format '{{.Id}}' "$NAME")
-# the one it replaces, unless a container still uses it
-[ -z "$before" ] || [ "$before" = "$after" ] || docker image rm "$before" >/dev/null 2>&1 || true
-echo "image: $NAME, $after, $(docker image inspect --format '{{.Size}}' "$NAME" | awk '{printf "%.1f GB", $1 / 1e9}')"
+fi
+# the ones it replaces, unless a container still uses them
+docker image prune --force --filter label=org.opencontainers.image.title=clusterctl-trainer >/dev/null
+docker image inspect --format '{{.Size}} {{.Id}}' "$NAME" | awk -v name="$NAME" '{printf "image: %s, %.1f GB, %s\n", name, $1 / 1e9, $2}'

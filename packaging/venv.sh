@@ -21,5 +21,5 @@ if ! usable .venv/bin/python; then
 fi
 
 echo "venv: installing the packages of requirements/dev.txt into .venv ($(.venv/bin/python --version), 5 GB at first)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+.venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/dev.txt
+.venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation --editable .
