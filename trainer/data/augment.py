@@ -48,6 +48,8 @@ def random_affine(canvas: float, side: int, hyp: Hyp, rng: np.random.Generator) 
     centre = _shift(-canvas / 2, -canvas / 2)
     bend = np.eye(3)
     bend[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
+    reach = np.abs(bend[2, :2]).sum() * canvas / 2
+    bend[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # at a reach of 1 the canvas's corner is at infinity
     angle = math.radians(rng.uniform(-hyp.degrees, hyp.degrees))
     scale = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
     cos, sin = scale * math.cos(angle), scale * math.sin(angle)
@@ -90,27 +92,46 @@ def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     return np.concatenate([xy.min(1), xy.max(1)], 1)
 
 
-def _paint(out: Image, picture: Image, tile: _Tile, matrix: Floats, seen: Floats) -> None:
-    """Warp `picture` to where `matrix` (canvas to result) puts its tile; `seen` (4,) bounds it in `out`."""
-    side = out.shape[0]
-    height, width = picture.shape[:2]
-    m = matrix @ _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
-    upright = m[0, 1] == 0 and m[1, 0] == 0 and m[2, 0] == 0 and m[2, 1] == 0
-    if upright:  # neighbours round their common edge to the same pixel: no seam, no overlap
-        x1, y1, x2, y2 = np.clip(np.rint(seen), 0, side).astype(int).tolist()
-    else:
-        low, high = np.floor(seen[:2]), np.ceil(seen[2:])
-        x1, y1, x2, y2 = np.clip(np.append(low, high), 0, side).astype(int).tolist()
+def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
+    """Warp `picture` by `matrix` (picture to result) into `out`; `seen` (4,) bounds it there."""
+    if matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0:
+        _paint_upright(out, picture, matrix)
+        return
+    low, high = np.floor(seen[:2]), np.ceil(seen[2:])
+    x1, y1, x2, y2 = np.clip(np.append(low, high), 0, out.shape[0]).astype(int).tolist()
     if x1 >= x2 or y1 >= y2:
         return
-    # OpenCV counts from pixel centres, hence the halves.
-    m = _shift(-x1 - 0.5, -y1 - 0.5) @ m @ _shift(0.5, 0.5)
-    place = out[y1:y2, x1:x2]
-    border = cv2.BORDER_REPLICATE if upright else cv2.BORDER_TRANSPARENT
-    if m[2, 0] == 0 and m[2, 1] == 0:
-        cv2.warpAffine(picture, m[:2] / m[2, 2], (x2 - x1, y2 - y1), dst=place, borderMode=border)
+    m = _shift(-x1 - 0.5, -y1 - 0.5) @ matrix @ _shift(0.5, 0.5)  # OpenCV counts from pixel centres
+    size, place = (x2 - x1, y2 - y1), out[y1:y2, x1:x2]
+    if m[2, 0] == m[2, 1] == 0:
+        cv2.warpAffine(picture, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
     else:
-        cv2.warpPerspective(picture, m, (x2 - x1, y2 - y1), dst=place, borderMode=border)
+        cv2.warpPerspective(picture, m, size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
+
+
+def _paint_upright(out: Image, picture: Image, matrix: Floats) -> None:
+    """The same for a `matrix` that only scales and shifts: a resize, over three times as fast as a warp.
+
+    Its edges are rounded to whole pixels, which moves the picture by less than half a pixel and leaves no seam
+    between neighbours.
+    """
+    side = out.shape[0]
+    (top, bottom, y1, y2), (left, right, x1, x2) = (
+        _span(picture.shape[axis], matrix[1 - axis, 1 - axis], matrix[1 - axis, 2], side) for axis in (0, 1)
+    )
+    if min(x2, y2) > 0 and max(x1, y1) < side:
+        part = cv2.resize(picture[top:bottom, left:right], (x2 - x1, y2 - y1))
+        part = part[max(0, -y1) : side - y1, max(0, -x1) : side - x1]
+        y, x = max(0, y1), max(0, x1)
+        out[y : y + part.shape[0], x : x + part.shape[1]] = part
+
+
+def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int, int, int]:
+    """(first, last) source pixel shown of a row of `length`, and (start, stop) of these in the result."""
+    first = max(0, math.floor(-shift / scale))
+    last = min(length, math.ceil((side - shift) / scale))
+    start = round(first * scale + shift)
+    return first, last, start, max(start + 1, round(last * scale + shift))
 
 
 def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, side: int) -> Floats:
@@ -159,7 +180,9 @@ def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out
     for tile, bounds in zip(tiles, seen, strict=True):
         if (bounds[:2] < side).all() and (bounds[2:] > 0).all():
             picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
-            _paint(out, picture, tile, matrix, bounds)
+            height, width = picture.shape[:2]
+            place = _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
+            _paint(out, picture, matrix @ place, bounds)
     return _move_boxes(dataset, tiles, matrix, scale, side)
 
 

@@ -4,7 +4,8 @@ Everything is read and checked once, when the set is opened, so that a bad label
 Labels and paths are kept in flat arrays: a list of a million small objects would be copied, page by page, into
 every worker process.
 """
-# ruff: noqa: PTH -- paths are strings here: a hundred thousand pathlib objects would double the time to open
+# ruff: noqa: PTH112, PTH113, PTH118, PTH119, PTH120, PTH122, PTH123, PTH202, PTH208
+# (Paths are strings here: a hundred thousand pathlib objects would double the time to open a set.)
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Yolo:
 
     def path(self, index: int) -> Path:
         """The file of picture `index`."""
-        return Path(os.fsdecode(self._paths[index].item()))
+        return Path(os.fsdecode(self._paths[index]))
 
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) in pixels of picture `index`, turned upright."""
@@ -74,7 +75,7 @@ class Yolo:
         if min_side:
             longer = int(self._sizes[index].max())
             flags = next((flag for by, flag in _REDUCED.items() if longer >= by * min_side), flags)
-        path = self.path(index)
+        path = os.fsdecode(self._paths[index])
         try:
             picture = cv2.imdecode(np.fromfile(path, np.uint8), flags)
         except (OSError, cv2.error):
