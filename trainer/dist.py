@@ -204,7 +204,7 @@ def average_(tensors: list[Tensor]) -> None:
     flat = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(flat)
     flat /= dist.get_world_size()
-    for t, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         t.copy_(part.view_as(t))
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,10 +108,14 @@ class Run:
                 self._check_finite(total, epoch, step)
                 loss = float(before.sum())
             rate = images / (time.perf_counter() - begin)
-            told = {
-                "epoch": epoch + 1, "epochs": s.epochs, "step": step + 1, "steps": steps,
+            told: dict[str, Any] = {
+                "epoch": epoch + 1,
+                "epochs": s.epochs,
+                "step": step + 1,
+                "steps": steps,
                 "loss": loss,
-                "images_per_s": rate, "eta_s": (steps - step - 1) * (time.perf_counter() - begin) / (step + 1),
+                "images_per_s": rate,
+                "eta_s": (steps - step - 1) * (time.perf_counter() - begin) / (step + 1),
             }
             if step >= self.check_every:  # the first step's loss is known at the second
                 self.events.progress(**told)
@@ -141,7 +146,7 @@ class Run:
                 dist.wait(work)
             terms = self.loss(raw, prepared.assignment, sums[: len(counts)])
             # YOLOv5's loss is the batch's mean times its pictures; the ranks' gradients are summed.
-            (terms.sum() * sums[0].float()).backward()
+            (terms.sum() * sums[0].float()).backward()  # type: ignore[no-untyped-call]
         if not quiet:
             self.clock.after_backward()
         if moves:
@@ -149,7 +154,7 @@ class Run:
             clip_gradients(self.parameters)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=not dist.together())
-            self.ema.update(self.model)
+            self.ema.update()
             self.last_step = number
         return terms.detach().double(), sums[len(counts) :]
 
@@ -275,9 +280,14 @@ def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[
     shares, seconds = run.clock.shares(), run.clock.seconds()
     named = dict(zip((f"{t}_loss" for t in run.task.terms), losses, strict=True))
     row = {
-        "epoch": epoch + 1, **named, "map50": maps[0], "map": maps[1],
+        "epoch": epoch + 1,
+        **named,
+        "map50": maps[0],
+        "map": maps[1],
         "lr": run.schedule.at((epoch + 1) * run.train.steps - 1).lr,
-        "images_per_s": rate, "seconds": seconds, **shares,
+        "images_per_s": rate,
+        "seconds": seconds,
+        **shares,
     }
     path = run.folder / "results.csv"
     with path.open("a" if epoch else "w", newline="", encoding="utf-8") as file:
@@ -287,9 +297,13 @@ def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[
         table.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()})
     run.events.emit(
         contract.METRIC,
-        epoch=epoch + 1, epochs=run.settings.epochs, map50=maps[0], map=maps[1],
+        epoch=epoch + 1,
+        epochs=run.settings.epochs,
+        map50=maps[0],
+        map=maps[1],
         **named,
-        images_per_s=rate, shares=shares,
+        images_per_s=rate,
+        shares=shares,
     )
     spent = "   ".join(f"{k} {shares[k]:.0%}" for k in ("data", "compute", "sync", "val"))
     scored = f"mAP50 {maps[0]:.3f}   mAP50-95 {maps[1]:.3f}   " if run.settings.val else ""

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from trainer.config import OPTIMIZERS, Hyp
 
 NOMINAL_BATCH = 64  # gradients of smaller batches are summed up to about this many pictures
 CLIP_NORM = 10.0
+Model = TypeVar("Model", bound=nn.Module)
 EMA_DECAY, EMA_TAU = 0.9999, 2000.0
 
 
@@ -117,16 +119,17 @@ def clip_gradients(parameters: Sequence[Tensor]) -> None:
     nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
 
 
-class Ema:
+class Ema(Generic[Model]):
     """A moving average of every float tensor of a model, batch norm's running statistics included.
 
     decay(u) = 0.9999 (1 - exp(-u / 2000)) after u updates: quick at first, slow later.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.updates = 0
         self._own = float_state(self.model)
+        self._followed = float_state(model)  # the same memory for good: optimizers work in place
 
     @staticmethod
     def decay(updates: int) -> float:
@@ -134,10 +137,10 @@ class Ema:
         return EMA_DECAY * (1 - math.exp(-updates / EMA_TAU))
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Move the average towards a model of the same shape, all tensors in one call."""
+    def update(self) -> None:
+        """Move the average towards the model as it is now, all tensors in one call."""
         self.updates += 1
-        torch._foreach_lerp_(self._own, float_state(model), 1 - self.decay(self.updates))
+        torch._foreach_lerp_(self._own, self._followed, 1 - self.decay(self.updates))
 
 
 def float_state(model: nn.Module) -> list[Tensor]:

@@ -58,10 +58,10 @@ class Clock:
         """Sum the gradients over the ranks (DDP itself would average them) and note when the last one is ready."""
         model.register_comm_hook(None, self._hook)
 
-    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         if bucket.is_last():
             if self._cuda:
-                self._handed_over = torch.cuda.Event(enable_timing=True)
+                self._handed_over = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 self._handed_over.record()
             else:
                 self._handed_over = time.perf_counter()
@@ -75,7 +75,7 @@ class Clock:
         if self._handed_over is None:
             return
         if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end.record()
             self._pairs.append((self._handed_over, end))
         else:

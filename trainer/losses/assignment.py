@@ -80,6 +80,6 @@ def _owners(slot: Tensor) -> Tensor:
     order = torch.arange(len(slot), device=slot.device)
     if not len(slot):
         return order.bool()
-    _, inverse = slot.unique(return_inverse=True)
+    _, inverse = torch.unique(slot, return_inverse=True)
     last = torch.zeros_like(order).scatter_reduce_(0, inverse, order, "amax")
     return last[inverse] == order

@@ -75,7 +75,8 @@ class Detection:
         dtype: torch.dtype,
     ) -> tuple[BoxMAP, list[tuple[Any, Any, Any, Any]]]:
         """This rank's metric over its batches, and its first pictures with what was found in them."""
-        metric, shown = self.metric(), []
+        metric = self.metric()
+        shown: list[tuple[Any, Any, Any, Any]] = []
         fused = fuse(copy.deepcopy(model)).eval()
         with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             for batch in batches:

@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from trainer.losses.assignment import Level, assign
+
+ANCHORS = torch.tensor([[[2.0, 3.0], [4.0, 4.0], [40.0, 40.0]]])  # one level, grid units
+GRID = 10
+
+
+def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)) -> Level:
+    """`boxes` as [image, class, x, y, w, h], geometry in grid cells."""
+    ny, nx = grid
+    targets = torch.tensor(boxes).view(-1, 6)
+    targets[:, 2:] /= torch.tensor([nx, ny, nx, ny])
+    return assign(targets, ANCHORS, [grid], 3, anchor_t)[0]
+
+
+def cells(level: Level, anchor: int = 1) -> set[tuple[int, int]]:
+    mine = level.anchor == anchor
+    return set(zip(level.column[mine].tolist(), level.row[mine].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [
+        (5.3, 5.3, {(5, 5), (4, 5), (5, 4)}),  # left and up
+        (5.7, 5.7, {(5, 5), (6, 5), (5, 6)}),  # right and down
+        (5.3, 5.7, {(5, 5), (4, 5), (5, 6)}),
+        (0.3, 5.3, {(0, 5), (0, 4)}),  # no column left of the first
+        (9.7, 9.7, {(9, 9)}),  # nothing right of the last or below
+        (5.5, 5.5, {(5, 5)}),  # the exact middle has no nearer side
+        (10.0, 5.3, {(9, 5), (9, 4)}),  # on the border: clamped to the map
+    ],
+)
+def test_a_box_takes_its_cell_and_the_nearest_neighbours(x: float, y: float, expected: set[tuple[int, int]]) -> None:
+    assert cells(positives([[0, 0, x, y, 4, 4]])) == expected
+
+
+def test_an_interior_box_gives_three_cells_for_each_matching_anchor() -> None:
+    level = positives([[2, 7, 5.3, 4.6, 3, 3]])
+    assert sorted(level.anchor.tolist()) == [0, 0, 0, 1, 1, 1]  # the huge anchor does not match
+    assert set(level.image.tolist()) == {2}
+    assert set(level.cls.tolist()) == {7}
+    for k in range(6):
+        cell = torch.stack((level.column[k], level.row[k]))
+        torch.testing.assert_close(level.box[k, :2] + cell, torch.tensor([5.3, 4.6]))
+        torch.testing.assert_close(level.box[k, 2:], torch.tensor([3.0, 3.0]))
+        assert level.anchor_wh[k].tolist() == ANCHORS[0, level.anchor[k]].tolist()
+
+
+@pytest.mark.parametrize(("ratio", "matches"), [(3.99, True), (4.01, False), (1 / 3.99, True), (1 / 4.01, False)])
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_anchor_matches_below_a_ratio_of_four(ratio: float, matches: bool, side: int) -> None:
+    wh = [4.0, 4.0]
+    wh[side] *= ratio
+    assert bool(cells(positives([[0, 0, 5.3, 5.3, *wh]]))) is matches
+
+
+def test_a_picture_that_is_not_square_uses_both_sides() -> None:
+    level = positives([[0, 0, 15.3, 2.3, 4, 4]], grid=(5, 20))
+    assert cells(level) == {(15, 2), (14, 2), (15, 1)}
+
+
+def test_the_last_box_on_a_cell_owns_it() -> None:
+    level = positives([[0, 1, 5.4, 5.4, 4, 4], [0, 2, 5.3, 5.3, 4, 4], [1, 3, 5.3, 5.3, 4, 4]])
+    own = level.owner
+    assert set(level.cls[own].tolist()) == {2, 3}  # another picture's box takes nothing away
+    slots = list(zip(*(t[own].tolist() for t in (level.image, level.anchor, level.row, level.column)), strict=True))
+    assert len(slots) == len(set(slots)) == 12
+    assert len(own) == 18
+
+
+def test_no_box_gives_no_positive() -> None:
+    level = positives([])
+    assert len(level.image) == len(level.owner) == 0
+    assert level.box.shape == (0, 4)
+
+
+def test_a_box_without_width_matches_nothing() -> None:
+    assert len(positives([[0, 0, 5.3, 5.3, 0, 4]]).image) == 0

@@ -1,0 +1,186 @@
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from trainer.errors import TrainerError
+from trainer.models.blocks import SPP, SPPF, Conv, Detect
+from trainer.models.yolo import Yolo, build_yolo, fuse, load_cfg
+
+# size: parameters, parameters with batch norm folded in, convolutions with batch norm (nc = 80)
+TABLE = {
+    "n": (1_872_157, 1_867_405, 57),
+    "s": (7_235_389, 7_225_885, 57),
+    "m": (21_190_557, 21_172_173, 79),
+    "l": (46_563_709, 46_533_693, 101),
+    "x": (86_749_405, 86_705_005, 123),
+}
+
+
+def nano(nc: int = 80) -> Yolo:
+    torch.manual_seed(0)
+    return build_yolo(load_cfg("yolov5n.yaml"), nc=nc)
+
+
+def parameters(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("size", TABLE)
+def test_parameter_counts_are_those_of_the_published_models(size: str) -> None:
+    with torch.device("meta"):  # no memory, no arithmetic: only the shapes count here
+        model = build_yolo(load_cfg(f"yolov5{size}.yaml"), nc=80)
+    whole, fused, pairs = TABLE[size]
+    assert parameters(model) == whole
+    assert sum(isinstance(m, Conv) for m in model.modules()) == pairs
+    assert parameters(fuse(model)) == fused
+
+
+def test_state_dict_has_the_published_names_and_shapes() -> None:
+    state = nano().state_dict()
+    lines = [f"{k} {'x'.join(map(str, v.shape)) if v.shape else 'scalar'}" for k, v in state.items()]
+    assert len(lines) == 349
+    assert "model.0.conv.weight 16x3x6x6" in lines
+    assert "model.2.m.0.cv2.bn.running_mean 16" in lines
+    assert "model.9.cv2.conv.weight 256x512x1x1" in lines
+    assert "model.24.anchors 3x3x2" in lines
+    assert "model.24.m.2.bias 255" in lines
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    assert digest == "c369c6f2ffd7fbeeecd6d0d2734b7c3095242a3cb95e6b42c32a2c2dae452a36"
+
+
+def test_outputs_have_three_levels_with_strides_8_16_32() -> None:
+    model = nano()
+    assert model.detect.strides == [8, 16, 32]
+    shapes = [tuple(t.shape) for t in model(torch.rand(2, 3, 64, 96))]
+    assert shapes == [(2, 3, 8, 12, 85), (2, 3, 4, 6, 85), (2, 3, 2, 3, 85)]
+    assert model.detect.anchors[1, 0].tolist() == [30 / 16, 61 / 16]
+
+
+@pytest.mark.parametrize("nc", [1, 80])
+def test_head_biases_get_the_prior_on_top_of_their_default(nc: int) -> None:
+    placed, plain = nano(nc), nano(nc)
+    torch.manual_seed(1)
+    plain.detect.m = torch.nn.ModuleList(torch.nn.Conv2d(c, 3 * (nc + 5), 1) for c in (64, 128, 256))
+    before = [conv.bias.detach().clone().view(3, -1) for conv in plain.detect.m]
+    plain.detect.place_anchors([8, 16, 32])
+    objectness = (-6.6846, -5.2983, -3.9120)
+    cls = math.log(0.6 / (nc - 0.99999))
+    for old, conv, obj in zip(before, plain.detect.m, objectness, strict=True):
+        added = conv.bias.detach().view(3, -1) - old
+        assert added[:, :4].abs().max() == 0
+        assert added[:, 4].tolist() == pytest.approx([obj] * 3, abs=1e-4)
+        assert added[:, 5:].flatten().tolist() == pytest.approx([cls] * 3 * nc, abs=1e-4)
+    assert cls == pytest.approx({80: -4.8803, 1: 11.0021}[nc], abs=1e-3)
+    mean = placed.detect.m[2].bias.detach().view(3, -1)[:, 4].mean().item()
+    assert mean == pytest.approx(-3.912, abs=0.1)  # the built model has it too
+
+
+def test_decode_gives_pixels() -> None:
+    head = nano(2).detect
+    raw = [torch.zeros(1, 3, n, n, 7) for n in (8, 4, 2)]
+    raw[1][0, 2, 1, 3] = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.0])
+    decoded = head.decode(raw)
+    assert decoded.shape == (1, 3 * (64 + 16 + 4), 7)
+    # All-zero outputs: the cell's middle, the anchor's size, probability one half.
+    assert decoded[0, 9].tolist() == pytest.approx([1.5 * 8, 1.5 * 8, 10, 13, 0.5, 0.5, 0.5])
+    row = decoded[0, 3 * 64 + 2 * 16 + 1 * 4 + 3].tolist()
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    assert row[:2] == pytest.approx([(2 * sigmoid(1) - 0.5 + 3) * 16, (2 * sigmoid(-1) - 0.5 + 1) * 16])
+    assert row[2:4] == pytest.approx([(2 * sigmoid(0.5)) ** 2 * 59, (2 * sigmoid(-0.5)) ** 2 * 119], rel=1e-5)
+    assert row[4:] == pytest.approx([sigmoid(2), sigmoid(-2), 0.5])
+
+
+def test_fusing_keeps_the_outputs() -> None:
+    model = nano(3).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.running_mean, -0.5, 0.5)
+            torch.nn.init.uniform_(module.running_var, 0.05, 0.2)  # keeps the signal alive through the layers
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.uniform_(module.bias, -0.5, 0.5)
+    pictures = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        before = model(pictures)
+        after = fuse(model)(pictures)
+    for a, b in zip(before, after, strict=True):
+        assert (a[0] - a[1]).abs().max() > 0.01  # the pictures make a difference
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * a.abs().max().item())
+
+
+def test_sppf_equals_spp() -> None:
+    torch.manual_seed(0)
+    chained, side_by_side = SPPF(8, 8).eval(), SPP(8, 8).eval()
+    side_by_side.load_state_dict(chained.state_dict())
+    x = torch.rand(1, 8, 16, 16)
+    torch.testing.assert_close(chained(x), side_by_side(x))
+
+
+def user_file(**changes: object) -> dict[str, object]:
+    cfg: dict[str, object] = {
+        "nc": 4,
+        "depth_multiple": 0.5,
+        "width_multiple": 0.25,
+        "anchors": [[10, 13, 16, 30], [30, 61, 62, 45]],
+        "backbone": [
+            [-1, 1, "Conv", [32, 3, 2]],
+            [-1, 1, "Conv", [64, 3, 2]],
+            [-1, 4, "Bottleneck", [64]],
+            [-1, 1, "nn.MaxPool2d", [2, 2]],
+        ],
+        "head": [
+            [-1, 1, "Conv", [64, 3, 2]],
+            [-1, 1, "nn.Upsample", ["None", 2, "nearest"]],
+            [[-1, 3], 1, "Concat", [1]],
+            [[6, 4], 1, "Detect", ["nc", "anchors"]],
+        ],
+    }
+    return {**cfg, **changes}
+
+
+def test_a_users_own_file_works(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(user_file()))
+    model = build_yolo(load_cfg(str(path)), nc=7)
+    assert model.detect.strides == [8, 16]
+    assert [tuple(t.shape) for t in model(torch.rand(1, 3, 32, 32))] == [(1, 2, 4, 4, 12), (1, 2, 2, 2, 12)]
+    assert len(model.model[2]) == 2  # 4 repeats at half the depth
+    assert isinstance(model.model[-1], Detect)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"activation": "relu"}, "unknown key 'activation'"),
+        ({"nc": "many"}, "nc is 'many'"),
+        ({"anchors": [[10, 13, 16]]}, "anchors must be"),
+        ({"anchors": 3}, "anchors must be"),
+        ({"backbone": [[-1, 1, "os.system", ["true"]]]}, "backbone row 0: unknown module 'os.system'"),
+        ({"backbone": [[-1, 1, "Conv"]]}, "backbone row 0: [-1, 1, 'Conv'] is not"),
+        ({"backbone": [[-1, 0, "Conv", [8]]]}, "backbone row 0: the number of repeats is 0"),
+        ({"backbone": [[5, 1, "Conv", [8]]]}, "backbone row 0: it takes its input from layer 5"),
+        ({"backbone": [[-1, 1, "Conv", [8, "wide"]]] * 4}, "backbone row 0: Conv cannot be built"),
+        ({"head": [[-1, 1, "Conv", [8, 3, 2]]]}, "the last row of the head"),
+        ({"head": [[-1, 1, "Detect", ["nc", "anchors"]]]}, "1 inputs but 2 levels"),
+        ({"head": [[[0, 3], 1, "Concat", [1]], [[-1, 3], 1, "Detect", ["nc", "anchors"]]]}, "do not fit together"),
+    ],
+)
+def test_bad_model_files_are_named_with_their_row(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(user_file(**change)))
+    with pytest.raises(TrainerError) as error:
+        build_yolo(load_cfg(str(path)), nc=2, where=str(path))
+    assert said in error.value.message
+    assert str(path) in error.value.message
+
+
+def test_a_missing_model_file_names_the_packaged_ones() -> None:
+    with pytest.raises(TrainerError) as error:
+        load_cfg("yolov5q.yaml")
+    assert "yolov5n.yaml" in error.value.hint
