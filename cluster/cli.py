@@ -90,7 +90,7 @@ Mounts = Annotated[
     typer.Option(
         "--mount",
         "-v",
-        help="SOURCE[:TARGET[:rw]] for the containers; repeatable. Paths among the trainer's arguments are mounted by themselves.",
+        help="SOURCE[:TARGET[:rw]] for the containers; repeatable. Paths in the arguments are mounted by themselves.",
     ),
 ]
 Port = Annotated[str, typer.Option("--master-port", help="A port, or auto.")]

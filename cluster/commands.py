@@ -26,7 +26,7 @@ TICK_S = 0.4
 FAILED_GRACE_S = 3.0
 STOP_GRACE_S = 15.0
 _PORT_TRIES = 20
-_TAIL = 20
+_TAIL = 25
 
 
 class Show(Protocol):
@@ -59,6 +59,7 @@ class Watched:
     verdict: Verdict
     view: JobView
     tails: Mapping[str, Sequence[str]]
+    port_was_lost: bool
 
 
 @dataclass
@@ -69,13 +70,27 @@ class Follower:
     backend: Backend
     started: float
     view: JobView = field(init=False)
-    tails: dict[str, deque[str]] = field(init=False)
+    _said: dict[str, deque[str]] = field(init=False)
+    _around: dict[str, deque[str]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Start before the first line."""
         self.view = rendezvous.start(self.plan, self.started)
         self._reader = logs.Reader({node.name: 0 for node in self.plan.nodes})
-        self.tails = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
+        self._said = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
+        self._around = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
+
+    @property
+    def tails(self) -> dict[str, list[str]]:
+        """Each node's last words: the program's own, or torchrun's and the script's where it said nothing."""
+        return {node: list(said or self._around[node]) for node, said in self._said.items()}
+
+    @property
+    def port_was_lost(self) -> bool:
+        """Whether the master could not listen, because another program had taken the port since the check."""
+        master = self.plan.nodes[0].name
+        words = [*self._said[master], *self._around[master]]
+        return any("EADDRINUSE" in line or "address already in use" in line.lower() for line in words)
 
     def step(self, now: float) -> list[tuple[str, str]]:
         """Look once; returns the new lines of text."""
@@ -87,8 +102,8 @@ class Follower:
             if event is not None:
                 events.append(event)
             else:
-                text = logs.text(line)
-                self.tails[node].append(text)
+                text, own = logs.text(line)
+                (self._said if own else self._around)[node].append(text)
                 texts.append((node, text))
         self.view = rendezvous.fold(self.view, statuses, events, now)
         return texts
@@ -171,14 +186,14 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             wait(2 * TICK_S)
             show.show(follower.view, follower.step(time.time()))
         if verdict in ("done", "failed", "late"):
-            return Watched(plan, verdict, follower.view, follower.tails)
+            return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost)
         wait(TICK_S)
 
 
 def another_port(record: Record, job: Job, watched: Watched, records: Records) -> Record | None:
     """The next attempt when the port was lost between the check and the start, started; None for any other failure."""
-    lost = any("EADDRINUSE" in line or "address already in use" in line.lower() for line in _all_lines(watched))
-    if job.port or not lost or watched.view.met_after_s is not None or record.plan.attempt > 3:
+    lost = watched.verdict == "failed" and watched.port_was_lost
+    if job.port or not lost or watched.view.progress is not None or record.plan.attempt > 3:
         return None
     backend = BACKENDS[record.plan.backend]
     backend.cancel(record.plan, grace_s=FAILED_GRACE_S)
@@ -245,10 +260,6 @@ def look(record: Record) -> tuple[str, JobView]:
     return words[rendezvous.judge(follower.view, now, record.plan.timeout_s)], follower.view
 
 
-def _all_lines(watched: Watched) -> list[str]:
-    return [line for tail in watched.tails.values() for line in tail]
-
-
 def _count_gpus() -> int:
     try:
         listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
@@ -279,7 +290,7 @@ def _free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
         except PortTakenError:
             continue
         return made
-    raise LaunchError(f"{_PORT_TRIES} ports from {ports[0]} on are all taken", "name a free one: --master-port N")
+    raise UsageError(f"{_PORT_TRIES} ports from {ports[0]} on are all taken", "name a free one: --master-port N")
 
 
 def _make_folder(plan: Plan) -> None:

@@ -18,14 +18,14 @@ class UsageError(ClusterError):
     exit_code = 2
 
 
+class PortTakenError(UsageError):
+    """Another program holds the master port."""
+
+
 class LaunchError(ClusterError):
     """A place could not be started; those that had been are stopped again."""
 
     exit_code = 3
-
-
-class PortTakenError(LaunchError):
-    """Another program holds the master port."""
 
 
 class UnreachableError(ClusterError):

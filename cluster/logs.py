@@ -43,13 +43,13 @@ def event(line: str) -> Event | None:
     return found if isinstance(found, dict) and "event" in found else None
 
 
-def text(line: str) -> str:
-    """A line as a person wants to read it: local rank 0 without a prefix, the others as `[1] ...`."""
+def text(line: str) -> tuple[str, bool]:
+    """A line as a person wants to read it (local rank 0 without a prefix, others `[1] ...`), and if a rank wrote it."""
     match = _PREFIX.match(line)
     if match is None:
-        return line
+        return line, False
     rest = line[match.end() :]
-    return rest if match[1] == "0" else f"[{match[1]}] {rest}"
+    return (rest if match[1] == "0" else f"[{match[1]}] {rest}"), True
 
 
 @dataclass

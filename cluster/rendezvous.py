@@ -26,6 +26,7 @@ class NodeView:
     note: str = ""
     exit_code: int | None = None
     ended_at: float | None = None
+    reached: bool = False
     failed: Event | None = None
 
 
@@ -57,7 +58,11 @@ def start(plan: Plan, now: float) -> JobView:
 def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
     """The view after what a backend saw (one status per node, in order) and what the nodes said."""
     for event in events:
-        view = _fold_event(view, event, now)
+        # By the node's own clock where it is plausible, so that a launcher that attaches later tells the same times.
+        at = min(max(float(event.get("time", now)), view.started), now)
+        view = _fold_event(view, event, at)
+        if view.met_after_s is None and view.ready_count == len(view.nodes):
+            view = replace(view, met_after_s=at - view.started)
     nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
     view = replace(view, nodes=nodes)
     if view.met_after_s is None and view.ready_count == len(nodes):
@@ -83,8 +88,9 @@ def failing(view: JobView) -> list[NodeView]:
 
 
 def missing(view: JobView) -> list[NodeView]:
-    """The nodes that are not ready."""
-    return [node for node in view.nodes if node.phase != "ready" and not _ended_well(node)]
+    """The nodes that the others wait for: those that never reached the master, else all that are not ready."""
+    late = [node for node in view.nodes if node.phase != "ready" and not _ended_well(node)]
+    return [node for node in late if not node.reached] or late
 
 
 def _failed_at(node: NodeView) -> float:
@@ -144,6 +150,7 @@ def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool
     master = event.get("master", "the master")
     if not event.get("reachable"):
         return _advanced(node, "joining", now, f"cannot reach {master}: {event.get('why')}")
+    node = replace(node, reached=True)
     if ready_on_port:
         return _advanced(node, "ready", now, f"{master} is connected (the program does not say more)")
     return _advanced(node, "joining", now, f"reached {master}")

@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
 from cluster import contract
 from cluster.model import Job, Node
 
-_TEMPLATE = """\
-#!/usr/bin/env bash
-# Node {rank} of {nodes} of the job {job_id}, attempt {attempt}. `clusterctl plan` prints what `clusterctl launch` runs.
+_TEMPLATE = r"""#!/usr/bin/env bash
+# Node @rank@ of @nodes@ of the job @job_id@, attempt @attempt@.
 set -u
-{prologue}
+@prologue@
 # exports: torchrun reads each of its options from PET_*
-{exports}
-cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * {nodes_on_host})))
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}}"
+@exports@
+cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 
 # log: to the screen and to the run directory
-out="${run_dir}/attempt-{attempt}"
+out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
 mkdir -p -- "$out/ranks" || exit 73
-printf '%s\\n' "$$" > "$out/$NODE.pid" || exit 73
+rm -f -- "$out/$NODE.exit" && printf '%s\n' "$$" > "$out/$NODE.pid" || exit 73
 exec > >(trap '' INT TERM; exec tee -a -- "$out/$NODE.log") 2>&1
 tee=$!
 
 # joining: torchrun is silent while it waits, so this says whether the master's port answers
-event() {{
-    printf '::cluster {{"event":"joining","node":%d,"time":%s,"master":"%s:%d","reachable":%s,"why":"%s"}}\\n' \\
+event() {
+    printf '::cluster {"event":"joining","node":%d,"time":%s,"master":"%s:%d","reachable":%s,"why":"%s"}\n' \
         "$PET_NODE_RANK" "$(date +%s.%N)" "$PET_MASTER_ADDR" "$PET_MASTER_PORT" "$1" "$2"
-}}
-probe() {{
+}
+probe() {
     local why said= tries=0
     while ! why=$(timeout 5 bash -c ': < "/dev/tcp/$PET_MASTER_ADDR/$PET_MASTER_PORT"' 2>&1); do
-        why=${{why%%$'\n'*}} why=${{why##*: }} why=${{why//[\"\\]/}}
-        why=${{why:-no answer within 5 s}} tries=$((tries + 1))
+        why=${why%%$'\n'*} why=${why##*: } why=${why//[\"\\]/}
+        why=${why:-no answer within 5 s} tries=$((tries + 1))
         # The master needs seconds to start, so the first refusals mean nothing.
         if [ "$tries" -gt 8 ] && [ "$why" != "$said" ]; then event false "$why"; said=$why; fi
         sleep 0.5
     done
     event true ""
-}}
+}
 probe &
 probe=$!
 
 # body
 run=
 trap 'kill -TERM $run 2>/dev/null' INT TERM
-{body} &
+@body@ &
 run=$!
 wait "$run"
 code=$?
@@ -60,7 +60,7 @@ done
 kill "$probe" 2>/dev/null
 exec >&- 2>&-
 for _ in $(seq 20); do kill -0 "$tee" 2>/dev/null && sleep 0.1; done
-printf '%d %s\\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit"
+printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit"
 exit "$code"
 """
 
@@ -121,14 +121,14 @@ def render(
         **environment(job, node, rank, attempt=attempt, run_dir=run_dir, master=master),
         contract.NODES_ON_HOST: str(nodes_on_host),
     }
-    return _TEMPLATE.format(
-        rank=rank,
-        nodes=job.nodes,
-        job_id=job.name,
-        attempt=attempt,
-        prologue=f"cd -- {shlex.quote(job.workdir)} || exit 72\n" if job.workdir else "",
-        exports=exports(values),
-        nodes_on_host=nodes_on_host,
-        run_dir=contract.RUN_DIR,
-        body=shlex.join(body),
-    )
+    parts = {
+        "rank": str(rank),
+        "nodes": str(job.nodes),
+        "job_id": job.name,
+        "attempt": str(attempt),
+        "prologue": f"cd -- {shlex.quote(job.workdir)} || exit 72\n" if job.workdir else "",
+        "exports": exports(values),
+        "body": shlex.join(body),
+    }
+    # One pass over the template, so that a value which looks like a marker stays a value.
+    return re.sub(r"@(\w+)@", lambda marker: parts[marker[1]], _TEMPLATE)

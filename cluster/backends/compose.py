@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from cluster import contract, logs, script
-from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Completed, Shell
@@ -81,13 +81,13 @@ class ComposeBackend:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise UnreachableError without an engine, LaunchError without compose or without the image."""
-        version = engine_problem(self._shell)
-        if version:
-            raise UnreachableError(*version)
+        """Raise UsageError without an engine, without compose or without the image."""
+        problem = engine_problem(self._shell)
+        if problem:
+            raise UsageError(*problem)
         found = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image)
         if found.code:
-            raise LaunchError(
+            raise UsageError(
                 f"this machine: no image {plan.image}",
                 "make image   (or name one that is there: --image NAME)",
             )

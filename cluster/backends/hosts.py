@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cluster import logs, script
-from cluster.errors import ClusterError, LaunchError, PortTakenError
+from cluster.errors import ClusterError, LaunchError, PortTakenError, UsageError
 from cluster.model import Job, NodeStatus, Plan, Step, one_box
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Shell
@@ -109,11 +109,11 @@ class HostsBackend:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise LaunchError without torch in the job's interpreter, PortTakenError when the port is not free."""
+        """Raise UsageError without torch in the job's interpreter, PortTakenError when the port is not free."""
         python = plan.command[0]
         found = self._shell.run([python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))"])
         if found.code:
-            raise LaunchError(
+            raise UsageError(
                 f"this machine: {python} has no torch, so it cannot run a node",
                 "pip install 'clusterctl[trainer]'",
             )

@@ -10,4 +10,5 @@ class NoRuntime:
 
     def run(self, job: Job) -> tuple[str, ...]:
         """`python -m torch.distributed.run ...`: the `torchrun` script may belong to another interpreter."""
-        return (job.python, "-m", "torch.distributed.run", *job.command)
+        # torchrun fills `${local_rank}` into the program's arguments and takes `$$` for `$`, so `$` is doubled for it.
+        return (job.python, "-m", "torch.distributed.run", *(word.replace("$", "$$") for word in job.command))

@@ -1,0 +1,26 @@
+"""Any torchrun program runs under clusterctl: this one sums a number over all ranks, `--ticks` times a second apart.
+
+clusterctl launch --nodes 2 --gpus 2 --command "examples/all_reduce.py --ticks 5"
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--ticks", type=int, default=3)
+parser.add_argument("--fail-at", type=int, default=-1, help="the last rank raises at this tick")
+arguments = parser.parse_args()
+
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+for tick in range(arguments.ticks):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"tick {tick}: rank {rank} of {world} sees the sum {total.item():g}", flush=True)
+    if tick == arguments.fail_at and rank == world - 1:
+        raise ValueError("this rank was told to fail")
+    time.sleep(1)
+dist.destroy_process_group()

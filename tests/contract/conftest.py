@@ -1,0 +1,70 @@
+"""Runs the real `clusterctl` as a user would; every test has its own records, folder and job names."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+class Clusterctl:
+    """The command line in one folder, with its own records."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.env = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / "records"), "COLUMNS": "120"}
+        self.env.pop("OMP_NUM_THREADS", None)
+
+    def start(self, *arguments, **options):
+        return subprocess.Popen(
+            [sys.executable, "-m", "cluster", *arguments],
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, *arguments, timeout_s=120):
+        with self.start(*arguments) as process:
+            try:
+                text, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise AssertionError(f"{arguments} did not end: {process.communicate()[0]}") from None
+        return process.returncode, text
+
+    def wait_for(self, job, text, node="node-0", timeout_s=90):
+        """Wait until a node's log has `text`."""
+        log = self.folder / "runs" / job / "attempt-1" / f"{node}.log"
+        until = time.time() + timeout_s
+        while time.time() < until:
+            if log.exists() and text in log.read_text():
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"{text!r} never came in {log}: {log.read_text() if log.exists() else 'no log'}")
+
+
+def processes_of(job):
+    """The pids of everything on this machine that belongs to a job, found independently of the launcher."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"CLUSTER_JOB_ID=" + job.encode() in variables:
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.fixture
+def clusterctl(tmp_path):
+    return Clusterctl(tmp_path)

@@ -1,0 +1,102 @@
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import checkpoint, contract
+from trainer.errors import TrainerError
+from trainer.models.yolo import build_yolo, load_cfg
+
+CONTENT: dict[str, Any] = {
+    "format": checkpoint.FORMAT,
+    "model": {"w": torch.ones(2)},
+    "ema": {"w": torch.zeros(2)},
+    "optimizer": {"state": {}, "param_groups": []},
+    "epoch": 3,
+    "step": 30,
+    "hyp": {"lr0": 0.01},
+    "cfg": {"nc": 2},
+    "names": ["a", "b"],
+    "imgsz": 64,
+}
+
+
+class Trap:
+    """Writes a file when it is unpickled the careless way."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, ("sprung",))
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, CONTENT)
+    back = checkpoint.load(str(path))
+    assert back["epoch"] == 3
+    assert back["names"] == ["a", "b"]
+    assert back["model"]["w"].tolist() == [1, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, CONTENT)
+    with pytest.raises((AttributeError, pickle.PicklingError, TypeError)):
+        checkpoint.save(path, {**CONTENT, "extra": lambda: None})
+    assert checkpoint.load(str(path))["epoch"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_an_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ema"):
+        checkpoint.save(tmp_path / "last.pt", {k: v for k, v in CONTENT.items() if k != "ema"})
+    assert not list(tmp_path.iterdir())
+
+
+def test_foreign_and_hostile_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({**CONTENT, "ema": Trap()}, tmp_path / "trap.pt")
+    (tmp_path / "text.pt").write_text("weights")
+    (tmp_path / "empty.pt").touch()
+    torch.save({"model": 1}, tmp_path / "other.pt")
+    torch.save({**CONTENT, "format": checkpoint.FORMAT + 1}, tmp_path / "newer.pt")
+    for name in ("trap.pt", "text.pt", "empty.pt", "other.pt", "newer.pt", "none.pt", "."):
+        with pytest.raises(TrainerError, match="--weights"):
+            checkpoint.load(name)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_weights_for_another_number_of_classes_fill_all_but_the_head() -> None:
+    cfg = load_cfg("yolov5n.yaml")
+    old, new = build_yolo(cfg, nc=3), build_yolo(cfg, nc=5)
+    fit, of = checkpoint.transfer(new, old.state_dict(), "best.pt")
+    assert (fit, of) == (343, 349)
+    assert torch.equal(new.state_dict()["model.0.conv.weight"], old.state_dict()["model.0.conv.weight"])
+    with pytest.raises(TrainerError, match="tensors fit"):
+        checkpoint.transfer(build_yolo(load_cfg("yolov5s.yaml"), nc=3), old.state_dict(), "best.pt")
+
+
+def test_run_folders_count_up(tmp_path: Path) -> None:
+    made = [checkpoint.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", False).name for _ in range(3)]
+    assert made == ["train", "train2", "train3"]
+    again = checkpoint.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", True)
+    assert again.name == "train"
+    assert not list(again.iterdir())
+
+
+def test_the_launchers_folder_is_taken_and_must_exist(tmp_path: Path) -> None:
+    assert checkpoint.make_run_dir({contract.RUN_DIR: str(tmp_path)}, "runs", "train", False) == tmp_path
+    with pytest.raises(TrainerError, match="no such folder"):
+        checkpoint.make_run_dir({contract.RUN_DIR: str(tmp_path / "x")}, "runs", "train", False)
+
+
+def test_a_folder_that_cannot_be_written_names_both_users() -> None:
+    # /proc takes no new files, not even from root.
+    for environment, project in (({contract.RUN_DIR: "/proc/self"}, "runs"), ({}, "/proc/self/runs")):
+        with pytest.raises(TrainerError) as error:
+            checkpoint.make_run_dir(environment, project, "train", False)
+        assert f"we are uid {os.getuid()}" in error.value.message
+        assert "belongs to uid" in error.value.message

@@ -1,0 +1,108 @@
+import pytest
+
+from cluster import config
+from cluster.config import Here, Request
+from cluster.errors import UsageError
+from cluster.model import Mount
+
+LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=0)
+GPU_BOX = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=4)
+
+
+def job(here=LAPTOP, backend="compose", **request):
+    return config.job(Request(**request), here, backend)
+
+
+def test_without_a_gpu_the_processes_are_said_to_run_on_the_cpu():
+    made, notes = job(nodes=2, gpus=2)
+    assert made.device == "cpu"
+    assert made.command[-2:] == ("--device", "cpu")
+    assert notes == ["no GPU on this machine: 2 CPU processes per node over gloo (--device cuda makes this an error)"]
+
+
+def test_device_cuda_without_gpus_is_an_error():
+    with pytest.raises(UsageError, match="no GPU, and 2 x 2 need 4"):
+        job(nodes=2, gpus=2, device="cuda")
+
+
+def test_too_few_gpus_are_an_error_when_asked_for_and_a_loud_note_otherwise():
+    with pytest.raises(UsageError, match="only 4 GPUs, and 2 x 4 need 8"):
+        job(GPU_BOX, nodes=2, gpus=4, device="cuda")
+    made, notes = job(GPU_BOX, nodes=2, gpus=4)
+    assert made.device == "cpu"
+    assert "only 4 GPUs on this machine and 8 needed" in notes[0]
+
+
+def test_enough_gpus_are_used_without_a_word():
+    made, notes = job(GPU_BOX, nodes=2, gpus=2)
+    assert (made.device, notes) == ("cuda", [])
+    assert made.command == ("-m", "trainer", "train", "--device", "cuda")
+
+
+def test_a_device_among_the_trainer_arguments_is_left_alone():
+    made, _ = job(arguments=("--device", "cpu"))
+    assert made.command == ("-m", "trainer", "train", "--device", "cpu")
+
+
+def test_a_named_file_is_mounted_read_only_at_its_own_path():
+    here = Here("/home/ann/work", "1:1", "py", 0, existing=frozenset({"/home/ann/data/coco.yaml"}))
+    made, _ = job(here, arguments=("train", "--data", "../data/coco.yaml", "--epochs", "3"))
+    assert "/home/ann/data/coco.yaml" in made.command
+    assert made.mounts == (Mount("/home/ann/data", "/home/ann/data", read_only=True),)
+
+
+def test_a_word_that_is_no_path_is_left_alone_even_when_a_folder_has_that_name():
+    here = Here("/home/ann/work", "1:1", "py", 0, existing=frozenset({"/home/ann/work/digits"}))
+    made, _ = job(here, arguments=("--data", "digits"))
+    assert made.mounts == ()
+    assert "digits" in made.command
+
+
+def test_a_foreign_program_gets_the_current_folder_and_is_not_asked_for_events():
+    made, _ = job(command="train.py --lr '0.1 0.2'")
+    assert made.command == ("train.py", "--lr", "0.1 0.2")
+    assert made.workdir == "/home/ann/work"
+    assert made.mounts == (Mount("/home/ann/work", "/home/ann/work", read_only=False),)
+    assert not made.says_ready
+
+
+def test_the_name_comes_from_the_job_and_changes_with_it():
+    first, _ = job(nodes=2)
+    again, _ = job(nodes=2)
+    other, _ = job(nodes=3)
+    assert first.name == again.name != other.name
+    assert first.name.startswith("digits-")
+    assert job(arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
+    assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
+
+
+def test_automatic_ports_are_fixed_by_the_name_and_outside_the_ephemeral_range():
+    assert config.auto_port("digits") == config.auto_port("digits")
+    assert config.auto_port("digits", 1) != config.auto_port("digits")
+    assert all(20000 <= config.auto_port(f"job-{i}", i) < 30000 for i in range(500))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"nodes": 0}, "--nodes 0"),
+        ({"gpus": -1}, "--gpus -1"),
+        ({"name": "Not/Good"}, "--name 'Not/Good'"),
+        ({"name": "a'; echo foo"}, "--name"),
+        ({"master_port": "http"}, "--master-port 'http'"),
+        ({"master_port": "80"}, "--master-port 80"),
+        ({"device": "gpu"}, "--device 'gpu'"),
+        ({"env": ("FOO",)}, "--env 'FOO'"),
+        ({"env": ("A;B=1",)}, "--env 'A;B=1'"),
+        ({"mounts": ("a:b",)}, "absolute"),
+        ({"mounts": ("/a:/b:rx",)}, "--mount"),
+        ({"command": "x 'y"}, "--command"),
+        ({"command": " "}, "empty"),
+        ({"command": "x", "arguments": ("train",)}, "exclude"),
+        ({"timeout_s": 0.0}, "--timeout"),
+    ],
+)
+def test_a_request_that_makes_no_sense_names_the_option(request_, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        job(**request_)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,27 @@
+from cluster import logs
+
+
+def test_lines_come_once_and_whole_however_the_bytes_are_cut():
+    reader = logs.Reader({"a": 0})
+    whole = "eins\nzwölf\ndrei\n".encode()
+    seen = []
+    for at in range(len(whole)):
+        assert reader.offsets["a"] == at
+        seen += reader.lines({"a": whole[at : at + 1]})
+    assert seen == [("a", "eins"), ("a", "zwölf"), ("a", "drei")]
+
+
+def test_an_event_is_found_behind_torchruns_prefix():
+    assert logs.event('[default0]:::cluster {"event":"ready","node":1}') == {"event": "ready", "node": 1}
+
+
+def test_text_and_broken_events_are_text():
+    assert logs.event("epoch 3") is None
+    assert logs.event("::cluster {broken") is None
+    assert logs.event("::cluster [1]") is None
+
+
+def test_only_other_ranks_keep_a_prefix():
+    assert logs.text("[default0]:loss 1") == ("loss 1", True)
+    assert logs.text("[default3]:loss 1") == ("[3] loss 1", True)
+    assert logs.text("[W1121] warning") == ("[W1121] warning", False)

@@ -1,0 +1,52 @@
+import pytest
+
+from cluster.backends import BACKENDS
+from cluster.errors import ClusterError, UsageError
+from cluster.model import Job, Record
+from cluster.records import Records
+
+
+def record(name, created_at=1.0, backend="compose"):
+    job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1")
+    return Record(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at)
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_record_comes_back_as_it_was_written(tmp_path, backend):
+    Records(tmp_path).reserve(record("a", backend=backend))
+    assert Records(tmp_path).load("a") == record("a", backend=backend)
+
+
+def test_a_name_is_given_once(tmp_path):
+    Records(tmp_path).reserve(record("a"))
+    with pytest.raises(UsageError, match="a job a exists already"):
+        Records(tmp_path).reserve(record("a"))
+
+
+def test_the_first_end_counts(tmp_path):
+    records = Records(tmp_path)
+    records.reserve(record("a"))
+    records.end("a", "stopped")
+    records.end("a", "failed", "its nodes went away")
+    assert records.load("a").outcome == "stopped"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_jobs_are_listed_oldest_first(tmp_path):
+    records = Records(tmp_path)
+    for name, created_at in (("new", 3.0), ("old", 1.0), ("mid", 2.0)):
+        records.reserve(record(name, created_at))
+    assert [each.plan.job_id for each in records] == ["old", "mid", "new"]
+
+
+@pytest.mark.parametrize("name", ["nothing", "../../etc/passwd", ""])
+def test_an_unknown_job_is_an_error_that_names_the_known(tmp_path, name):
+    Records(tmp_path).reserve(record("a"))
+    with pytest.raises(UsageError, match="known: a"):
+        Records(tmp_path).load(name)
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(ClusterError, match=r"a\.json"):
+        Records(tmp_path).load("a")
