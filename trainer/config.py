@@ -19,6 +19,7 @@ class Hyp:
     lrf: float = 0.01  # last learning rate as a share of lr0
     momentum: float = 0.937  # SGD momentum, Adam beta1
     weight_decay: float = 5e-4
+    nbs: float = 64.0  # nominal batch: gradients of smaller batches are summed up to about this many pictures
     warmup_epochs: float = 3.0
     warmup_momentum: float = 0.8
     warmup_bias_lr: float = 0.1
@@ -76,6 +77,7 @@ PRESETS = {
             lrf=0.02,
             momentum=0.9,
             weight_decay=0.01,
+            nbs=32.0,  # the batch: one optimizer step for each, as there are few of them
             warmup_epochs=1.0,
             warmup_bias_lr=0.004,
             mosaic=0.0,
@@ -166,6 +168,8 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste"):
         if getattr(hyp, key) > 1:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
+    if hyp.nbs < 1:
+        raise TrainerError(f"--hyp {path}: nbs is {hyp.nbs}, it must be 1 or more")
     if hyp.anchor_t <= 1:
         raise TrainerError(f"--hyp {path}: anchor_t is {hyp.anchor_t}, it must be above 1")
     return hyp

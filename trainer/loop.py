@@ -313,12 +313,11 @@ def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[
 
 
 def _finish(run: Run, seconds: float, best: tuple[float, float]) -> None:
-    with contextlib.suppress(ImportError):  # until trainer/plots.py is there
-        from trainer.plots import draw_predictions, plot_results  # draws only here: matplotlib loads slowly
+    from trainer.plots import draw_predictions, plot_results  # draws only here: matplotlib loads slowly
 
-        plot_results(run.folder / "results.csv", run.folder / "results.png")
-        if run.settings.val:
-            draw_predictions(run.shown, run.task.names, run.folder / "predictions.jpg")
+    plot_results(run.folder / "results.csv", run.folder / "results.png")
+    if run.settings.val:
+        draw_predictions(run.shown, run.task.names, run.folder / "predictions.jpg")
     run.events.emit(contract.DONE, seconds=seconds, map50=best[0], map=best[1], best=str(run.folder / "best.pt"))
     scored = f"   mAP50 {best[0]:.3f}   mAP50-95 {best[1]:.3f}" if run.settings.val else ""
     run.screen.say(f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {run.folder / 'best.pt'}")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from trainer.config import OPTIMIZERS, Hyp
 
-NOMINAL_BATCH = 64  # gradients of smaller batches are summed up to about this many pictures
 CLIP_NORM = 10.0
 Model = TypeVar("Model", bound=nn.Module)
 EMA_DECAY, EMA_TAU = 0.9999, 2000.0
@@ -49,7 +48,7 @@ class Schedule:
     @property
     def accumulate(self) -> int:
         """Batches per optimizer step once the warm-up is over."""
-        return max(round(NOMINAL_BATCH / self.batch), 1)
+        return max(round(self.hyp.nbs / self.batch), 1)
 
     def factor(self, epoch: int) -> float:
         """The learning rate of an epoch (from 0) as a share of lr0, falling to lrf."""
@@ -66,7 +65,7 @@ class Schedule:
             return Rates(self.accumulate, lr, lr, hyp.momentum)
         x = step / self.warmup_steps
         return Rates(
-            accumulate=max(1, round(1 + x * (NOMINAL_BATCH / self.batch - 1))),
+            accumulate=max(1, round(1 + x * (self.hyp.nbs / self.batch - 1))),
             lr_bias=hyp.warmup_bias_lr + x * (lr - hyp.warmup_bias_lr),
             lr=x * lr,
             momentum=hyp.warmup_momentum + x * (hyp.momentum - hyp.warmup_momentum),
@@ -76,7 +75,7 @@ class Schedule:
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int) -> torch.optim.Optimizer:
     """SGD (nesterov), Adam or AdamW over three groups: biases, norm weights, all other weights.
 
-    Only the third decays, by weight_decay scaled to the pictures per optimizer step over 64.
+    Only the third decays, by weight_decay scaled to the pictures per optimizer step over the nominal batch.
     """
     norms = tuple(v for v in nn.__dict__.values() if isinstance(v, type) and "Norm" in v.__name__)
     biases: list[Tensor] = []
@@ -90,8 +89,7 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int) -> torch.
                 scales.append(parameter)
             else:
                 weights.append(parameter)
-    accumulate = max(round(NOMINAL_BATCH / batch), 1)
-    decay = hyp.weight_decay * batch * accumulate / NOMINAL_BATCH
+    decay = hyp.weight_decay * batch * max(round(hyp.nbs / batch), 1) / hyp.nbs
     groups = [
         {"params": biases, "weight_decay": 0.0},
         {"params": scales, "weight_decay": 0.0},

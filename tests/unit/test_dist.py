@@ -1,0 +1,213 @@
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.dist import World, pick_device, thread_count, world_of
+from trainer.errors import TrainerError
+
+ROOT = Path(__file__).parents[2]
+WHOLE = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_no_rank_variables_is_a_single_process() -> None:
+    assert world_of({"PATH": "/bin"}) == World(rank=0, local_rank=0, size=1, local_size=1, node=0, launched=False)
+
+
+def test_torchruns_variables_give_the_place() -> None:
+    assert world_of(WHOLE) == World(rank=3, local_rank=1, size=4, local_size=2, node=1, launched=True)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_a_set_of_rank_variables_names_what_is_missing(missing: str) -> None:
+    with pytest.raises(TrainerError) as error:
+        world_of({k: v for k, v in WHOLE.items() if k != missing})
+    assert f"not {missing}" in error.value.message
+
+
+@pytest.mark.parametrize("change", [{"RANK": "4"}, {"RANK": "one"}, {"LOCAL_RANK": "2"}])
+def test_impossible_ranks_are_errors(change: dict[str, str]) -> None:
+    with pytest.raises(TrainerError):
+        world_of({**WHOLE, **change})
+
+
+@pytest.mark.parametrize(
+    ("environment", "local", "cores", "expected"),
+    [
+        ({}, 1, 8, 8),
+        ({}, 2, 8, 4),
+        ({"CLUSTER_NODES_ON_HOST": "2"}, 2, 8, 2),
+        ({"CLUSTER_NODES_ON_HOST": "2"}, 2, 2, 1),  # never none
+        ({"OMP_NUM_THREADS": "1"}, 2, 8, 4),  # torchrun's own default
+        ({"OMP_NUM_THREADS": "3"}, 2, 8, None),
+    ],
+)
+def test_the_machines_cores_are_shared(
+    environment: dict[str, str], local: int, cores: int, expected: int | None
+) -> None:
+    world = World(size=local, local_size=local, launched=True)
+    assert thread_count(environment, world, cores) == expected
+
+
+def test_a_users_threads_stand_in_a_single_process() -> None:
+    assert thread_count({"OMP_NUM_THREADS": "1"}, World(), 8) is None
+
+
+@pytest.mark.parametrize("wanted", ["tpu", "0,a", "-1"])
+def test_unknown_devices_are_errors(wanted: str) -> None:
+    with pytest.raises(TrainerError):
+        pick_device(wanted, World())
+
+
+def test_devices() -> None:
+    assert pick_device("cpu", World()) == torch.device("cpu")
+    if torch.cuda.is_available():
+        assert pick_device("", World()) == torch.device("cuda", 0)
+        with pytest.raises(TrainerError, match=f"no GPU {torch.cuda.device_count()}"):
+            pick_device(str(torch.cuda.device_count()), World())
+        many = World(local_rank=64, local_size=65, size=65, launched=True)
+        with pytest.raises(TrainerError, match="65 processes"):
+            pick_device("cuda", many)
+    else:
+        assert pick_device("", World()) == torch.device("cpu")
+        with pytest.raises(TrainerError, match="no GPU can be used"):
+            pick_device("cuda", World())
+
+
+def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program as several gloo ranks of one node; torchrun itself would add seconds."""
+    script = folder / "program.py"
+    script.write_text(textwrap.dedent(program))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "GROUP_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env=environment,
+                cwd=folder,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        )
+    try:
+        outputs = [p.communicate(timeout=60) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
+
+
+def test_two_ranks_train_like_one(tmp_path: Path) -> None:
+    """Eight pictures on one rank, and 5 + 3 on two with all boxes on the first: same loss, same gradients.
+
+    Batch norm is frozen: its statistics are each rank's own.
+    """
+    program = """
+        import os, sys, torch
+        from trainer import dist
+        from trainer.config import Hyp
+        from trainer.losses.detection import DetectionLoss
+        from trainer.models.yolo import build_yolo, load_cfg
+        from trainer.timing import Clock
+
+        torch.manual_seed(0)
+        model = build_yolo(load_cfg("yolov5n.yaml"), nc=3).eval()
+        for p in model.buffers():
+            if p.is_floating_point():
+                p.mul_(0.2)  # running variances: keeps the signal alive through the layers
+        images = torch.rand(8, 3, 64, 64)
+        targets = torch.tensor([[0, 1, .4, .4, .3, .2], [0, 2, .7, .3, .5, .5], [4, 0, .5, .6, .9, .8]])
+
+        def losses(net, images, targets):
+            head = model.detect
+            loss = DetectionLoss(head.anchors, head.strides, 3, Hyp(), 64)
+            assigned = loss.assign(targets, len(images), 64, 64)
+            counts = assigned.counts
+            work = dist.start_sum(counts)
+            raw = net(images)
+            dist.wait(work)
+            terms = loss(raw, assigned, counts)
+            model.zero_grad()
+            (terms.sum() * counts[0].float()).backward()
+            terms = terms.detach().double()
+            dist.wait(dist.start_sum(terms))
+            return terms, [p.grad.clone() for p in model.parameters()]
+
+        whole, gradients = losses(model, images, targets)
+        world = dist.world_of(os.environ)
+        dist.join(world, torch.device("cpu"))
+        net = dist.wrap(model, torch.device("cpu"), static=False)
+        clock = Clock(torch.device("cpu"))
+        clock.watch(net)
+        if world.rank == 0:
+            parts, split = losses(net, images[:5], targets)
+        else:
+            parts, split = losses(net, images[5:], targets[:0])
+        clock.after_backward()
+        assert clock.shares()["sync"] > 0
+        assert whole[0] > 0.1 and whole[2] > 0.001, whole
+        torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-6)
+        for a, b in zip(split, gradients):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max()) + 1e-7)
+        dist.leave()
+    """
+    for result in run_ranks(program, 2, tmp_path):
+        assert result.returncode == 0, result.stderr
+
+
+def test_ranks_agree_gather_and_average(tmp_path: Path) -> None:
+    program = """
+        import os, sys, torch
+        from trainer import dist
+        from trainer.errors import TrainerError
+
+        world = dist.world_of(os.environ)
+        assert dist.join(world, torch.device("cpu")) == "gloo"
+        dist.agree(None)
+        assert dist.broadcast("yes" if world.rank == 0 else "no") == "yes"
+        assert dist.gather(world.rank) == ([0, 1] if world.rank == 0 else [])
+        tensors = [torch.full((2, 2), float(world.rank)), torch.tensor(10.0 * world.rank)]
+        dist.average_(tensors)
+        assert tensors[0].tolist() == [[0.5, 0.5], [0.5, 0.5]] and tensors[1] == 5, tensors
+        try:
+            dist.agree(TrainerError("cannot write", "ask the owner") if world.rank == 1 else None)
+        except TrainerError as error:
+            print(error.message, "/", error.hint)
+        dist.leave()
+    """
+    results = run_ranks(program, 2, tmp_path)
+    assert [r.returncode for r in results] == [0, 0], results[0].stderr + results[1].stderr
+    said = [r.stdout.strip() for r in results]
+    assert said == [
+        "rank 1: cannot write / ask the owner",
+        "cannot write / ask the owner",
+    ]

@@ -1,0 +1,96 @@
+import math
+
+import pytest
+import torch
+
+from trainer.config import Hyp
+from trainer.models.yolo import build_yolo, load_cfg
+from trainer.optim import Ema, Rates, Schedule, build_optimizer, clip_gradients, float_state, set_rates
+
+STEPS = 50  # per epoch: the warm-up lasts 150 steps
+SCHEDULE = Schedule(Hyp(), epochs=100, steps=STEPS, batch=16)
+
+
+def test_warmup_at_its_beginning_middle_and_end() -> None:
+    begin, middle, end = SCHEDULE.at(0), SCHEDULE.at(75), SCHEDULE.at(150)
+    assert begin == Rates(accumulate=1, lr_bias=0.1, lr=0.0, momentum=0.8)
+    lr1 = 0.01 * (0.99 * 0.99 + 0.01)  # epoch 1
+    assert middle.accumulate == round(2.5)
+    assert middle.lr == pytest.approx(lr1 / 2)
+    assert middle.lr_bias == pytest.approx((0.1 + lr1) / 2)
+    assert middle.momentum == pytest.approx((0.8 + 0.937) / 2)
+    lr3 = 0.01 * (0.97 * 0.99 + 0.01)
+    assert end.accumulate == 4
+    assert (end.lr, end.lr_bias, end.momentum) == pytest.approx((lr3, lr3, 0.937))
+    assert SCHEDULE.at(151) == Rates(4, pytest.approx(lr3), pytest.approx(lr3), 0.937)
+
+
+def test_warmup_lasts_at_least_a_hundred_steps_unless_switched_off() -> None:
+    assert Schedule(Hyp(), 3, 19, 16).warmup_steps == 100
+    assert Schedule(Hyp(), 3, 200, 16).warmup_steps == 600
+    off = Schedule(Hyp(warmup_epochs=0), 3, 19, 16)
+    assert off.at(0) == Rates(4, 0.01, 0.01, 0.937)
+
+
+@pytest.mark.parametrize(("batch", "expected"), [(16, 4), (20, 3), (32, 2), (64, 1), (256, 1), (1, 64)])
+def test_small_batches_are_accumulated_to_about_64(batch: int, expected: int) -> None:
+    assert Schedule(Hyp(), 100, 1000, batch).at(10**4).accumulate == expected
+    assert Schedule(Hyp(nbs=batch), 100, 1000, batch).at(10**4).accumulate == 1
+
+
+def test_rates_fall_to_lrf_along_a_line_or_a_cosine() -> None:
+    line, cosine = Schedule(Hyp(lrf=0.1), 10, 1000, 64), Schedule(Hyp(lrf=0.1), 10, 1000, 64, cosine=True)
+    assert line.factor(0) == cosine.factor(0) == pytest.approx(1)
+    assert line.factor(5) == cosine.factor(5) == pytest.approx(0.55)
+    assert (line.factor(10), cosine.factor(10)) == pytest.approx((0.1, 0.1))
+    assert line.factor(2) == pytest.approx(0.82)
+    assert cosine.factor(2) == pytest.approx((1 - math.cos(0.2 * math.pi)) / 2 * -0.9 + 1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("SGD", torch.optim.SGD), ("Adam", torch.optim.Adam)])
+def test_only_weights_decay_and_biases_come_first(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    model = build_yolo(load_cfg("yolov5n.yaml"), nc=80)
+    optimizer = build_optimizer(model, name, Hyp(), batch=20)
+    assert type(optimizer) is kind
+    groups = optimizer.param_groups
+    assert [len(g["params"]) for g in groups] == [60, 57, 60]
+    assert [g["weight_decay"] for g in groups] == [0, 0, pytest.approx(5e-4 * 20 * 3 / 64)]
+    assert all(p.ndim == 1 for g in groups[:2] for p in g["params"])
+    assert all(p.ndim == 4 for p in groups[2]["params"])
+    set_rates(optimizer, Rates(1, 0.1, 0.02, 0.85))
+    assert [g["lr"] for g in groups] == [0.1, 0.02, 0.02]
+    if name == "SGD":
+        assert all(g["nesterov"] and g["momentum"] == 0.85 for g in groups)
+    else:
+        assert all(g["betas"] == (0.937, 0.999) for g in groups)
+
+
+def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
+    a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
+    a.grad, b.grad = torch.tensor([30.0, 0.0]), torch.tensor([40.0])
+    clip_gradients([a, b])
+    assert a.grad.tolist() == pytest.approx([6, 0], rel=1e-5)
+    assert b.grad.tolist() == pytest.approx([8], rel=1e-5)
+
+
+def test_ema_decay_table() -> None:
+    assert Ema.decay(1) == pytest.approx(4.998e-4, rel=1e-3)
+    assert Ema.decay(2000) == pytest.approx(0.9999 * (1 - 1 / math.e))
+    assert Ema.decay(10**9) == pytest.approx(0.9999)
+
+
+def test_ema_follows_every_float_tensor() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    start = [t.clone() for t in float_state(model)]
+    ema = Ema(model)
+    with torch.no_grad():
+        for t in float_state(model):
+            t += 1
+    for _ in range(2):
+        ema.update()
+    keep = Ema.decay(1) * Ema.decay(2)
+    assert len(start) == 6  # batch norm's running statistics included, its counter not
+    for old, new in zip(start, float_state(ema.model), strict=True):
+        torch.testing.assert_close(new, old * keep + (old + 1) * (1 - keep))
+    assert not ema.model.training
+    assert not any(p.requires_grad for p in ema.model.parameters())
