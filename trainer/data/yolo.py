@@ -162,7 +162,9 @@ def _size(picture: str) -> tuple[int, int]:
     try:
         with Pillow.open(picture) as header:
             width, height = header.size
-            turned = header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            # Asked for EXIF it has not met yet, Pillow decodes the whole of a PNG.
+            known = header.format == "TIFF" or "exif" in header.info
+            turned = known and header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
     except Exception as error:  # whatever Pillow's many readers raise, the picture is at fault
         what = "empty file" if os.path.isfile(picture) and not os.path.getsize(picture) else str(error)
         raise TrainerError(

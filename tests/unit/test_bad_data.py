@@ -1,0 +1,191 @@
+"""Bad data sets: each gets the file, the line and the next step, before any training."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_picture
+from trainer.data import open_dataset
+from trainer.errors import TrainerError
+
+
+def error_of(path: Path) -> TrainerError:
+    with pytest.raises(TrainerError) as caught:
+        open_dataset(str(path), "train", imgsz=64)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("2 0.5 0.5 0.1 0.1", "class out of range 0 to 1"),
+        ("-1 0.5 0.5 0.1 0.1", "class out of range 0 to 1"),
+        ("0.5 0.5 0.5 0.1 0.1", "class is not a whole number"),
+        ("0 0.5 x 0.1 0.1", "not a number"),
+        ("0 0.5 nan 0.1 0.1", "not a finite number"),
+        ("cat 0.5 0.5 0.1 0.1", "not a number"),
+        ("0 0.5 0.5 0.1", "4 columns instead of 5"),
+        ("0 0.5 0.5 0.1 0.1 0.9", "6 columns instead of 5"),
+        ("0 0.95 0.5 0.2 0.2", "box outside the picture"),
+        ("0 0.5 0.02 0.2 0.2", "box outside the picture"),
+        ("0 1.5 0.5 0.2 0.2", "box outside the picture"),
+        ("0 -0.1 0.5 0.1 0.2", "box outside the picture"),
+        ("0 320 240 100 80", "pixels instead of fractions"),
+        ("0 0.5 0.5 0 0.1", "box without area"),
+        ("0 0.5 0.5 0.1 -0.1", "box without area"),
+        ("0 0.5 0.5 0.1 0.1 0.2 0.3 3.0 0.4", "box outside the picture|pixels"),
+    ],
+)
+def test_a_bad_label_names_file_line_and_text(tmp_path, line, what):
+    path = make_yolo_set(tmp_path)
+    label = tmp_path / "labels/train/001.txt"
+    label.write_text(f"0 0.5 0.5 0.1 0.1\n\n{line}\n0 0.5 0.5 0.2 0.2\n")
+    error = error_of(path)
+    assert error.message.startswith(f"{label}:3: ")
+    assert re.search(what, error.message)
+    assert "class cx cy w h" in error.hint
+
+
+def test_more_bad_labels_are_counted(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "labels/train/002.txt").write_text("5 0.5 0.5 0.1 0.1\n6 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.5 0.5\n")
+    assert error_of(path).message.endswith("`5 0.5 0.5 0.1 0.1` (and 1 more such lines)")
+
+
+def test_a_label_that_is_no_text(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "labels/train/002.txt").write_bytes(b"\xff\xd8\xff\x00")
+    assert str(tmp_path / "labels/train/002.txt") in error_of(path).message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "hint"),
+    [
+        ("nc: 2", "trian: x", "data.yaml:4: unknown key `trian`", "`train`"),
+        ("nc: 2", "colour: x", "data.yaml:4: unknown key `colour`", "known keys"),
+        ("nc: 2", "nc: 3", "data.yaml:4: nc is 3, but `names` has 2 names", "correct"),
+        ("nc: 2", "train: y", "data.yaml:4: `train` is already set in line 2", "delete"),
+        ("[cat, dog]", "[cat, dog", "data.yaml:6: not valid YAML", "correct"),
+        ("[cat, dog]", "[cat, cat]", "data.yaml:5: class name `cat` is given twice", "name of its own"),
+        ("[cat, dog]", "{0: cat, 2: dog}", "data.yaml:5: the classes of `names` must be numbered", "0 to 1"),
+        ("[cat, dog]", "2", "data.yaml:5: `names` must list the class names", "names: "),
+        ("names: [cat, dog]", "", "data.yaml:1: `names` must list the class names", "names: "),
+        ("train: images/train", "test: x", "data.yaml:1: no `train` pictures are named", "train: images/train"),
+        ("images/train", "{a: 1}", "data.yaml:2: `train` must be a path or a list of paths", "indentation"),
+        ("images/train", "images/tarin", "data.yaml:2: the train pictures are not there: .*images/tarin", "path"),
+        ("path: .", "path: nowhere", "data.yaml:1: no such folder: .*nowhere", "path"),
+        ("path: .", "path: !!python/object:os.x {}", "data.yaml:1: not valid YAML", "correct"),
+        ("images/train", "data.yaml", "data.yaml: neither a folder nor a .txt list", "data.yaml"),
+    ],
+)
+def test_a_bad_data_yaml_names_the_line(tmp_path, old, new, message, hint):
+    path = make_yolo_set(tmp_path)
+    path.write_text(DATA_YAML.replace(old, new, 1))
+    error = error_of(path)
+    assert re.search(message, error.message)
+    assert hint in error.hint
+
+
+def test_no_data_yaml(tmp_path):
+    error = error_of(tmp_path / "no.yaml")
+    assert "no.yaml: no such data set" in error.message
+    assert "digits" in error.hint
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
+def test_a_data_yaml_without_keys(tmp_path, text):
+    (tmp_path / "data.yaml").write_text(text)
+    assert "not a mapping" in error_of(tmp_path / "data.yaml").message
+
+
+def test_download_is_shown_but_never_followed(tmp_path):
+    path = make_yolo_set(tmp_path)
+    marker = tmp_path / "ran"
+    path.write_text(DATA_YAML.replace("images/train", "gone") + f"download: open({str(marker)!r}, 'w')\n")
+    error = error_of(path)
+    assert "nothing is downloaded or run" in error.hint
+    assert str(marker) in error.hint
+    assert not marker.exists()
+
+
+def test_a_label_without_picture(tmp_path):
+    path = make_yolo_set(tmp_path)
+    orphan = tmp_path / "labels/train/lost.txt"
+    orphan.write_text("0 0.5 0.5 0.1 0.1\n")
+    assert error_of(path).message.startswith(f"{orphan}: label without picture")
+
+
+def test_labels_of_another_split_in_the_same_folder_are_no_orphans(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "some.txt").write_text("images/train/001.jpg\n")
+    path.write_text("train: some.txt\nnames: [cat, dog]\n")
+    assert len(open_dataset(str(path), "train", imgsz=64)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"not a picture", b"\x89PNG\r\n\x1a\n"])
+def test_a_file_that_is_no_picture_is_found_when_the_set_is_opened(tmp_path, content):
+    path = make_yolo_set(tmp_path)
+    picture = tmp_path / "images/train/003.jpg"
+    picture.write_bytes(content)
+    assert error_of(path).message.startswith(f"{picture}: not a readable picture")
+
+
+def test_a_picture_that_breaks_off_after_its_header_is_an_error_when_used(tmp_path):
+    path = make_yolo_set(tmp_path)
+    picture = tmp_path / "images/train/003.png"
+    write_picture(picture)
+    picture.write_bytes(picture.read_bytes()[:60])
+    (tmp_path / "images/train/003.jpg").unlink()
+    data = open_dataset(str(path), "train", imgsz=64)
+    with pytest.raises(TrainerError, match=rf"{re.escape(str(picture))}: cannot be decoded") as caught:
+        data.image(3)
+    assert caught.value.hint
+
+
+def test_a_picture_that_vanishes_is_an_error_when_used(tmp_path):
+    data = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64)
+    (tmp_path / "images/train/003.jpg").unlink()
+    with pytest.raises(TrainerError, match=r"003\.jpg: "):
+        data.image(3)
+
+
+def test_an_empty_folder(tmp_path):
+    path = make_yolo_set(tmp_path, train=0)
+    (tmp_path / "images/train").mkdir(exist_ok=True)
+    error = error_of(path)
+    assert re.search(r"data\.yaml:2: no pictures in .*images/train", error.message)
+    assert ".jpg" in error.hint
+
+
+def test_pictures_without_any_label_file(tmp_path):
+    path = make_yolo_set(tmp_path)
+    for label in (tmp_path / "labels/train").iterdir():
+        label.unlink()
+    error = error_of(path)
+    assert "none of the 4 train pictures has a labelled box" in error.message
+    assert str(tmp_path / "labels/train") in error.hint
+
+
+def test_a_list_that_names_a_missing_picture(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "list.txt").write_text("images/train/001.jpg\nimages/train/nope.jpg\n")
+    path.write_text(DATA_YAML.replace("images/train", "list.txt"))
+    assert f"{tmp_path / 'list.txt'}:2: no such picture" in error_of(path).message
+
+
+def test_a_picture_listed_twice(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "list.txt").write_text("images/train/001.jpg\nimages/train/002.jpg\n./images/train/001.jpg\n")
+    path.write_text(DATA_YAML.replace("images/train", "list.txt"))
+    assert f"{tmp_path / 'list.txt'}:3: " in error_of(path).message
+
+
+def test_two_pictures_with_one_label_file(tmp_path):
+    path = make_yolo_set(tmp_path)
+    write_picture(tmp_path / "images/train/001.png")
+    error = error_of(path)
+    assert "001.jpg" in error.message
+    assert "001.png" in error.message

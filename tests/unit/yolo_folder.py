@@ -1,0 +1,27 @@
+"""A little YOLO-format data set in a folder, for the tests of the data half."""
+
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+DATA_YAML = "path: .\ntrain: images/train\nval: images/val\nnc: 2\nnames: [cat, dog]\n"
+
+
+def write_picture(path: Path, height: int = 48, width: int = 64, seed: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
+    cv2.imwrite(str(path), cv2.resize(coarse, (width, height)))
+
+
+def make_yolo_set(root: Path, train: int = 4, val: int = 2) -> Path:
+    """data.yaml of a set whose picture k has k % 3 boxes (none means: no label file either)."""
+    for split, count in (("train", train), ("val", val)):
+        for k in range(count):
+            write_picture(root / "images" / split / f"{k:03}.jpg", width=64 + 8 * k, seed=k)
+            if k % 3:
+                label = root / "labels" / split / f"{k:03}.txt"
+                label.parent.mkdir(parents=True, exist_ok=True)
+                label.write_text("".join(f"{j} 0.{j + 3} 0.5 0.2 0.4\n" for j in range(k % 3)))
+    (root / "data.yaml").write_text(DATA_YAML)
+    return root / "data.yaml"
