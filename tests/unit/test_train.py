@@ -1,0 +1,292 @@
+"""The trainer as its users start it: real processes on a data set of a few small pictures."""
+
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from trainer import contract
+from trainer.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven training and three validation pictures of coloured squares, of two classes."""
+    folder = tmp_path_factory.mktemp("squares")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 7), ("val", 3)):
+        for kind in ("images", "labels"):
+            (folder / kind / split).mkdir(parents=True)
+        for k in range(count):
+            picture = np.full((64, 80, 3), 30, np.uint8)
+            lines = []
+            for cls in range(2) if k else []:  # the first picture is empty
+                x, y = rng.integers(0, 40), rng.integers(0, 30)
+                picture[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
+                lines.append(f"{cls} {(x + 12) / 80} {(y + 12) / 64} {24 / 80} {24 / 64}")
+            cv2.imwrite(str(folder / "images" / split / f"{k}.png"), picture)
+            (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    return path
+
+
+def command(data: Path, project: Path, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "trainer", "train", "--data", str(data), "--project", str(project)),
+        *("--imgsz", "64", "--batch", "3", "--epochs", "2", "--device", "cpu", "--workers", "0", *more),
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def ranks(count: int) -> list[dict[str, str]]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)]
+
+
+def events_in(text: str) -> list[dict[str, object]]:
+    lines = [line for line in text.splitlines() if line.startswith(contract.EVENT_MARK)]
+    return [json.loads(line.removeprefix(contract.EVENT_MARK)) for line in lines]
+
+
+def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(data, tmp_path / "runs"), cwd=tmp_path, env=environment(), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert contract.EVENT_MARK not in done.stdout
+    assert "epoch 2/2   mAP50 " in done.stdout
+    run = tmp_path / "runs" / "train"
+    assert sorted(p.name for p in run.iterdir()) == sorted(
+        ["best.pt", "last.pt", "predictions.jpg", "results.csv", "results.png"]
+    )
+    with (run / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows] == ["1", "2"]
+    assert all(float(row["box_loss"]) > 0 and float(row["obj_loss"]) > 0 for row in rows)
+    shares = [sum(float(row[k]) for k in ("data", "compute", "sync", "val")) for row in rows]
+    assert shares == pytest.approx([1, 1], abs=1e-3)
+    content = torch.load(run / "last.pt", weights_only=True)
+    assert content["names"] == ["green", "red"]
+    assert content["epoch"] == 2
+    assert all(v.dtype in (torch.float32, torch.int64) for v in content["ema"].values())
+
+    again = subprocess.run(
+        command(data, tmp_path / "runs", "--weights", str(run / "last.pt"), "--epochs", "1", "--noval"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "349 of 349 tensors fit" in again.stdout
+    assert (tmp_path / "runs" / "train2" / "best.pt").exists()
+
+
+def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
+    """Batch 3 on two ranks: shares of 2 and 1; the last batch has a single picture and is left out."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(folder), contract.NODES_ON_HOST: "1"}
+    processes = [
+        subprocess.Popen(
+            command(data, tmp_path / "unused"),
+            cwd=tmp_path,
+            env=environment(**job, **place),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for place in ranks(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=120) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], outputs
+    events = events_in(outputs[0][0])
+    kinds = [e["event"] for e in events]
+    assert kinds[0] == "ready"
+    assert {k: events[0][k] for k in ("rank", "world_size", "backend", "device")} == {
+        "rank": 0,
+        "world_size": 2,
+        "backend": "gloo",
+        "device": "cpu",
+    }
+    assert kinds[-1] == "done"
+    assert [k for k in kinds if k in ("metric", "checkpoint")] == ["metric", "checkpoint"] * 2
+    metric = next(e for e in events if e["event"] == "metric")
+    assert {"epoch", "epochs", "map50", "map", "box_loss", "obj_loss", "cls_loss", "images_per_s"} <= metric.keys()
+    assert isinstance(metric["shares"], dict)
+    assert set(metric["shares"]) == {"data", "compute", "sync", "val"}
+    progress = next(e for e in events if e["event"] == "progress")
+    assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s"} <= progress.keys()
+    assert events_in(outputs[1][0]) == []  # only local rank 0 speaks
+    assert events[-1]["best"] == str(folder / "best.pt")
+    assert (folder / "best.pt").exists()
+    assert not (tmp_path / "unused").exists()
+
+
+BAD = [
+    (["--data", "none.yaml"], "none.yaml: no such file"),
+    (["--cfg", "none.yaml"], "none.yaml: no such model file"),
+    (["--weights", "none.pt"], "none.pt: no such file"),
+    (["--hyp", "none.yaml"], "none.yaml: No such file"),
+    (["--epochs", "0"], "--epochs is 0"),
+    (["--imgsz", "100"], "--imgsz 100"),
+    (["--device", "tpu"], "--device tpu"),
+    (["--optimizer", "Lion"], "--optimizer Lion"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), BAD, ids=[" ".join(more) for more, _ in BAD])
+def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(contract.JOB_ID, "job-1")
+    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)[3:]])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    out, err = capsys.readouterr()
+    first, *rest = err.splitlines()
+    assert first.startswith("error: ")
+    assert said in first
+    assert all(line.startswith("hint: ") for line in rest)
+    assert len(rest) <= 1
+    (event,) = events_in(out)
+    assert event["event"] == "failed"
+    assert event["error"] == first.removeprefix("error: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (
+            {
+                "RANK": "0",
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "4",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "1",
+            },
+            "--batch 3 is smaller than the number of ranks, 4",
+        ),
+    ],
+)
+def test_a_wrong_place_is_an_error_before_any_rendezvous(
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    place: dict[str, str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs")[3:]])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_all_ranks_stop_where_rank_0_cannot_write(data: Path, tmp_path: Path) -> None:
+    job = {contract.JOB_ID: "job-1", contract.RUN_DIR: "/proc/self"}
+    processes = [
+        subprocess.Popen(
+            command(data, tmp_path / "unused"),
+            cwd=tmp_path,
+            env=environment(**job, **place),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for place in ranks(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=60) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [2, 2]
+    assert all("/proc/self: cannot write there" in err for _, err in outputs)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> None:
+    hyp = tmp_path / "hyp.yaml"
+    hyp.write_text("lr0: 1e30\nwarmup_epochs: 0\nnbs: 3\n")
+    done = subprocess.run(
+        command(data, tmp_path / "runs", "--hyp", str(hyp), "--precision", "fp32"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 2
+    assert "error: the loss is no longer finite (epoch " in done.stderr
+    assert not (tmp_path / "runs" / "train" / "last.pt").exists()  # no checkpoint of broken weights
+
+
+def test_a_termination_signal_ends_it_at_once(data: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(data, tmp_path / "runs", "--epochs", "1000"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert "->" in process.stdout.readline()  # it has begun
+        before = time.monotonic()
+        process.terminate()
+        assert process.wait(timeout=10) == -signal.SIGTERM
+        assert time.monotonic() - before < 5
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_help_names_the_defaults_and_loads_no_torch() -> None:
+    program = "import sys; sys.argv = ['trainer', 'train', '--help']\n"
+    program += "from trainer.__main__ import main\ntry:\n main()\nfinally:\n print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(COLUMNS="300", TERM="dumb"), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("False")
+    assert "100 epochs" in done.stdout or "else 100" in done.stdout
