@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.conftest import ROOT, processes_of
+from tests.conftest import ROOT, processes_of
 
 EXAMPLE = f"{ROOT / 'examples' / 'all_reduce.py'}"
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$"]

@@ -1,0 +1,123 @@
+"""The compose backend with a real engine and the real image: what a user sees, and that nothing is left afterwards."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.engine
+
+EXAMPLE = (ROOT / "examples" / "all_reduce.py").read_text()
+
+
+def docker(*arguments):
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False).stdout.split()
+
+
+def left_of(job):
+    """Containers and networks of a job, asked of the engine and not of the launcher."""
+    label = f"label=com.docker.compose.project={job}"
+    return docker("ps", "-aq", "--filter", label) + docker("network", "ls", "-q", "--filter", label)
+
+
+def started(clusterctl, job, *more, ticks=100):
+    (clusterctl.folder / "program.py").write_text(EXAMPLE)
+    command = ["--backend", "compose", "--name", job, "--nodes", "2", "--command", f"program.py --ticks {ticks}"]
+    return clusterctl.start("launch", *command, *more)
+
+
+def test_two_containers_train_a_detector(clusterctl):
+    code, text = clusterctl.run(
+        *("launch", "--backend", "compose", "--name", "ct-train", "--nodes", "2", "--gpus", "2"),
+        *("--", "--epochs", "1", "--batch", "64"),
+        timeout_s=280,
+    )
+    assert code == 0, text
+    assert "2/2 nodes ready   world size 4   gloo" in text
+    assert "runs/ct-train/best.pt" in text
+    run_dir = clusterctl.folder / "runs" / "ct-train"
+    for name in ("results.csv", "results.png", "predictions.jpg", "best.pt", "last.pt"):
+        assert (run_dir / name).stat().st_uid == os.getuid(), name
+    assert left_of("ct-train") == []
+
+
+def test_a_killed_container_is_named_within_10_s_and_nothing_is_left(clusterctl):
+    process = started(clusterctl, "ct-kill")
+    clusterctl.wait_for("ct-kill", "tick 1")
+    killed = time.time()
+    docker("kill", "ct-kill-node-1")
+    text, _ = process.communicate(timeout=60)
+    assert time.time() - killed < 10
+    assert process.returncode == 1
+    assert "node-1: exit 137 (killed)" in text
+    assert "tick 1: rank 1 of 2" in text
+    assert left_of("ct-kill") == []
+
+
+def test_a_removed_container_is_lost(clusterctl):
+    process = started(clusterctl, "ct-lost")
+    clusterctl.wait_for("ct-lost", "tick 0")
+    docker("rm", "-f", "ct-lost-node-1")
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "node-1: lost: its container is gone" in text
+    assert left_of("ct-lost") == []
+
+
+def test_a_killed_launcher_loses_nothing(clusterctl):
+    process = started(clusterctl, "ct-orphan")
+    clusterctl.wait_for("ct-orphan", "tick 0")
+    process.kill()
+    process.communicate()
+    attached = clusterctl.start("attach", "ct-orphan")
+    assert any("tick" in line for line in attached.stdout)
+    attached.send_signal(signal.SIGINT)
+    assert "goes on" in attached.communicate(timeout=30)[0]
+    assert len(docker("ps", "-q", "--filter", "label=com.docker.compose.project=ct-orphan")) == 2
+    for _ in range(2):  # safe to repeat
+        assert clusterctl.run("stop", "ct-orphan")[0] == 0
+        assert left_of("ct-orphan") == []
+
+
+def test_a_frozen_node_is_named_when_time_is_up(clusterctl):
+    process = started(clusterctl, "ct-frozen", "--timeout", "20")
+    until = time.time() + 30
+    while "ct-frozen-node-1" not in docker("ps", "--format", "{{.Names}}") and time.time() < until:
+        time.sleep(0.02)
+    docker("pause", "ct-frozen-node-1")
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 4, text
+    assert "missing: node-1: starting: its container is paused" in text
+    assert left_of("ct-frozen") == []
+
+
+def test_an_image_that_is_not_there_is_an_error_and_leaves_nothing(clusterctl):
+    code, text = clusterctl.run("launch", "--backend", "compose", "--image", "nobody/nothing:7")
+    assert code == 2
+    assert text.startswith("error: this machine: no image nobody/nothing:7\nhint: make image")
+    assert list(clusterctl.folder.iterdir()) == []
+
+
+def test_the_plan_runs_by_itself(clusterctl):
+    (clusterctl.folder / "program.py").write_text(EXAMPLE)
+    (clusterctl.folder / "runs").mkdir()
+    code, text = clusterctl.run(
+        *("plan", "--backend", "compose", "--name", "ct-plan", "--nodes", "2", "--gpus", "2", "-o", "job.yml"),
+        *("--command", "program.py --ticks 1"),
+    )
+    assert code == 0, text
+    up = subprocess.run(
+        ["docker", "compose", "-f", "job.yml", "up", "--no-color"],
+        cwd=clusterctl.folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    subprocess.run(["docker", "compose", "-p", "ct-plan", "down"], check=True, capture_output=True)
+    assert "tick 0: rank 3 of 4 sees the sum 4" in up.stdout, up.stdout + up.stderr
+    assert up.stdout.count("exited with code 0") == 2
