@@ -342,7 +342,7 @@ def status(job: JobName, as_json: AsJson = False) -> None:
     if record.detail:
         _say(out, record.detail)
     if not record.outcome:
-        out.print(node_table(view.nodes, record.plan, time.time()))
+        out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:
         _say(out, _scores(view.metric, f"epoch {view.metric.get('epoch')}"))
     _say(out, f"logs: {record.plan.attempt_dir}")

@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 
@@ -17,6 +18,8 @@ DEFAULT_IMAGE = "trainer:0.1"
 
 #: Ports that `auto` chooses from: below the ephemeral range of Linux, so that no outgoing connection sits on one.
 _AUTO_PORTS = range(20000, 30000)
+#: Trainer options whose value is a file of this machine when it has a '/'.
+_FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -59,13 +62,15 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     """
     device, notes = _device(request, here)
     mounts = [_mount(text, here.cwd) for text in request.mounts]
-    arguments = []
-    for argument in request.arguments:
+    arguments: list[str] = []
+    for argument in _split(request.arguments):
         path = _absolute(argument, here.cwd)
         if path in here.existing and ("/" in argument or "." in argument):
             folder = path if path in here.folders else str(PurePosixPath(path).parent)
             mounts.append(Mount(folder, folder))
             argument = path
+        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
+            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"looked for {path}")
         arguments.append(argument)
     if request.command:
         if arguments:
@@ -121,7 +126,7 @@ def auto_port(name: str, nth: int = 0) -> int:
 
 def named_paths(request: Request, cwd: str) -> list[str]:
     """The absolute paths that arguments might name; which of them exist is for `Here` to say."""
-    return [_absolute(argument, cwd) for argument in request.arguments if not argument.startswith("-")]
+    return [_absolute(argument, cwd) for argument in _split(request.arguments) if not argument.startswith("-")]
 
 
 def _device(request: Request, here: Here) -> tuple[Device, list[str]]:
@@ -146,6 +151,19 @@ def _device(request: Request, here: Here) -> tuple[Device, list[str]]:
     if request.device == "any":
         return "any", []
     raise UsageError(f"--device {request.device!r}", "one of: auto, cpu, cuda, any")
+
+
+def _split(arguments: Sequence[str]) -> list[str]:
+    """`--data=x` as two words, for the options that name files."""
+    words: list[str] = []
+    for argument in arguments:
+        option, mark, value = argument.partition("=")
+        words += [option, value] if mark and option in _FILE_OPTIONS else [argument]
+    return words
+
+
+def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
+    return any(path == mount.target or path.startswith(f"{mount.target}/") for mount in mounts)
 
 
 def _count(number: int, one: str, many: str) -> str:

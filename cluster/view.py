@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.model import Phase, Plan
-from cluster.rendezvous import JobView, NodeView
+from cluster.rendezvous import JobView
 
 _STYLES: dict[Phase, str] = {
     "pending": "dim",
@@ -60,20 +60,20 @@ def met(view: JobView, plan: Plan) -> str:
     return "   ".join([*words, seconds(view.met_after_s or 0.0)])
 
 
-def node_table(nodes: Sequence[NodeView], plan: Plan, now: float) -> Table:
-    """One row per node: its phase, how long, and why it is late."""
+def node_table(view: JobView, plan: Plan, now: float) -> Table:
+    """One row per node: its phase, for how long (ready: how long that took), and why it is late."""
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("  node")
     table.add_column("phase")
     table.add_column("for", justify="right")
     table.add_column("note", overflow="fold")
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(view.nodes):
         note = node.note
         if index == 0 and node.phase in ("starting", "joining", "ready") and not note.startswith("cannot"):
             note = f"master {plan.master_addr}:{plan.master_port}"
-        table.add_row(
-            f"  {node.name}", Text(node.phase, _STYLES[node.phase]), seconds(max(0.0, now - node.since)), Text(note)
-        )
+        lasted = node.since - view.started if node.phase == "ready" else now - node.since
+        phase = Text(node.phase, _STYLES[node.phase])
+        table.add_row(f"  {node.name}", phase, seconds(max(0.0, lasted)), Text(note))
     return table
 
 
@@ -129,7 +129,7 @@ class Screen:
         if view.met_after_s is not None and not self._met:
             self._met = True
             if self._live is not None:
-                self._console.print(node_table(view.nodes, self._plan, time.time()))
+                self._console.print(node_table(view, self._plan, time.time()))
             self._print(met(view, self._plan) + "\n")
         if self._first:  # attached to a job that has run for a while: its past is in `clusterctl logs`
             self._first, lines = False, lines[-10:]
@@ -155,7 +155,7 @@ class Screen:
             return Text("")
         if self._view.met_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
-            return Group(node_table(self._view.nodes, self._plan, time.time()), Text(f"  {ready}", "dim"))
+            return Group(node_table(self._view, self._plan, time.time()), Text(f"  {ready}", "dim"))
         if self._view.progress is None or self._view.done is not None:
             return Text("")
         return progress_line(self._view.progress, self._console.width)

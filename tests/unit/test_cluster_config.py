@@ -51,6 +51,15 @@ def test_a_named_file_is_mounted_read_only_at_its_own_path():
     assert made.mounts == (Mount("/home/ann/data", "/home/ann/data", read_only=True),)
 
 
+def test_a_file_that_is_not_there_stops_the_launch_unless_it_is_in_a_mount():
+    with pytest.raises(UsageError, match=r"--data /d/coco\.yaml: no such file"):
+        job(arguments=("--data", "/d/coco.yaml"))
+    with pytest.raises(UsageError, match="no such file"):
+        job(arguments=("--data=../coco.yaml",))
+    made, _ = job(arguments=("--data", "/d/coco.yaml"), mounts=("/home/ann/coco:/d",))
+    assert "/d/coco.yaml" in made.command
+
+
 def test_a_word_that_is_no_path_is_left_alone_even_when_a_folder_has_that_name():
     here = Here("/home/ann/work", "1:1", "py", 0, existing=frozenset({"/home/ann/work/digits"}))
     made, _ = job(here, arguments=("--data", "digits"))
