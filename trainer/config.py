@@ -68,9 +68,9 @@ class Preset:
 DIGITS = "digits"
 PRESETS = {
     DIGITS: Preset(
-        imgsz=160,
+        imgsz=128,
         batch=32,
-        epochs=12,
+        epochs=10,
         optimizer="AdamW",
         hyp=Hyp(
             lr0=0.004,
@@ -80,6 +80,10 @@ PRESETS = {
             nbs=32.0,  # the batch: one optimizer step for each, as there are few of them
             warmup_epochs=1.0,
             warmup_bias_lr=0.004,
+            # YOLOv5's gains assume 640 px and 80 classes; scaled to this set, classes and objects would hardly count.
+            box=0.1,
+            cls=2.0,
+            obj=2.0,
             mosaic=0.0,
             hsv_h=0.0,
             hsv_s=0.2,

@@ -81,7 +81,8 @@ def test_the_name_comes_from_the_job_and_changes_with_it():
     other, _ = job(nodes=3)
     assert first.name == again.name != other.name
     assert first.name.startswith("digits-")
-    assert job(arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
+    there = Here("/", "1:1", "py", 0, existing=frozenset({"/d/Bccd/data.yaml"}))
+    assert job(there, arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
     assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
 
 

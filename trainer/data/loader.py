@@ -148,7 +148,9 @@ class _Stream(Generic[BatchType]):
         self._shares[:] = shares
         for batch in self._loader:
             if isinstance(batch, TrainerError):
-                raise batch
+                # A new one: `batch` would hold this frame, and with it the workers, in a cycle that only the
+                # garbage collector ends, in an order in which torch waits 5 s for every worker.
+                raise TrainerError(batch.message, batch.hint)
             yield batch
 
 
