@@ -32,7 +32,7 @@ def read(plan: Plan, offsets: Mapping[str, int]) -> dict[str, bytes]:
 
 
 def event(line: str) -> Event | None:
-    """The event that a line carries, or None for a line that is text (also when the JSON is broken)."""
+    """The event that a line carries, or None for a line that is text (also when the event is not as it should be)."""
     _, mark, rest = line.partition(contract.EVENT_MARK)
     if not mark:
         return None
@@ -40,7 +40,15 @@ def event(line: str) -> Event | None:
         found = json.loads(rest)
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) and "event" in found else None
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        return None
+    return found if isinstance(found.get("time", 0), int | float) else None
+
+
+def number(found: Event, name: str) -> float:
+    """A number that an event carries; 0 where it has none, because a program may write what it likes."""
+    value = found.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def text(line: str) -> tuple[str, bool]:

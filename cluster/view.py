@@ -12,6 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from cluster.logs import number
 from cluster.model import Phase, Plan
 from cluster.rendezvous import JobView
 
@@ -79,10 +80,10 @@ def node_table(view: JobView, plan: Plan, now: float) -> Table:
 
 def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
     """`epoch 7/12  ━━━━━━  62 %   loss 1.83   214 img/s   epoch ends in 0:06`."""
-    steps, step = max(1, int(progress.get("steps", 1))), int(progress.get("step", 0))
-    eta_s = round(float(progress.get("eta_s", 0)))
-    words = f"{100 * step // steps:3d} %   loss {float(progress.get('loss', 0)):.2f}"
-    words += f"   {float(progress.get('images_per_s', 0)):.0f} img/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
+    steps, step = max(1, round(number(progress, "steps"))), round(number(progress, "step"))
+    eta_s = round(number(progress, "eta_s"))
+    words = f"{100 * step // steps:3d} %   loss {number(progress, 'loss'):.2f}"
+    words += f"   {number(progress, 'images_per_s'):.0f} img/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
     bar = ProgressBar(total=steps, completed=step, width=max(10, min(40, width - 75)))
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_row(f"epoch {progress.get('epoch')}/{progress.get('epochs')}", bar, words)

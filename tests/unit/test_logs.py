@@ -19,6 +19,13 @@ def test_text_and_broken_events_are_text():
     assert logs.event("epoch 3") is None
     assert logs.event("::cluster {broken") is None
     assert logs.event("::cluster [1]") is None
+    assert logs.event('::cluster {"event":["ready"]}') is None
+    assert logs.event('::cluster {"event":"ready","time":"noon"}') is None
+
+
+def test_a_number_that_is_none_is_zero():
+    assert logs.number({"event": "progress", "loss": None, "step": 3}, "loss") == 0.0
+    assert logs.number({"event": "progress", "loss": None, "step": 3}, "step") == 3.0
 
 
 def test_only_other_ranks_keep_a_prefix():
