@@ -123,9 +123,15 @@ class _Stream(Generic[BatchType]):
     """Batches from this process or, in order, from worker processes that live as long as the stream."""
 
     def __init__(self, maker: _Maker[BatchType], workers: int) -> None:
+        self._maker: Any = maker  # a map-style data set whose keys are shares
+        self._workers = workers
         self._shares: list[_Share] = []
+        self._loader = self._open()
+
+    def _open(self) -> DataLoader[Any]:
+        """A loader of whatever `_shares` holds when it is iterated; its workers start at the first pass."""
         options: dict[str, Any] = {}
-        if workers:
+        if self._workers:
             # A fork of a process that runs gloo's or CUDA's threads can deadlock; a fork server has none.
             context = torch.multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(["trainer.data.loader"])
@@ -134,11 +140,11 @@ class _Stream(Generic[BatchType]):
                 "persistent_workers": True,
                 "prefetch_factor": _PREFETCH,
             }
-        self._loader: DataLoader[Any] = DataLoader(
-            maker,  # type: ignore[arg-type]  # a map-style data set whose keys are shares
+        return DataLoader(
+            self._maker,
             batch_size=None,
-            sampler=self._shares,  # read anew for every epoch
-            num_workers=workers,
+            sampler=self._shares,
+            num_workers=self._workers,
             generator=torch.Generator(),  # else every epoch would draw from the run's global generator
             **options,
         )
@@ -146,12 +152,17 @@ class _Stream(Generic[BatchType]):
     def run(self, shares: list[_Share]) -> Iterator[BatchType]:
         """The batches of `shares`, in their order; an error of a worker is raised here."""
         self._shares[:] = shares
+        error = None
         for batch in self._loader:
             if isinstance(batch, TrainerError):
-                # A new one: `batch` would hold this frame, and with it the workers, in a cycle that only the
-                # garbage collector ends, in an order in which torch waits 5 s for every worker.
-                raise TrainerError(batch.message, batch.hint)
+                error = batch
+                break
             yield batch
+        if error:
+            # Ends the workers now. Left to the error's traceback, they would end by garbage collection, which
+            # closes their queues first, and torch would then wait 5 s for each of them.
+            self._loader = self._open()
+            raise error
 
 
 class TrainLoader:

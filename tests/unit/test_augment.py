@@ -1,0 +1,221 @@
+"""Augmentation: boxes must stay on what they name, and the fused mosaic must be the classic one."""
+
+import math
+
+import cv2
+import numpy as np
+import pytest
+
+from trainer.config import Hyp
+from trainer.data.augment import FILL, _mosaic_tiles, _scene, letterbox, shift_colours, training_picture
+
+STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
+MARGIN = np.array([-5, -5, 5, 5])
+COLOURS = [(250, 20, 20), (20, 250, 20), (20, 20, 250), (250, 250, 20), (250, 20, 250), (20, 250, 250)]
+
+
+class Blocks:
+    """Gray pictures of different shapes, each with one or two blocks in a colour of its own class."""
+
+    def __init__(self, flips=True, sizes=((90, 120), (150, 100), (128, 128), (60, 120), (240, 180), (100, 100))):
+        self.flips, self.sizes, self.decoded = flips, sizes, []
+        self.names = [str(k) for k in range(len(COLOURS))]
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def size(self, index):
+        return self.sizes[index]
+
+    def labels(self, index):
+        boxes = [[index, 0.3, 0.4, 0.25, 0.4]] if index % 2 else [[index, 0.7, 0.6, 0.4, 0.2]]
+        return np.array(boxes, np.float32)
+
+    def image(self, index, min_side=0):
+        self.decoded.append(index)
+        height, width = self.sizes[index]
+        picture = np.full((height, width, 3), 128, np.uint8)
+        for _, cx, cy, w, h in self.labels(index):
+            x1, y1, x2, y2 = (cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height
+            picture[round(y1) : round(y2), round(x1) : round(x2)] = COLOURS[index]
+        return picture
+
+
+class Photos(Blocks):
+    """Smooth pictures, so that pixel values tell where a pixel came from."""
+
+    def image(self, index, min_side=0):
+        height, width = self.sizes[index]
+        coarse = np.random.default_rng(index).integers(0, 256, (4, 4, 3), np.uint8)
+        return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def visible(picture, colour, around=None):
+    """(x1, y1, x2, y2) of the pixels close to a colour, None if there are none; `around` (4,) says where to look."""
+    x, y, x2, y2 = (0, 0, *picture.shape[1::-1]) if around is None else np.rint(around).astype(int).clip(0)
+    near = (np.abs(picture[y:y2, x:x2].astype(int) - colour) < 60).all(2)
+    if not near.any():
+        return None
+    ys, xs = np.flatnonzero(near.any(1)), np.flatnonzero(near.any(0))
+    return np.array([xs[0] + x, ys[0] + y, xs[-1] + 1 + x, ys[-1] + 1 + y])
+
+
+@pytest.mark.parametrize(
+    ("hyp", "slack"),
+    [
+        (Hyp(**STILL), 1.6),
+        (Hyp(**STILL, mosaic=0.0), 1.6),
+        (Hyp(**STILL, fliplr=1.0, flipud=1.0), 1.6),
+        (Hyp(**STILL, scale=0.9, translate=0.3), 2.6),
+        (Hyp(**STILL, degrees=45.0, shear=10.0), 2.6),
+        (Hyp(**STILL, perspective=0.001, degrees=10.0), 2.6),
+    ],
+    ids=["default", "no mosaic", "flips", "scale", "degrees", "perspective"],
+)
+def test_boxes_stay_around_their_blocks(hyp, slack):
+    data, out = Blocks(), np.empty((160, 160, 3), np.uint8)
+    checked = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        labels = training_picture(data, seed % len(data), hyp, rng, out)
+        classes = labels[:, 0].astype(int)
+        for cls, cx, cy, w, h in labels:
+            box = np.array([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2]) * 160
+            assert box.min() >= -1e-3
+            assert box.max() <= 160 + 1e-3
+            if (classes == int(cls)).sum() == 1 and min(w, h) * 160 > 8 and box.min() > 1 and box.max() < 159:
+                seen = visible(out, COLOURS[int(cls)], around=box + MARGIN)
+                np.testing.assert_allclose(seen, box, atol=slack)
+                checked += 1
+        for index in set(range(len(data))) - set(classes.tolist()):
+            seen = visible(out, COLOURS[index])  # at most a sliver may be without a box
+            assert seen is None or min(seen[2:] - seen[:2]) < 24
+    assert checked > 10
+
+
+@pytest.mark.parametrize("turn", [0.0, 20.0])
+def test_the_fused_mosaic_shows_what_a_mosaic_on_a_canvas_shows(turn):
+    """The slow way: four resized pictures on a canvas of 2 s, then one warp (facts of YOLOv5's mosaic)."""
+    data, side = Photos(), 128
+    hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0)
+    for seed in range(6):
+        fused = np.empty((side, side, 3), np.uint8)
+        _scene(data, 0, hyp, np.random.default_rng(seed), fused)
+
+        rng = np.random.default_rng(seed)
+        rng.random()  # mosaic or not
+        canvas = np.full((2 * side, 2 * side, 3), FILL, np.uint8)
+        for tile in _mosaic_tiles(data, 0, side, rng):
+            x, y = round(tile.x), round(tile.y)
+            picture = cv2.resize(data.image(tile.index), (round(tile.w), round(tile.h)))
+            shown = picture[max(0, -y) : 2 * side - y, max(0, -x) : 2 * side - x]
+            x, y = max(0, x), max(0, y)
+            canvas[y : y + shown.shape[0], x : x + shown.shape[1]] = shown
+        rng.uniform(size=2)  # perspective
+        angle = rng.uniform(-turn, turn) if turn else 0.0
+        matrix = cv2.getRotationMatrix2D((side - 0.5, side - 0.5), angle, 1.0)
+        matrix[:, 2] -= side / 2
+        slow = cv2.warpAffine(canvas, matrix, (side, side), borderValue=(FILL,) * 3)
+        difference = np.abs(fused.astype(int) - slow)
+        assert difference.mean() < 3
+        assert np.median(difference) <= 2
+
+
+def test_mosaic_centre_and_corners():
+    data, side = Blocks(), 100
+    centres = []
+    for seed in range(200):
+        tiles = _mosaic_tiles(data, 3, side, np.random.default_rng(seed))
+        assert 3 in [tile.index for tile in tiles]
+        cx, cy = tiles[3].x, tiles[3].y
+        assert (tiles[0].x + tiles[0].w, tiles[0].y + tiles[0].h) == pytest.approx((cx, cy))
+        assert (tiles[1].x, tiles[1].y + tiles[1].h) == pytest.approx((cx, cy))
+        assert (tiles[2].x + tiles[2].w, tiles[2].y) == pytest.approx((cx, cy))
+        assert all(max(tile.w, tile.h) == pytest.approx(side) for tile in tiles)
+        centres.append((cx, cy))
+    assert np.min(centres) >= side / 2
+    assert np.max(centres) <= 1.5 * side
+    assert np.std(centres, 0) == pytest.approx(side / math.sqrt(12), rel=0.15)  # uniform
+
+
+def test_a_tile_that_is_not_seen_is_not_decoded():
+    data, out = Blocks(), np.empty((64, 64, 3), np.uint8)
+    counts = []
+    for seed in range(80):
+        data.decoded.clear()
+        training_picture(data, 0, Hyp(), np.random.default_rng(seed), out)
+        counts.append(len(data.decoded))
+    assert max(counts) == 4
+    assert min(counts) < 4
+
+
+def test_hardly_visible_boxes_are_dropped():
+    class OneBox(Blocks):
+        box = (0.0, 0.5, 0.5, 0.5, 0.5)
+
+        def labels(self, index):
+            return np.array([self.box], np.float32)
+
+    data = OneBox(sizes=((64, 64),))
+    plain = Hyp(**STILL, mosaic=0.0, scale=0.0, translate=0.0, fliplr=0.0)
+    out = np.empty((64, 64, 3), np.uint8)
+
+    def kept(box, hyp=plain):
+        data.box = box
+        return len(training_picture(data, 0, hyp, np.random.default_rng(0), out))
+
+    assert kept((0, 0.5, 0.5, 0.5, 0.5)) == 1
+    assert kept((0, 0.5, 0.5, 0.5, 1.9 / 64)) == 0  # under 2 px
+    assert kept((0, 0.5, 0.5, 0.5, 2.1 / 64)) == 1
+    assert kept((0, 0.02, 0.5, 0.6, 0.5)) == 1  # half of it outside
+    assert kept((0, -0.25, 0.5, 0.6, 0.5)) == 0  # a twelfth inside
+
+
+def test_digits_are_never_mirrored():
+    hyp = Hyp(**STILL, mosaic=0.0, scale=0.0, translate=0.0, fliplr=1.0, flipud=1.0)
+    pictures = []
+    for flips in (False, True):
+        data, out = Photos(flips=flips, sizes=((64, 64),)), np.empty((64, 64, 3), np.uint8)
+        training_picture(data, 0, hyp, np.random.default_rng(0), out)
+        pictures.append(out)
+    np.testing.assert_array_equal(pictures[0], data.image(0))
+    np.testing.assert_array_equal(pictures[1], data.image(0)[::-1, ::-1])
+
+
+def test_colours_move_as_far_as_told_and_no_further():
+    image = Photos().image(2)
+    before = cv2.cvtColor(image, cv2.COLOR_RGB2HSV).astype(int)
+    values = []
+    for seed in range(40):
+        changed = image.copy()
+        shift_colours(changed, Hyp(hsv_h=0.0, hsv_s=0.0, hsv_v=0.4), np.random.default_rng(seed))
+        after = cv2.cvtColor(changed, cv2.COLOR_RGB2HSV).astype(int)
+        values.append(np.median(after[..., 2] / np.maximum(before[..., 2], 1)))
+    assert 0.58 < min(values) < 0.75
+    assert 1.1 < max(values) < 1.42
+    same = image.copy()
+    shift_colours(same, Hyp(**STILL), np.random.default_rng(0))
+    assert np.abs(same.astype(int) - image).mean() < 2  # nothing but HSV's own rounding
+
+
+def test_mixup_shows_two_scenes():
+    data, out = Blocks(), np.empty((96, 96, 3), np.uint8)
+    alone = [len(training_picture(data, 0, Hyp(), np.random.default_rng(k), out)) for k in range(30)]
+    mixed = [len(training_picture(data, 0, Hyp(mixup=1.0), np.random.default_rng(k), out)) for k in range(30)]
+    assert np.mean(mixed) > 1.6 * np.mean(alone)
+
+
+def test_letterbox_is_undone_by_its_scale_and_pad():
+    for height, width in ((100, 200), (200, 100), (33, 64), (640, 480), (1, 500)):
+        image = np.zeros((height, width, 3), np.uint8)
+        image[height // 2 :, width // 2 :] = 255
+        out = np.empty((64, 64, 3), np.uint8)
+        scale, pad_x, pad_y = letterbox(image, 64, out)
+        assert scale == 64 / max(height, width)
+        corner = np.array([width // 2, height // 2]) * scale + (pad_x, pad_y)
+        ys, xs = np.nonzero((out > 200).all(2))
+        if height > 1:
+            np.testing.assert_allclose((xs.min(), ys.min()), corner, atol=1)
+            np.testing.assert_allclose((xs.max() + 1, ys.max() + 1), (64 - pad_x, 64 - pad_y), atol=1.01)
+        border = out[: int(pad_y)] if pad_y else out[:, : int(pad_x)]
+        assert (border == FILL).all()

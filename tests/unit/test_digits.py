@@ -1,0 +1,101 @@
+"""The embedded digits: the same pages everywhere, tight boxes, and a validation split of other scans."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+from trainer.data import open_dataset
+from trainer.data.digits import Digits, _glyphs, _scans
+
+
+def corners(labels, side):
+    """(x1, y1, x2, y2) in whole pixels."""
+    half = labels[:, 3:] / 2
+    return np.rint(np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side).astype(int)
+
+
+def test_the_scans_are_scikit_learns():
+    scans, digits = _scans()
+    bunch = load_digits()
+    np.testing.assert_array_equal(scans, bunch.images)
+    np.testing.assert_array_equal(digits, bunch.target)
+
+
+def test_training_and_validation_share_no_scan():
+    assert len(_glyphs("train")) == 1438
+    assert len(_glyphs("val")) == 359
+    train = {glyph.ink.tobytes() for glyph in _glyphs("train")}
+    assert not any(glyph.ink.tobytes() in train for glyph in _glyphs("val"))
+    assert {glyph.digit for glyph in _glyphs("val")} == set(range(10))
+
+
+def test_a_page_follows_from_split_number_and_size_alone():
+    some, other = Digits("train", 160), Digits("train", 160)
+    late = some.image(700)
+    for index in (3, 700):
+        np.testing.assert_array_equal(some.image(index), other.image(index))
+        np.testing.assert_array_equal(some.labels(index), other.labels(index))
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(some)).image(700), late)
+    assert not np.array_equal(some.image(3), some.image(4))
+    assert not np.array_equal(some.image(3), Digits("val", 160).image(3))
+
+
+@pytest.mark.parametrize("side", [64, 160, 320])
+def test_pages_hold_several_digits_inside_the_page(side):
+    data = open_dataset("digits", "train", imgsz=side)
+    assert data.names == list("0123456789")
+    assert not data.flips
+    counts, heights = [], []
+    for index in range(60):
+        assert data.image(index).shape == (side, side, 3)
+        assert data.size(index) == (side, side)
+        boxes = corners(data.labels(index), side)
+        assert boxes.min() >= 0
+        assert boxes.max() <= side
+        counts.append(len(boxes))
+        heights.extend((boxes[:, 3] - boxes[:, 1]) / side)
+    assert 3 <= np.mean(counts) <= 8
+    assert min(heights) < 0.2
+    assert max(heights) > 0.35
+
+
+def test_default_size_of_the_set():
+    assert len(open_dataset("digits", "train", imgsz=160)) == 2000
+    assert len(open_dataset("digits", "val", imgsz=160)) == 256
+
+
+def test_boxes_are_tight_around_the_ink():
+    """Ink stands out from the paper at all four edges of a box, and nowhere outside the boxes."""
+    data = Digits("val", 160)
+    for index in range(40):
+        page = data._page(index).ink.astype(int)  # 0 paper to 255 ink
+        boxes = corners(data.labels(index), 160)
+        paper = np.ones_like(page, bool)
+        for x1, y1, x2, y2 in boxes:
+            paper[y1:y2, x1:x2] = False
+            digit = page[y1:y2, x1:x2]
+            ink, middle = digit.max(), (digit.max() + np.median(page)) / 2
+            assert ink > 150
+            edges = (digit[:3], digit[-3:], digit[:, :3], digit[:, -3:])
+            assert all(edge.max() > middle - 15 for edge in edges)
+        assert page[paper].max() < 80
+
+
+def test_boxes_hardly_overlap():
+    data = Digits("train", 160)
+    for index in range(40):
+        boxes = corners(data.labels(index), 160)
+        for k, (x1, y1, x2, y2) in enumerate(boxes):
+            for u1, v1, u2, v2 in boxes[:k]:
+                shared = max(0, min(x2, u2) - max(x1, u1)) * max(0, min(y2, v2) - max(y1, v1))
+                assert shared <= 0.05 * min((x2 - x1) * (y2 - y1), (u2 - u1) * (v2 - v1))
+
+
+def test_opening_does_not_import_sklearn():
+    code = "import sys; from trainer.data.digits import Digits; Digits('val', 64).image(0)"
+    code += "; assert 'sklearn' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,179 @@
+"""Loaders: the same global batch at any number of ranks and workers, every picture once."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.yolo_folder import make_yolo_set
+from trainer.config import Hyp
+from trainer.data import TrainLoader, ValLoader, open_dataset
+from trainer.data.digits import Digits
+from trainer.errors import TrainerError
+
+
+def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=None):
+    return TrainLoader(
+        dataset,
+        imgsz=64,
+        batch=batch,
+        rank=rank,
+        world=world,
+        seed=seed,
+        workers=workers,
+        hyp=hyp or Hyp(mixup=0.3, degrees=5.0),
+    )
+
+
+def global_epoch(dataset, epoch, world, workers, **options):
+    """Per step: ids, images and targets of all ranks, joined in the order of the ranks."""
+    ranks = [
+        list(train_loader(dataset, rank=r, world=world, workers=workers, **options).epoch(epoch)) for r in range(world)
+    ]
+    steps = []
+    for batches in zip(*ranks, strict=True):
+        ids = torch.cat([b.ids for b in batches])
+        images = torch.cat([b.images for b in batches])
+        rows, first = [], 0
+        for b in batches:
+            shifted = b.targets.clone()
+            shifted[:, 0] += first
+            rows.append(shifted)
+            first += len(b.ids)
+        assert {b.global_size for b in batches} == {first}
+        sizes = [len(b.ids) for b in batches]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+        steps.append((ids, images, torch.cat(rows)))
+    return steps
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (2, 2), (3, 0), (3, 2)])
+def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers):
+    dataset = Digits("train", 64, pages=16)  # 6 + 6 + 4
+    reference = global_epoch(dataset, 5, 1, 0)
+    steps = global_epoch(dataset, 5, world, workers)
+    assert len(steps) == len(reference) == 3
+    for (ids, images, targets), (ids1, images1, targets1) in zip(steps, reference, strict=True):
+        assert torch.equal(ids, ids1)
+        assert torch.equal(images, images1)
+        assert torch.equal(targets, targets1)
+        assert len(targets)
+
+
+def test_shapes_and_types():
+    batch = next(train_loader(Digits("train", 64, pages=12)).epoch(0))
+    assert batch.images.shape == (6, 64, 64, 3)
+    assert batch.images.dtype == torch.uint8
+    assert batch.targets.dtype == torch.float32
+    assert batch.targets.shape[1] == 6
+    assert batch.ids.dtype == torch.int64
+    assert set(batch.targets[:, 0].tolist()) <= set(range(6))
+    assert 0 <= batch.targets[:, 2:].min() <= batch.targets[:, 2:].max() <= 1
+
+
+def test_an_epoch_shows_every_picture_once_and_the_next_in_another_order():
+    loader = train_loader(Digits("train", 64, pages=16))
+    orders = [torch.cat([b.ids for b in loader.epoch(e)]).tolist() for e in (0, 1)]
+    assert [sorted(order) for order in orders] == [list(range(16))] * 2
+    assert orders[0] != orders[1]
+
+
+def test_epoch_and_seed_change_the_augmentation_but_not_a_repetition():
+    dataset = Digits("train", 64, pages=4)
+
+    def pictures(epoch, seed):
+        batch = next(train_loader(dataset, batch=4, seed=seed).epoch(epoch))
+        return {int(k): image for k, image in zip(batch.ids, batch.images, strict=True)}
+
+    same, again = pictures(1, 3), pictures(1, 3)
+    assert all(torch.equal(same[k], again[k]) for k in same)
+    for other in (pictures(2, 3), pictures(1, 4)):
+        assert not any(torch.equal(same[k], other[k]) for k in same)
+
+
+@pytest.mark.parametrize(
+    ("pages", "batch", "world", "steps"),
+    [(12, 6, 2, 2), (13, 6, 1, 3), (13, 6, 2, 2), (14, 6, 2, 3), (14, 6, 3, 2), (15, 6, 3, 3), (3, 6, 3, 1)],
+)
+def test_a_last_batch_is_kept_if_every_rank_gets_a_picture(pages, batch, world, steps):
+    dataset = Digits("train", 64, pages=pages)
+    for rank in range(world):
+        loader = train_loader(dataset, rank=rank, world=world, batch=batch)
+        assert loader.steps == len(loader) == steps
+        assert len(list(loader.epoch(0))) == steps
+
+
+def test_workers_survive_an_epoch_that_was_left_early():
+    loader = train_loader(Digits("train", 64, pages=16), workers=2)
+    for batch in loader.epoch(0):
+        assert len(batch.ids)
+        break
+    expected = [b.ids.tolist() for b in train_loader(Digits("train", 64, pages=16)).epoch(1)]
+    assert [b.ids.tolist() for b in loader.epoch(1)] == expected
+
+
+def test_loading_leaves_torchs_random_numbers_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    list(train_loader(Digits("train", 64, pages=6)).epoch(0))
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_is_reported_with_its_hint(tmp_path, workers):
+    dataset = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64)
+    (tmp_path / "images/train/002.jpg").write_bytes(b"gone bad")
+    loader = train_loader(dataset, workers=workers, batch=1, hyp=Hyp(mosaic=0.0))
+    with pytest.raises(TrainerError, match=r"002\.jpg: cannot be decoded") as caught:
+        list(loader.epoch(0))
+    assert "\n" not in caught.value.message
+    assert "replace the picture" in caught.value.hint
+
+
+def test_settings_that_cannot_work():
+    dataset = Digits("train", 64, pages=4)
+    with pytest.raises(TrainerError, match="--batch 2 is smaller than the number of ranks, 3"):
+        train_loader(dataset, batch=2, world=3)
+    with pytest.raises(TrainerError, match="4 training pictures cannot feed 5 ranks"):
+        train_loader(dataset, batch=8, world=5)
+    with pytest.raises(TrainerError, match="--imgsz 100 is not a multiple of 32") as caught:
+        ValLoader(dataset, imgsz=100, batch=4, rank=0, world=1, workers=0)
+    assert "--imgsz 96" in caught.value.hint
+    with pytest.raises(TrainerError, match=r"/dev/shm has .* MiB free") as caught:
+        ValLoader(dataset, imgsz=64000, batch=64, rank=0, world=1, workers=4)
+    assert "--shm-size" in caught.value.hint
+
+
+@pytest.mark.parametrize(("pages", "world"), [(7, 1), (7, 2), (7, 3), (2, 3)])
+def test_validation_sees_every_picture_once(pages, world):
+    dataset = Digits("val", 64, pages=pages)
+    ids = []
+    for rank in range(world):
+        loader = ValLoader(dataset, imgsz=64, batch=2, rank=rank, world=world, workers=0)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        ids += [k for batch in batches for k in batch.ids.tolist()]
+    assert sorted(ids) == list(range(pages))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_validation_pictures_map_back_to_the_originals(tmp_path, workers):
+    dataset = open_dataset(str(make_yolo_set(tmp_path, val=5)), "val", imgsz=96)
+    loader = ValLoader(dataset, imgsz=96, batch=3, rank=0, world=1, workers=workers)
+    for _ in range(2):  # workers live on from pass to pass
+        seen = 0
+        for batch in loader:
+            assert batch.images.shape[1:] == (96, 96, 3)
+            assert batch.images.dtype == torch.uint8
+            assert batch.pads.dtype == torch.float32
+            for image, index, shape, pad in zip(batch.images, batch.ids, batch.shapes, batch.pads.numpy(), strict=True):
+                original = dataset.image(int(index))
+                assert shape == original.shape[:2] == dataset.size(int(index))
+                rng = np.random.default_rng(seen)
+                xy = rng.uniform(8, np.array(shape[::-1]) - 8, (20, 2))  # in the original
+                x, y = np.floor(xy * pad[0] + pad[1:]).astype(int).T
+                u, v = np.floor(xy).astype(int).T
+                assert np.abs(image.numpy()[y, x].astype(int) - original[v, u]).mean() < 12
+                seen += 1
+        assert seen == 5
