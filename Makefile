@@ -13,7 +13,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 run: venv  ## train a detector on 2 nodes x 2 processes on this machine (ARGS="..." is passed on to clusterctl launch)
-	@if packaging/engine.sh --check; then packaging/image.sh $(IMAGE); \
+	@if packaging/engine.sh --check; then packaging/image.sh $(IMAGE) || \
+	{ echo "hint: without an image: $(BIN)/clusterctl launch --nodes $(NODES) --gpus $(GPUS) --backend local"; exit 1; }; \
 	else echo "no Docker Engine with compose here: the nodes will be process groups (make engine sets one up)"; fi
 	$(BIN)/clusterctl launch --nodes $(NODES) --gpus $(GPUS) $(ARGS)
 
