@@ -40,7 +40,7 @@ def _shift(x: float, y: float) -> Floats:
 
 
 def _stretch(x: float, y: float) -> Floats:
-    return np.diag([x, y, 1.0])
+    return np.array([[x, 0, 0], [0, y, 0], [0, 0, 1]], np.float64)
 
 
 def random_affine(canvas: float, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
@@ -136,16 +136,13 @@ def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int,
 
 def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, side: int) -> Floats:
     """The tiles' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones."""
-    parts = []
-    for tile in tiles:
-        labels = dataset.labels(tile.index).astype(np.float64)
-        half = labels[:, 3:] / 2
-        corners = np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1)
-        corners = corners * (tile.w, tile.h, tile.w, tile.h) + (tile.x, tile.y, tile.x, tile.y)
-        parts.append(np.concatenate([labels[:, :1], corners], 1))
-    boxes = np.concatenate(parts)
-    whole = (boxes[:, 3:] - boxes[:, 1:3]) * scale
-    boxes[:, 1:] = np.clip(_bounds(matrix, boxes[:, 1:]), 0, side)
+    labels = [dataset.labels(tile.index) for tile in tiles]
+    rows = np.concatenate(labels).astype(np.float64)
+    frames = np.repeat([(t.x, t.y, t.w, t.h) for t in tiles], [len(part) for part in labels], axis=0)
+    centre, half = frames[:, :2] + rows[:, 1:3] * frames[:, 2:], rows[:, 3:] * frames[:, 2:] / 2
+    whole = 2 * half * scale
+    moved = _bounds(matrix, np.concatenate([centre - half, centre + half], 1))
+    boxes = np.concatenate([rows[:, :1], np.clip(moved, 0, side)], 1)
     left = boxes[:, 3:] - boxes[:, 1:3]
     tiny = 1e-9
     share = left.prod(1) / (whole.prod(1) + tiny)
@@ -178,7 +175,8 @@ def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out
     out[:] = FILL
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
     for tile, bounds in zip(tiles, seen, strict=True):
-        if (bounds[:2] < side).all() and (bounds[2:] > 0).all():
+        x1, y1, x2, y2 = bounds.tolist()
+        if max(x1, y1) < side and min(x2, y2) > 0:
             picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
             height, width = picture.shape[:2]
             place = _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)

@@ -99,12 +99,12 @@ class _TrainMaker(_Maker[Batch]):
 
     def make(self, share: _Share) -> Batch:
         images = torch.empty((len(share.ids), self.imgsz, self.imgsz, 3), dtype=torch.uint8)
-        rows = [np.zeros((0, 6), np.float32)]
+        labels = []
         for k, index in enumerate(share.ids):
             rng = np.random.default_rng([_PICTURE, self.seed, share.epoch, index])
-            labels = training_picture(self.dataset, index, self.hyp, rng, images[k].numpy())
-            rows.append(np.insert(labels, 0, k, axis=1))
-        targets = torch.from_numpy(np.concatenate(rows))
+            labels.append(training_picture(self.dataset, index, self.hyp, rng, images[k].numpy()))
+        owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
+        targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
         return Batch(images, targets, torch.tensor(share.ids, dtype=torch.int64), share.global_size)
 
 

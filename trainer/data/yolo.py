@@ -77,8 +77,9 @@ class Yolo:
             flags = next((flag for by, flag in _REDUCED.items() if longer >= by * min_side), flags)
         path = os.fsdecode(self._paths[index])
         try:
-            picture = cv2.imdecode(np.fromfile(path, np.uint8), flags)
-        except (OSError, cv2.error):
+            with open(path, "rb", buffering=0) as stream:
+                picture = cv2.imdecode(np.frombuffer(stream.read(), np.uint8), flags)
+        except (OSError, ValueError, cv2.error):
             picture = None
         if picture is None:
             raise TrainerError(f"{path}: cannot be decoded", "replace the picture, or delete it and its label file")
