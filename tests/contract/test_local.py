@@ -1,13 +1,11 @@
-"""The local backend with real processes: what a user sees, and that nothing is left afterwards."""
+"""What only process groups have: ports of this machine, values that pass through a shell, refusals."""
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,30 +17,6 @@ HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $
 
 def launch(command, *more, name="job"):
     return ["launch", "--backend", "local", "--name", name, "--command", command, *more]
-
-
-def torchrun_of(job, rank):
-    """The pid of one node's torchrun."""
-    for pid in processes_of(job):
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        ours = f"PET_NODE_RANK={rank}".encode() in variables and b"torch.distributed.run" in words
-        if ours and not any(variable.startswith(b"LOCAL_RANK=") for variable in variables):
-            return pid
-    raise AssertionError(f"no torchrun of node {rank}")
-
-
-def test_four_ranks_on_two_nodes_meet_and_end(clusterctl):
-    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 1", "--nodes", "2", "--gpus", "2", "--logs", "all"))
-    assert code == 0, text
-    assert "2/2 nodes ready   world size 4" in text
-    for node, rank in (("node-0", 0), ("node-1", 2)):
-        assert f"{node} | tick 0: rank {rank} of 4 sees the sum 4" in text
-    assert "done in" in text
-    assert processes_of("job") == []
-    assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "done"
-    ranks = list((clusterctl.folder / "runs/job/attempt-1/ranks").glob("node-*/*/*/*/stdout.log"))
-    assert len(ranks) == 4
 
 
 def test_hostile_strings_arrive_as_they_are(clusterctl):
@@ -62,64 +36,6 @@ def test_hostile_strings_arrive_as_they_are(clusterctl):
         )
         assert code == 0, output
         assert json.loads((folder / "seen").read_text()) == [HOSTILE, text, str(folder)]
-
-
-def test_a_rank_that_raises_fails_the_job_with_its_traceback(clusterctl):
-    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 60 --fail-at 1", "--nodes", "2"))
-    assert code == 1, text
-    assert "node-1: exit 1" in text
-    assert "ValueError: this rank was told to fail" in text
-    assert processes_of("job") == []
-
-
-def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl):
-    process = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2", "--gpus", "2"))
-    clusterctl.wait_for("job", "tick 1")
-    killed = time.time()
-    os.kill(torchrun_of("job", 1), signal.SIGKILL)
-    text, _ = process.communicate(timeout=60)
-    assert time.time() - killed < 10
-    assert process.returncode == 1
-    assert "node-1: exit 137 (killed)" in text
-    assert processes_of("job") == []
-
-
-def test_a_killed_launcher_loses_nothing(clusterctl):
-    process = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2"))
-    clusterctl.wait_for("job", "tick 1")
-    process.kill()
-    process.communicate()
-    assert processes_of("job") != []
-    attached = clusterctl.start("attach", "job")
-    line = next(line for line in attached.stdout if "tick" in line)
-    assert "rank 0 of 2" in line
-    attached.send_signal(signal.SIGINT)
-    assert "goes on" in attached.communicate(timeout=30)[0]
-    assert json.loads(clusterctl.run("status", "job", "--json")[1])["state"] == "running"
-    for _ in range(2):  # safe to repeat
-        code, text = clusterctl.run("stop", "job")
-        assert (code, "nothing of it is running" in text) == (0, True), text
-        assert processes_of("job") == []
-
-
-def test_ctrl_c_stops_every_node(clusterctl):
-    process = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2"))
-    clusterctl.wait_for("job", "tick 0")
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped; nothing of it is running" in text
-    assert processes_of("job") == []
-
-
-def test_detach_wait_and_logs(clusterctl):
-    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 2", "--nodes", "2", "--detach"))
-    assert (code, "clusterctl attach job" in text) == (0, True), text
-    assert clusterctl.run("wait", "job")[0] == 0
-    code, text = clusterctl.run("logs", "job", "--node", "1")
-    assert text.splitlines() == [f"tick {tick}: rank 1 of 2 sees the sum 2" for tick in (0, 1)]
-    assert "node-0 | tick 1: rank 0 of 2" in clusterctl.run("logs", "job")[1]
-    assert clusterctl.run("attach", "job")[0] == 0
 
 
 def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl):

@@ -1,7 +1,6 @@
-"""The compose backend with a real engine and the real image: what a user sees, and that nothing is left afterwards."""
+"""What only containers have: an image, an engine, a compose file that runs by itself; the rest: tests/contract."""
 
 import os
-import signal
 import subprocess
 import time
 
@@ -45,19 +44,6 @@ def test_two_containers_train_a_detector(clusterctl):
     assert left_of("ct-train") == []
 
 
-def test_a_killed_container_is_named_within_10_s_and_nothing_is_left(clusterctl):
-    process = started(clusterctl, "ct-kill")
-    clusterctl.wait_for("ct-kill", "tick 1")
-    killed = time.time()
-    docker("kill", "ct-kill-node-1")
-    text, _ = process.communicate(timeout=60)
-    assert time.time() - killed < 10
-    assert process.returncode == 1
-    assert "node-1: exit 137 (killed)" in text
-    assert "tick 1: rank 1 of 2" in text
-    assert left_of("ct-kill") == []
-
-
 def test_a_removed_container_is_lost(clusterctl):
     process = started(clusterctl, "ct-lost")
     clusterctl.wait_for("ct-lost", "tick 0")
@@ -66,21 +52,6 @@ def test_a_removed_container_is_lost(clusterctl):
     assert process.returncode == 1
     assert "node-1: lost: its container is gone" in text
     assert left_of("ct-lost") == []
-
-
-def test_a_killed_launcher_loses_nothing(clusterctl):
-    process = started(clusterctl, "ct-orphan")
-    clusterctl.wait_for("ct-orphan", "tick 0")
-    process.kill()
-    process.communicate()
-    attached = clusterctl.start("attach", "ct-orphan")
-    assert any("tick" in line for line in attached.stdout)
-    attached.send_signal(signal.SIGINT)
-    assert "goes on" in attached.communicate(timeout=30)[0]
-    assert len(docker("ps", "-q", "--filter", "label=com.docker.compose.project=ct-orphan")) == 2
-    for _ in range(2):  # safe to repeat
-        assert clusterctl.run("stop", "ct-orphan")[0] == 0
-        assert left_of("ct-orphan") == []
 
 
 def test_a_frozen_node_is_named_when_time_is_up(clusterctl):

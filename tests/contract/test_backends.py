@@ -1,0 +1,148 @@
+"""What every backend promises, through the command line: real processes, real containers, real kills."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, processes_of
+
+
+class Local:
+    """Looks at this machine's processes, not at what the launcher says of them."""
+
+    name = "local"
+
+    def left_of(self, job):
+        return processes_of(job)
+
+    def kill_node(self, job, rank):
+        for pid in processes_of(job):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            torchrun = b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            worker = any(variable.startswith(b"LOCAL_RANK=") for variable in variables)
+            if torchrun and not worker and f"PET_NODE_RANK={rank}".encode() in variables:
+                os.kill(pid, signal.SIGKILL)
+                return
+        raise AssertionError(f"no torchrun of node {rank}")
+
+
+class Compose:
+    """Looks at the engine's containers and networks."""
+
+    name = "compose"
+
+    def left_of(self, job):
+        label = f"label=com.docker.compose.project={job}"
+        return self._docker("ps", "-aq", "--filter", label) + self._docker("network", "ls", "-q", "--filter", label)
+
+    def kill_node(self, job, rank):
+        assert self._docker("kill", f"{job}-node-{rank}")
+
+    def _docker(self, *arguments):
+        return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False).stdout.split()
+
+
+@pytest.fixture(params=[Local(), pytest.param(Compose(), marks=pytest.mark.engine)], ids=lambda backend: backend.name)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture
+def start(clusterctl, backend):
+    """Starts the example program on two nodes."""
+    shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
+
+    def start(job, *more, program="--ticks 100"):
+        command = ["launch", "--backend", backend.name, "--name", job, "--nodes", "2"]
+        return clusterctl.start(*command, "--command", f"all_reduce.py {program}", *more)
+
+    return start
+
+
+def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start):
+    process = start("ct-end", "--gpus", "2", "--logs", "all", program="--ticks 1")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "2/2 nodes ready   world size 4" in text
+    for node, rank in (("node-0", 0), ("node-1", 2)):
+        assert f"{node} | tick 0: rank {rank} of 4 sees the sum 4" in text
+    assert "done in" in text
+    assert backend.left_of("ct-end") == []
+    assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "done"
+    assert len(list((clusterctl.folder / "runs/ct-end/attempt-1/ranks").glob("node-*/*/*/*/stdout.log"))) == 4
+
+
+def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, backend, start):
+    process = start("ct-kill")
+    clusterctl.wait_for("ct-kill", "tick 1")
+    killed = time.time()
+    backend.kill_node("ct-kill", 1)
+    text, _ = process.communicate(timeout=60)
+    assert time.time() - killed < 10
+    assert process.returncode == 1
+    assert "\nnode-1: exit 137 (killed)\n" in text
+    assert "node-1 | tick 1: rank 1 of 2" in text
+    assert backend.left_of("ct-kill") == []
+
+
+def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start):
+    process = start("ct-raise", program="--ticks 60 --fail-at 1")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, text
+    assert "node-1: exit 1" in text
+    assert "ValueError: this rank was told to fail" in text
+    assert backend.left_of("ct-raise") == []
+
+
+def test_a_killed_launcher_loses_nothing(clusterctl, backend, start):
+    process = start("ct-orphan")
+    clusterctl.wait_for("ct-orphan", "tick 1")
+    process.kill()
+    process.communicate()
+    attached = clusterctl.start("attach", "ct-orphan")
+    assert "rank 0 of 2" in next(line for line in attached.stdout if "tick" in line)
+    attached.send_signal(signal.SIGINT)
+    assert "goes on" in attached.communicate(timeout=30)[0]
+    assert backend.left_of("ct-orphan") != []
+    assert json.loads(clusterctl.run("status", "ct-orphan", "--json")[1])["state"] == "running"
+    for _ in range(2):  # safe to repeat
+        code, text = clusterctl.run("stop", "ct-orphan")
+        assert (code, "nothing of it is running" in text) == (0, True), text
+        assert backend.left_of("ct-orphan") == []
+
+
+def test_ctrl_c_stops_every_node(clusterctl, backend, start):
+    process = start("ct-stop")
+    clusterctl.wait_for("ct-stop", "tick 0")
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "stopped; nothing of it is running" in text
+    assert backend.left_of("ct-stop") == []
+
+
+def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start):
+    process = start("ct-other")
+    clusterctl.wait_for("ct-other", "tick 0")
+    assert clusterctl.run("stop", "ct-other")[0] == 0
+    text, _ = process.communicate(timeout=60)
+    assert text.endswith("ct-other was stopped\n")
+    assert backend.left_of("ct-other") == []
+
+
+def test_detach_wait_and_logs(clusterctl, backend, start):
+    process = start("ct-detach", "--detach", program="--ticks 2")
+    text, _ = process.communicate(timeout=60)
+    assert (process.returncode, "clusterctl attach ct-detach" in text) == (0, True), text
+    assert clusterctl.run("wait", "ct-detach")[0] == 0
+    code, text = clusterctl.run("logs", "ct-detach", "--node", "1")
+    assert (code, text.splitlines()) == (0, [f"tick {tick}: rank 1 of 2 sees the sum 2" for tick in (0, 1)])
+    assert "node-0 | tick 1: rank 0 of 2" in clusterctl.run("logs", "ct-detach")[1]
+    assert clusterctl.run("attach", "ct-detach")[0] == 0
+    assert backend.left_of("ct-detach") == []
