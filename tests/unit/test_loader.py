@@ -1,5 +1,11 @@
 """Loaders: the same global batch at any number of ranks and workers, every picture once."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -110,6 +116,40 @@ def test_workers_survive_an_epoch_that_was_left_early():
         break
     expected = [b.ids.tolist() for b in train_loader(Digits("train", 64, pages=16)).epoch(1)]
     assert [b.ids.tolist() for b in loader.epoch(1)] == expected
+
+
+KILLED = """
+import os, signal
+from trainer.config import Hyp
+from trainer.data import TrainLoader
+from trainer.data.digits import Digits
+
+if __name__ == "__main__":
+    loader = TrainLoader(
+        Digits("train", 64, pages=8), imgsz=64, batch=1, rank=0, world=1, seed=0, workers=1, hyp=Hyp()
+    )
+    next(loader.epoch(0))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
+    (tmp_path / "killed.py").write_text(KILLED)
+    trainer = subprocess.Popen(
+        [sys.executable, str(tmp_path / "killed.py")],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert trainer.wait(60) == -signal.SIGKILL
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        try:
+            os.killpg(trainer.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.killpg(trainer.pid, signal.SIGKILL)
+    pytest.fail("processes of a killed trainer are still there after 20 s")
 
 
 def test_loading_leaves_torchs_random_numbers_alone():

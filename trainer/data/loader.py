@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +122,21 @@ class _ValMaker(_Maker[ValBatch]):
         return ValBatch(images, torch.tensor(share.ids, dtype=torch.int64), shapes, torch.from_numpy(pads))
 
 
+def _leave_with_the_trainer(worker: int) -> None:
+    """End this worker when the process that feeds it is gone, even if that was killed.
+
+    torch watches a worker's parent, which is the fork server; that in turn stays as long as any worker does.
+    """
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name=f"worker-{worker}-watch", daemon=True).start()
+
+
 class _Stream(Generic[BatchType]):
     """Batches from this process or, in order, from worker processes that live as long as the stream."""
 
@@ -139,6 +157,7 @@ class _Stream(Generic[BatchType]):
                 "multiprocessing_context": context,
                 "persistent_workers": True,
                 "prefetch_factor": _PREFETCH,
+                "worker_init_fn": _leave_with_the_trainer,
             }
         return DataLoader(
             self._maker,
