@@ -164,6 +164,10 @@ def info(cfg: Annotated[str, typer.Option(help="Model file, as for `train`.")] =
 
 def main() -> None:
     """Run the command line; an error of the user is two lines on stderr, exit 2 and a `failed` event."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # OpenMP's threads wait for each other by spinning, by default for so long that a process with two threads
+        # runs ten times slower as soon as anything else wants a core. Read once, when torch is loaded.
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
         app()
     except TrainerError as error:
@@ -171,14 +175,20 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.stderr.flush()
-        rank = os.environ.get("RANK", "0")
-        Events(os.environ).emit(
-            contract.FAILED,
-            rank=int(rank) if rank.isdigit() else 0,
-            error=error.message,
-            hint=error.hint,
-        )
+        _tell_failure(error.message, error.hint)
         sys.exit(contract.EXIT_BAD_INPUT)
+    except Exception as error:  # a defect or a lost rank: the traceback stays, the launcher gets its last line
+        first = (str(error).splitlines() or [""])[0]
+        lost = "Connection closed by peer" in first or "Connection reset by peer" in first
+        _tell_failure(
+            f"{type(error).__name__}: {first}", "another rank ended first: see the other ranks' logs" if lost else ""
+        )
+        raise
+
+
+def _tell_failure(error: str, hint: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    Events(os.environ).emit(contract.FAILED, rank=int(rank) if rank.isdigit() else 0, error=error, hint=hint)
 
 
 if __name__ == "__main__":

@@ -221,16 +221,11 @@ def train(settings: Settings) -> None:
     begin = time.monotonic()
     run = Run(settings, world, device, events)
     backend = dist.join(world, device)
-    try:
-        events.emit(
-            contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type
-        )
-        folder = _agreed_folder(settings, world)
-        run.start(folder)
-        _introduce(run, backend)
-        _epochs(run, begin)
-    finally:
-        dist.leave()
+    events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
+    run.start(_agreed_folder(settings, world))
+    _introduce(run, backend)
+    _epochs(run, begin)
+    dist.leave()  # not after an error: where a rank is lost, leaving in good order can wait for it
 
 
 def _agreed_folder(settings: Settings, world: dist.World) -> Path:
