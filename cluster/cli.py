@@ -126,8 +126,9 @@ def launch(
 ) -> None:
     """Start a job, wait until all nodes have met, stream its log until it ends.
 
-    Ctrl-C stops the job on every node. The exit code is 0 when it is done, 1 when it failed, 2 for a wrong request,
-    3 when it could not be started, 4 when nodes did not come.
+    Ctrl-C stops the job on every node.
+
+    Exit codes: 0 done, 1 failed, 2 wrong request, 3 could not be started, 4 nodes did not come.
     """
     from cluster import commands
     from cluster.records import Records
