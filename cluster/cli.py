@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from cluster import contract
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
 
@@ -369,7 +370,7 @@ def logs(
     width = max(len(name) for name in names)
     try:
         while True:
-            for name, text in follower.step(time.time()):
+            for name, text in follower.step(time.time(), everything=True):
                 if not wanted:
                     print(f"{name:<{width}} | {text}", flush=True)
                 elif name == wanted:
@@ -453,14 +454,17 @@ def _end(watched: Watched, records: Records, out: Console) -> int:
     else:
         culprits = [_failing(watched)[0].name]
     _error(out, f"{'missing: ' if late else ''}{commands.cause(watched)}")
-    for name in culprits:
+    said = _failing(watched)[0].failed or {} if not late else {}
+    refused = said.get("exit_code") == contract.EXIT_BAD_INPUT
+    for name in culprits if not refused else []:  # a refusal says it all in its one line
         for line in watched.tails[name]:
             _say(out, f"  {name} | {line}")
-    hint = next((node.failed.get("hint") for node in _failing(watched)[:1] if node.failed), "")
-    if hint:
-        _say(out, f"hint: {hint}")
+    if said.get("hint"):
+        _say(out, f"hint: {said['hint']}")
     _say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {watched.plan.attempt_dir}")
-    return EXIT_LATE if late else EXIT_FAILED
+    if late:
+        return EXIT_LATE
+    return contract.EXIT_BAD_INPUT if refused else EXIT_FAILED
 
 
 def _missing(watched: Watched) -> Any:

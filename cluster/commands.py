@@ -92,8 +92,8 @@ class Follower:
         words = [*self._said[master], *self._around[master]]
         return any("EADDRINUSE" in line or "address already in use" in line.lower() for line in words)
 
-    def step(self, now: float) -> list[tuple[str, str]]:
-        """Look once; returns the new lines of text."""
+    def step(self, now: float, *, everything: bool = False) -> list[tuple[str, str]]:
+        """Look once; returns the program's new lines, with `everything` also torchrun's and the script's."""
         # The states first: a node seen as exited has written its last line by then.
         statuses = self.backend.observe(self.plan)
         events, texts = [], []
@@ -104,7 +104,8 @@ class Follower:
             else:
                 text, own = logs.text(line)
                 (self._said if own else self._around)[node].append(text)
-                texts.append((node, text))
+                if own or everything:
+                    texts.append((node, text))
         self.view = rendezvous.fold(self.view, statuses, events, now)
         return texts
 
@@ -224,7 +225,7 @@ def cause(watched: Watched) -> str:
         first = failed[0]
         reason = f"{first.phase}: {first.note}" if first.phase == "lost" else exit_words(first.exit_code)
         if first.failed is not None:
-            reason = f"{first.failed.get('error')} (exit {first.exit_code})"
+            reason = str(first.failed.get("error"))
         elif first.note and first.phase == "exited" and not first.note.startswith("exit "):
             reason += f": {first.note}"
         return f"{first.name}: {reason}"

@@ -175,20 +175,21 @@ def main() -> None:
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         sys.stderr.flush()
-        _tell_failure(error.message, error.hint)
+        _tell_failure(error.message, error.hint, contract.EXIT_BAD_INPUT)
         sys.exit(contract.EXIT_BAD_INPUT)
     except Exception as error:  # a defect or a lost rank: the traceback stays, the launcher gets its last line
         first = (str(error).splitlines() or [""])[0]
         lost = "Connection closed by peer" in first or "Connection reset by peer" in first
         _tell_failure(
-            f"{type(error).__name__}: {first}", "another rank ended first: see the other ranks' logs" if lost else ""
+            f"{type(error).__name__}: {first}", "another rank ended first: see the other ranks' logs" if lost else "", 1
         )
         raise
 
 
-def _tell_failure(error: str, hint: str) -> None:
+def _tell_failure(error: str, hint: str, exit_code: int) -> None:
     rank = os.environ.get("RANK", "0")
-    Events(os.environ).emit(contract.FAILED, rank=int(rank) if rank.isdigit() else 0, error=error, hint=hint)
+    number = int(rank) if rank.isdigit() else 0
+    Events(os.environ).emit(contract.FAILED, rank=number, error=error, hint=hint, exit_code=exit_code)
 
 
 if __name__ == "__main__":

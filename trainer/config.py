@@ -185,9 +185,7 @@ def check_data_path(data: str) -> None:
         return
     if Path(data).is_dir():
         raise TrainerError(f"--data {data}: a folder", "give its data.yaml")
-    if Path("/.dockerenv").exists():
-        raise TrainerError(
-            f"--data {data}: no such file in this container",
-            "a container sees only the folders that are mounted into it: mount the data's folder",
-        )
-    raise TrainerError(f"--data {data}: no such file", f"give {DIGITS} or the path of a data.yaml")
+    raise TrainerError(
+        f"--data {data}: no such file",
+        f"give {DIGITS} or the path of a data.yaml; a container sees only the folders that are mounted into it",
+    )

@@ -126,3 +126,11 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
     assert names[1] == f"{names[0]}-2"
     for name in names:
         assert clusterctl.run("wait", name)[0] == 0
+
+
+def test_input_that_the_trainer_refuses_is_said_once_without_a_traceback(clusterctl):
+    code, text = clusterctl.run("launch", "--backend", "local", "--name", "job", "--nodes", "2", "--", "--batch", "1")
+    assert code == 2, text
+    assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # as it was logged, and as the cause
+    assert "Traceback" not in text
+    assert processes_of("job") == []
