@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import os
@@ -171,6 +172,10 @@ def agree(error: TrainerError | None) -> None:
         return
     found: list[tuple[str, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (error.message, error.hint) if error else None)
+    if any(found):
+        # A rank that ends at once can close its connections while another still reads the answer from them.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
     if error:
         raise error
     for rank, other in enumerate(found):
