@@ -27,7 +27,9 @@ def docker(*argv: str) -> str:
 @pytest.fixture(scope="module")
 def image() -> str:
     """What `make image` builds, and what the launcher takes when no image is named: the two must be one."""
-    makefile = subprocess.run(["make", "--dry-run", "image"], cwd=PROJECT, capture_output=True, text=True, check=True)
+    makefile = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "image"], cwd=PROJECT, capture_output=True, text=True, check=True
+    )
     assert makefile.stdout.split() == ["packaging/image.sh", DEFAULT_IMAGE]
     return DEFAULT_IMAGE
 
