@@ -355,8 +355,9 @@ def logs(
     job: JobName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
     node: Annotated[str, typer.Option("--node", help="Only this node: node-1, or 1.", show_default=False)] = "",
+    everything: Annotated[bool, typer.Option("--everything", help="Also the lines of torchrun itself.")] = False,
 ) -> None:
-    """Print a job's log, every node's lines with its name in front."""
+    """Print what a job's program wrote, every node's lines with its name in front."""
     from cluster import commands
     from cluster.backends import BACKENDS
     from cluster.records import Records
@@ -370,7 +371,7 @@ def logs(
     width = max(len(name) for name in names)
     try:
         while True:
-            for name, text in follower.step(time.time(), everything=True):
+            for name, text in follower.step(time.time(), everything=everything):
                 if not wanted:
                     print(f"{name:<{width}} | {text}", flush=True)
                 elif name == wanted:
