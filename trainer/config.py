@@ -43,7 +43,7 @@ class Hyp:
     fliplr: float = 0.5
     mosaic: float = 1.0
     mixup: float = 0.0
-    copy_paste: float = 0.0
+    copy_paste: float = 0.0  # known, but only 0 is accepted: it moves masks, and labels here are boxes
 
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
@@ -172,6 +172,8 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste"):
         if getattr(hyp, key) > 1:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
+    if hyp.copy_paste:
+        raise TrainerError(f"--hyp {path}: copy_paste moves masks, and labels here are boxes", "set copy_paste to 0")
     if hyp.nbs < 1:
         raise TrainerError(f"--hyp {path}: nbs is {hyp.nbs}, it must be 1 or more")
     if hyp.anchor_t <= 1:

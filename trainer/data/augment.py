@@ -185,10 +185,7 @@ def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out
 
 
 def training_picture(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:
-    """Write an augmented picture `index` to `out` (s, s, 3) and return its labels (n, 5) as fractions of s.
-
-    `hyp.copy_paste` has no effect: it moves masks, and labels here are boxes.
-    """
+    """Write an augmented picture `index` to `out` (s, s, 3) and return its labels (n, 5) as fractions of s."""
     side = out.shape[0]
     boxes = _scene(dataset, index, hyp, rng, out)
     if hyp.mixup and rng.random() < hyp.mixup:
