@@ -1,6 +1,7 @@
 """Runs the real `clusterctl` as a user would; every test has its own records, folder and job names."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ class Clusterctl:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A shell starts what stands in the background with SIGINT ignored; the tests send one all the same.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             **options,
         )
 
