@@ -109,7 +109,9 @@ class HostsBackend:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise UsageError without torch in the job's interpreter, PortTakenError when the port is not free."""
+        """Raise UsageError without Linux or without torch in the job's interpreter, PortTakenError for a taken port."""
+        if self._shell.run(["bash", "-c", "test -r /proc/self/environ && type setsid"]).code:
+            raise UsageError("this machine: process groups need Linux with bash", "use containers: --backend compose")
         python = plan.command[0]
         found = self._shell.run([python, "-c", "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))"])
         if found.code:
