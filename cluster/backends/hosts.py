@@ -117,7 +117,7 @@ class HostsBackend:
         if found.code:
             raise UsageError(
                 f"this machine: {python} has no torch, so it cannot run a node",
-                "pip install 'clusterctl[trainer]'",
+                "in the project's folder: pip install '.[trainer]'",
             )
         taken = self._shell.run(["bash", "-c", _PORT, "port", str(plan.master_port), python]).out.strip()
         if taken:
