@@ -20,6 +20,7 @@ class Hyp:
     momentum: float = 0.937  # SGD momentum, Adam beta1
     weight_decay: float = 5e-4
     nbs: float = 64.0  # nominal batch: gradients of smaller batches are summed up to about this many pictures
+    ema_tau: float = 2000.0  # updates until the averaged model's memory is long
     warmup_epochs: float = 3.0
     warmup_momentum: float = 0.8
     warmup_bias_lr: float = 0.1
@@ -78,6 +79,7 @@ PRESETS = {
             momentum=0.9,
             weight_decay=0.01,
             nbs=32.0,  # the batch: one optimizer step for each, as there are few of them
+            ema_tau=150.0,  # there are 630 updates in all
             warmup_epochs=1.0,
             warmup_bias_lr=0.004,
             # YOLOv5's gains assume 640 px and 80 classes; scaled to this set, classes and objects would hardly count.
@@ -174,6 +176,8 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
     if hyp.copy_paste:
         raise TrainerError(f"--hyp {path}: copy_paste moves masks, and labels here are boxes", "set copy_paste to 0")
+    if hyp.ema_tau <= 0:
+        raise TrainerError(f"--hyp {path}: ema_tau is {hyp.ema_tau}, it must be above 0")
     if hyp.nbs < 1:
         raise TrainerError(f"--hyp {path}: nbs is {hyp.nbs}, it must be 1 or more")
     if hyp.anchor_t <= 1:

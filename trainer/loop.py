@@ -80,7 +80,7 @@ class Run:
         self.folder = folder
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.loss = self.task.loss_of(self.model)
-        self.ema = Ema(self.model)
+        self.ema = Ema(self.model, self.settings.hyp.ema_tau)
         self.optimizer = build_optimizer(self.model, self.settings.optimizer, self.settings.hyp, self.settings.batch)
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.net: nn.Module = self.model
@@ -247,7 +247,8 @@ def _introduce(run: Run, backend: str) -> None:
     s = run.settings
     run.screen.say(
         f"{s.data}: {len(run.task.names)} classes, {parameters:,} parameters, {ranks} on {run.device.type}, "
-        f"{kind}, {s.imgsz} px, batch {s.batch}, {run.train.steps} steps an epoch -> {run.folder}"
+        f"{kind}, {s.imgsz} px, batch {s.batch}, {run.train.steps} steps an epoch"
+        + ("" if run.events.listening else f" -> {run.folder}")
     )
 
 
@@ -300,10 +301,10 @@ def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[
         images_per_s=rate,
         shares=shares,
     )
-    spent = "   ".join(f"{k} {shares[k]:.0%}" for k in ("data", "compute", "sync", "val"))
-    scored = f"mAP50 {maps[0]:.3f}   mAP50-95 {maps[1]:.3f}   " if run.settings.val else ""
+    spent = "  ".join(f"{k} {shares[k]:.0%}" for k in ("data", "compute", "sync", "val"))
+    scored = f"mAP50 {maps[0]:.3f}  mAP50-95 {maps[1]:.3f}  " if run.settings.val else ""
     run.screen.end_epoch(
-        f"epoch {epoch + 1}/{run.settings.epochs}   {scored}loss {sum(losses):.4f}   {rate:.0f} img/s   {spent}"
+        f"epoch {epoch + 1}/{run.settings.epochs}  {scored}loss {sum(losses):.3f}  {rate:.0f} img/s  {spent}"
     )
 
 
@@ -314,8 +315,9 @@ def _finish(run: Run, seconds: float, best: tuple[float, float]) -> None:
     if run.settings.val:
         draw_predictions(run.shown, run.task.names, run.folder / "predictions.jpg")
     run.events.emit(contract.DONE, seconds=seconds, map50=best[0], map=best[1], best=str(run.folder / "best.pt"))
-    scored = f"   mAP50 {best[0]:.3f}   mAP50-95 {best[1]:.3f}" if run.settings.val else ""
-    run.screen.say(f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {run.folder / 'best.pt'}")
+    if not run.events.listening:  # a launcher says this itself, with the paths of the machine that it runs on
+        scored = f"   mAP50 {best[0]:.3f}   mAP50-95 {best[1]:.3f}" if run.settings.val else ""
+        run.screen.say(f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {run.folder / 'best.pt'}")
 
 
 def native_bf16(device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from trainer.config import OPTIMIZERS, Hyp
 
 CLIP_NORM = 10.0
 Model = TypeVar("Model", bound=nn.Module)
-EMA_DECAY, EMA_TAU = 0.9999, 2000.0
+EMA_DECAY = 0.9999
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,19 @@ def clip_gradients(parameters: Sequence[Tensor]) -> None:
 class Ema(Generic[Model]):
     """A moving average of every float tensor of a model, batch norm's running statistics included.
 
-    decay(u) = 0.9999 (1 - exp(-u / 2000)) after u updates: quick at first, slow later.
+    decay(u) = 0.9999 (1 - exp(-u / tau)) after u updates: quick at first, slow later.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, tau: float) -> None:
+        self.tau = tau
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
         self.updates = 0
         self._own = float_state(self.model)
         self._followed = float_state(model)  # the same memory for good: optimizers work in place
 
-    @staticmethod
-    def decay(updates: int) -> float:
+    def decay(self, updates: int) -> float:
         """The share of the old value that stays at an update, counted from 1."""
-        return EMA_DECAY * (1 - math.exp(-updates / EMA_TAU))
+        return EMA_DECAY * (1 - math.exp(-updates / self.tau))
 
     @torch.no_grad()
     def update(self) -> None:

@@ -74,21 +74,22 @@ def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
 
 
 def test_ema_decay_table() -> None:
-    assert Ema.decay(1) == pytest.approx(4.998e-4, rel=1e-3)
-    assert Ema.decay(2000) == pytest.approx(0.9999 * (1 - 1 / math.e))
-    assert Ema.decay(10**9) == pytest.approx(0.9999)
+    ema = Ema(torch.nn.Linear(1, 1), tau=2000)
+    assert ema.decay(1) == pytest.approx(4.998e-4, rel=1e-3)
+    assert ema.decay(2000) == pytest.approx(0.9999 * (1 - 1 / math.e))
+    assert ema.decay(10**9) == pytest.approx(0.9999)
 
 
 def test_ema_follows_every_float_tensor() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     start = [t.clone() for t in float_state(model)]
-    ema = Ema(model)
+    ema = Ema(model, tau=2000)
     with torch.no_grad():
         for t in float_state(model):
             t += 1
     for _ in range(2):
         ema.update()
-    keep = Ema.decay(1) * Ema.decay(2)
+    keep = ema.decay(1) * ema.decay(2)
     assert len(start) == 6  # batch norm's running statistics included, its counter not
     for old, new in zip(start, float_state(ema.model), strict=True):
         torch.testing.assert_close(new, old * keep + (old + 1) * (1 - keep))

@@ -25,6 +25,7 @@ MAX_DETECTIONS = 300
 # below the best 3 000 of a picture practically never reaches the 300 (COCO: 100) that count.
 MAX_CANDIDATES = 3000
 SHOWN = 12  # validation pictures that are kept for the picture of predictions
+SHOWN_CONFIDENCE = 0.25  # mAP needs the doubtful boxes too, a picture does not
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ class Detection:
                     truth = pixel_corners(labels[:, 1:], height, width)
                     metric.update(image_id, boxes, scores, classes, truth, labels[:, 0])
                     if len(shown) < SHOWN:
-                        shown.append((dataset.image(image_id), boxes, scores, classes))
+                        sure = scores >= SHOWN_CONFIDENCE
+                        shown.append((dataset.image(image_id), boxes[sure], scores[sure], classes[sure]))
         return metric, shown
 
 
