@@ -75,7 +75,7 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     )
     assert done.returncode == 0, done.stderr
     assert contract.EVENT_MARK not in done.stdout
-    assert "epoch 2/2   mAP50 " in done.stdout
+    assert "epoch 2/2  mAP50 " in done.stdout
     run = tmp_path / "runs" / "train"
     assert sorted(p.name for p in run.iterdir()) == sorted(
         ["best.pt", "last.pt", "predictions.jpg", "results.csv", "results.png"]
