@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.commands import Watched
     from cluster.model import Plan, Record
     from cluster.records import Records
+    from cluster.rendezvous import NodeView
     from cluster.view import Screen
 
 EXIT_FAILED = 1
@@ -451,21 +452,29 @@ def _end(watched: Watched, records: Records, out: Console) -> int:
     if late:
         view = watched.view
         _error(out, f"{job_id}: {view.ready_count} of {len(view.nodes)} nodes met in {watched.plan.timeout_s:g} s")
-        culprits = [node.name for node in _missing(watched)]
+        culprits = _missing(watched)
     else:
-        culprits = [_failing(watched)[0].name]
+        culprits = _failing(watched)[:1]
     _error(out, f"{'missing: ' if late else ''}{commands.cause(watched)}")
     said = _failing(watched)[0].failed or {} if not late else {}
     refused = said.get("exit_code") == contract.EXIT_BAD_INPUT
-    for name in culprits if not refused else []:  # a refusal says it all in its one line
-        for line in watched.tails[name]:
-            _say(out, f"  {name} | {line}")
+    for node in culprits if not refused else []:  # a refusal says it all in its one line
+        for line in watched.tails[node.name] or [_last_heard(node)]:
+            _say(out, f"  {node.name} | {line}")
     if said.get("hint"):
         _say(out, f"hint: {said['hint']}")
     _say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {watched.plan.attempt_dir}")
     if late:
         return EXIT_LATE
     return contract.EXIT_BAD_INPUT if refused else EXIT_FAILED
+
+
+def _last_heard(node: NodeView) -> str:
+    """For a node whose program printed nothing: how far it was."""
+    if node.progress is None:
+        return "(printed nothing)"
+    epoch, step, steps = (node.progress.get(name) for name in ("epoch", "step", "steps"))
+    return f"(printed nothing; last heard of in epoch {epoch}, step {step} of {steps})"
 
 
 def _missing(watched: Watched) -> Any:

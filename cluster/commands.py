@@ -179,13 +179,13 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             if silent == 5:
                 raise
             lines = []
-        show.show(follower.view, lines)
         verdict = rendezvous.judge(follower.view, now, plan.timeout_s)
         if verdict == "failed":
             # One node's end makes the others fail within moments: look again, so that the first is named and not the
-            # first one that we happened to see.
+            # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
-            show.show(follower.view, follower.step(time.time()))
+            lines = _before_tracebacks([*lines, *follower.step(time.time())])
+        show.show(follower.view, lines)
         if verdict in ("done", "failed", "late"):
             return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost)
         wait(TICK_S)
@@ -259,6 +259,18 @@ def look(record: Record) -> tuple[str, JobView]:
         return record.outcome, follower.view
     words = {"done": "done", "failed": "failed", "met": "running", "waiting": "joining", "late": "joining"}
     return words[rendezvous.judge(follower.view, now, record.plan.timeout_s)], follower.view
+
+
+def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The lines that each node wrote before its first traceback."""
+    ended: set[str] = set()
+    kept = []
+    for node, text in lines:
+        if "Traceback (most recent call last)" in text:
+            ended.add(node)
+        if node not in ended:
+            kept.append((node, text))
+    return kept
 
 
 def _count_gpus() -> int:

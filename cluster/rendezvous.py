@@ -27,6 +27,7 @@ class NodeView:
     exit_code: int | None = None
     ended_at: float | None = None
     reached: bool = False
+    progress: Event | None = None
     failed: Event | None = None
 
 
@@ -141,6 +142,8 @@ def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool
     kind = event["event"]
     if kind == contract.FAILED:
         return node if node.failed else replace(node, failed=event)
+    if kind == contract.PROGRESS:
+        return replace(node, progress=event)
     if kind == contract.READY:
         return _advanced(
             node, "ready", now, f"{event.get('device', '')} x {event.get('local_world_size', '')}".strip(" x")

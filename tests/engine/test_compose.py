@@ -92,3 +92,16 @@ def test_the_plan_runs_by_itself(clusterctl):
     subprocess.run(["docker", "compose", "-p", "ct-plan", "down"], check=True, capture_output=True)
     assert "tick 0: rank 3 of 4 sees the sum 4" in up.stdout, up.stdout + up.stderr
     assert up.stdout.count("exited with code 0") == 2
+
+
+def test_a_container_killed_in_training_is_the_cause_and_the_others_echo_is_not_shown(clusterctl):
+    process = clusterctl.start("launch", "--backend", "compose", "--name", "ct-train-kill", "--nodes", "2")
+    clusterctl.wait_for("ct-train-kill", '"event":"progress"', node="node-1")
+    killed = time.time()
+    docker("kill", "ct-train-kill-node-1")
+    text, _ = process.communicate(timeout=60)
+    assert time.time() - killed < 10
+    assert process.returncode == 1
+    assert "\nnode-1: exit 137 (killed)\n  node-1 | (printed nothing; last heard of in epoch 1, step " in text
+    assert "Traceback" not in text
+    assert left_of("ct-train-kill") == []
