@@ -18,11 +18,11 @@ set -u
 cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 
-# log: to the screen and to the run directory
+# log: everything to the run directory, and to the screen what is meant for people
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
 mkdir -p -- "$out/ranks" || exit 73
 rm -f -- "$out/$NODE.exit" && printf '%s\n' "$$" > "$out/$NODE.pid" || exit 73
-exec > >(trap '' INT TERM; exec tee -a -- "$out/$NODE.log") 2>&1
+exec > >(trap '' INT TERM; tee -a -- "$out/$NODE.log" | sed -u '/::cluster /d') 2>&1
 tee=$!
 
 # joining: torchrun is silent while it waits, so this says whether the master's port answers

@@ -80,7 +80,7 @@ def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start):
 
 def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, backend, start):
     process = start("ct-kill")
-    clusterctl.wait_for("ct-kill", "tick 1")
+    clusterctl.wait_for("ct-kill", "tick 1", node="node-1")
     killed = time.time()
     backend.kill_node("ct-kill", 1)
     text, _ = process.communicate(timeout=60)
