@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from cluster import contract
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
 
@@ -22,11 +21,8 @@ if TYPE_CHECKING:
     from cluster.commands import Watched
     from cluster.model import Plan, Record
     from cluster.records import Records
-    from cluster.rendezvous import NodeView
     from cluster.view import Screen
 
-EXIT_FAILED = 1
-EXIT_LATE = 4
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -287,7 +283,7 @@ def ps(
 
     from cluster import commands
     from cluster.records import Records
-    from cluster.view import seconds
+    from cluster.report import seconds
 
     rows: list[dict[str, Any]] = []
     for record in Records():
@@ -327,7 +323,7 @@ def ps(
 @app.command()
 def status(job: JobName, as_json: AsJson = False) -> None:
     """Show a job's nodes: phase, since when, and why."""
-    from cluster import commands
+    from cluster import commands, report
     from cluster.records import Records
     from cluster.view import node_table
 
@@ -347,7 +343,7 @@ def status(job: JobName, as_json: AsJson = False) -> None:
     if not record.outcome:
         out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:
-        _say(out, _scores(view.metric, f"epoch {view.metric.get('epoch')}"))
+        _say(out, report.scores(view.metric, f"epoch {view.metric.get('epoch')}"))
     _say(out, f"logs: {record.plan.attempt_dir}")
 
 
@@ -437,89 +433,33 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _end(watched: Watched, records: Records, out: Console) -> int:
     """Clean up after a job, tell how it ended, return the exit code."""
-    from cluster import commands
+    from cluster import commands, report
 
+    plan, view, verdict = watched.plan, watched.view, watched.verdict
     began = time.time()
     outcome = commands.finish(watched, records)
-    job_id = watched.plan.job_id
     if outcome == "stopped":
-        _say(out, f"{job_id} was stopped")
-        return EXIT_FAILED
+        _say(out, f"{plan.job_id} was stopped")
+        return report.EXIT_FAILED
     if outcome == "done":
-        _say(out, _done(watched))
-        return 0
-    late = watched.verdict == "late"
-    if late:
-        view = watched.view
-        _error(out, f"{job_id}: {view.ready_count} of {len(view.nodes)} nodes met in {watched.plan.timeout_s:g} s")
-        culprits = _missing(watched)
-    else:
-        culprits = _failing(watched)[:1]
-    _error(out, f"{'missing: ' if late else ''}{commands.cause(watched)}")
-    said = _failing(watched)[0].failed or {} if not late else {}
-    refused = said.get("exit_code") == contract.EXIT_BAD_INPUT
-    for node in culprits if not refused else []:  # a refusal says it all in its one line
-        for line in watched.tails[node.name] or [_last_heard(node)]:
-            _say(out, f"  {node.name} | {line}")
-    if said.get("hint"):
-        _say(out, f"hint: {said['hint']}")
-    _say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {watched.plan.attempt_dir}")
-    if late:
-        return EXIT_LATE
-    return contract.EXIT_BAD_INPUT if refused else EXIT_FAILED
-
-
-def _last_heard(node: NodeView) -> str:
-    """For a node whose program printed nothing: how far it was."""
-    if node.progress is None:
-        return "(printed nothing)"
-    epoch, step, steps = (node.progress.get(name) for name in ("epoch", "step", "steps"))
-    return f"(printed nothing; last heard of in epoch {epoch}, step {step} of {steps})"
-
-
-def _missing(watched: Watched) -> Any:
-    from cluster.rendezvous import missing
-
-    return missing(watched.view)
-
-
-def _failing(watched: Watched) -> Any:
-    from cluster.rendezvous import failing
-
-    return failing(watched.view)
+        _say(out, report.done(view, plan, str(Path.cwd())))
+        return report.EXIT_DONE
+    cause = report.cause(view, verdict)
+    if verdict == "late":
+        _error(out, f"{plan.job_id}: {view.ready_count} of {len(view.nodes)} nodes met in {plan.timeout_s:g} s")
+        cause = f"missing: {cause}"
+    _error(out, cause)
+    for line in report.last_words(view, verdict, watched.tails):
+        _say(out, line)
+    _say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {plan.attempt_dir}")
+    return report.exit_code(view, verdict)
 
 
 def _ended(record: Record, out: Console) -> int:
     """Tell how a job ended that nobody needs to wait for any more."""
     text = f"{record.plan.job_id} has ended: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
     _say(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
-    return 0 if record.outcome == "done" else EXIT_FAILED
-
-
-def _done(watched: Watched) -> str:
-    from cluster.view import seconds
-
-    done = watched.view.done
-    took = max((node.ended_at or 0.0) for node in watched.view.nodes) - watched.view.started
-    if done is None:
-        return f"done in {seconds(max(0.0, took))}   {watched.plan.run_dir}"
-    best = str(done.get("best", "")).rpartition(f"/{watched.plan.job_id}/")[2]
-    return f"{_scores(done, f'done in {seconds(max(0.0, took))}')}   {_short(watched.plan.run_dir)}/{best}"
-
-
-def _scores(event: dict[str, Any], first: str) -> str:
-    words = [first]
-    for key, title in (("map50", "mAP50"), ("map", "mAP50-95")):
-        if isinstance(event.get(key), int | float):
-            words.append(f"{title} {event[key]:.3f}")
-    return "   ".join(words)
-
-
-def _short(path: str) -> str:
-    try:
-        return str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        return path
+    return 0 if record.outcome == "done" else 1
 
 
 def _header(made: Plan) -> str:

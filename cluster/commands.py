@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, logs, rendezvous
+from cluster import config, logs, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
 from cluster.config import Here, Request
@@ -212,31 +212,8 @@ def finish(watched: Watched, records: Records) -> Outcome:
     outcome: Outcome = "done" if watched.verdict == "done" else "failed"
     grace_s = 0.0 if watched.verdict == "done" else FAILED_GRACE_S
     BACKENDS[watched.plan.backend].cancel(watched.plan, grace_s=grace_s)
-    records.end(job_id, outcome, cause(watched))
+    records.end(job_id, outcome, report.cause(watched.view, watched.verdict))
     return records.load(job_id).outcome or outcome
-
-
-def cause(watched: Watched) -> str:
-    """Why a job ended badly, in one line: the first failing node, or the nodes that did not come."""
-    if watched.verdict == "done":
-        return ""
-    failed = rendezvous.failing(watched.view)
-    if failed:
-        first = failed[0]
-        reason = f"{first.phase}: {first.note}" if first.phase == "lost" else exit_words(first.exit_code)
-        if first.failed is not None:
-            reason = str(first.failed.get("error"))
-        elif first.note and first.phase == "exited" and not first.note.startswith("exit "):
-            reason += f": {first.note}"
-        return f"{first.name}: {reason}"
-    late = rendezvous.missing(watched.view)
-    return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
-
-
-def exit_words(code: int | None) -> str:
-    """An exit code as a person reads it: `exit 137 (killed)`."""
-    meaning = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
-    return f"exit {code}{meaning.get(code or 0, '')}"
 
 
 def stop(job_id: str, records: Records) -> Record:

@@ -15,6 +15,7 @@ from rich.text import Text
 from cluster.logs import number
 from cluster.model import Phase, Plan
 from cluster.rendezvous import JobView
+from cluster.report import seconds
 
 _STYLES: dict[Phase, str] = {
     "pending": "dim",
@@ -25,16 +26,6 @@ _STYLES: dict[Phase, str] = {
     "exited": "dim",
     "lost": "bold red",
 }
-
-
-def seconds(value: float) -> str:
-    """`9.8 s`, `42 s`, `2 min 31 s`, `3 h 05 min`."""
-    if value < 10:
-        return f"{value:.1f} s"
-    if value < 60:
-        return f"{value:.0f} s"
-    minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def header(plan: Plan, image_id: str) -> str:

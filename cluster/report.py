@@ -1,0 +1,98 @@
+"""How a job ended, in words and as an exit code: pure, from what was seen of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+
+from cluster import contract
+from cluster.logs import Event
+from cluster.model import Plan
+from cluster.rendezvous import JobView, NodeView, Verdict, failing, missing
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_LATE = 4
+
+_SIGNALS = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
+
+
+def seconds(value: float) -> str:
+    """`9.8 s`, `42 s`, `2 min 31 s`, `3 h 05 min`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def scores(event: Event, first: str) -> str:
+    """`epoch 6   mAP50 0.912   mAP50-95 0.684`, with the scores that the event has."""
+    words = [first]
+    for key, title in (("map50", "mAP50"), ("map", "mAP50-95")):
+        if isinstance(event.get(key), int | float):
+            words.append(f"{title} {event[key]:.3f}")
+    return "   ".join(words)
+
+
+def done(view: JobView, plan: Plan, cwd: str) -> str:
+    """`done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`."""
+    took = max((node.ended_at or 0.0) for node in view.nodes) - view.started
+    first = f"done in {seconds(max(0.0, took))}"
+    run_dir = PurePath(plan.run_dir)
+    shown = run_dir.relative_to(cwd) if run_dir.is_relative_to(cwd) else run_dir
+    if view.done is None:
+        return f"{first}   {shown}"
+    # The event has the path as the node sees it; the run directory is the same folder.
+    best = str(view.done.get("best", "")).rpartition(f"/{plan.job_id}/")[2]
+    return f"{scores(view.done, first)}   {shown / best}"
+
+
+def cause(view: JobView, verdict: Verdict) -> str:
+    """Why a job ended badly, in one line: the first failing node, or the nodes that did not come; "" if it did not."""
+    if verdict == "failed":
+        return _failure(failing(view)[0])
+    if verdict == "late":
+        late = missing(view)
+        return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
+    return ""
+
+
+def last_words(view: JobView, verdict: Verdict, tails: Mapping[str, Sequence[str]]) -> list[str]:
+    """The last lines of the nodes to blame, each with its node's name, and what to do where a node knew."""
+    nodes = missing(view) if verdict == "late" else failing(view)[:1]
+    refused = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
+    lines = []
+    for node in nodes:
+        if not refused:  # a refusal says it all in its one line
+            lines += [f"  {node.name} | {line}" for line in tails[node.name] or [_last_heard(node)]]
+        if node.failed is not None and node.failed.get("hint"):
+            lines.append(f"hint: {node.failed['hint']}")
+    return lines
+
+
+def exit_code(view: JobView, verdict: Verdict) -> int:
+    """What the launcher ends with: the trainer's own 2 for a refused input, which torchrun turns into a 1."""
+    if verdict == "late":
+        return EXIT_LATE
+    if verdict != "failed":
+        return EXIT_DONE
+    said = failing(view)[0].failed or {}
+    return contract.EXIT_BAD_INPUT if said.get("exit_code") == contract.EXIT_BAD_INPUT else EXIT_FAILED
+
+
+def _failure(node: NodeView) -> str:
+    if node.failed is not None:
+        return f"{node.name}: {node.failed.get('error')}"
+    if node.phase == "lost":
+        return f"{node.name}: lost: {node.note}"
+    why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
+    return f"{node.name}: exit {node.exit_code}{_SIGNALS.get(node.exit_code or 0, '')}{why}"
+
+
+def _last_heard(node: NodeView) -> str:
+    if node.progress is None:
+        return "(printed nothing)"
+    epoch, step, steps = (node.progress.get(name) for name in ("epoch", "step", "steps"))
+    return f"(printed nothing; last heard of in epoch {epoch}, step {step} of {steps})"

@@ -1,0 +1,57 @@
+import pytest
+
+from cluster import rendezvous, report
+from cluster.backends import BACKENDS
+from cluster.model import Job, NodeStatus
+from cluster.rendezvous import fold
+
+PLAN = BACKENDS["compose"].plan(Job("job", ("x.py",), 2, 1, "/home/ann/runs"), attempt=1, port=20000)
+
+
+def view(*events, exits=(137, 1)):
+    ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0 + rank) for rank, code in enumerate(exits)]
+    return fold(rendezvous.start(PLAN, 9.0), ends, list(events), 200.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(0.04, "0.0 s"), (9.84, "9.8 s"), (42.4, "42 s"), (151.0, "2 min 31 s"), (11_100.0, "3 h 05 min")],
+)
+def test_seconds(value, words):
+    assert report.seconds(value) == words
+
+
+def test_done_tells_time_scores_and_where_the_checkpoint_is_on_this_machine():
+    event = {"event": "done", "map50": 0.95, "map": 0.7449, "best": "/runs/job/best.pt"}
+    seen = view(event, exits=(0, 0))
+    assert (
+        report.done(seen, PLAN, "/home/ann") == "done in 2 min 32 s   mAP50 0.950   mAP50-95 0.745   runs/job/best.pt"
+    )
+    assert report.done(seen, PLAN, "/elsewhere").endswith("   /home/ann/runs/job/best.pt")
+    assert report.done(view(exits=(0, 0)), PLAN, "/home/ann") == "done in 2 min 32 s   runs/job"
+
+
+def test_a_killed_node_is_the_cause_with_how_far_it_was():
+    progress = {"event": "progress", "node": 0, "epoch": 2, "step": 7, "steps": 63}
+    seen = view(progress)
+    assert report.cause(seen, "failed") == "node-0: exit 137 (killed)"
+    assert report.last_words(seen, "failed", {"node-0": [], "node-1": ["echo"]}) == [
+        "  node-0 | (printed nothing; last heard of in epoch 2, step 7 of 63)"
+    ]
+    assert report.exit_code(seen, "failed") == 1
+
+
+def test_a_refused_input_is_its_own_line_its_hint_and_2():
+    failed = {"event": "failed", "node": 1, "time": 100.0, "error": "--batch 1: too small", "hint": "2", "exit_code": 2}
+    seen = view(failed, exits=(1, 1))
+    assert report.cause(seen, "failed") == "node-1: --batch 1: too small"
+    assert report.last_words(seen, "failed", {"node-0": ["x"], "node-1": ["error: ..."]}) == ["hint: 2"]
+    assert report.exit_code(seen, "failed") == 2
+
+
+def test_late_names_those_that_are_waited_for():
+    event = {"event": "joining", "node": 0, "reachable": True, "master": "m:1"}
+    seen = fold(rendezvous.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)
+    assert report.cause(seen, "late") == "node-1: starting"
+    assert report.last_words(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]
+    assert report.exit_code(seen, "late") == 4
