@@ -1,0 +1,20 @@
+"""The verbs of the command line, a file each; torch is only loaded once there is something to do."""
+
+from __future__ import annotations
+
+import typer
+
+from trainer.cli.info import info
+from trainer.cli.train import train
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
+)
+for verb in (train, info):
+    app.command()(verb)
+
+__all__ = ["app"]

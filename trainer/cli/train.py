@@ -1,0 +1,131 @@
+"""`trainer train`: its options, and the settings that they become."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from trainer.config import DIGITS, PRESETS, STANDARD, Settings, load_hyp, preset_for
+
+_D, _S = PRESETS[DIGITS], STANDARD
+
+
+def _default(field: str) -> str:
+    return f"(default: {getattr(_D, field)} for digits, else {getattr(_S, field)})"
+
+
+Data = Annotated[str, typer.Option(help="`digits` (built in, nothing to download) or the path of a data.yaml.")]
+Cfg = Annotated[
+    str,
+    typer.Option(
+        help="Model file: yolov5n.yaml, s, m, l, x, or your own in the same syntax. "
+        "(default: the checkpoint's with --weights, else yolov5n.yaml)"
+    ),
+]
+Weights = Annotated[str, typer.Option(help="Start from a best.pt or last.pt of this trainer; '' starts from scratch.")]
+HypFile = Annotated[
+    str,
+    typer.Option(
+        "--hyp",
+        help="YAML file with YOLOv5's hyper-parameters; those it leaves out keep their default: "
+        "YOLOv5's low set, for digits a set of its own (trainer/config.py).",
+        show_default=False,
+    ),
+]
+Epochs = Annotated[
+    int | None, typer.Option(help=f"Passes over the training pictures. {_default('epochs')}", show_default=False)
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        "--batch",
+        "--batch-size",
+        help=f"Pictures per step on all ranks together; it need not divide evenly. {_default('batch')}",
+        show_default=False,
+    ),
+]
+ImgSz = Annotated[
+    int | None,
+    typer.Option(
+        "--imgsz",
+        "--img",
+        help=f"Side of the square pictures in pixels, a multiple of 32. {_default('imgsz')}",
+        show_default=False,
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, a GPU number or numbers (0,1: one per rank); '' takes GPUs where there are any.")
+]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option("--optimizer", help=f"SGD, Adam or AdamW. {_default('optimizer')}", show_default=False),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        help="Loading processes per rank. (default: 0 on the CPU, where they would take the training's cores; "
+        "up to 8 on a GPU)",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Seed of the weights, the order and the augmentation; same on all ranks.")]
+Project = Annotated[
+    str, typer.Option(help="Where the run's folder goes. Under clusterctl the job's own folder takes its place.")
+]
+Name = Annotated[str, typer.Option(help="The run's folder; if it exists, name2, name3, ...")]
+ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Write into the folder even if it exists.")]
+CosLr = Annotated[bool, typer.Option("--cos-lr", help="Let the learning rate fall along a cosine, not a line.")]
+Precision = Annotated[
+    str, typer.Option(help="bf16, fp32, or auto: bf16 where the processor or GPU computes in it natively.")
+]
+NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
+
+
+def train(
+    data: Data = DIGITS,
+    cfg: Cfg = "",
+    weights: Weights = "",
+    hyp: HypFile = "",
+    epochs: Epochs = None,
+    batch: Batch = None,
+    imgsz: ImgSz = None,
+    device: Device = "",
+    optimizer: OptimizerName = None,
+    workers: Workers = None,
+    seed: Seed = 0,
+    project: Project = "runs",
+    name: Name = "train",
+    exist_ok: ExistOk = False,
+    cos_lr: CosLr = False,
+    precision: Precision = "auto",
+    noval: NoVal = False,
+) -> None:
+    """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
+
+    Several processes: `torchrun --nproc-per-node 2 -m trainer train ...`; several machines: `clusterctl launch`.
+    The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
+    """
+    preset = preset_for(data)
+    settings = Settings(
+        data=data,
+        cfg=cfg,
+        weights=weights,
+        hyp=load_hyp(hyp, preset.hyp) if hyp else preset.hyp,
+        epochs=preset.epochs if epochs is None else epochs,
+        batch=preset.batch if batch is None else batch,
+        imgsz=preset.imgsz if imgsz is None else imgsz,
+        device=device,
+        optimizer=optimizer or preset.optimizer,
+        workers=workers,
+        seed=seed,
+        project=project,
+        name=name,
+        exist_ok=exist_ok,
+        cos_lr=cos_lr,
+        precision=precision,
+        val=not noval,
+    )
+    from trainer.loop import train as run
+
+    run(settings)
