@@ -67,11 +67,21 @@ def test_path_may_count_from_the_working_directory(tmp_path, monkeypatch):
     assert data.image(0).shape == (48, 64, 3)
 
 
-def test_polygons_become_the_boxes_around_them(tmp_path):
+def test_polygons_become_boxes_and_keep_their_corners(tmp_path):
     path = make_yolo_set(tmp_path)
-    (tmp_path / "labels/train/001.txt").write_text("1 0.2 0.3 0.6 0.4 0.4 0.9\n")
+    (tmp_path / "labels/train/001.txt").write_text(
+        "1 0.2 0.3 0.6 0.4 0.4 0.9\n0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.2 0.1 0.2 0.2 0.1 0.2\n"
+    )
     data = open_dataset(str(path), "train", imgsz=64)
-    np.testing.assert_allclose(data.labels(1), [[1, 0.4, 0.6, 0.4, 0.6]], rtol=1e-6)
+    boxes = [[1, 0.4, 0.6, 0.4, 0.6], [0, 0.5, 0.5, 0.2, 0.2], [1, 0.15, 0.15, 0.1, 0.1]]
+    np.testing.assert_allclose(data.labels(1), boxes, rtol=1e-6)
+    triangle, box, square = data.segments(1)
+    np.testing.assert_allclose(triangle, [[0.2, 0.3], [0.6, 0.4], [0.4, 0.9]], rtol=1e-6)
+    assert box.shape == (0, 2)
+    np.testing.assert_allclose(square, [[0.1, 0.1], [0.2, 0.1], [0.2, 0.2], [0.1, 0.2]], rtol=1e-6)
+    assert triangle.dtype == box.dtype == np.float32
+    assert data.segments(0) == []
+    assert [len(segment) for segment in data.segments(2)] == [0, 0]
 
 
 def test_a_box_beyond_the_edge_by_rounding_is_cut_to_the_picture(tmp_path):

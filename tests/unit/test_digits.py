@@ -54,6 +54,7 @@ def test_pages_hold_several_digits_inside_the_page(side):
         assert data.image(index).shape == (side, side, 3)
         assert data.size(index) == (side, side)
         boxes = corners(data.labels(index), side)
+        assert [len(segment) for segment in data.segments(index)] == [0] * len(boxes)
         assert boxes.min() >= 0
         assert boxes.max() <= side
         counts.append(len(boxes))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
 Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the picture's sides
+Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) where there is none
 
 
 class Dataset(Protocol):
@@ -35,3 +36,6 @@ class Dataset(Protocol):
 
     def labels(self, index: int) -> Labels:
         """The boxes as float32 (n, 5): class, cx, cy, w, h as fractions of the picture's sides."""
+
+    def segments(self, index: int) -> list[Segment]:
+        """The outlines of the boxes of `labels(index)`, in their order; empty, (0, 2), for one that is only a box."""

@@ -17,7 +17,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.dataset import Image, Labels
+from trainer.data.dataset import Image, Labels, Segment
 from trainer.errors import TrainerError
 
 PAGES = {"train": 2000, "val": 256}
@@ -172,3 +172,7 @@ class Digits:
     def labels(self, index: int) -> Labels:
         """The digits of page `index` as float32 (n, 5): digit, cx, cy, w, h as fractions of the side."""
         return self._page(index).labels
+
+    def segments(self, index: int) -> list[Segment]:
+        """No outlines: an empty one for every digit."""
+        return [np.empty((0, 2), np.float32)] * len(self.labels(index))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import cv2
@@ -20,7 +21,7 @@ import numpy.typing as npt
 from PIL import Image as Pillow
 
 from trainer.data.data_yaml import DataYaml, read_data_yaml
-from trainer.data.dataset import Image, Labels
+from trainer.data.dataset import Image, Labels, Segment
 from trainer.errors import TrainerError
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
@@ -47,7 +48,12 @@ class Yolo:
             sizes = pool.map(lambda k: [_size(p) for p in pictures[k : k + _CHUNK]], starts)
             self._sizes = np.array([size for chunk in sizes for size in chunk], np.int32)
             rows = pool.map(lambda k: [_read_labels(f) for f in label_files[k : k + _CHUNK]], starts)
-            tables = [table for chunk in rows for table in chunk]
+            files = [file for chunk in rows for file in chunk]
+        tables = [table for table, _ in files]
+        outlines = [outline for _, outlines in files for outline in outlines]
+        # One array of corners and where each box's begin: many small arrays would be copied like many small lists.
+        self._corners = np.concatenate([np.empty((0, 2)), *outlines]).astype(np.float32)
+        self._corner_offsets = np.concatenate([[0], np.cumsum([len(outline) for outline in outlines])])
         self._offsets = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
         self._labels = _checked(np.concatenate(tables), self._offsets, self._sizes, label_files, self.names)
         if not len(self._labels):
@@ -88,6 +94,12 @@ class Yolo:
     def labels(self, index: int) -> Labels:
         """The boxes of picture `index` as float32 (n, 5): class, cx, cy, w, h as fractions of its sides."""
         return self._labels[self._offsets[index] : self._offsets[index + 1]]
+
+    def segments(self, index: int) -> list[Segment]:
+        """The polygons of picture `index`, one for each of its labels: float32 (k, 2) fractions, (0, 2) for a box."""
+        first, last = self._offsets[index : index + 2].tolist()
+        cuts = self._corner_offsets[first : last + 1].tolist()
+        return [self._corners[begin:end] for begin, end in pairwise(cuts)]
 
 
 def label_file(picture: str) -> str:
@@ -175,16 +187,16 @@ def _size(picture: str) -> tuple[int, int]:
     return (width, height) if turned else (height, width)
 
 
-def _read_labels(file: str) -> npt.NDArray[np.float64]:
-    """The rows (n, 5) of a label file, polygons as the boxes around them; no file means no boxes."""
+def _read_labels(file: str) -> tuple[npt.NDArray[np.float64], list[npt.NDArray[np.float64]]]:
+    """The rows (n, 5) of a label file, and of each the corners (k, 2) of its polygon; no file means no boxes."""
     try:
         with open(file, encoding="utf-8") as stream:
             lines = stream.read().splitlines()
     except FileNotFoundError:
-        return np.zeros((0, 5))
+        return np.zeros((0, 5)), []
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{file}: cannot be read: {error}", "labels are text: class cx cy w h") from None
-    rows = []
+    rows, outlines = [], []
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words:
@@ -193,22 +205,19 @@ def _read_labels(file: str) -> npt.NDArray[np.float64]:
             row = [float(word) for word in words]
         except ValueError:
             raise TrainerError(f"{file}:{number}: not a number in `{line.strip()[:60]}`", _ROW_HINT) from None
+        outline = np.empty((0, 2))
         if len(row) != 5:
-            row = _polygon_box(row, f"{file}:{number}")
+            if len(row) < 7 or len(row) % 2 == 0:
+                raise TrainerError(f"{file}:{number}: {len(row)} columns instead of 5", _ROW_HINT)
+            outline = np.array(row[1:]).reshape(-1, 2)
+            low, high = outline.min(0), outline.max(0)
+            row = [row[0], *(low + high) / 2, *(high - low)]
         rows.append(row)
-    return np.array(rows, np.float64).reshape(-1, 5)
+        outlines.append(outline)
+    return np.array(rows, np.float64).reshape(-1, 5), outlines
 
 
 _ROW_HINT = "a line is `class cx cy w h`, the last four as fractions of the picture's sides"
-
-
-def _polygon_box(row: list[float], where: str) -> list[float]:
-    """class cx cy w h of a row `class x1 y1 x2 y2 x3 y3 ...`."""
-    if len(row) < 7 or len(row) % 2 == 0:
-        raise TrainerError(f"{where}: {len(row)} columns instead of 5", _ROW_HINT)
-    xs, ys = row[1::2], row[2::2]
-    (x1, x2), (y1, y2) = (min(xs), max(xs)), (min(ys), max(ys))
-    return [row[0], (x1 + x2) / 2, (y1 + y2) / 2, x2 - x1, y2 - y1]
 
 
 def _checked(
