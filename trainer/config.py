@@ -124,6 +124,7 @@ class Settings:
     cos_lr: bool
     precision: str
     val: bool
+    multi_scale: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):

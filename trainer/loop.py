@@ -64,8 +64,10 @@ class Run:
             fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
             self.screen.say(f"weights from {s.weights}: {fit} of {of} tensors fit")
         workers = s.workers if s.workers is not None else default_workers(device, world)
-        share = {"rank": world.rank, "world": world.size, "workers": workers}
-        self.train = TrainLoader(train, imgsz=s.imgsz, batch=s.batch, seed=s.seed, hyp=s.hyp, **share)
+        share = {"rank": world.rank, "world": world.size, "workers": workers, "stride": max(self.model.detect.strides)}
+        self.train = TrainLoader(
+            train, imgsz=s.imgsz, batch=s.batch, seed=s.seed, hyp=s.hyp, multi_scale=s.multi_scale, **share
+        )
         each = -(-s.batch // world.size)
         self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=each, **share)
         if not self.train.steps:

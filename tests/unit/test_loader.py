@@ -14,10 +14,11 @@ from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
 from trainer.data import TrainLoader, ValLoader, open_dataset
 from trainer.data.digits import Digits
+from trainer.data.loader import scales
 from trainer.errors import TrainerError
 
 
-def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=None):
+def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=None, **options):
     return TrainLoader(
         dataset,
         imgsz=64,
@@ -27,6 +28,7 @@ def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=No
         seed=seed,
         workers=workers,
         hyp=hyp or Hyp(mixup=0.3, degrees=5.0),
+        **options,
     )
 
 
@@ -64,6 +66,40 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers):
         assert torch.equal(images, images1)
         assert torch.equal(targets, targets1)
         assert len(targets)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_taken_up_in_the_middle_goes_on_as_it_would_have(workers):
+    dataset = Digits("train", 64, pages=16)
+    whole = list(train_loader(dataset, batch=4, multi_scale=True).epoch(2))
+    for first in (0, 1, 3, 4):
+        rest = list(train_loader(dataset, batch=4, multi_scale=True, workers=workers).epoch(2, first))
+        assert len(rest) == 4 - first
+        for batch, expected in zip(rest, whole[first:], strict=True):
+            assert torch.equal(batch.ids, expected.ids)
+            assert torch.equal(batch.images, expected.images)
+            assert torch.equal(batch.targets, expected.targets)
+
+
+def test_multi_scale_draws_a_side_for_every_step_the_same_on_all_ranks():
+    dataset = Digits("train", 64, pages=40)
+    ranks = [train_loader(dataset, rank=r, world=2, batch=2, multi_scale=True) for r in range(2)]
+    epochs = [[[b.images.shape[1:3] for b in loader.epoch(e)] for loader in ranks] for e in (0, 1)]
+    assert all(one == other for one, other in epochs)
+    sides = epochs[0][0]
+    assert set(sides) == {(32, 32), (64, 64), (96, 96)}  # 0.5 to 1.5 x 64
+    assert sides != epochs[1][0]
+    assert sides != [b.images.shape[1:3] for b in train_loader(dataset, batch=2, multi_scale=True, seed=4).epoch(0)]
+    assert list(scales(320, 64)) == [192, 256, 320, 384, 448]  # P6: 160 and 480 are no multiples of 64
+    assert (scales(640, 32)[0], scales(640, 32)[-1]) == (320, 960)
+
+
+def test_the_largest_stride_decides_which_sides_are_possible():
+    with pytest.raises(TrainerError, match="--imgsz 96 is not a multiple of 64") as caught:
+        TrainLoader(
+            Digits("train", 96, pages=4), imgsz=96, batch=2, rank=0, world=1, seed=0, workers=0, hyp=Hyp(), stride=64
+        )
+    assert "--imgsz 128" in caught.value.hint
 
 
 def test_shapes_and_types():

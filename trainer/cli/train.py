@@ -79,6 +79,10 @@ CosLr = Annotated[bool, typer.Option("--cos-lr", help="Let the learning rate fal
 Precision = Annotated[
     str, typer.Option(help="bf16, fp32, or auto: bf16 where the processor or GPU computes in it natively.")
 ]
+MultiScale = Annotated[
+    bool,
+    typer.Option("--multi-scale", help="Another side for every step, from 0.5 to 1.5 x --imgsz, same on all ranks."),
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -99,6 +103,7 @@ def train(
     exist_ok: ExistOk = False,
     cos_lr: CosLr = False,
     precision: Precision = "auto",
+    multi_scale: MultiScale = False,
     noval: NoVal = False,
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
@@ -124,6 +129,7 @@ def train(
         exist_ok=exist_ok,
         cos_lr=cos_lr,
         precision=precision,
+        multi_scale=multi_scale,
         val=not noval,
     )
     from trainer.loop import train as run

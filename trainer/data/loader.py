@@ -21,17 +21,17 @@ from trainer.data.augment import letterbox, training_picture
 from trainer.data.dataset import Dataset
 from trainer.errors import TrainerError
 
-STRIDE = 32  # pixels per cell of a detector's coarsest grid
+STRIDE = 32  # pixels per cell of the coarsest grid of a detector with three levels; P6 models have 64
 _PREFETCH = 3  # batches that each worker makes ahead
-_ORDER, _PICTURE = 1, 2  # first word of the seeds, so that no two uses share a random stream
+_ORDER, _PICTURE, _SIDE = 1, 2, 3  # first word of the seeds, so that no two uses share a random stream
 
 
 @dataclass
 class Batch:
     """One rank's share of a global training batch."""
 
-    images: torch.Tensor  # uint8 (b, imgsz, imgsz, 3), RGB
-    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of imgsz
+    images: torch.Tensor  # uint8 (b, side, side, 3), RGB; the side is imgsz unless the scale varies
+    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of the side
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # pictures of this step on all ranks together
 
@@ -46,10 +46,17 @@ class ValBatch:
     pads: torch.Tensor  # float32 (b, 3): scale, pad_x, pad_y
 
 
-def _check_imgsz(imgsz: int) -> None:
-    if imgsz < STRIDE or imgsz % STRIDE:
-        near = max(STRIDE, round(imgsz / STRIDE) * STRIDE)
-        raise TrainerError(f"--imgsz {imgsz} is not a multiple of {STRIDE}", f"use --imgsz {near}")
+def _check_imgsz(imgsz: int, stride: int) -> None:
+    if imgsz < stride or imgsz % stride:
+        near = max(stride, round(imgsz / stride) * stride)
+        raise TrainerError(
+            f"--imgsz {imgsz} is not a multiple of {stride}, the model's largest stride", f"use --imgsz {near}"
+        )
+
+
+def scales(imgsz: int, stride: int) -> range:
+    """The sides that --multi-scale draws from: the multiples of `stride` from 0.5 to 1.5 x `imgsz`."""
+    return range(-(-imgsz // (2 * stride)) * stride, 3 * imgsz // 2 + 1, stride)
 
 
 def _check_shared_memory(workers: int, pictures: int, imgsz: int) -> None:
@@ -73,6 +80,7 @@ class _Share:
     epoch: int
     ids: tuple[int, ...]
     global_size: int
+    side: int
 
 
 BatchType = TypeVar("BatchType", Batch, ValBatch)
@@ -81,8 +89,8 @@ BatchType = TypeVar("BatchType", Batch, ValBatch)
 class _Maker(Generic[BatchType]):
     """Turns a share into a batch, here or in a worker process."""
 
-    def __init__(self, dataset: Dataset, imgsz: int) -> None:
-        self.dataset, self.imgsz = dataset, imgsz
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
 
     def make(self, share: _Share) -> BatchType:
         raise NotImplementedError
@@ -96,12 +104,12 @@ class _Maker(Generic[BatchType]):
 
 
 class _TrainMaker(_Maker[Batch]):
-    def __init__(self, dataset: Dataset, imgsz: int, seed: int, hyp: Hyp) -> None:
-        super().__init__(dataset, imgsz)
+    def __init__(self, dataset: Dataset, seed: int, hyp: Hyp) -> None:
+        super().__init__(dataset)
         self.seed, self.hyp = seed, hyp
 
     def make(self, share: _Share) -> Batch:
-        images = torch.empty((len(share.ids), self.imgsz, self.imgsz, 3), dtype=torch.uint8)
+        images = torch.empty((len(share.ids), share.side, share.side, 3), dtype=torch.uint8)
         labels = []
         for k, index in enumerate(share.ids):
             rng = np.random.default_rng([_PICTURE, self.seed, share.epoch, index])
@@ -113,12 +121,12 @@ class _TrainMaker(_Maker[Batch]):
 
 class _ValMaker(_Maker[ValBatch]):
     def make(self, share: _Share) -> ValBatch:
-        images = torch.empty((len(share.ids), self.imgsz, self.imgsz, 3), dtype=torch.uint8)
+        images = torch.empty((len(share.ids), share.side, share.side, 3), dtype=torch.uint8)
         shapes, pads = [], np.zeros((len(share.ids), 3), np.float32)
         for k, index in enumerate(share.ids):
             picture = self.dataset.image(index)
             shapes.append((picture.shape[0], picture.shape[1]))
-            pads[k] = letterbox(picture, self.imgsz, images[k].numpy())
+            pads[k] = letterbox(picture, share.side, images[k].numpy())
         return ValBatch(images, torch.tensor(share.ids, dtype=torch.int64), shapes, torch.from_numpy(pads))
 
 
@@ -187,8 +195,9 @@ class _Stream(Generic[BatchType]):
 class TrainLoader:
     """Augmented batches: one permutation of the whole set per epoch, of which each rank takes its share.
 
-    A picture's augmentation and mosaic partners follow from (seed, epoch, picture) alone, so that the global
-    batch is the same for any number of ranks and workers. A last batch that is not full is kept if every rank
+    A picture's augmentation and mosaic partners follow from (seed, epoch, picture) alone and a step's side from
+    (seed, epoch, step), so that the global batch is the same for any number of ranks and workers, and from whatever
+    step an epoch is taken up again. A last batch that is not full is kept if every rank
     gets at least one picture of it; else it is left out for this epoch.
     """
 
@@ -203,9 +212,11 @@ class TrainLoader:
         seed: int,
         workers: int,
         hyp: Hyp,
+        multi_scale: bool = False,
+        stride: int = STRIDE,
     ) -> None:
-        """`batch` counts the pictures of a step on all ranks together."""
-        _check_imgsz(imgsz)
+        """`batch` counts the pictures of a step on all ranks together; `stride` is the model's largest."""
+        _check_imgsz(imgsz, stride)
         if batch < world:
             raise TrainerError(
                 f"--batch {batch} is smaller than the number of ranks, {world}",
@@ -213,35 +224,51 @@ class TrainLoader:
             )
         if len(dataset) < world:
             raise TrainerError(f"{len(dataset)} training pictures cannot feed {world} ranks", "use fewer ranks")
-        _check_shared_memory(workers, -(-batch // world), imgsz)
+        self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
+        _check_shared_memory(workers, -(-batch // world), self._sides[-1])
         self._count, self._batch, self._rank, self._world, self._seed = len(dataset), batch, rank, world, seed
         full, rest = divmod(self._count, batch)
         self.steps = full + (rest >= world)
-        self._stream = _Stream(_TrainMaker(dataset, imgsz, seed, hyp), workers)
+        self._stream = _Stream(_TrainMaker(dataset, seed, hyp), workers)
 
     def __len__(self) -> int:
         return self.steps
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        """This rank's `steps` batches of epoch `epoch`."""
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of epoch `epoch` from step `first_step` on, of `steps` in all."""
         order = np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self._count)
         shares = []
-        for step in range(self.steps):
+        for step in range(first_step, self.steps):
             whole = order[step * self._batch : (step + 1) * self._batch]
             mine = np.array_split(whole, self._world)[self._rank]
-            shares.append(_Share(epoch, tuple(mine.tolist()), len(whole)))
+            shares.append(_Share(epoch, tuple(mine.tolist()), len(whole), self._side(epoch, step)))
         return self._stream.run(shares)
+
+    def _side(self, epoch: int, step: int) -> int:
+        if len(self._sides) == 1:
+            return self._sides[0]
+        return self._sides[int(np.random.default_rng([_SIDE, self._seed, epoch, step]).integers(len(self._sides)))]
 
 
 class ValLoader:
     """Letterboxed pictures, `batch` at a time on each rank; every picture on exactly one rank."""
 
-    def __init__(self, dataset: Dataset, *, imgsz: int, batch: int, rank: int, world: int, workers: int) -> None:
-        _check_imgsz(imgsz)
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        imgsz: int,
+        batch: int,
+        rank: int,
+        world: int,
+        workers: int,
+        stride: int = STRIDE,
+    ) -> None:
+        _check_imgsz(imgsz, stride)
         _check_shared_memory(workers, batch, imgsz)
         mine = range(rank, len(dataset), world)
-        self._shares = [_Share(0, tuple(mine[k : k + batch]), batch) for k in range(0, len(mine), batch)]
-        self._stream = _Stream(_ValMaker(dataset, imgsz), workers)
+        self._shares = [_Share(0, tuple(mine[k : k + batch]), batch, imgsz) for k in range(0, len(mine), batch)]
+        self._stream = _Stream(_ValMaker(dataset), workers)
 
     def __len__(self) -> int:
         return len(self._shares)
