@@ -23,7 +23,13 @@ Cfg = Annotated[
         "(default: the checkpoint's with --weights, else yolov5n.yaml)"
     ),
 ]
-Weights = Annotated[str, typer.Option(help="Start from a best.pt or last.pt of this trainer; '' starts from scratch.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Start from a best.pt or last.pt of this trainer or of YOLOv5, from a release by its name (yolov5s.pt: "
+        "fetched where it is not there), or from an address (https://.../x.pt#sha256=...); '' starts from scratch."
+    ),
+]
 HypFile = Annotated[
     str,
     typer.Option(
