@@ -89,6 +89,16 @@ MultiScale = Annotated[
     bool,
     typer.Option("--multi-scale", help="Another side for every step, from 0.5 to 1.5 x --imgsz, same on all ranks."),
 ]
+Rect = Annotated[
+    bool,
+    typer.Option("--rect", help="Batches of pictures of similar aspect, padded little; without mosaics."),
+]
+ImageWeights = Annotated[
+    bool,
+    typer.Option(
+        "--image-weights", help="Draw pictures with rare classes, and classes that validate badly, more often."
+    ),
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -110,6 +120,8 @@ def train(
     cos_lr: CosLr = False,
     precision: Precision = "auto",
     multi_scale: MultiScale = False,
+    rect: Rect = False,
+    image_weights: ImageWeights = False,
     noval: NoVal = False,
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
@@ -136,6 +148,8 @@ def train(
         cos_lr=cos_lr,
         precision=precision,
         multi_scale=multi_scale,
+        rect=rect,
+        image_weights=image_weights,
         val=not noval,
     )
     from trainer.loop import train as run
