@@ -29,6 +29,10 @@ class Hyp:
     cls_pw: float = 1.0  # weight of positives in the class BCE
     obj: float = 1.0  # gain of the objectness loss
     obj_pw: float = 1.0  # weight of positives in the objectness BCE
+    # The anchor-free head's gains have names of their own: YOLOv5's files set box and cls for the anchor head.
+    dfl_box: float = 7.5  # gain of its box loss
+    dfl_cls: float = 0.5  # gain of its class loss
+    dfl: float = 1.5  # gain of its distribution focal loss
     anchor_t: float = 4.0  # a box matches an anchor when no side differs by this factor
     fl_gamma: float = 0.0  # gamma of the focal loss, 0 is off
     label_smoothing: float = 0.0
@@ -45,7 +49,6 @@ class Hyp:
     mosaic: float = 1.0
     mixup: float = 0.0
     copy_paste: float = 0.0  # known, but only 0 is accepted: it moves masks, and labels here are boxes
-    close_mosaic: float = 0.0  # last epochs without mosaic, mixup and copy-paste
 
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
@@ -126,8 +129,6 @@ class Settings:
     precision: str
     val: bool
     multi_scale: bool = False
-    rect: bool = False
-    image_weights: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):

@@ -215,7 +215,7 @@ def average_(tensors: list[Tensor]) -> None:
 
 def start_sum(value: Tensor) -> dist.Work | None:
     """Begin to sum a tensor over the ranks, in place; wait() on the result before reading it."""
-    return dist.all_reduce(value, async_op=True) if together() else None
+    return dist.all_reduce(value, async_op=True) if together() and value.numel() else None
 
 
 def wait(work: dist.Work | None) -> None:

@@ -28,10 +28,6 @@ from trainer.tasks.detection import Detection, prepare
 from trainer.timing import Clock
 
 DEFAULT_CFG = "yolov5n.yaml"
-COLUMNS = (
-    *("epoch", "box_loss", "obj_loss", "cls_loss", "map50", "map", "lr", "images_per_s", "seconds"),
-    *("data", "compute", "sync", "val"),
-)
 CHECK_EVERY = {"cpu": 1, "cuda": 20}  # steps between looks at the loss: on a GPU a look waits for the device
 
 
@@ -64,24 +60,12 @@ class Run:
             fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
             self.screen.say(f"weights from {s.weights}: {fit} of {of} tensors fit")
         workers = s.workers if s.workers is not None else default_workers(device, world)
-        stride = max(self.model.detect.strides)
-        share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-        share |= {"workers": workers, "stride": stride}
+        share = {"rank": world.rank, "world": world.size, "workers": workers, "stride": max(self.model.detect.strides)}
         self.train = TrainLoader(
-            train,
-            imgsz=s.imgsz,
-            batch=s.batch,
-            seed=s.seed,
-            hyp=s.hyp,
-            epochs=s.epochs,
-            multi_scale=s.multi_scale,
-            rect=s.rect,
-            image_weights=s.image_weights,
-            **share,
+            train, imgsz=s.imgsz, batch=s.batch, seed=s.seed, hyp=s.hyp, multi_scale=s.multi_scale, **share
         )
-        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
-        for note in self.train.notes or self.val.notes:
-            self.screen.say(note)
+        each = -(-s.batch // world.size)
+        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=each, **share)
         if not self.train.steps:
             raise TrainerError(f"--data {s.data}: {len(train)} training pictures do not fill a batch of {s.batch}")
         self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.cos_lr)
@@ -106,7 +90,7 @@ class Run:
         self.check_every = CHECK_EVERY[self.device.type]
 
     def train_epoch(self, epoch: int) -> tuple[Tensor, float]:
-        """One pass (epoch from 0): the mean (box, obj, cls) over the steps and all ranks, and images per second."""
+        """One pass (epoch from 0): the mean loss terms over the steps and all ranks, and images per second."""
         s, steps = self.settings, self.train.steps
         self.net.train()
         self.screen.begin_epoch(epoch + 1, s.epochs, steps)
@@ -141,7 +125,7 @@ class Run:
         return total / steps, images / (time.perf_counter() - begin)
 
     def _step(self, number: int, batch: Batch, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """One batch. `pending` is this rank's share of the previous step's loss terms, float64 (3,).
+        """One batch. `pending` is this rank's share of the previous step's loss terms, float64.
 
         Returns this step's share and the previous step's terms summed over the ranks: the sums travel with the
         counts that the loss needs anyway, so that watching the loss costs no collective of its own.
@@ -156,9 +140,12 @@ class Run:
         with self.net.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
             with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
                 raw = self.net(prepared.images)
+            matched, late = self.loss.match(raw, prepared.assignment)
+            late_work = dist.start_sum(late)  # what only the outputs could tell
             with self.clock.spending("sync"):
                 dist.wait(work)
-            terms = self.loss(raw, prepared.assignment, sums[: len(counts)])
+                dist.wait(late_work)
+            terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
             # YOLOv5's loss is the batch's mean times its pictures; the ranks' gradients are summed.
             (terms.sum() * sums[0].float()).backward()  # type: ignore[no-untyped-call]
         if not quiet:
@@ -297,11 +284,11 @@ def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[
         "lr": run.schedule.at((epoch + 1) * run.train.steps - 1).lr,
         "images_per_s": rate,
         "seconds": seconds,
-        **shares,
+        **{k: shares[k] for k in ("data", "compute", "sync", "val")},
     }
     path = run.folder / "results.csv"
     with path.open("a" if epoch else "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS)
+        table = csv.DictWriter(file, list(row))
         if not epoch:
             table.writeheader()
         table.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()})

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _PANELS: list[tuple[str, list[tuple[str, str, str]]]] = [
-    ("training loss", [("box_loss", "box", _BLUE), ("obj_loss", "object", _ORANGE), ("cls_loss", "class", _GREEN)]),
+    (
+        "training loss",
+        [
+            ("box_loss", "box", _BLUE),
+            ("obj_loss", "object", _ORANGE),
+            ("cls_loss", "class", _GREEN),
+            ("dfl_loss", "distribution", _RED),
+        ],
+    ),
     ("validation", [("map50", "mAP50", _BLUE), ("map", "mAP50-95", _RED)]),
 ]
 _CELL_PX = 420  # the longer side of a picture in the grid

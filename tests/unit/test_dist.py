@@ -126,7 +126,8 @@ def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.Complet
     return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
 
 
-def test_two_ranks_train_like_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
+def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
     """Eight pictures on one rank, and 5 + 3 on two with all boxes on the first: same loss, same gradients.
 
     Batch norm is frozen: its statistics are each rank's own.
@@ -135,12 +136,13 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
         import os, sys, torch
         from trainer import dist
         from trainer.config import Hyp
-        from trainer.losses.detection import DetectionLoss
-        from trainer.models.yolo import build_yolo, load_cfg
+        from trainer.models.yolo import load_cfg
+        from trainer.tasks.detection import Detection
         from trainer.timing import Clock
 
         torch.manual_seed(0)
-        model = build_yolo(load_cfg("yolov5n.yaml"), nc=3).eval()
+        task = Detection(load_cfg("CFG"), "CFG", ["a", "b", "c"], Hyp(), 64)
+        model = task.build().eval()
         for p in model.buffers():
             if p.is_floating_point():
                 p.mul_(0.2)  # running variances: keeps the signal alive through the layers
@@ -148,14 +150,15 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
         targets = torch.tensor([[0, 1, .4, .4, .3, .2], [0, 2, .7, .3, .5, .5], [4, 0, .5, .6, .9, .8]])
 
         def losses(net, images, targets):
-            head = model.detect
-            loss = DetectionLoss(head.anchors, head.strides, 3, Hyp(), 64)
+            loss = task.loss_of(model)
             assigned = loss.assign(targets, len(images), 64, 64)
             counts = assigned.counts
             work = dist.start_sum(counts)
             raw = net(images)
+            matched, late = loss.match(raw, assigned)
+            dist.wait(dist.start_sum(late))
             dist.wait(work)
-            terms = loss(raw, assigned, counts)
+            terms = loss(raw, matched, torch.cat((counts, late)))
             model.zero_grad()
             (terms.sum() * counts[0].float()).backward()
             terms = terms.detach().double()
@@ -180,7 +183,7 @@ def test_two_ranks_train_like_one(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max()) + 1e-7)
         dist.leave()
     """
-    for result in run_ranks(program, 2, tmp_path):
+    for result in run_ranks(program.replace("CFG", cfg), 2, tmp_path):
         assert result.returncode == 0, result.stderr
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from trainer.config import Hyp
 from trainer.losses.boxes import ciou
 from trainer.losses.detection import DetectionLoss
+from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
 SIDE = 64
@@ -20,6 +21,7 @@ def nano(nc: int) -> Yolo:
 
 def loss_for(nc: int = 3, **hyp: float) -> DetectionLoss:
     head = nano(nc).detect
+    assert isinstance(head, Detect)
     return DetectionLoss(head.anchors, head.strides, nc, Hyp(**hyp), SIDE)
 
 

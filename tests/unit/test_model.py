@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from trainer.errors import TrainerError
-from trainer.models.blocks import SPP, SPPF, Conv, Detect
+from trainer.models.blocks import SPP, SPPF, Conv
+from trainer.models.heads import Detect, DetectDFL
 from trainer.models.yolo import Yolo, build_yolo, fuse, load_cfg
 
 # size: parameters, parameters with batch norm folded in, convolutions with batch norm (nc = 80)
@@ -18,6 +19,8 @@ TABLE = {
     "l": (46_563_709, 46_533_693, 101),
     "x": (86_749_405, 86_705_005, 123),
 }
+# with the anchor-free head; published, rounded: 2.6, 9.1, 25.1, 53.2 and 97.2 million, with 16 constants among them
+TABLE_DFL = {"n": 2_654_800, "s": 9_153_136, "m": 25_111_440, "l": 53_225_008, "x": 97_276_432}
 
 
 def nano(nc: int = 80) -> Yolo:
@@ -37,6 +40,42 @@ def test_parameter_counts_are_those_of_the_published_models(size: str) -> None:
     assert parameters(model) == whole
     assert sum(isinstance(m, Conv) for m in model.modules()) == pairs
     assert parameters(fuse(model)) == fused
+
+
+@pytest.mark.parametrize("size", TABLE_DFL)
+def test_the_anchor_free_models_differ_in_the_head_alone(size: str) -> None:
+    with torch.device("meta"):
+        model = build_yolo(load_cfg(f"yolov5{size}u.yaml"), nc=80)
+        anchored = build_yolo(load_cfg(f"yolov5{size}.yaml"), nc=80)
+    assert parameters(model) == TABLE_DFL[size]
+    assert parameters(model.model[:-1]) == parameters(anchored.model[:-1])
+
+
+def test_the_anchor_free_head_has_its_prior_and_decodes_to_pixels() -> None:
+    torch.manual_seed(0)
+    model = build_yolo(load_cfg("yolov5nu.yaml"), nc=2).eval()
+    head = model.detect
+    assert isinstance(head, DetectDFL)
+    raw = model(torch.rand(2, 3, 64, 96))
+    assert [tuple(t.shape) for t in raw] == [(2, 8, 12, 66), (2, 4, 6, 66), (2, 2, 3, 66)]
+    for stride, box, cls in zip((8, 16, 32), head.cv2, head.cv3, strict=True):
+        assert set(box[-1].bias.tolist()) == {1.0}
+        assert cls[-1].bias.tolist() == pytest.approx([math.log(5 / 2 / (640 / stride) ** 2)] * 2)
+
+    raw = [torch.zeros(1, n, n, 66) for n in (8, 4, 2)]
+    certain = raw[1][0, 1, 3].view(-1)  # row 1, column 3 of stride 16: its point is (56, 24)
+    for side, distance in enumerate((1, 0, 2, 5)):
+        certain[side * 16 + distance] = 100.0
+    certain[64:] = torch.tensor([2.0, -2.0])
+    decoded = head.decode(raw)
+    assert decoded.shape == (1, 64 + 16 + 4, 7)
+    # All-zero outputs: every distance is the mean of 0 to 15, so that the box stands around its point.
+    assert decoded[0, 0].tolist() == pytest.approx([4, 4, 15 * 8, 15 * 8, 1, 0.5, 0.5])
+    left, top, right, bottom = 56 - 16, 24, 56 + 2 * 16, 24 + 5 * 16
+    sure, not_sure = 1 / (1 + math.exp(-2)), 1 / (1 + math.exp(2))
+    assert decoded[0, 64 + 4 + 3].tolist() == pytest.approx(
+        [(left + right) / 2, (top + bottom) / 2, right - left, bottom - top, 1, sure, not_sure], rel=1e-5
+    )
 
 
 def test_state_dict_has_the_published_names_and_shapes() -> None:
@@ -66,7 +105,7 @@ def test_head_biases_get_the_prior_on_top_of_their_default(nc: int) -> None:
     torch.manual_seed(1)
     plain.detect.m = torch.nn.ModuleList(torch.nn.Conv2d(c, 3 * (nc + 5), 1) for c in (64, 128, 256))
     before = [conv.bias.detach().clone().view(3, -1) for conv in plain.detect.m]
-    plain.detect.place_anchors([8, 16, 32])
+    plain.detect.place([8, 16, 32])
     objectness = (-6.6846, -5.2983, -3.9120)
     cls = math.log(0.6 / (nc - 0.99999))
     for old, conv, obj in zip(before, plain.detect.m, objectness, strict=True):
@@ -166,6 +205,7 @@ def test_a_users_own_file_works(tmp_path: Path) -> None:
         ({"backbone": [[-1, 0, "Conv", [8]]]}, "backbone row 0: the number of repeats is 0"),
         ({"backbone": [[5, 1, "Conv", [8]]]}, "backbone row 0: it takes its input from layer 5"),
         ({"backbone": [[-1, 1, "Conv", [8, "wide"]]] * 4}, "backbone row 0: Conv cannot be built"),
+        ({"anchors": []}, "it needs the key `anchors`"),
         ({"head": [[-1, 1, "Conv", [8, 3, 2]]]}, "the last row of the head"),
         ({"head": [[-1, 1, "Detect", ["nc", "anchors"]]]}, "1 inputs but 2 levels"),
         ({"head": [[[0, 3], 1, "Concat", [1]], [[-1, 3], 1, "Detect", ["nc", "anchors"]]]}, "do not fit together"),

@@ -1,1 +1,39 @@
 """Loss functions, normalised over all ranks so that the number of ranks does not change the training."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Loss"]
+
+
+class Assigned(Protocol):
+    """What a loss works out from the targets; `counts` float64 (c,), the batch's pictures first."""
+
+    @property
+    def counts(self) -> Tensor:
+        """This rank's part of what the loss divides by; to be summed over the ranks."""
+        ...
+
+
+class Loss(Protocol):
+    """A batch's loss in three steps, so that the ranks can sum their counts as soon as these are known.
+
+    `assign` needs only the targets: its counts are summed while the network runs. `match` sees the outputs: its
+    counts (possibly none) are summed next. The call takes all sums and gives this rank's share of the terms.
+    """
+
+    terms: tuple[str, ...]
+
+    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Any:
+        """Targets (n, 6) [image, class, cx, cy, w, h] of `images` pictures -> an Assigned."""
+        ...
+
+    def match(self, raw: Sequence[Tensor], assigned: Any, /) -> tuple[Any, Tensor]:
+        """What the call needs of the assignment, and the counts that only the outputs tell, float64 (c2,)."""
+        ...
+
+    def __call__(self, raw: Sequence[Tensor], matched: Any, counts: Tensor, /) -> Tensor:
+        """This rank's share of the terms (t,) float32 with gradients; `counts` (c + c2,) of all ranks."""
+        ...

@@ -11,17 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
 from trainer.losses.assignment import Level, assign
 from trainer.losses.boxes import ciou
+from trainer.losses.classes import bce
 
-TERMS = ("box", "obj", "cls")
 BALANCE = {3: (4.0, 1.0, 0.4)}  # weight of each level's objectness
 BALANCE_ELSE = (4.0, 1.0, 0.25, 0.06, 0.02)
-FOCAL_ALPHA = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,9 @@ class Assignment:
 
 
 class DetectionLoss:
-    """The loss of a batch, in two steps: `assign` needs only the targets, so that the ranks' counts can be
+    """The loss of a batch for Detect: positives from the targets alone, so that nothing is left to match."""
 
-    summed while the network still runs; the call needs its outputs and the summed counts.
-    """
+    terms: tuple[str, ...] = ("box", "obj", "cls")
 
     def __init__(self, anchors: Tensor, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
         levels = len(strides)
@@ -55,6 +52,10 @@ class DetectionLoss:
         levels = assign(targets, self.anchors, grids, images, self.hyp.anchor_t)
         counts = [images, *(len(level.image) for level in levels)]
         return Assignment(levels, torch.tensor(counts, dtype=torch.float64, device=targets.device))
+
+    def match(self, raw: Sequence[Tensor], assignment: Assignment) -> tuple[Assignment, Tensor]:
+        """The assignment as it is: all counts are known from the targets."""
+        return assignment, assignment.counts[:0]
 
     def __call__(self, raw: Sequence[Tensor], assignment: Assignment, counts: Tensor) -> Tensor:
         """This rank's share of (box, obj, cls), gains included: (3,) float32 with gradients.
@@ -81,7 +82,9 @@ class DetectionLoss:
                 own
             ].clamp(min=0)
             cells = t.shape[1] * t.shape[2] * t.shape[3] * images
-            objectness = objectness + self._bce(t[..., 4], wanted, self.hyp.obj_pw).sum() * (self.balance[i] / cells)
+            objectness = objectness + bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum() * (
+                self.balance[i] / cells
+            )
         weight = torch.cat(weights)
         box = ((1 - torch.cat(boxes)) * weight).sum()
         logits, cls = torch.cat([s for s, _ in scores]), torch.cat([c for _, c in scores])
@@ -97,16 +100,4 @@ class DetectionLoss:
         smooth = self.hyp.label_smoothing
         wanted = torch.full_like(logits, smooth / 2)
         wanted.scatter_(1, cls[:, None], 1 - smooth / 2)
-        return self._bce(logits, wanted, self.hyp.cls_pw).sum(1)
-
-    def _bce(self, logits: Tensor, wanted: Tensor, positive_weight: float) -> Tensor:
-        """Element-wise binary cross entropy, focal (Lin et al. 2017) when fl_gamma is above 0."""
-        logits = logits.float()
-        weight = None if positive_weight == 1 else logits.new_tensor(positive_weight)
-        loss = F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
-        if self.hyp.fl_gamma > 0:
-            p = logits.sigmoid()
-            right = wanted * p + (1 - wanted) * (1 - p)
-            alpha = wanted * FOCAL_ALPHA + (1 - wanted) * (1 - FOCAL_ALPHA)
-            loss = loss * alpha * (1 - right) ** self.hyp.fl_gamma
-        return loss
+        return bce(logits, wanted, self.hyp.cls_pw, self.hyp.fl_gamma).sum(1)

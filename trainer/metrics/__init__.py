@@ -1,6 +1,5 @@
 """Scores of a model that can be gathered from many ranks."""
 
-from trainer.metrics.box_map import BoxMAP, BoxScores, ClassScores
-from trainer.metrics.curves import CONFIDENCES, RECALLS, BoxCurves
+from trainer.metrics.box_map import BoxMAP, BoxScores
 
-__all__ = ["CONFIDENCES", "RECALLS", "BoxCurves", "BoxMAP", "BoxScores", "ClassScores"]
+__all__ = ["BoxMAP", "BoxScores"]

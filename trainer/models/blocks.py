@@ -1,8 +1,7 @@
-"""The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling and the detection head."""
+"""The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -97,63 +96,3 @@ class Concat(nn.Module):
     def forward(self, maps: list[Tensor]) -> Tensor:
         """[(b, c_i, h, w)] -> (b, sum c_i, h, w)."""
         return torch.cat(maps, self.dimension)
-
-
-class Detect(nn.Module):
-    """The anchor head: one biased 1x1 convolution per level.
-
-    `anchors` is kept in grid units (pixels over stride), as a buffer of shape (levels, anchors, 2).
-    """
-
-    anchors: Tensor
-
-    def __init__(self, nc: int, anchors: Sequence[Sequence[float]], channels: Sequence[int]) -> None:
-        super().__init__()
-        self.nc = nc
-        self.values = nc + 5  # x, y, w, h, objectness, classes
-        self.per_cell = len(anchors[0]) // 2
-        self.strides: list[int] = []  # set by place_anchors, once the network's strides are known
-        self.register_buffer("anchors", torch.tensor(anchors).float().view(len(anchors), -1, 2))
-        self.m = nn.ModuleList(nn.Conv2d(c, self.values * self.per_cell, 1) for c in channels)
-
-    def forward(self, maps: list[Tensor]) -> list[Tensor]:
-        """[(b, c_i, ny, nx)] -> raw outputs [(b, anchors, ny, nx, nc + 5)], one per level."""
-        raw = []
-        for conv, x in zip(self.m, maps, strict=True):
-            y = conv(x)
-            b, _, ny, nx = y.shape
-            raw.append(y.view(b, self.per_cell, self.values, ny, nx).permute(0, 1, 3, 4, 2))
-        return raw
-
-    def place_anchors(self, strides: Sequence[int]) -> None:
-        """Turn the anchors from pixels into grid units and set the biases' prior, for known strides.
-
-        The prior (RetinaNet's idea): about 8 objects in a picture of 640 px, and classes at a
-        probability of 0.6 / nc, so that training does not begin by unlearning a flood of detections.
-        """
-        self.strides = list(strides)
-        self.anchors /= torch.tensor(strides, dtype=self.anchors.dtype).view(-1, 1, 1)
-        for conv, stride in zip(self.m, strides, strict=True):
-            assert isinstance(conv, nn.Conv2d)
-            assert conv.bias is not None
-            bias = conv.bias.detach().view(self.per_cell, -1)
-            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
-            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
-
-    def decode(self, raw: list[Tensor]) -> Tensor:
-        """Raw outputs -> (b, sum of anchors * ny * nx, nc + 5): centre x, y, w, h in pixels, then probabilities.
-
-        x = (2 sigmoid(tx) - 0.5 + gx) * stride, w = (2 sigmoid(tw))^2 * anchor width; y and h alike.
-        """
-        levels = []
-        for level, (t, stride) in enumerate(zip(raw, self.strides, strict=True)):
-            b, _, ny, nx, _ = t.shape
-            p = t.float().sigmoid()
-            grid_y, grid_x = torch.meshgrid(
-                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
-            )
-            cell = torch.stack((grid_x, grid_y), -1)
-            centre = (p[..., :2] * 2 - 0.5 + cell) * stride
-            size = (p[..., 2:4] * 2) ** 2 * (self.anchors[level].float().view(1, -1, 1, 1, 2) * stride)
-            levels.append(torch.cat((centre, size, p[..., 4:]), -1).reshape(b, -1, self.values))
-        return torch.cat(levels, 1)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.errors import TrainerError
-from trainer.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv, Detect
+from trainer.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv
+from trainer.models.heads import Detect, DetectDFL
 
-KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
+KEYS = ("nc", "depth_multiple", "width_multiple", "backbone", "head")
+OPTIONAL_KEYS = ("anchors",)  # what Detect cannot do without, and DetectDFL needs not
 CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "Conv": Conv,
     "Bottleneck": Bottleneck,
@@ -30,7 +32,10 @@ PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "nn.MaxPool2d": nn.MaxPool2d,
     "nn.ZeroPad2d": nn.ZeroPad2d,
 }
-MODULES = (*CHANNEL_BLOCKS, *PLAIN_BLOCKS, "Concat", "Detect")
+Head = Detect | DetectDFL
+HEADS: dict[str, type[Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}
+JOINING = ("Concat", *HEADS)  # these take a list of maps
+MODULES = (*CHANNEL_BLOCKS, *PLAIN_BLOCKS, *JOINING)
 
 
 @dataclass(frozen=True)
@@ -45,22 +50,20 @@ class Row:
 
 
 class Yolo(nn.Module):
-    """A detector: pictures (b, 3, h, w) in 0..1 -> raw outputs per level (b, anchors, ny, nx, nc + 5)."""
+    """A detector: pictures (b, 3, h, w) in 0..1 -> raw outputs per level, of the shape that its head says."""
 
     def __init__(self, layers: list[nn.Module], rows: list[Row]) -> None:
         super().__init__()
         self.model = nn.Sequential(*layers)
         self.rows = rows
         self.kept = {s for i, row in enumerate(rows) for s in row.sources if s != i - 1}
-        detect = layers[-1]
-        assert isinstance(detect, Detect)
-        detect.place_anchors(self._strides())
+        self.detect.place(self._strides())
 
     @property
-    def detect(self) -> Detect:
+    def detect(self) -> Head:
         """The detection head, always the last layer."""
         head = self.model[-1]
-        assert isinstance(head, Detect)
+        assert isinstance(head, Head)
         return head
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -68,11 +71,11 @@ class Yolo(nn.Module):
         kept: dict[int, Any] = {-1: x} if -1 in self.kept else {}
         out: Any = x
         for i, (layer, row) in enumerate(zip(self.model, self.rows, strict=True)):
-            if row.sources == (i - 1,) and row.module not in ("Concat", "Detect"):
+            if row.sources == (i - 1,) and row.module not in JOINING:
                 out = layer(out)
             else:
                 maps = [out if s == i - 1 else kept[s] for s in row.sources]
-                out = layer(maps if row.module in ("Concat", "Detect") else maps[0])
+                out = layer(maps if row.module in JOINING else maps[0])
             if i in self.kept:
                 kept[i] = out
         return out  # type: ignore[no-any-return]
@@ -112,16 +115,17 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
     """The model description itself, once it has exactly the keys it needs; an error names `where` it came from."""
     if not isinstance(content, dict):
         raise TrainerError(f"{where}: a model file is a mapping with the keys {', '.join(KEYS)}")
+    known = (*KEYS, *OPTIONAL_KEYS)
     for key in content:
-        if key not in KEYS:
-            raise TrainerError(f"{where}: unknown key {key!r}", f"the keys are {', '.join(KEYS)}")
+        if key not in known:
+            raise TrainerError(f"{where}: unknown key {key!r}", f"the keys are {', '.join(known)}")
     for key in KEYS:
         if key not in content:
             raise TrainerError(f"{where}: the key {key!r} is missing", f"the keys are {', '.join(KEYS)}")
     for key in ("nc", "depth_multiple", "width_multiple"):
         if isinstance(content[key], bool) or not isinstance(content[key], (int, float)) or content[key] <= 0:
             raise TrainerError(f"{where}: {key} is {content[key]!r}, it must be a number above 0")
-    anchors = content["anchors"]
+    anchors = content.get("anchors", [])
     if not isinstance(anchors, list) or not all(
         isinstance(level, list) and level and len(level) % 2 == 0 and len(level) == len(anchors[0]) for level in anchors
     ):
@@ -141,8 +145,8 @@ def parse_rows(cfg: dict[str, Any], where: str) -> list[Row]:
         for position, raw in enumerate(cfg[part]):
             here = f"{where}: {part} row {position}"
             rows.append(_parse_row(raw, len(rows), here))
-    if not rows or rows[-1].module != "Detect" or any(r.module == "Detect" for r in rows[:-1]):
-        raise TrainerError(f"{where}: the last row of the head, and only that, must be a Detect")
+    if not rows or rows[-1].module not in HEADS or any(r.module in HEADS for r in rows[:-1]):
+        raise TrainerError(f"{where}: the last row of the head, and only that, must be one of {', '.join(HEADS)}")
     return rows
 
 
@@ -171,7 +175,7 @@ def _parse_row(raw: Any, index: int, here: str) -> Row:
 def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
     """The network of a model description for `nc` classes (the data's, which overrides the file's own)."""
     depth, width = cfg["depth_multiple"], cfg["width_multiple"]
-    names = {"None": None, "nc": nc, "anchors": cfg["anchors"], "True": True, "False": False}
+    names = {"None": None, "nc": nc, "anchors": cfg.get("anchors"), "True": True, "False": False}
     rows = parse_rows(cfg, where)
     layers: list[nn.Module] = []
     channels: list[int] = []  # of each layer's output
@@ -193,9 +197,13 @@ def _layer(row: Row, inputs: list[int], args: list[Any], repeats: int, width: fl
     """One layer and the channels of its output."""
     if row.module == "Detect":
         count, anchors = args
+        if not anchors:
+            raise ValueError("it needs the key `anchors`")
         if len(anchors) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs but {len(anchors)} levels of anchors")
         return Detect(count, anchors, inputs), 0
+    if row.module == "DetectDFL":
+        return DetectDFL(inputs, *args), 0
     if row.module == "Concat":
         return Concat(*args), sum(inputs)
     if len(inputs) != 1:

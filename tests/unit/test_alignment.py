@@ -1,0 +1,109 @@
+import pytest
+import torch
+
+from trainer.losses.alignment import Candidates, Matched, candidates, match
+from trainer.losses.boxes import ciou
+
+SIDE = 64  # 8 x 8, 4 x 4 and 2 x 2 points
+
+
+def listed(boxes: list[list[float]], images: int = 1) -> Candidates:
+    """`boxes` as [image, class, x1, y1, x2, y2] in pixels."""
+    t = torch.tensor(boxes).view(-1, 6)
+    targets = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
+    return candidates(targets, (8, 16, 32), images, SIDE, SIDE)
+
+
+def places(found: Candidates, box: int = 0) -> list[tuple[float, ...]]:
+    """(stride, x, y) of a box's points."""
+    mine = found.point[found.box == box]
+    return [(found.strides[p].item(), *found.points[p].tolist()) for p in mine.tolist()]
+
+
+def test_the_points_of_a_box_are_those_strictly_inside() -> None:
+    assert places(listed([[0, 0, 4, 4, 21, 13]])) == [(8, 12, 12), (8, 20, 12), (16, 8, 8)]
+    # (4, 4) and (20, 12) lie on the border, and are no points of the box; half a pixel more and they are.
+    assert places(listed([[0, 0, 4, 4, 20, 12]])) == [(16, 8, 8)]
+    assert len(places(listed([[0, 0, 3.5, 3.5, 20.5, 12.5]]))) == 3 * 2 + 1
+    assert places(listed([[0, 0, 9, 9, 11, 11]])) == []  # between the points
+    assert len(places(listed([[0, 0, -20, -20, 90, 90]]))) == 64 + 16 + 4  # beyond the picture there are none
+
+
+def test_against_every_pair_of_many_boxes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    corner, size = torch.rand(40, 2, generator=generator) * 60, torch.rand(40, 2, generator=generator) * 40
+    boxes = torch.cat((torch.zeros(40, 2), corner, corner + size), 1)
+    found = listed(boxes.tolist())
+    inside = (
+        ((found.points[None] > boxes[:, None, 2:4]) & (found.points[None] < boxes[:, None, 4:])).all(2).nonzero()
+    )  # sorted by box, then by point
+    assert torch.equal(torch.stack((found.box, found.point), 1), inside)
+    assert found.first.tolist() == [int((inside[:, 0] < k).sum()) for k in range(40)]
+
+
+def perfect(found: Candidates) -> torch.Tensor:
+    return found.targets[found.box].clone()
+
+
+def at(matched: Matched, found: Candidates) -> dict[tuple[float, ...], int]:
+    """(stride, x, y) -> class."""
+    where = [(found.strides[p].item(), *found.points[p].tolist()) for p in matched.point.tolist()]
+    assert len(set(zip(matched.image.tolist(), where, strict=True))) == len(where)
+    return dict(zip(where, matched.cls.tolist(), strict=True))
+
+
+def test_the_ten_best_aligned_points_answer_for_a_box() -> None:
+    found = listed([[0, 2, 0, 0, 64, 64]])
+    scores = torch.linspace(0.1, 0.9, len(found.box))
+    matched = match(found, scores, perfect(found))
+    assert sorted(matched.point.tolist()) == list(range(74, 84))
+    assert set(matched.cls.tolist()) == {2}
+    # The best has weight 1, as its box is perfect; the others by the root of their score.
+    order = matched.point.argsort()
+    expected = (scores[74:] / scores[-1]) ** 0.5
+    torch.testing.assert_close(matched.weight[order], expected, rtol=1e-4, atol=0)
+
+
+def test_overlap_counts_by_its_sixth_power() -> None:
+    found = listed([[0, 0, 4, 4, 21, 13]])
+    boxes = perfect(found)
+    boxes[0, 2] *= 0.8
+    overlap = ciou(boxes, perfect(found))
+    scores = torch.tensor([0.9, 0.5, 0.5])
+    matched = match(found, scores, boxes)
+    aligned = scores**0.5 * overlap**6
+    assert matched.point.tolist() == [found.point[i] for i in aligned.argsort(descending=True).tolist()]
+    weights = dict(zip(matched.point.tolist(), matched.weight.tolist(), strict=True))
+    for point, value in zip(found.point.tolist(), aligned.tolist(), strict=True):
+        assert weights[point] == pytest.approx(value / aligned.max().item() * overlap.max().item(), rel=1e-5)
+
+
+def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:
+    found = listed([[0, 0, 4, 4, 21, 13], [0, 1, 5, 5, 30, 13]])
+    assert len(found.box) == 8
+    boxes = perfect(found)
+    boxes[found.box == 0] *= torch.tensor([1, 1, 0.9, 1])  # box 1 is met exactly, box 0 nearly
+    scores = torch.full((8,), 0.01)
+    scores[found.box == 0] = 0.9  # a better alignment does not help
+    owners = at(match(found, scores, boxes), found)
+    assert owners == {(8, 12, 12): 1, (8, 20, 12): 1, (8, 28, 12): 1, (16, 8, 8): 1, (16, 24, 8): 1}
+    # A box that another leaves nothing has no weight; a twin in another picture keeps its own.
+    found = listed([[0, 0, 4, 4, 21, 13], [0, 1, 4, 4, 21, 13], [1, 2, 4, 4, 21, 13]], images=2)
+    matched = match(found, torch.full((9,), 0.5), perfect(found))
+    assert sorted(zip(matched.image.tolist(), matched.cls.tolist(), strict=True)) == [(0, 0)] * 3 + [(1, 2)] * 3
+    torch.testing.assert_close(matched.weight, torch.ones(6))
+
+
+def test_a_prediction_that_misses_the_box_is_not_chosen() -> None:
+    found = listed([[0, 0, 4, 4, 21, 13]])
+    boxes = perfect(found)
+    boxes[1:, 0] += 500
+    assert match(found, torch.full((3,), 0.5), boxes).point.tolist() == [found.point[0]]
+    boxes[0, 0] += 500
+    assert len(match(found, torch.full((3,), 0.5), boxes).weight) == 0
+
+
+def test_no_box_gives_no_match() -> None:
+    found = listed([])
+    assert len(match(found, torch.zeros(0), torch.zeros(0, 4)).weight) == 0
+    assert found.counts.tolist() == [1]

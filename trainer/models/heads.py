@@ -1,0 +1,127 @@
+"""The detection heads, always a model's last layer: what they predict at each point, and how that becomes boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.blocks import Conv
+
+
+class Detect(nn.Module):
+    """YOLOv5's anchor head: one biased 1x1 convolution per level.
+
+    `anchors` is kept in grid units (pixels over stride), as a buffer of shape (levels, anchors, 2).
+    """
+
+    anchors: Tensor
+
+    def __init__(self, nc: int, anchors: Sequence[Sequence[float]], channels: Sequence[int]) -> None:
+        super().__init__()
+        self.nc = nc
+        self.values = nc + 5  # x, y, w, h, objectness, classes
+        self.per_cell = len(anchors[0]) // 2
+        self.strides: list[int] = []  # set by place, once the network's strides are known
+        self.register_buffer("anchors", torch.tensor(anchors).float().view(len(anchors), -1, 2))
+        self.m = nn.ModuleList(nn.Conv2d(c, self.values * self.per_cell, 1) for c in channels)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """[(b, c_i, ny, nx)] -> raw outputs [(b, anchors, ny, nx, nc + 5)], one per level."""
+        raw = []
+        for conv, x in zip(self.m, maps, strict=True):
+            y = conv(x)
+            b, _, ny, nx = y.shape
+            raw.append(y.view(b, self.per_cell, self.values, ny, nx).permute(0, 1, 3, 4, 2))
+        return raw
+
+    def place(self, strides: Sequence[int]) -> None:
+        """Turn the anchors from pixels into grid units and set the biases' prior, for known strides.
+
+        The prior (RetinaNet's idea): about 8 objects in a picture of 640 px, and classes at a
+        probability of 0.6 / nc, so that training does not begin by unlearning a flood of detections.
+        """
+        self.strides = list(strides)
+        self.anchors /= torch.tensor(strides, dtype=self.anchors.dtype).view(-1, 1, 1)
+        for conv, stride in zip(self.m, strides, strict=True):
+            assert isinstance(conv, nn.Conv2d)
+            assert conv.bias is not None
+            bias = conv.bias.detach().view(self.per_cell, -1)
+            bias[:, 4] += math.log(8 / (640 / stride) ** 2)
+            bias[:, 5:] += math.log(0.6 / (self.nc - 0.99999))
+
+    def decode(self, raw: list[Tensor]) -> Tensor:
+        """Raw outputs -> (b, sum of anchors * ny * nx, nc + 5): centre x, y, w, h in pixels, then probabilities.
+
+        x = (2 sigmoid(tx) - 0.5 + gx) * stride, w = (2 sigmoid(tw))^2 * anchor width; y and h alike.
+        """
+        levels = []
+        for level, (t, stride) in enumerate(zip(raw, self.strides, strict=True)):
+            b, _, ny, nx, _ = t.shape
+            p = t.float().sigmoid()
+            grid_y, grid_x = torch.meshgrid(
+                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
+            )
+            cell = torch.stack((grid_x, grid_y), -1)
+            centre = (p[..., :2] * 2 - 0.5 + cell) * stride
+            size = (p[..., 2:4] * 2) ** 2 * (self.anchors[level].float().view(1, -1, 1, 1, 2) * stride)
+            levels.append(torch.cat((centre, size, p[..., 4:]), -1).reshape(b, -1, self.values))
+        return torch.cat(levels, 1)
+
+
+class DetectDFL(nn.Module):
+    """The anchor-free head: per level one branch for boxes and one for classes, and no objectness.
+
+    A box is told by its four distances from a point, left, top, right, bottom, in strides; each distance is the
+    mean of a distribution over `bins` whole numbers (distribution focal loss, Li et al. 2020). The points are
+    the middles of the cells. The names `cv2` and `cv3` are those of published checkpoints.
+    """
+
+    bins = 16
+
+    def __init__(self, channels: Sequence[int], nc: int) -> None:
+        super().__init__()
+        self.nc = nc
+        self.strides: list[int] = []  # set by place, once the network's strides are known
+        box = max(16, channels[0] // 4, 4 * self.bins)
+        cls = max(channels[0], min(nc, 100))
+        self.cv2 = nn.ModuleList(self._branch(c, box, 4 * self.bins) for c in channels)
+        self.cv3 = nn.ModuleList(self._branch(c, cls, nc) for c in channels)
+
+    @staticmethod
+    def _branch(c1: int, hidden: int, c2: int) -> nn.Sequential:
+        return nn.Sequential(Conv(c1, hidden, 3), Conv(hidden, hidden, 3), nn.Conv2d(hidden, c2, 1))
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 * bins + nc)], one per level."""
+        branches = zip(self.cv2, self.cv3, maps, strict=True)
+        return [torch.cat((box(x), cls(x)), 1).permute(0, 2, 3, 1) for box, cls, x in branches]
+
+    @torch.no_grad()
+    def place(self, strides: Sequence[int]) -> None:
+        """Set the biases' prior for known strides: about 5 objects in a picture of 640 px, over all classes."""
+        self.strides = list(strides)
+        for box, cls, stride in zip(self.cv2, self.cv3, strides, strict=True):
+            box[-1].bias.fill_(1.0)  # type: ignore[index]
+            cls[-1].bias.fill_(math.log(5 / self.nc / (640 / stride) ** 2))  # type: ignore[index]
+
+    def decode(self, raw: list[Tensor]) -> Tensor:
+        """Raw outputs -> (b, sum of ny * nx, nc + 5): as the anchor head's, with an objectness of 1 throughout."""
+        bins = torch.arange(self.bins, dtype=torch.float32, device=raw[0].device)
+        levels = []
+        for t, stride in zip(raw, self.strides, strict=True):
+            b, ny, nx, _ = t.shape
+            t = t.float()
+            sides = t[..., : 4 * self.bins].reshape(b, ny, nx, 4, self.bins).softmax(-1) @ bins
+            before, after = sides[..., :2], sides[..., 2:]
+            grid_y, grid_x = torch.meshgrid(
+                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
+            )
+            point = torch.stack((grid_x, grid_y), -1) + 0.5
+            centre, size = (point + (after - before) / 2) * stride, (before + after) * stride
+            one = torch.ones_like(size[..., :1])
+            scores = t[..., 4 * self.bins :].sigmoid()
+            levels.append(torch.cat((centre, size, one, scores), -1).reshape(b, ny * nx, 5 + self.nc))
+        return torch.cat(levels, 1)
