@@ -19,6 +19,14 @@ TABLE = {
     "l": (46_563_709, 46_533_693, 101),
     "x": (86_749_405, 86_705_005, 123),
 }
+# with a fourth level; published, rounded: 3.2, 12.6, 35.7, 76.8 (unfused) and 140.7 million
+TABLE_P6 = {
+    "n": (3_246_940, 3_239_884),
+    "s": (12_626_620, 12_612_508),
+    "m": (35_731_932, 35_704_908),
+    "l": (76_770_172, 76_726_332),
+    "x": (140_794_780, 140_730_220),
+}
 # with the anchor-free head; published, rounded: 2.6, 9.1, 25.1, 53.2 and 97.2 million, with 16 constants among them
 TABLE_DFL = {"n": 2_654_800, "s": 9_153_136, "m": 25_111_440, "l": 53_225_008, "x": 97_276_432}
 
@@ -40,6 +48,15 @@ def test_parameter_counts_are_those_of_the_published_models(size: str) -> None:
     assert parameters(model) == whole
     assert sum(isinstance(m, Conv) for m in model.modules()) == pairs
     assert parameters(fuse(model)) == fused
+
+
+@pytest.mark.parametrize("size", TABLE_P6)
+def test_p6_models_have_four_levels_and_the_published_size(size: str) -> None:
+    with torch.device("meta"):
+        model = build_yolo(load_cfg(f"yolov5{size}6.yaml"), nc=80)
+    assert model.detect.strides == [8, 16, 32, 64]
+    assert parameters(model) == TABLE_P6[size][0]
+    assert parameters(fuse(model)) == TABLE_P6[size][1]
 
 
 @pytest.mark.parametrize("size", TABLE_DFL)

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from trainer.cli import app
+from trainer.errors import TrainerError
+
+
+def info(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["info", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+# cfg: 2 * multiply-add of the convolutions at 640 px, in 1e9
+GFLOPS = {
+    "yolov5n": 4.47,
+    "yolov5s": 16.43,
+    "yolov5m": 48.87,
+    "yolov5l": 108.99,
+    "yolov5x": 205.45,
+    "yolov5nu": 7.7,  # these two as published, rounded
+    "yolov5s6": 16.8,
+}
+
+
+@pytest.mark.parametrize("name", GFLOPS)
+def test_arithmetic_is_that_of_the_published_models(name: str) -> None:
+    content = json.loads(info("--cfg", f"{name}.yaml", "--json"))
+    digits = len(str(GFLOPS[name]).split(".")[1])
+    assert round(content["flops"] / 1e9, digits) == GFLOPS[name]
+    assert content["gradient_bytes"] == 4 * content["parameters"]
+    assert content["parameters"] == sum(layer["parameters"] for layer in content["layers"])
+
+
+def test_arithmetic_grows_with_the_picture() -> None:
+    small, large = (json.loads(info("--imgsz", str(side), "--json"))["flops"] for side in (320, 640))
+    assert large == 4 * small
+
+
+def test_the_table_is_for_people() -> None:
+    lines = info().splitlines()
+    assert lines[0].split() == ["0", "from", "-1", "Conv", "1,760"]
+    assert lines[-2].startswith("25 layers, 1,872,157 parameters (1,867,405 fused for inference), 80 classes")
+    assert lines[-1] == "4.47 GFLOPs for a picture of 640 px, 7.5 MB of gradients per step between ranks"
+
+
+def test_a_side_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(TrainerError, match="--imgsz 96 is not a multiple of 64") as error:
+        info("--cfg", "yolov5s6.yaml", "--imgsz", "96")
+    assert error.value.hint == "use --imgsz 128"
