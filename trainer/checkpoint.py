@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import contract
+from trainer import contract, download, official
 from trainer.errors import TrainerError
 
 FORMAT = 1
@@ -85,25 +85,35 @@ def save(path: Path, content: dict[str, Any]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: str) -> dict[str, Any]:
-    """Read one of our checkpoints onto the CPU; nothing in the file is executed."""
+def load(weights: str) -> dict[str, Any]:
+    """Read a checkpoint onto the CPU: ours, or one of YOLOv5's; nothing in the file is executed.
+
+    `weights` is a path, a release file's name or an address (trainer/download.py). One of YOLOv5's has no optimizer.
+    """
+    path = download.locate(weights)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise TrainerError(f"--weights {path}: no such file", "use --weights '' to start from scratch") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise TrainerError(
-            f"--weights {path}: not a checkpoint of this trainer",
-            "give a best.pt or last.pt that it wrote, or '' to start from scratch",
-        ) from error
+            f"--weights {weights}: no such file",
+            f"the names that are fetched are {', '.join(download.NAMES)}; '' starts from scratch",
+        ) from None
+    except pickle.UnpicklingError:  # whole objects: one of YOLOv5's, or nothing that is wanted here
+        return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise _foreign(weights) from error
     if not isinstance(content, dict) or any(key not in content for key in KEYS):
-        raise TrainerError(
-            f"--weights {path}: not a checkpoint of this trainer",
-            "give a best.pt or last.pt that it wrote, or '' to start from scratch",
-        )
+        raise _foreign(weights)
     if content["format"] > FORMAT:
-        raise TrainerError(f"--weights {path}: written by a newer version of this trainer", "update this one")
+        raise TrainerError(f"--weights {weights}: written by a newer version of this trainer", "update this one")
     return content
+
+
+def _foreign(weights: str) -> TrainerError:
+    return TrainerError(
+        f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged",
+        "give a best.pt or last.pt that one of them wrote, or '' to start from scratch",
+    )
 
 
 def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:

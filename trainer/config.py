@@ -49,6 +49,7 @@ class Hyp:
     mosaic: float = 1.0
     mixup: float = 0.0
     copy_paste: float = 0.0  # known, but only 0 is accepted: it moves masks, and labels here are boxes
+    close_mosaic: float = 0.0  # last epochs without mosaic, mixup and copy-paste
 
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
@@ -129,6 +130,8 @@ class Settings:
     precision: str
     val: bool
     multi_scale: bool = False
+    rect: bool = False
+    image_weights: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):

@@ -60,12 +60,24 @@ class Run:
             fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
             self.screen.say(f"weights from {s.weights}: {fit} of {of} tensors fit")
         workers = s.workers if s.workers is not None else default_workers(device, world)
-        share = {"rank": world.rank, "world": world.size, "workers": workers, "stride": max(self.model.detect.strides)}
+        stride = max(self.model.detect.strides)
+        share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
+        share |= {"workers": workers, "stride": stride}
         self.train = TrainLoader(
-            train, imgsz=s.imgsz, batch=s.batch, seed=s.seed, hyp=s.hyp, multi_scale=s.multi_scale, **share
+            train,
+            imgsz=s.imgsz,
+            batch=s.batch,
+            seed=s.seed,
+            hyp=s.hyp,
+            epochs=s.epochs,
+            multi_scale=s.multi_scale,
+            rect=s.rect,
+            image_weights=s.image_weights,
+            **share,
         )
-        each = -(-s.batch // world.size)
-        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=each, **share)
+        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
+        for note in self.train.notes or self.val.notes:
+            self.screen.say(note)
         if not self.train.steps:
             raise TrainerError(f"--data {s.data}: {len(train)} training pictures do not fill a batch of {s.batch}")
         self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.cos_lr)

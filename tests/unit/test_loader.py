@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
 from trainer.data import TrainLoader, ValLoader, open_dataset
 from trainer.data.digits import Digits
-from trainer.data.loader import scales
+from trainer.data.order import rect_shape, scales
+from trainer.data.shared_memory import fit_workers
 from trainer.errors import TrainerError
 
 
@@ -216,9 +218,150 @@ def test_settings_that_cannot_work():
     with pytest.raises(TrainerError, match="--imgsz 100 is not a multiple of 32") as caught:
         ValLoader(dataset, imgsz=100, batch=4, rank=0, world=1, workers=0)
     assert "--imgsz 96" in caught.value.hint
-    with pytest.raises(TrainerError, match=r"/dev/shm has .* MiB free") as caught:
-        ValLoader(dataset, imgsz=64000, batch=64, rank=0, world=1, workers=4)
-    assert "--shm-size" in caught.value.hint
+
+
+def test_workers_that_shared_memory_has_no_room_for_are_not_started():
+    batch = 10 << 20
+    assert fit_workers(4, batch, 1, None) == (4, 3, "")
+    assert fit_workers(4, batch, 1, 14 * batch) == (4, 3, "")
+    assert fit_workers(4, batch, 2, 14 * batch) == (4, 1, "")  # two ranks share it: 7 batches, 2 of them in hand
+    workers, ahead, note = fit_workers(8, batch, 1, 64 << 20)  # Docker's default
+    assert (workers, ahead) == (4, 1)
+    assert "room for 64 MiB, 8 workers on each of 1 ranks need 101 MiB: going on with 4" in note
+    assert fit_workers(8, batch, 8, 64 << 20)[0] == 0
+    assert fit_workers(0, batch, 1, 0) == (0, 3, "")
+    loader = ValLoader(Digits("train", 64, pages=4), imgsz=64000, batch=64, rank=0, world=1, workers=4)
+    assert "--shm-size" in loader.notes[0]
+    small = train_loader(Digits("train", 64, pages=4), workers=2)
+    assert not small.notes
+    assert len(list(small.epoch(0))) == 1
+
+
+class Photos:
+    """Smooth pictures of many shapes; picture k has k % 3 boxes of class k % 3 - 1 and none if that is negative."""
+
+    names = ("one", "two")
+    flips = True
+
+    def __init__(self, count=40):
+        rng = np.random.default_rng(1)
+        self.sizes = [tuple(rng.integers(40, 160, 2).tolist()) for _ in range(count)]
+        self.sizes[: count // 2] = [(60, 80)] * (count // 2)
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def size(self, index):
+        return self.sizes[index]
+
+    def image(self, index, min_side=0):
+        coarse = np.random.default_rng(index).integers(0, 256, (4, 4, 3), np.uint8)
+        return cv2.resize(coarse, self.sizes[index][::-1])
+
+    def labels(self, index):
+        kind = index % 3
+        return np.array([[kind - 1, 0.5, 0.5, 0.4, 0.6]] * kind, np.float32).reshape(-1, 5)
+
+    def segments(self, index):
+        return [np.zeros((0, 2), np.float32)] * (index % 3)
+
+
+@pytest.mark.parametrize(("world", "workers"), [(2, 0), (3, 2)])
+@pytest.mark.parametrize("options", [{"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
+def test_other_orders_are_the_same_for_any_ranks_and_workers_too(world, workers, options):
+    reference = global_epoch(Photos(), 5, 1, 0, **options)
+    steps = global_epoch(Photos(), 5, world, workers, **options)
+    assert len(steps) == len(reference) == 7
+    for step, expected in zip(steps, reference, strict=True):
+        assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
+
+
+def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():
+    data = Photos()
+    loader = train_loader(data, batch=4, rect=True)
+    epochs = [list(loader.epoch(e)) for e in (0, 1)]
+    for batches in epochs:
+        assert sorted(k for b in batches for k in b.ids.tolist()) == list(range(40))
+        for batch in batches:
+            aspects = [data.sizes[k][0] / data.sizes[k][1] for k in batch.ids.tolist()]
+            height, width = batch.images.shape[1:3]
+            assert max(height, width) == 64
+            assert height == (32 if max(aspects) <= 0.5 else 64)
+            assert width == (32 if min(aspects) >= 2 else 64)
+        assert {b.images.shape[1:3] for b in batches} > {(64, 64)}
+    assert [b.ids.tolist() for b in epochs[0]] != [b.ids.tolist() for b in epochs[1]]
+    # The twenty pictures of 60 x 80 are mixed anew every epoch.
+    assert {frozenset(b.ids.tolist()) for b in epochs[0]} != {frozenset(b.ids.tolist()) for b in epochs[1]}
+    # Boxes stay in the middle of their pictures, and there is one picture in each.
+    still = Hyp(scale=0.0, translate=0.0, fliplr=0.0)
+    for batch in train_loader(data, batch=4, rect=True, hyp=still).epoch(0):
+        height, width = batch.images.shape[1:3]
+        for k, _, cx, cy, w, h in batch.targets.tolist():
+            rows, columns = data.sizes[int(batch.ids[int(k)])]
+            ratio = 64 / max(rows, columns)
+            assert (cx, cy) == pytest.approx((0.5, 0.5))
+            assert (w * width, h * height) == pytest.approx((0.4 * columns * ratio, 0.6 * rows * ratio))
+
+
+def test_image_weights_draw_rare_and_badly_found_classes_more_often():
+    data = Photos(60)  # 20 pictures with one box of class 0, 20 with two boxes of class 1, 20 without any
+    loader = train_loader(data, batch=6, image_weights=True)
+
+    def drawn():
+        ids = np.concatenate([b.ids.numpy() for e in range(10) for b in loader.epoch(e)])
+        return np.bincount(ids % 3, minlength=3) / len(ids)
+
+    assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)  # both classes as often, by their boxes
+    loader.weigh([0.8, 0.4])  # (0.2 / 0.6)^2
+    assert drawn() == pytest.approx([0, 0.1, 0.9], abs=0.06)
+    loader.weigh([0.5, float("nan")])  # not measured: as the others
+    assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)
+    loader.weigh([1.0, 1.0])  # nothing left to choose by
+    assert drawn() == pytest.approx([1 / 3] * 3, abs=0.06)
+
+
+def test_a_picture_that_is_drawn_twice_is_augmented_differently():
+    batch = next(train_loader(Photos(6), batch=6, image_weights=True, hyp=Hyp(mosaic=0.0)).epoch(0))
+    twice = [k for k in set(batch.ids.tolist()) if (batch.ids == k).sum() > 1]
+    assert twice
+    for k in twice:
+        first, second = batch.images[batch.ids == k][:2]
+        assert not torch.equal(first, second)
+
+
+def test_the_last_epochs_are_without_mosaics():
+    data = Photos(6)
+    closing = train_loader(data, hyp=Hyp(mixup=0.5, close_mosaic=2), epochs=5)
+    with_mosaic, without = train_loader(data, hyp=Hyp(mixup=0.5)), train_loader(data, hyp=Hyp(mosaic=0.0))
+    for epoch in range(5):
+        (batch,) = closing.epoch(epoch)
+        (expected,) = (with_mosaic if epoch < 3 else without).epoch(epoch)
+        assert torch.equal(batch.images, expected.images)
+        assert torch.equal(batch.targets, expected.targets)
+
+
+@pytest.mark.parametrize("batch", [5, 32])
+def test_validation_shapes_follow_from_the_set_alone(batch):
+    data = Photos(100)
+    pads, shapes = {}, set()
+    for world in (1, 3):
+        for rank in range(world):
+            loader = ValLoader(data, imgsz=128, batch=batch, rank=rank, world=world, workers=0)
+            for b in loader:
+                assert len(b.ids) <= batch
+                shapes.add(tuple(b.images.shape[1:3]))
+                for k, image, pad in zip(b.ids.tolist(), b.images, b.pads.tolist(), strict=True):
+                    seen = pads.setdefault(k, (image.shape, pad))
+                    assert seen == (image.shape, pad)
+    assert len(pads) == 100
+    # Pictures of 60 x 80 at 128 px: 3 strides, and half a one of border; in a group with squarer ones 4.
+    assert rect_shape(np.array([0.75]), 128, 32, 0.5) == (128, 160)
+    assert rect_shape(np.array([0.75]), 640, 32, 0.5) == (512, 672)  # as YOLOv5 does
+    assert rect_shape(np.array([4 / 3]), 640, 32, 0.0) == (640, 480)
+    assert rect_shape(np.array([0.5, 2.0]), 640, 64, 0.0) == (640, 640)
+    assert len(shapes) > 1
+    square = ValLoader(data, imgsz=128, batch=batch, rank=0, world=1, workers=0, rect=False)
+    assert {b.images.shape[1:3] for b in square} == {(128, 128)}
 
 
 @pytest.mark.parametrize(("pages", "world"), [(7, 1), (7, 2), (7, 3), (2, 3)])
@@ -240,7 +383,7 @@ def test_validation_pictures_map_back_to_the_originals(tmp_path, workers):
     for _ in range(2):  # workers live on from pass to pass
         seen = 0
         for batch in loader:
-            assert batch.images.shape[1:] == (96, 96, 3)
+            assert batch.images.shape[1:] == (96, 128, 3)
             assert batch.images.dtype == torch.uint8
             assert batch.pads.dtype == torch.float32
             for image, index, shape, pad in zip(batch.images, batch.ids, batch.shapes, batch.pads.numpy(), strict=True):

@@ -23,7 +23,13 @@ Cfg = Annotated[
         "(default: the checkpoint's with --weights, else yolov5n.yaml)"
     ),
 ]
-Weights = Annotated[str, typer.Option(help="Start from a best.pt or last.pt of this trainer; '' starts from scratch.")]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="Start from a best.pt or last.pt of this trainer or of YOLOv5, from a release by its name (yolov5s.pt: "
+        "fetched where it is not there), or from an address (https://.../x.pt#sha256=...); '' starts from scratch."
+    ),
+]
 HypFile = Annotated[
     str,
     typer.Option(
@@ -83,6 +89,16 @@ MultiScale = Annotated[
     bool,
     typer.Option("--multi-scale", help="Another side for every step, from 0.5 to 1.5 x --imgsz, same on all ranks."),
 ]
+Rect = Annotated[
+    bool,
+    typer.Option("--rect", help="Batches of pictures of similar aspect, padded little; without mosaics."),
+]
+ImageWeights = Annotated[
+    bool,
+    typer.Option(
+        "--image-weights", help="Draw pictures with rare classes, and classes that validate badly, more often."
+    ),
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -104,6 +120,8 @@ def train(
     cos_lr: CosLr = False,
     precision: Precision = "auto",
     multi_scale: MultiScale = False,
+    rect: Rect = False,
+    image_weights: ImageWeights = False,
     noval: NoVal = False,
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
@@ -130,6 +148,8 @@ def train(
         cos_lr=cos_lr,
         precision=precision,
         multi_scale=multi_scale,
+        rect=rect,
+        image_weights=image_weights,
         val=not noval,
     )
     from trainer.loop import train as run

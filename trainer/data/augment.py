@@ -1,7 +1,8 @@
 """How a training picture is made: mosaic, affine, colour and flips, all from one random generator.
 
 The mosaic's 2 s x 2 s canvas is never built: every tile is warped straight from its source to its place in
-the s x s result, and a tile that the result does not show is not even decoded.
+the s x s result, and a tile that the result does not show is not even decoded. A picture alone may also be
+painted into a result that is not square; its longer side is then `s`.
 
 Coordinates are continuous (pixel k covers k to k + 1), so a box and the pixels it names move alike.
 """
@@ -43,12 +44,15 @@ def _stretch(x: float, y: float) -> Floats:
     return np.array([[x, 0, 0], [0, y, 0], [0, 0, 1]], np.float64)
 
 
-def random_affine(canvas: float, side: int, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
-    """(matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre."""
-    centre = _shift(-canvas / 2, -canvas / 2)
+def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
+    """(matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre.
+
+    `canvas` and `result` are (width, height) in pixels.
+    """
+    centre = _shift(*(-canvas / 2))
     bend = np.eye(3)
     bend[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
-    reach = np.abs(bend[2, :2]).sum() * canvas / 2
+    reach = float(np.abs(bend[2, :2]) @ canvas) / 2
     bend[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # at a reach of 1 the canvas's corner is at infinity
     angle = math.radians(rng.uniform(-hyp.degrees, hyp.degrees))
     scale = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
@@ -56,7 +60,7 @@ def random_affine(canvas: float, side: int, hyp: Hyp, rng: np.random.Generator) 
     turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
     slant = np.eye(3)
     slant[0, 1], slant[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
-    move = _shift(*(side * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
+    move = _shift(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
     return move @ slant @ turn @ bend @ centre, scale
 
 
@@ -77,9 +81,9 @@ def _mosaic_tiles(dataset: Dataset, index: int, side: int, rng: np.random.Genera
     return tiles
 
 
-def _single_tile(dataset: Dataset, index: int, side: int) -> list[_Tile]:
-    w, h = _fit(dataset.size(index), side)
-    return [_Tile(index, (side - w) / 2, (side - h) / 2, w, h)]
+def _single_tile(dataset: Dataset, index: int, width: int, height: int) -> list[_Tile]:
+    w, h = _fit(dataset.size(index), max(width, height))
+    return [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
 
 
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
@@ -98,7 +102,7 @@ def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
         _paint_upright(out, picture, matrix)
         return
     low, high = np.floor(seen[:2]), np.ceil(seen[2:])
-    x1, y1, x2, y2 = np.clip(np.append(low, high), 0, out.shape[0]).astype(int).tolist()
+    x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
     if x1 >= x2 or y1 >= y2:
         return
     m = _shift(-x1 - 0.5, -y1 - 0.5) @ matrix @ _shift(0.5, 0.5)  # OpenCV counts from pixel centres
@@ -115,13 +119,13 @@ def _paint_upright(out: Image, picture: Image, matrix: Floats) -> None:
     Its edges are rounded to whole pixels, which moves the picture by less than half a pixel and leaves no seam
     between neighbours.
     """
-    side = out.shape[0]
+    height, width = out.shape[:2]
     (top, bottom, y1, y2), (left, right, x1, x2) = (
-        _span(picture.shape[axis], matrix[1 - axis, 1 - axis], matrix[1 - axis, 2], side) for axis in (0, 1)
+        _span(picture.shape[axis], matrix[1 - axis, 1 - axis], matrix[1 - axis, 2], out.shape[axis]) for axis in (0, 1)
     )
-    if min(x2, y2) > 0 and max(x1, y1) < side:
+    if min(x2, y2) > 0 and x1 < width and y1 < height:
         part = cv2.resize(picture[top:bottom, left:right], (x2 - x1, y2 - y1))
-        part = part[max(0, -y1) : side - y1, max(0, -x1) : side - x1]
+        part = part[max(0, -y1) : height - y1, max(0, -x1) : width - x1]
         y, x = max(0, y1), max(0, x1)
         out[y : y + part.shape[0], x : x + part.shape[1]] = part
 
@@ -134,7 +138,7 @@ def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int,
     return first, last, start, max(start + 1, round(last * scale + shift))
 
 
-def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, side: int) -> Floats:
+def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, result: Floats) -> Floats:
     """The tiles' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones."""
     labels = [dataset.labels(tile.index) for tile in tiles]
     rows = np.concatenate(labels).astype(np.float64)
@@ -142,7 +146,7 @@ def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: flo
     centre, half = frames[:, :2] + rows[:, 1:3] * frames[:, 2:], rows[:, 3:] * frames[:, 2:] / 2
     whole = 2 * half * scale
     moved = _bounds(matrix, np.concatenate([centre - half, centre + half], 1))
-    boxes = np.concatenate([rows[:, :1], np.clip(moved, 0, side)], 1)
+    boxes = np.concatenate([rows[:, :1], np.clip(moved, 0, np.tile(result, 2))], 1)
     left = boxes[:, 3:] - boxes[:, 1:3]
     tiny = 1e-9
     share = left.prod(1) / (whole.prod(1) + tiny)
@@ -168,25 +172,28 @@ def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
 
 def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Floats:
     """Paint picture `index`, as a mosaic or alone, randomly warped into `out`; its boxes (n, 5)."""
-    side = out.shape[0]
+    height, width = out.shape[:2]
+    result, side = np.array([width, height], np.float64), max(height, width)
     is_mosaic = rng.random() < hyp.mosaic
-    tiles = _mosaic_tiles(dataset, index, side, rng) if is_mosaic else _single_tile(dataset, index, side)
-    matrix, scale = random_affine(2 * side if is_mosaic else side, side, hyp, rng)
+    tiles = _mosaic_tiles(dataset, index, side, rng) if is_mosaic else _single_tile(dataset, index, width, height)
+    matrix, scale = random_affine(2 * result if is_mosaic else result, result, hyp, rng)
     out[:] = FILL
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
     for tile, bounds in zip(tiles, seen, strict=True):
         x1, y1, x2, y2 = bounds.tolist()
-        if max(x1, y1) < side and min(x2, y2) > 0:
+        if x1 < width and y1 < height and min(x2, y2) > 0:
             picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
-            height, width = picture.shape[:2]
-            place = _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
+            place = _shift(tile.x, tile.y) @ _stretch(tile.w / picture.shape[1], tile.h / picture.shape[0])
             _paint(out, picture, matrix @ place, bounds)
-    return _move_boxes(dataset, tiles, matrix, scale, side)
+    return _move_boxes(dataset, tiles, matrix, scale, result)
 
 
 def training_picture(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:
-    """Write an augmented picture `index` to `out` (s, s, 3) and return its labels (n, 5) as fractions of s."""
-    side = out.shape[0]
+    """Write an augmented picture `index` to `out` (h, w, 3) and return its labels (n, 5) as fractions of w and h.
+
+    A mosaic needs a square: h = w.
+    """
+    height, width = out.shape[:2]
     boxes = _scene(dataset, index, hyp, rng, out)
     if hyp.mixup and rng.random() < hyp.mixup:
         other = np.empty_like(out)
@@ -198,23 +205,26 @@ def training_picture(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Gene
     if dataset.flips:
         if rng.random() < hyp.fliplr:
             cv2.flip(out, 1, dst=out)
-            boxes[:, [1, 3]] = side - boxes[:, [3, 1]]
+            boxes[:, [1, 3]] = width - boxes[:, [3, 1]]
         if rng.random() < hyp.flipud:
             cv2.flip(out, 0, dst=out)
-            boxes[:, [2, 4]] = side - boxes[:, [4, 2]]
+            boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
     labels = np.empty((len(boxes), 5), np.float32)
     labels[:, 0] = boxes[:, 0]
-    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * side)
-    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / side
+    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * width, 2 * height)
+    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / (width, height)
     return labels
 
 
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
-    """Fit `image` into the middle of `out` (side, side, 3); (scale, pad_x, pad_y): out_xy = xy * scale + pad."""
+    """Fit `image`, its longer side made `side`, into the middle of `out` (h, w, 3), which has room for it.
+
+    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
+    """
     height, width = image.shape[:2]
     scale = side / max(height, width)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))
-    x, y = (side - w) // 2, (side - h) // 2
+    x, y = (out.shape[1] - w) // 2, (out.shape[0] - h) // 2
     out[:] = FILL
     how = cv2.INTER_LINEAR if scale >= 1 else cv2.INTER_AREA
     out[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=how)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
-import shutil
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import cv2
@@ -19,10 +18,22 @@ from torch.utils.data import DataLoader
 from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_picture
 from trainer.data.dataset import Dataset
+from trainer.data.order import (
+    Ints,
+    PictureWeights,
+    Shape,
+    aspects_of,
+    batches_of_similar_aspect,
+    rect_shape,
+    repeats,
+    scales,
+)
+from trainer.data.shared_memory import fit_workers, room
 from trainer.errors import TrainerError
 
 STRIDE = 32  # pixels per cell of the coarsest grid of a detector with three levels; P6 models have 64
-_PREFETCH = 3  # batches that each worker makes ahead
+_GROUP = 32  # validation pictures that share a shape
+_VAL_PAD = 0.5  # strides of border around the largest of them
 _ORDER, _PICTURE, _SIDE = 1, 2, 3  # first word of the seeds, so that no two uses share a random stream
 
 
@@ -30,8 +41,8 @@ _ORDER, _PICTURE, _SIDE = 1, 2, 3  # first word of the seeds, so that no two use
 class Batch:
     """One rank's share of a global training batch."""
 
-    images: torch.Tensor  # uint8 (b, side, side, 3), RGB; the side is imgsz unless the scale varies
-    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of the side
+    images: torch.Tensor  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale
+    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # pictures of this step on all ranks together
 
@@ -40,7 +51,7 @@ class Batch:
 class ValBatch:
     """Letterboxed pictures: original_xy = (xy - pad) / scale."""
 
-    images: torch.Tensor  # uint8 (b, imgsz, imgsz, 3), RGB
+    images: torch.Tensor  # uint8 (b, h, w, 3), RGB
     ids: torch.Tensor  # int64 (b,)
     shapes: list[tuple[int, int]]  # (height, width) of the original pictures
     pads: torch.Tensor  # float32 (b, 3): scale, pad_x, pad_y
@@ -54,33 +65,15 @@ def _check_imgsz(imgsz: int, stride: int) -> None:
         )
 
 
-def scales(imgsz: int, stride: int) -> range:
-    """The sides that --multi-scale draws from: the multiples of `stride` from 0.5 to 1.5 x `imgsz`."""
-    return range(-(-imgsz // (2 * stride)) * stride, 3 * imgsz // 2 + 1, stride)
-
-
-def _check_shared_memory(workers: int, pictures: int, imgsz: int) -> None:
-    """Workers hand their batches over in /dev/shm; where that is too small, they die of "Bus error"."""
-    folder = Path("/dev/shm")
-    if not workers or not folder.is_dir():
-        return
-    needed = workers * _PREFETCH * pictures * imgsz * imgsz * 3
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise TrainerError(
-            f"/dev/shm has {free >> 20} MiB free, {workers} workers need {(needed >> 20) + 1} MiB",
-            "give the container more (docker run --shm-size=8g, or --ipc=host), or use --workers 0",
-        )
-
-
 @dataclass(frozen=True)
 class _Share:
     """What a batch is made of: the pictures of one rank in one step."""
 
-    epoch: int
-    ids: tuple[int, ...]
-    global_size: int
-    side: int
+    ids: Ints  # (b,)
+    shape: Shape
+    global_size: int = 0
+    epoch: int = 0
+    repeats: Ints | None = None  # (b,): how often each of them has been drawn before in this epoch
 
 
 BatchType = TypeVar("BatchType", Batch, ValBatch)
@@ -104,30 +97,38 @@ class _Maker(Generic[BatchType]):
 
 
 class _TrainMaker(_Maker[Batch]):
-    def __init__(self, dataset: Dataset, seed: int, hyp: Hyp) -> None:
+    def __init__(self, dataset: Dataset, seed: int, hyp: Hyp, plain_from: float) -> None:
+        """From epoch `plain_from` on, every picture is alone: no mosaic, nothing mixed in."""
         super().__init__(dataset)
-        self.seed, self.hyp = seed, hyp
+        self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
 
     def make(self, share: _Share) -> Batch:
-        images = torch.empty((len(share.ids), share.side, share.side, 3), dtype=torch.uint8)
+        images = torch.empty((len(share.ids), *share.shape, 3), dtype=torch.uint8)
+        plain = share.epoch >= self.plain_from
+        hyp = replace(self.hyp, mosaic=0.0, mixup=0.0, copy_paste=0.0) if plain else self.hyp
         labels = []
-        for k, index in enumerate(share.ids):
-            rng = np.random.default_rng([_PICTURE, self.seed, share.epoch, index])
-            labels.append(training_picture(self.dataset, index, self.hyp, rng, images[k].numpy()))
+        for k, index in enumerate(share.ids.tolist()):
+            again = [] if share.repeats is None else share.repeats[k : k + 1].tolist()
+            rng = np.random.default_rng([_PICTURE, self.seed, share.epoch, index, *again])
+            labels.append(training_picture(self.dataset, index, hyp, rng, images[k].numpy()))
         owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
         targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
-        return Batch(images, targets, torch.tensor(share.ids, dtype=torch.int64), share.global_size)
+        return Batch(images, targets, torch.tensor(share.ids), share.global_size)
 
 
 class _ValMaker(_Maker[ValBatch]):
+    def __init__(self, dataset: Dataset, imgsz: int) -> None:
+        super().__init__(dataset)
+        self.imgsz = imgsz
+
     def make(self, share: _Share) -> ValBatch:
-        images = torch.empty((len(share.ids), share.side, share.side, 3), dtype=torch.uint8)
+        images = torch.empty((len(share.ids), *share.shape, 3), dtype=torch.uint8)
         shapes, pads = [], np.zeros((len(share.ids), 3), np.float32)
-        for k, index in enumerate(share.ids):
+        for k, index in enumerate(share.ids.tolist()):
             picture = self.dataset.image(index)
             shapes.append((picture.shape[0], picture.shape[1]))
-            pads[k] = letterbox(picture, share.side, images[k].numpy())
-        return ValBatch(images, torch.tensor(share.ids, dtype=torch.int64), shapes, torch.from_numpy(pads))
+            pads[k] = letterbox(picture, self.imgsz, images[k].numpy())
+        return ValBatch(images, torch.tensor(share.ids), shapes, torch.from_numpy(pads))
 
 
 def _leave_with_the_trainer(worker: int) -> None:
@@ -148,9 +149,9 @@ def _leave_with_the_trainer(worker: int) -> None:
 class _Stream(Generic[BatchType]):
     """Batches from this process or, in order, from worker processes that live as long as the stream."""
 
-    def __init__(self, maker: _Maker[BatchType], workers: int) -> None:
+    def __init__(self, maker: _Maker[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
         self._maker: Any = maker  # a map-style data set whose keys are shares
-        self._workers = workers
+        self._workers, self._ahead, self.note = fit_workers(workers, batch_bytes, local_size, room())
         self._shares: list[_Share] = []
         self._loader = self._open()
 
@@ -164,7 +165,7 @@ class _Stream(Generic[BatchType]):
             options = {
                 "multiprocessing_context": context,
                 "persistent_workers": True,
-                "prefetch_factor": _PREFETCH,
+                "prefetch_factor": self._ahead,
                 "worker_init_fn": _leave_with_the_trainer,
             }
         return DataLoader(
@@ -195,10 +196,10 @@ class _Stream(Generic[BatchType]):
 class TrainLoader:
     """Augmented batches: one permutation of the whole set per epoch, of which each rank takes its share.
 
-    A picture's augmentation and mosaic partners follow from (seed, epoch, picture) alone and a step's side from
+    A picture's augmentation and mosaic partners follow from (seed, epoch, picture) alone and a step's shape from
     (seed, epoch, step), so that the global batch is the same for any number of ranks and workers, and from whatever
-    step an epoch is taken up again. A last batch that is not full is kept if every rank
-    gets at least one picture of it; else it is left out for this epoch.
+    step an epoch is taken up again. A last batch that is not full is kept if every rank gets at least one picture
+    of it; else it is left out for this epoch.
     """
 
     def __init__(
@@ -212,10 +213,18 @@ class TrainLoader:
         seed: int,
         workers: int,
         hyp: Hyp,
+        epochs: int | None = None,
         multi_scale: bool = False,
+        rect: bool = False,
+        image_weights: bool = False,
         stride: int = STRIDE,
+        local_size: int = 1,
     ) -> None:
-        """`batch` counts the pictures of a step on all ranks together; `stride` is the model's largest."""
+        """`batch` counts the pictures of a step on all ranks together; `stride` is the model's largest.
+
+        `epochs` is the length of the run, of which the last `hyp.close_mosaic` are without mosaics; with `rect` all
+        are. `image_weights` draws pictures by their classes (see `weigh`). `local_size` ranks share this machine.
+        """
         _check_imgsz(imgsz, stride)
         if batch < world:
             raise TrainerError(
@@ -224,34 +233,74 @@ class TrainLoader:
             )
         if len(dataset) < world:
             raise TrainerError(f"{len(dataset)} training pictures cannot feed {world} ranks", "use fewer ranks")
-        self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        _check_shared_memory(workers, -(-batch // world), self._sides[-1])
         self._count, self._batch, self._rank, self._world, self._seed = len(dataset), batch, rank, world, seed
+        self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
+        self._stride = stride
+        self._aspects = aspects_of(dataset) if rect else None
+        self._weights = PictureWeights(dataset) if image_weights else None
+        self._class_map: list[float] | None = None
         full, rest = divmod(self._count, batch)
         self.steps = full + (rest >= world)
-        self._stream = _Stream(_TrainMaker(dataset, seed, hyp), workers)
+        plain_from = 0 if rect else math.inf if epochs is None else epochs - hyp.close_mosaic
+        batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
+        self._stream = _Stream(_TrainMaker(dataset, seed, hyp, plain_from), workers, batch_bytes, local_size)
+        self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
 
     def __len__(self) -> int:
         return self.steps
 
+    def weigh(self, class_map: Sequence[float] | None) -> None:
+        """Draw the pictures of later epochs so that classes with a low mAP come more often (with `image_weights`).
+
+        `class_map` (nc,) is the last validation's mAP of each class, the same on all ranks; it is all that a resumed
+        run needs to know. None (before any validation): all classes as often.
+        """
+        self._class_map = None if class_map is None else list(class_map)
+
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of epoch `epoch` from step `first_step` on, of `steps` in all."""
-        order = np.random.default_rng([_ORDER, self._seed, epoch]).permutation(self._count)
+        rng = np.random.default_rng([_ORDER, self._seed, epoch])
+        if self._weights:
+            order = rng.choice(self._count, self._count, p=self._weights.shares(self._class_map))
+        else:
+            order = rng.permutation(self._count)
+        order = order[: self.steps * self._batch]
+        if self._aspects is None:
+            batches = [order[k : k + self._batch] for k in range(0, len(order), self._batch)]
+        else:
+            batches = batches_of_similar_aspect(order, self._aspects, self._batch, rng)
+        again = None
+        if self._weights:
+            again = np.split(repeats(np.concatenate(batches)), np.cumsum([len(b) for b in batches])[:-1])
         shares = []
         for step in range(first_step, self.steps):
-            whole = order[step * self._batch : (step + 1) * self._batch]
-            mine = np.array_split(whole, self._world)[self._rank]
-            shares.append(_Share(epoch, tuple(mine.tolist()), len(whole), self._side(epoch, step)))
+            whole = batches[step]
+            mine = np.array_split(np.arange(len(whole)), self._world)[self._rank]
+            shares.append(
+                _Share(
+                    whole[mine],
+                    self._shape(epoch, step, whole),
+                    len(whole),
+                    epoch,
+                    again[step][mine] if again else None,
+                )
+            )
         return self._stream.run(shares)
 
-    def _side(self, epoch: int, step: int) -> int:
-        if len(self._sides) == 1:
-            return self._sides[0]
-        return self._sides[int(np.random.default_rng([_SIDE, self._seed, epoch, step]).integers(len(self._sides)))]
+    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
+        side = self._sides[0]
+        if len(self._sides) > 1:
+            draw = np.random.default_rng([_SIDE, self._seed, epoch, step])
+            side = self._sides[int(draw.integers(len(self._sides)))]
+        return (side, side) if self._aspects is None else rect_shape(self._aspects[ids], side, self._stride, 0.0)
 
 
 class ValLoader:
-    """Letterboxed pictures, `batch` at a time on each rank; every picture on exactly one rank."""
+    """Letterboxed pictures, those of similar aspect together; every picture on exactly one rank.
+
+    The set, sorted by aspect, is cut into groups of one shape, and these into batches, that are dealt out to the
+    ranks: how a picture is letterboxed, and what is beside it, does not depend on how many ranks there are.
+    """
 
     def __init__(
         self,
@@ -262,13 +311,22 @@ class ValLoader:
         rank: int,
         world: int,
         workers: int,
+        rect: bool = True,
         stride: int = STRIDE,
+        local_size: int = 1,
     ) -> None:
+        """`batch` pictures at a time, at most 32; without `rect` all are letterboxed to `imgsz` x `imgsz`."""
         _check_imgsz(imgsz, stride)
-        _check_shared_memory(workers, batch, imgsz)
-        mine = range(rank, len(dataset), world)
-        self._shares = [_Share(0, tuple(mine[k : k + batch]), batch, imgsz) for k in range(0, len(mine), batch)]
-        self._stream = _Stream(_ValMaker(dataset), workers)
+        aspects = aspects_of(dataset)
+        order = np.argsort(aspects, kind="stable") if rect else np.arange(len(dataset))
+        shares = []
+        for group in (order[k : k + _GROUP] for k in range(0, len(order), _GROUP)):
+            shape = rect_shape(aspects[group], imgsz, stride, _VAL_PAD) if rect else (imgsz, imgsz)
+            shares += [_Share(group[k : k + batch], shape) for k in range(0, len(group), batch)]
+        self._shares = shares[rank::world]
+        batch_bytes = max((len(s.ids) * s.shape[0] * s.shape[1] * 3 for s in shares), default=1)
+        self._stream = _Stream(_ValMaker(dataset, imgsz), workers, batch_bytes, local_size)
+        self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
 
     def __len__(self) -> int:
         return len(self._shares)

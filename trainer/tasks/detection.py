@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
 
 from trainer.config import Hyp
 from trainer.data import Batch, Dataset, ValBatch
@@ -19,26 +18,14 @@ from trainer.losses.aligned import AlignedLoss
 from trainer.losses.detection import DetectionLoss
 from trainer.metrics import BoxMAP
 from trainer.models.heads import Detect
-from trainer.models.yolo import Yolo, build_yolo, fuse
+from trainer.models.yolo import Yolo, build_yolo
+from trainer.tasks.inference import Detections, Detector, Limits, to_device, to_original
 
-CONFIDENCE = 0.001
-NMS_IOU = 0.6
-MAX_DETECTIONS = 300
-# YOLOv5 lets 30 000 boxes into NMS. An untrained model fills that with noise for minutes of CPU time; what lies
-# below the best 3 000 of a picture practically never reaches the 300 (COCO: 100) that count.
-MAX_CANDIDATES = 3000
 LOSSES: dict[str, type[Loss]] = {"Detect": DetectionLoss, "DetectDFL": AlignedLoss}
 SHOWN = 12  # validation pictures that are kept for the picture of predictions
 SHOWN_CONFIDENCE = 0.25  # mAP needs the doubtful boxes too, a picture does not
 
-
-@dataclass(frozen=True)
-class Detections:
-    """What was found in one picture: boxes (n, 4) x1 y1 x2 y2 in its own pixels, scores (n,), classes (n,)."""
-
-    boxes: Tensor
-    scores: Tensor
-    classes: Tensor
+Shown = tuple[Any, Any, Any, Any]  # a picture uint8 (h, w, 3) RGB, boxes (n, 4) xyxy in px, scores (n,), classes (n,)
 
 
 @dataclass(frozen=True)
@@ -83,27 +70,33 @@ class Detection:
         dataset: Dataset,
         device: torch.device,
         dtype: torch.dtype,
-    ) -> tuple[BoxMAP, list[tuple[Any, Any, Any, Any]]]:
+    ) -> tuple[BoxMAP, list[Shown]]:
         """This rank's metric over its batches, and its first pictures with what was found in them."""
-        metric = self.metric()
-        shown: list[tuple[Any, Any, Any, Any]] = []
-        fused = fuse(copy.deepcopy(model)).eval()
-        with torch.inference_mode(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            for batch in batches:
-                decoded = fused.detect.decode(fused(to_device(batch.images, device))).cpu()
-                pads = batch.pads.tolist()
-                for i, image_id in enumerate(batch.ids.tolist()):
-                    height, width = batch.shapes[i]
-                    found = select(decoded[i])
-                    boxes = to_original(found.boxes, pads[i], height, width).numpy()
-                    scores, classes = found.scores.numpy(), found.classes.numpy()
-                    labels = dataset.labels(image_id)
-                    truth = pixel_corners(labels[:, 1:], height, width)
-                    metric.update(image_id, boxes, scores, classes, truth, labels[:, 0])
-                    if len(shown) < SHOWN:
-                        sure = scores >= SHOWN_CONFIDENCE
-                        shown.append((dataset.image(image_id), boxes[sure], scores[sure], classes[sure]))
+        metric, shown = self.metric(), list[Shown]()
+        for image_id, found in detect(Detector(model, device, dtype, Limits()), batches):
+            boxes, scores, classes = found.boxes.numpy(), found.scores.numpy(), found.classes.numpy()
+            count(metric, dataset, image_id, found)
+            if len(shown) < SHOWN:
+                sure = scores >= SHOWN_CONFIDENCE
+                shown.append((dataset.image(image_id), boxes[sure], scores[sure], classes[sure]))
         return metric, shown
+
+
+def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[int, Detections]]:
+    """Each picture's number with what was found in it, in its own pixels."""
+    for batch in batches:
+        pads = batch.pads.tolist()
+        for i, (image_id, found) in enumerate(zip(batch.ids.tolist(), detector(batch.images), strict=True)):
+            height, width = batch.shapes[i]
+            boxes = to_original(found.boxes, pads[i], height, width)
+            yield image_id, dataclasses.replace(found, boxes=boxes)
+
+
+def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) -> None:
+    """Add a picture with its ground truth to the metric."""
+    labels = dataset.labels(image_id)
+    truth = pixel_corners(labels[:, 1:], *dataset.size(image_id))
+    metric.update(image_id, found.boxes, found.scores, found.classes, truth, labels[:, 0])
 
 
 def prepare(batch: Batch, loss: Loss, device: torch.device) -> Prepared:
@@ -112,36 +105,6 @@ def prepare(batch: Batch, loss: Loss, device: torch.device) -> Prepared:
     b, _, height, width = images.shape
     targets = batch.targets.to(device, non_blocking=True)
     return Prepared(images, loss.assign(targets, b, height, width))
-
-
-def to_device(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 (b, h, w, 3) -> float (b, 3, h, w) in 0..1 on the device; the permuted view is channels last for free."""
-    return images.to(device, non_blocking=True).permute(0, 3, 1, 2).float().div_(255)
-
-
-def select(decoded: Tensor) -> Detections:
-    """The detections of one picture, from (n, 5 + nc) decoded outputs: confidence, then NMS per class.
-
-    A box may be found for several classes. Score = objectness * class probability.
-    """
-    decoded = decoded[decoded[:, 4] > CONFIDENCE]
-    scores = decoded[:, 4:5] * decoded[:, 5:]
-    row, cls = (scores > CONFIDENCE).nonzero(as_tuple=True)
-    score = scores[row, cls]
-    if len(score) > MAX_CANDIDATES:
-        score, best = score.topk(MAX_CANDIDATES)
-        row, cls = row[best], cls[best]
-    centre, half = decoded[row, :2], decoded[row, 2:4] / 2
-    boxes = torch.cat((centre - half, centre + half), 1)
-    keep = batched_nms(boxes, score, cls, NMS_IOU)[:MAX_DETECTIONS]
-    return Detections(boxes[keep], score[keep], cls[keep])
-
-
-def to_original(boxes: Tensor, pad: list[float], height: int, width: int) -> Tensor:
-    """Boxes (n, 4) of a letterboxed picture in the original's pixels; `pad` is (scale, pad_x, pad_y)."""
-    scale, pad_x, pad_y = pad
-    moved = (boxes - boxes.new_tensor([pad_x, pad_y, pad_x, pad_y])) / scale
-    return torch.minimum(moved.clamp(min=0), moved.new_tensor([width, height, width, height]))
 
 
 def pixel_corners(boxes: Any, height: int, width: int) -> Any:

@@ -1,0 +1,140 @@
+import io
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.official_file import write_official
+from trainer import checkpoint
+from trainer.errors import TrainerError
+from trainer.models.yolo import build_yolo, check_cfg, load_cfg
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_official(tmp_path_factory.mktemp("release") / "yolov5n.pt")
+
+
+def test_a_release_file_loads_without_its_classes(release: Path) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="DetectionModel"):  # it is what it claims to be
+        torch.load(release, weights_only=True)
+    content = checkpoint.load(str(release))
+    assert "models" not in sys.modules
+    assert content["names"][:2] == ["class 0", "class 1"]
+    assert content["imgsz"] == 640
+    assert content["cfg"]["anchors"] == load_cfg("yolov5n.yaml")["anchors"]
+    assert {v.dtype for v in content["ema"].values()} == {torch.float32, torch.int64}
+    assert (
+        sum(v.numel() for k, v in content["ema"].items() if "running" not in k and "num_b" not in k) == 1_872_157 + 18
+    )
+    model = build_yolo(check_cfg(content["cfg"], str(release)), nc=80)
+    assert checkpoint.transfer(model, content["ema"], str(release)) == (349, 349)
+
+    # The tensors themselves: those that the file was written from, rounded to half precision.
+    torch.manual_seed(0)
+    origin = build_yolo(load_cfg("yolov5n.yaml"), nc=80)
+    for key, value in origin.state_dict().items():
+        if key.endswith("running_mean"):
+            value.uniform_(-0.1, 0.1)
+    origin.half().float()
+    picture = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        mine, his = (m.detect.decode(m.eval()(picture)) for m in (model, origin))
+    assert torch.equal(mine, his)
+
+
+def test_another_number_of_classes_leaves_only_the_outputs_out(release: Path) -> None:
+    model = build_yolo(load_cfg("yolov5n.yaml"), nc=3)
+    assert checkpoint.transfer(model, checkpoint.load(str(release))["ema"], "yolov5n.pt") == (343, 349)
+
+
+def test_a_running_jobs_file_the_average_counts_and_the_anchors_are_the_heads(tmp_path: Path) -> None:
+    options = {"nc": 2, "ema_seed": 1, "anchor_gain": 1.5, "names_as_dict": True, "model_class": "Model"}
+    content = checkpoint.load(str(write_official(tmp_path / "last.pt", **options)))
+    torch.manual_seed(1)
+    average = build_yolo(load_cfg("yolov5n.yaml"), nc=2).state_dict()["model.0.conv.weight"]
+    assert torch.equal(content["ema"]["model.0.conv.weight"], average.half().float())
+    assert content["names"] == ["class 0", "class 1"]
+    assert content["cfg"]["anchors"][0] == [15, 19.5, 24, 45, 49.5, 34.5]
+    assert content["cfg"]["nc"] == 2
+
+
+class Call:
+    """Calls a function when it is unpickled the careless way."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.function, self.arguments
+
+
+class models_yolo_Surprise:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (Call(os.system, "touch sprung"), f"{os.system.__module__}.system"),
+        ({"model": Call(os.mkdir, "sprung")}, f"{os.mkdir.__module__}.mkdir"),
+        ({"model": Call(eval, "open('sprung', 'w')")}, "__builtin__.eval"),
+        ({"model": Call(getattr, torch.nn.Conv2d, "forward")}, "__builtin__.getattr"),
+        ({"ema": torch.nn.Linear(1, 1)}, "torch.nn.modules.linear.Linear"),
+        ({"ema": models_yolo_Surprise()}, "tests.unit.test_official.models_yolo_Surprise"),
+    ],
+)
+def test_what_is_not_on_the_list_is_named_and_never_run(
+    content: Any, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "trap.pt")
+    with pytest.raises(TrainerError) as error:
+        checkpoint.load("trap.pt")
+    assert f"the file names {named}, " in error.value.message
+    assert "nothing of it was run" in error.value.message
+    assert [p.name for p in tmp_path.iterdir()] == ["trap.pt"]
+
+
+def rewrite(source: Path, target: Path, change: Callable[[str, bytes], bytes], compression: int = 0) -> None:
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+
+
+def test_a_broken_file_is_one_line(release: Path, tmp_path: Path) -> None:
+    whole = release.read_bytes()
+    (tmp_path / "cut.pt").write_bytes(whole[: len(whole) // 2])
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 0xFF
+    (tmp_path / "flipped.pt").write_bytes(flipped)
+    rewrite(release, tmp_path / "short.pt", lambda name, data: data[:-2] if "/data/7" in name else data)
+    rewrite(release, tmp_path / "packed.pt", lambda _, data: data, zipfile.ZIP_DEFLATED)
+    rewrite(release, tmp_path / "half.pt", lambda name, data: data[:999] if name.endswith("data.pkl") else data)
+    (tmp_path / "page.pt").write_text("<html>Not found</html>")
+    old = io.BytesIO()
+    torch.save({"model": models_yolo_Surprise()}, old, _use_new_zipfile_serialization=False)
+    (tmp_path / "old.pt").write_bytes(old.getvalue())
+    torch.save(models_yolo_Surprise, tmp_path / "class.pt")
+    torch.save({"model": torch.nn.Sequential()}, tmp_path / "empty.pt")
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(TrainerError, match="--weights") as error:
+            checkpoint.load(str(path))
+        print(error.value.message)
+        assert str(path) in error.value.message
+        assert "\n" not in error.value.message
+        assert error.value.hint
+
+
+def test_a_tensor_cannot_be_larger_than_its_storage(tmp_path: Path) -> None:
+    """A few bytes that describe a tensor of terabytes would end the process, not the reading."""
+    content = {"date": torch.zeros(1).expand(1 << 40), "model": models_yolo_Surprise}
+    torch.save(content, tmp_path / "huge.pt")
+    with pytest.raises(TrainerError, match="larger than its storage"):
+        checkpoint.load(str(tmp_path / "huge.pt"))

@@ -1,0 +1,198 @@
+"""Finds weights that are given by name or by address, fetching them once per node into the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import queue
+import re
+import sys
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import TrainerError
+
+RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0"
+MIRROR = "CLUSTERCTL_WEIGHTS_URL"  # an address that has the same files, in the environment
+NAMES = tuple(f"yolov5{size}{p6}.pt" for p6 in ("", "6") for size in "nsmlx")
+ANSWER_TIMEOUT_S = 30.0  # name look-up and connection, over all of a server's addresses together
+STALL_TIMEOUT_S = 20.0  # without a byte
+CHUNK = 1 << 20
+
+
+def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
+    """The local file of `weights`: a path, the name of a release file (yolov5s.pt), or an http(s) address.
+
+    `#sha256=...` behind any of them is checked. Without it the first fetch is trusted: its sum is kept beside the
+    file (yolov5s.pt.sha256) and checked at every use. Raises TrainerError, and leaves no partial file.
+    """
+    place, mark, wanted = weights.partition("#sha256=")
+    wanted = wanted.lower()
+    if mark and not re.fullmatch("[0-9a-f]{64}", wanted):
+        raise TrainerError(f"--weights {weights}: a sha256 has 64 hexadecimal digits", f"see: sha256sum {place}")
+    if not place.startswith(("http://", "https://")):
+        if Path(place).exists() or place not in NAMES:
+            if mark and Path(place).is_file():
+                _check(Path(place), wanted, weights)
+            return Path(place)
+        address, folder = f"{environment.get(MIRROR) or RELEASE}/{place}", ""
+    else:
+        # Two addresses can end in the same name.
+        address, folder = place, hashlib.sha256(place.encode()).hexdigest()[:12]
+    name = Path(urllib.parse.unquote(urllib.parse.urlsplit(address).path)).name
+    if not name:
+        raise TrainerError(f"--weights {weights}: the address names no file")
+    target = cache(environment) / folder / name
+    with _lock(target, weights) as waited:
+        if not target.is_file():
+            if waited:
+                raise TrainerError(f"--weights {weights}: another process of this machine could not fetch it")
+            _fetch(address, target, wanted, weights)
+        _check(target, wanted or _recorded(target), weights)
+    return target
+
+
+def cache(environment: Mapping[str, str]) -> Path:
+    """The folder for what was fetched: clusterctl/weights in the user's cache folder."""
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clusterctl" / "weights"
+
+
+@contextlib.contextmanager
+def _lock(target: Path, weights: str) -> Iterator[bool]:
+    """Hold what one process of a machine can hold at a time; tells whether another one held it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = target.with_name(f".{target.name}.lock").open("w")
+    except OSError as error:
+        raise TrainerError(
+            f"--weights {weights}: {target.parent}: cannot write there: {error.strerror}",
+            "name another folder in XDG_CACHE_HOME",
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            waited = False
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            waited = True
+        yield waited
+
+
+def _fetch(address: str, target: Path, wanted: str, weights: str) -> None:
+    print(f"weights: fetching {address}", flush=True)
+    by_hand = f"no network? put the file there by hand: {target}"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    digest = hashlib.sha256()
+    try:
+        with _open(address) as answer, temporary.open("wb") as file:
+            size, done = int(answer.headers.get("Content-Length") or 0), 0
+            with _bar(target.name, size) as advance:
+                while chunk := answer.read(CHUNK):
+                    file.write(chunk)
+                    digest.update(chunk)
+                    done += len(chunk)
+                    advance(len(chunk))
+            if size and done != size:
+                raise OSError(f"the connection ended after {done} of {size} bytes")
+            file.flush()
+            os.fsync(file.fileno())
+        found = digest.hexdigest()
+        if wanted and found != wanted:
+            raise TrainerError(
+                f"--weights {weights}: {address} has sha256 {found}, not {wanted}: not kept", "is it the right file?"
+            )
+        temporary.replace(target)
+        _record(target, found)
+        print(f"weights: {target} ({done / 1e6:.1f} MB, sha256 {found})", flush=True)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise TrainerError(f"--weights {weights}: {address}: {error.code} {error.reason}", by_hand) from error
+    except OSError as error:  # no route, no such host, a broken or silent connection, a full disk
+        reason = getattr(error, "reason", None) or error
+        raise TrainerError(f"--weights {weights}: {address}: cannot be fetched: {reason}", by_hand) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _open(address: str) -> Any:
+    """The server's answer, or TimeoutError: a name server that is silent knows no time limit of its own."""
+    box: queue.Queue[Any] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            box.put(urllib.request.urlopen(address, timeout=STALL_TIMEOUT_S))
+        except Exception as error:
+            box.put(error)
+
+    threading.Thread(target=ask, name="fetch", daemon=True).start()
+    try:
+        answer = box.get(timeout=ANSWER_TIMEOUT_S)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+    if isinstance(answer, (OSError, ValueError)):
+        raise answer if isinstance(answer, OSError) else OSError(str(answer))
+    if isinstance(answer, Exception):
+        raise OSError(f"{type(answer).__name__}: {answer}") from answer
+    return answer
+
+
+@contextlib.contextmanager
+def _bar(name: str, size: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal; elsewhere nothing."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=size or None)
+        yield lambda count: bar.advance(task, count)
+
+
+def _sum_file(target: Path) -> Path:
+    return target.with_name(f"{target.name}.sha256")
+
+
+def _record(target: Path, found: str) -> None:
+    """Keep a sum beside the file, in the format that `sha256sum --check` reads."""
+    path = _sum_file(target)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(f"{found}  {target.name}\n", encoding="ascii")
+    temporary.replace(path)
+
+
+def _recorded(target: Path) -> str:
+    """The sum that was kept; for a file that was put there by hand, the one it has now."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (_sum_file(target).read_text(encoding="ascii").split() or [""])[0]
+    _record(target, found := _sha256(target))
+    return found
+
+
+def _check(path: Path, wanted: str, weights: str) -> None:
+    found = _sha256(path)
+    if found != wanted:
+        raise TrainerError(
+            f"--weights {weights}: {path} has sha256 {found}, not {wanted}",
+            f"if it may have been damaged: rm {path} {_sum_file(path)}, then it is fetched again",
+        )
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise TrainerError(f"--weights {path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()

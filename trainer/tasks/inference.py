@@ -1,0 +1,112 @@
+"""From pictures to detections: the averaged model made ready to look, and non-maximum suppression."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from trainer.models.yolo import Yolo, fuse
+
+# Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
+# and all at once they would cost more time than the network.
+ROUND = 512
+MAX_CANDIDATES = 30000  # YOLOv5's own limit
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What counts as found: the least score, the greatest IoU of two boxes of a class, the most boxes a picture."""
+
+    confidence: float = 0.001
+    iou: float = 0.6
+    most: int = 300
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found in one picture by falling score: boxes (n, 4) xyxy in px, scores (n,), classes (n,)."""
+
+    boxes: Tensor
+    scores: Tensor
+    classes: Tensor
+
+
+class Detector:
+    """A model made ready to look at pictures: a fused copy on its device, and the time that it took."""
+
+    def __init__(self, model: Yolo, device: torch.device, dtype: torch.dtype, limits: Limits) -> None:
+        self._net = fuse(copy.deepcopy(model)).eval().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.device, self.dtype, self.limits = device, dtype, limits
+        self.network_s = self.nms_s = 0.0  # all calls together
+        self.pictures = 0
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> list[Detections]:
+        """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> what each shows, in its pixels, on the CPU."""
+        begin = self._now()
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            raw = self._net(to_device(images, self.device))
+        decoded = self._net.detect.decode(raw)
+        middle = self._now()
+        found = select(decoded, self.limits)
+        self.network_s += middle - begin
+        self.nms_s += time.perf_counter() - middle
+        self.pictures += len(images)
+        return found
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def to_device(images: Tensor, device: torch.device) -> Tensor:
+    """uint8 (b, h, w, 3) -> float (b, 3, h, w) in 0..1 on the device; the permuted view is channels last for free."""
+    return images.to(device, non_blocking=True).permute(0, 3, 1, 2).float().div_(255)
+
+
+def select(decoded: Tensor, limits: Limits) -> list[Detections]:
+    """The detections of each picture, on the CPU, from decoded outputs (b, n, 5 + nc): confidence, NMS per class.
+
+    A box may be found for several classes. Score = objectness * class probability.
+    """
+    picture, row = (decoded[..., 4] > limits.confidence).nonzero(as_tuple=True)
+    likely = decoded[picture, row]
+    scores = likely[:, 4:5] * likely[:, 5:]
+    place, cls = (scores > limits.confidence).nonzero(as_tuple=True)
+    score, owner = scores[place, cls], picture[place]
+    corners = torch.cat((likely[:, :2] - likely[:, 2:4] / 2, likely[:, :2] + likely[:, 2:4] / 2), 1)
+    counts = torch.bincount(owner, minlength=len(decoded)).tolist()
+    parts = (torch.split(t, counts) for t in (place, score, cls))
+    return [_suppress(corners[p], s, c, limits) for p, s, c in zip(*parts, strict=True)]
+
+
+def _suppress(boxes: Tensor, score: Tensor, cls: Tensor, limits: Limits) -> Detections:
+    """One picture's boxes (n, 4), without those that overlap a surer one of their class.
+
+    Whether a box stays depends only on surer ones that stay, so that a round needs those and its own boxes alone.
+    """
+    score, order = score.sort(descending=True, stable=True)
+    boxes, cls = boxes[order], cls[order]
+    keep = order[:0]
+    candidates = min(len(order), MAX_CANDIDATES)
+    for start in range(0, candidates, ROUND):
+        more = torch.arange(start, min(start + ROUND, candidates), device=order.device)
+        keep = torch.cat((keep, more))
+        keep = keep[batched_nms(boxes[keep], score[keep], cls[keep], limits.iou)]
+        if len(keep) >= limits.most:
+            break
+    keep = keep[: limits.most]
+    return Detections(boxes[keep].cpu(), score[keep].cpu(), cls[keep].cpu())
+
+
+def to_original(boxes: Tensor, pad: list[float], height: int, width: int) -> Tensor:
+    """Boxes (n, 4) of a letterboxed picture in the original's pixels; `pad` is (scale, pad_x, pad_y)."""
+    scale, pad_x, pad_y = pad
+    moved = (boxes - boxes.new_tensor([pad_x, pad_y, pad_x, pad_y])) / scale
+    return torch.minimum(moved.clamp(min=0), moved.new_tensor([width, height, width, height]))
