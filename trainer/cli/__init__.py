@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from trainer.cli.export import export
 from trainer.cli.info import info
 from trainer.cli.train import train
 
@@ -14,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
 )
-for verb in (train, info):
+for verb in (train, export, info):
     app.command()(verb)
 
 __all__ = ["app"]

@@ -1,0 +1,128 @@
+"""Exported files are run by the programs that they are meant for: ONNX Runtime and TorchScript, not by our model."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from trainer import checkpoint
+from trainer.__main__ import main
+from trainer.errors import TrainerError
+from trainer.export import Decoded, _compare, export
+from trainer.models.yolo import build_yolo, load_cfg
+
+NAMES = ["cat", "dog"]
+DEFAULTS: dict[str, Any] = {"imgsz": None, "batch": 1, "dynamic": False, "picture": "", "out": ""}
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("run") / "best.pt")
+
+
+def write_checkpoint(path: Path, cfg_name: str = "yolov5n.yaml", spoil: float = 0.0) -> Path:
+    torch.manual_seed(0)
+    cfg = load_cfg(cfg_name)
+    state = build_yolo(cfg, nc=len(NAMES)).state_dict()
+    bias = "model.24.m.0.bias" if "anchors" in cfg else "model.24.cv3.0.2.bias"
+    state[bias] += 7 + spoil  # sure of something, so that the scores are not all about 0
+    content = {"format": checkpoint.FORMAT, "model": {}, "ema": state, "optimizer": {}, "epoch": 1, "step": 1}
+    checkpoint.save(path, {**content, "hyp": {}, "cfg": cfg, "names": NAMES, "imgsz": 96})
+    return path
+
+
+def expected(best: Path, images: torch.Tensor) -> tuple[Any, Any]:
+    """Boxes and scores by the trained model, unfused."""
+    content = checkpoint.load(str(best))
+    model = build_yolo(content["cfg"], nc=len(NAMES))
+    checkpoint.transfer(model, content["ema"], "")
+    with torch.no_grad():
+        boxes, scores = Decoded(model).eval()(images)
+    return boxes.numpy(), scores.numpy()
+
+
+@pytest.mark.parametrize(("cfg", "dynamic"), [("yolov5n.yaml", True), ("yolov5nu.yaml", False)])
+def test_onnx_computes_what_the_model_computes(cfg: str, dynamic: bool, tmp_path: Path) -> None:
+    import onnx
+    import onnxruntime
+
+    best = write_checkpoint(tmp_path / "best.pt", cfg)
+    done = export(str(best), "onnx", **{**DEFAULTS, "dynamic": dynamic})
+    assert done.path == best.with_suffix(".onnx")
+    assert sorted(p.name for p in best.parent.iterdir()) == ["best.onnx", "best.pt"]
+    session = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    for shape in ((1, 3, 96, 96), (3, 3, 64, 160))[: 1 + dynamic]:
+        images = torch.rand(shape)
+        boxes, scores = session.run(["boxes", "scores"], {"images": images.numpy()})
+        right = expected(best, images)
+        assert right[1].max() > 0.2
+        np.testing.assert_allclose(boxes, right[0], atol=1e-2)
+        np.testing.assert_allclose(scores, right[1], atol=1e-4)
+    about = {entry.key: entry.value for entry in onnx.load(done.path).metadata_props}
+    assert json.loads(about["names"]) == NAMES
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.load")  # how its users will read the file
+def test_torchscript_from_the_command_line_on_ones_own_picture(
+    best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "mine.jpg"
+    cv2.imwrite(str(picture), np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8))
+    file = tmp_path / "mine.torchscript"
+    arguments = ["--weights", str(best), "--format", "torchscript", "--batch", "2", "--imgsz", "64"]
+    arguments += ["--picture", str(picture), "--out", str(file), "--json"]
+    monkeypatch.setattr(sys, "argv", ["trainer", "export", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+    said = json.loads(capsys.readouterr().out)
+    assert said["path"] == str(file)
+    assert said["shape"] == [2, 3, 64, 64]
+    assert said["box_difference"] < 0.01
+    extra = {"names": ""}
+    loaded = torch.jit.load(str(file), _extra_files=extra)
+    assert json.loads(extra["names"]) == NAMES
+    images = torch.rand(2, 3, 64, 64)
+    for mine, right in zip(loaded(images), expected(best, images), strict=True):
+        np.testing.assert_allclose(mine.numpy(), right, atol=1e-2)
+
+
+def test_a_model_whose_outputs_cannot_be_compared_leaves_no_file(tmp_path: Path) -> None:
+    broken = write_checkpoint(tmp_path / "broken.pt", spoil=float("nan"))
+    with pytest.raises(TrainerError, match="not kept"):
+        export(str(broken), "torchscript", **DEFAULTS)
+    assert [p.name for p in tmp_path.iterdir()] == ["broken.pt"]
+
+
+def test_the_comparison_sees_other_numbers_and_other_shapes(best: Path) -> None:
+    model = Decoded(build_yolo(load_cfg("yolov5n.yaml"), nc=2)).eval()
+    images = torch.rand(1, 3, 64, 64)
+    with torch.no_grad():
+        boxes, scores = model(images)
+    shifted = boxes.clone()
+    shifted[0, 5, 2] += 1
+    assert _compare(model, lambda _: (shifted, scores), images) == (pytest.approx(1, abs=1e-4), 0)
+    with pytest.raises(TrainerError, match="instead of"):
+        _compare(model, lambda _: (boxes[:, :-1], scores), images)
+
+
+def test_what_is_wrong_is_said_first(best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, change, said in (
+        ("tflite", {}, "--format tflite"),
+        ("torchscript", {"imgsz": 100}, "not a multiple of 32"),
+        ("torchscript", {"batch": 0}, "--batch is 0"),
+        ("torchscript", {"picture": "none.jpg"}, "none.jpg"),
+        ("torchscript", {"out": str(tmp_path / "no" / "folder.x")}, "cannot be written"),
+    ):
+        with pytest.raises(TrainerError, match=said):
+            export(str(best), kind, **{**DEFAULTS, **change})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(TrainerError, match="package onnxruntime") as error:
+        export(str(best), "onnx", **DEFAULTS)
+    assert "clusterctl[export]" in error.value.hint
+    assert not list(tmp_path.iterdir())
