@@ -48,7 +48,7 @@ class Hyp:
     fliplr: float = 0.5
     mosaic: float = 1.0
     mixup: float = 0.0
-    copy_paste: float = 0.0  # known, but only 0 is accepted: it moves masks, and labels here are boxes
+    copy_paste: float = 0.0  # per object with an outline (polygon labels)
     close_mosaic: float = 0.0  # last epochs without mosaic, mixup and copy-paste
 
 
@@ -182,8 +182,6 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste"):
         if getattr(hyp, key) > 1:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
-    if hyp.copy_paste:
-        raise TrainerError(f"--hyp {path}: copy_paste moves masks, and labels here are boxes", "set copy_paste to 0")
     if hyp.ema_tau <= 0:
         raise TrainerError(f"--hyp {path}: ema_tau is {hyp.ema_tau}, it must be above 0")
     if hyp.nbs < 1:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import Hyp
-from trainer.data.augment import FILL, _mosaic_tiles, _scene, letterbox, shift_colours, training_picture
+from trainer.data.augment import FILL, _mosaic_tiles, _scene, _seen_bounds, letterbox, shift_colours, training_picture
 
 STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
 MARGIN = np.array([-5, -5, 5, 5])
@@ -30,6 +30,9 @@ class Blocks:
     def labels(self, index):
         boxes = [[index, 0.3, 0.4, 0.25, 0.4]] if index % 2 else [[index, 0.7, 0.6, 0.4, 0.2]]
         return np.array(boxes, np.float32)
+
+    def segments(self, index):
+        return [np.zeros((0, 2), np.float32)]
 
     def image(self, index, min_side=0):
         self.decoded.append(index)
@@ -169,6 +172,125 @@ def test_hardly_visible_boxes_are_dropped():
     assert kept((0, 0.5, 0.5, 0.5, 2.1 / 64)) == 1
     assert kept((0, 0.02, 0.5, 0.6, 0.5)) == 1  # half of it outside
     assert kept((0, -0.25, 0.5, 0.6, 0.5)) == 0  # a twelfth inside
+
+
+class Trapezoids(Blocks):
+    """Gray pictures, each with a trapezoid, higher on its left, in the colour of its class, whose outline is known."""
+
+    corners = np.array([(0.1, 0.15), (0.45, 0.35), (0.45, 0.55), (0.1, 0.75)], np.float32)
+
+    def labels(self, index):
+        low, high = self.corners.min(0), self.corners.max(0)
+        return np.array([[index, *((low + high) / 2), *(high - low)]], np.float32)
+
+    def segments(self, index):
+        return [self.corners]
+
+    def image(self, index, min_side=0):
+        height, width = self.sizes[index]
+        picture = np.full((height, width, 3), 128, np.uint8)
+        points = np.rint(self.corners * (width, height) - 0.5).astype(np.int32)
+        return cv2.fillPoly(picture, [points], COLOURS[index])
+
+
+def scene(data, hyp, seed, side=160):
+    out = np.empty((side, side, 3), np.uint8)
+    labels = training_picture(data, seed % len(data), hyp, np.random.default_rng(seed), out)
+    half = labels[:, 3:] / 2
+    return out, labels[:, 0].astype(int), np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side
+
+
+def check_colours(out, classes, boxes):
+    """Every colour is where its boxes are, and fills a box that is far from all others; how many of those."""
+    checked, slack = 0, 3
+    for cls in range(len(COLOURS)):
+        near = (np.abs(out.astype(int) - COLOURS[cls]) < 60).all(2)
+        for k in np.flatnonzero(classes == cls):
+            box, others = boxes[k], np.delete(boxes, k, axis=0)
+            x1, y1, x2, y2 = np.rint(box).astype(int)
+            apart = (others[:, :2] > box[2:] + 2 * slack) | (others[:, 2:] < box[:2] - 2 * slack)
+            if min(x2 - x1, y2 - y1) > 12 and apart.any(1).all():
+                seen = visible(out, COLOURS[cls], around=box + np.array([-1, -1, 1, 1]) * slack)
+                np.testing.assert_allclose(seen, box, atol=slack)
+                checked += 1
+            near[max(0, y1 - slack) : y2 + slack, max(0, x1 - slack) : x2 + slack] = False
+        # At most a sliver is without a box.
+        assert not cv2.erode(np.pad(near, 1).astype(np.uint8), np.ones((5, 5))).any()
+    return checked
+
+
+@pytest.mark.parametrize(
+    "hyp",
+    [Hyp(**STILL), Hyp(**STILL, degrees=45.0), Hyp(**STILL, degrees=20.0, perspective=0.001), Hyp(**STILL, mosaic=0.0)],
+    ids=["default", "degrees", "perspective", "no mosaic"],
+)
+def test_a_box_is_drawn_anew_around_what_is_seen_of_an_outline(hyp):
+    # A box turned by 45 degrees has a far larger box around it; the trapezoid's own has not.
+    assert sum(check_colours(*scene(Trapezoids(), hyp, seed)) for seed in range(40)) > 20
+
+
+def test_the_bounds_of_what_is_seen_of_polygons():
+    rng, fine = np.random.default_rng(0), 16
+    size = np.array([40.0, 30.0])
+    polygons = []
+    for _ in range(200):
+        turns = np.sort(rng.uniform(0, 2 * np.pi, int(rng.integers(3, 9))))
+        spokes = rng.uniform(2, 40, len(turns))[:, None] * np.stack([np.cos(turns), np.sin(turns)], 1)
+        polygons.append(np.rint((spokes + rng.uniform(-10, 50, 2)) * fine) / fine)
+    polygons.append(np.array([(-9.0, -9.0), (60.0, -9.0), (60.0, 60.0), (-9.0, 60.0)]))  # covers all of it
+    bounds = _seen_bounds(np.concatenate(polygons), np.array([len(p) for p in polygons]), size)
+    seen = []
+    for polygon, found in zip(polygons, bounds, strict=True):
+        picture = np.zeros((30 * fine, 40 * fine), np.uint8)
+        cv2.fillPoly(picture, [(polygon * fine).astype(np.int32)], 1)
+        rows, columns = np.flatnonzero(picture.any(1)), np.flatnonzero(picture.any(0))
+        if len(rows) > 2 and len(columns) > 2:
+            expected = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / fine
+            seen.append(np.abs(found - expected).max())
+        else:
+            assert (found[2:] - found[:2]).min() < 3 / fine
+    assert len(seen) > 100
+    assert np.median(seen) < 1.5 / fine
+    assert np.percentile(seen, 97) < 3 / fine  # the drawing has a line of a pixel around it, also where that is all
+    np.testing.assert_array_equal(bounds[-1], [0, 0, 40, 30])
+
+
+@pytest.mark.parametrize("turn", [0.0, 30.0])
+def test_copy_paste_adds_mirrored_objects_with_their_boxes(turn):
+    plain, pasted = Hyp(**STILL, degrees=turn), Hyp(**STILL, degrees=turn, copy_paste=1.0)
+    more = 0
+    for seed in range(40):
+        _, before, _ = scene(Trapezoids(), plain, seed)
+        out, classes, boxes = scene(Trapezoids(), pasted, seed)
+        check_colours(out, classes, boxes)
+        more += len(classes) - len(before)
+    assert more > 30
+    # The trapezoid's long side is on its left; a copy's is on its right.
+    sides = set()
+    for seed in range(40):
+        out, classes, boxes = scene(Trapezoids(), Hyp(**STILL, copy_paste=1.0, fliplr=0.0), seed)
+        for cls, box in zip(classes, boxes, strict=True):
+            x1, y1, x2, y2 = np.rint(box).astype(int)
+            if (classes == cls).sum() == 2 and box.min() > 1 and box.max() < 159:
+                near = (np.abs(out[y1:y2, x1:x2].astype(int) - COLOURS[cls]) < 60).all(2)
+                half = near.shape[1] // 2
+                sides.add(bool(near[:, :half].sum() > near[:, -half:].sum()))
+    assert sides == {True, False}
+
+
+def test_copy_paste_leaves_others_uncovered_and_respects_what_has_no_mirror_image():
+    def count(data, **options):
+        return sum(len(scene(data, Hyp(**STILL, **options), seed)[1]) for seed in range(30))
+
+    class Wide(Trapezoids):  # a mirrored one would cover another, wherever it lay
+        corners = np.array([(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)], np.float32)
+
+    square = ((100, 100),) * 4
+    assert count(Trapezoids(), copy_paste=1.0) > count(Trapezoids(), copy_paste=0.3) > count(Trapezoids())
+    assert count(Wide(sizes=square), copy_paste=1.0) < 1.3 * count(Wide(sizes=square))
+    assert count(Trapezoids(flips=False), copy_paste=1.0) == count(Trapezoids(flips=False))
+    assert count(Trapezoids(), copy_paste=1.0, mosaic=0.0) == count(Trapezoids(), mosaic=0.0)
+    assert count(Blocks(), copy_paste=1.0) == count(Blocks())  # boxes only
 
 
 def test_digits_are_never_mirrored():

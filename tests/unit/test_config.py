@@ -72,7 +72,7 @@ def test_a_hyp_file_changes_what_it_names(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("lr00: 0.1", "unknown key 'lr00'"),
-        ("copy_paste: 0.1", "copy_paste moves masks"),
+        ("copy_paste: 1.1", "copy_paste is 1.1"),
         ("lr0: fast", "lr0 is 'fast'"),
         ("lr0: true", "lr0 is True"),
         ("lr0: .nan", "lr0 is nan"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import cv2
 import numpy as np
@@ -22,9 +23,12 @@ from trainer.data.dataset import Dataset, Image, Labels
 FILL = 114  # gray of everything that no picture covers
 _MIN_SIDE_PX = 2.0
 _MIN_AREA_SHARE = 0.1  # of a box that must still be seen
+_MIN_OUTLINE_SHARE = 0.01  # the same where the object's outline is known
 _MAX_ASPECT = 100.0
+_MAX_COVERED = 0.3  # share of another box that a pasted object may cover
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,17 @@ class _Tile:
     y: float
     w: float  # size on the canvas
     h: float
+
+
+@dataclass(frozen=True)
+class _Objects:
+    """The objects of all tiles, on the canvas."""
+
+    classes: Floats  # (n,)
+    boxes: Floats  # (n, 4) xyxy
+    tiles: Ints  # (n,): which tile each lies on
+    corners: Ints  # (n,): of its outline, 0 where that is not known
+    points: Floats  # (sum of corners, 2): the outlines, one after the other
 
 
 def _shift(x: float, y: float) -> Floats:
@@ -86,19 +101,22 @@ def _single_tile(dataset: Dataset, index: int, width: int, height: int) -> list[
     return [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
 
 
+def _move(matrix: Floats, points: Floats) -> Floats:
+    """`points` (..., 2) after `matrix` (3, 3)."""
+    moved = points @ matrix[:, :2].T + matrix[:, 2]
+    xy: Floats = moved[..., :2] / moved[..., 2:]
+    return xy
+
+
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     """The upright boxes (n, 4) xyxy around `boxes` (n, 4) xyxy after `matrix` (3, 3)."""
-    corners = np.ones((len(boxes), 4, 3))
-    corners[:, :, 0] = boxes[:, [0, 2, 2, 0]]
-    corners[:, :, 1] = boxes[:, [1, 1, 3, 3]]
-    moved = corners @ matrix.T
-    xy = moved[:, :, :2] / moved[:, :, 2:]
-    return np.concatenate([xy.min(1), xy.max(1)], 1)
+    corners = _move(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]])
+    return np.concatenate([corners.min(1), corners.max(1)], 1)
 
 
 def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
     """Warp `picture` by `matrix` (picture to result) into `out`; `seen` (4,) bounds it there."""
-    if matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0:
+    if matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0 < matrix[0, 0]:
         _paint_upright(out, picture, matrix)
         return
     low, high = np.floor(seen[:2]), np.ceil(seen[2:])
@@ -111,6 +129,20 @@ def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
         cv2.warpAffine(picture, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
     else:
         cv2.warpPerspective(picture, m, size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
+
+
+def _paste(out: Image, picture: Image, matrix: Floats, outline: Floats) -> None:
+    """Warp into `out` what lies within `outline` (k, 2), given in the result's pixels."""
+    bounds = np.concatenate([outline.min(0), outline.max(0)])
+    x1, y1, x2, y2 = (int(v) for v in (*np.floor(bounds[:2]), *np.ceil(bounds[2:])))
+    x1, y1, x2, y2 = max(x1, 0), max(y1, 0), min(x2, out.shape[1]), min(y2, out.shape[0])
+    if x1 >= x2 or y1 >= y2:
+        return
+    place = out[y1:y2, x1:x2]
+    cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
+    _paint(cut, picture, _shift(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
+    cv2.fillPoly(mask, [np.rint(outline - (x1 + 0.5, y1 + 0.5)).astype(np.int32)], 1)
+    cv2.copyTo(cut, mask, dst=place)
 
 
 def _paint_upright(out: Image, picture: Image, matrix: Floats) -> None:
@@ -138,22 +170,92 @@ def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int,
     return first, last, start, max(start + 1, round(last * scale + shift))
 
 
-def _move_boxes(dataset: Dataset, tiles: list[_Tile], matrix: Floats, scale: float, result: Floats) -> Floats:
-    """The tiles' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones."""
+def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
     labels = [dataset.labels(tile.index) for tile in tiles]
     rows = np.concatenate(labels).astype(np.float64)
-    frames = np.repeat([(t.x, t.y, t.w, t.h) for t in tiles], [len(part) for part in labels], axis=0)
+    owners = np.repeat(np.arange(len(tiles)), [len(part) for part in labels])
+    frames = np.array([(t.x, t.y, t.w, t.h) for t in tiles])[owners]
     centre, half = frames[:, :2] + rows[:, 1:3] * frames[:, 2:], rows[:, 3:] * frames[:, 2:] / 2
-    whole = 2 * half * scale
-    moved = _bounds(matrix, np.concatenate([centre - half, centre + half], 1))
-    boxes = np.concatenate([rows[:, :1], np.clip(moved, 0, np.tile(result, 2))], 1)
-    left = boxes[:, 3:] - boxes[:, 1:3]
+    outlines = [outline for tile in tiles for outline in dataset.segments(tile.index)]
+    corners = np.array([len(outline) for outline in outlines], np.int64)
+    frames = np.repeat(frames, corners, axis=0)
+    points = np.concatenate([np.empty((0, 2)), *outlines]) * frames[:, 2:] + frames[:, :2]
+    return _Objects(rows[:, 0], np.concatenate([centre - half, centre + half], 1), owners, corners, points)
+
+
+def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.Generator) -> _Objects:
+    """Outlined objects, each with probability `chance`, once more: mirrored about the middle of `width`.
+
+    Not where the copy's box would cover a share of 0.3 or more of another one (YOLOv5's copy-paste).
+    """
+    wanted = np.flatnonzero((objects.corners > 0) & (rng.random(len(objects.corners)) < chance))
+    mirrored = objects.boxes[wanted][:, [2, 1, 0, 3]] * (-1, 1, -1, 1) + (width, 0, width, 0)
+    boxes, chosen = objects.boxes, []
+    for k, box in zip(wanted.tolist(), mirrored, strict=True):
+        shared = np.minimum(boxes[:, 2:], box[2:]) - np.maximum(boxes[:, :2], box[:2])
+        if (shared.clip(0).prod(1) < _MAX_COVERED * (boxes[:, 2:] - boxes[:, :2]).prod(1)).all():
+            boxes = np.concatenate([boxes, box[None]])
+            chosen.append(k)
+    ends = np.cumsum(objects.corners)
+    copies = [objects.points[ends[k] - objects.corners[k] : ends[k]] * (-1, 1) + (width, 0) for k in chosen]
+    return _Objects(
+        np.append(objects.classes, objects.classes[chosen]),
+        boxes,
+        np.append(objects.tiles, objects.tiles[chosen]),
+        np.append(objects.corners, objects.corners[chosen]),
+        np.concatenate([objects.points, *copies]),
+    )
+
+
+def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
+    """The boxes (k, 4) xyxy around what a result of size (w, h) shows of k polygons; 0, 0, 0, 0 if that is nothing.
+
+    `points` (m, 2) holds their corners one polygon after the other, `corners` (k,) how many each has.
+    """
+    ends = np.cumsum(corners)
+    begins = ends - corners
+    following = np.arange(1, len(points) + 1)
+    following[ends - 1] = begins
+    edges = points[following] - points
+    # Each edge is cut to its part within the result, from share `enter` to share `leave` of it (Liang and Barsky).
+    with np.errstate(divide="ignore", invalid="ignore"):
+        cuts = np.sort([-points / edges, (result - points) / edges], axis=0)
+    along = edges == 0  # parallel to a side: within its strip all the way, or never
+    within = (points >= 0) & (points <= result)
+    enter = np.where(along, np.where(within, -np.inf, np.inf), cuts[0]).max(1, initial=0)
+    leave = np.where(along, np.where(within, np.inf, -np.inf), cuts[1]).min(1, initial=1)
+    shown = np.array(enter <= leave)[:, None]
+    at = points + np.where(shown, np.stack([enter, leave])[:, :, None], 0) * edges
+    low, high = np.where(shown, at.min(0), np.inf), np.where(shown, at.max(0), -np.inf)
+    low, high = np.minimum.reduceat(low, begins), np.maximum.reduceat(high, begins)
+    for corner in np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result:  # one that lies within a polygon is shown too
+        crosses = (points[:, 1] > corner[1]) != (points[following, 1] > corner[1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            x = points[:, 0] + (corner[1] - points[:, 1]) / edges[:, 1] * edges[:, 0]
+        inside = np.add.reduceat((crosses & (x > corner[0])).astype(np.int64), begins).reshape(-1, 1) % 2 == 1
+        low, high = np.where(inside, np.minimum(low, corner), low), np.where(inside, np.maximum(high, corner), high)
+    bounds = np.concatenate([low, high], 1).clip(0, np.tile(result, 2))
+    return np.where(np.isfinite(low).all(1)[:, None], bounds, 0.0)
+
+
+def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) -> Floats:
+    """The objects' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones.
+
+    Where there is an outline, the box is the one around what is seen of that.
+    """
+    whole = (objects.boxes[:, 2:] - objects.boxes[:, :2]) * scale
+    seen = np.clip(_bounds(matrix, objects.boxes), 0, np.tile(result, 2))
+    outlined = objects.corners > 0
+    if outlined.any():
+        seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], result)
+    left = seen[:, 2:] - seen[:, :2]
     tiny = 1e-9
     share = left.prod(1) / (whole.prod(1) + tiny)
     aspect = np.maximum(left[:, 0] / (left[:, 1] + tiny), left[:, 1] / (left[:, 0] + tiny))
-    keep = (left > _MIN_SIDE_PX).all(1) & (share > _MIN_AREA_SHARE) & (aspect < _MAX_ASPECT)
-    kept: Floats = boxes[keep]
-    return kept
+    least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE)
+    keep = (left > _MIN_SIDE_PX).all(1) & (share > least) & (aspect < _MAX_ASPECT)
+    rows: Floats = np.concatenate([objects.classes[:, None], seen], 1)[keep]
+    return rows
 
 
 def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
@@ -177,15 +279,32 @@ def _scene(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out
     is_mosaic = rng.random() < hyp.mosaic
     tiles = _mosaic_tiles(dataset, index, side, rng) if is_mosaic else _single_tile(dataset, index, width, height)
     matrix, scale = random_affine(2 * result if is_mosaic else result, result, hyp, rng)
+    objects = _objects_of(dataset, tiles)
+    originals = len(objects.classes)
+    if is_mosaic and hyp.copy_paste and dataset.flips and len(objects.points):
+        objects = _with_copies(objects, 2 * width, hyp.copy_paste, rng)
+
+    @cache
+    def source(k: int) -> tuple[Image, Floats]:
+        """Tile `k`'s picture, and the matrix from its pixels to the canvas."""
+        tile = tiles[k]
+        picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
+        height, width = picture.shape[:2]
+        return picture, _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
+
     out[:] = FILL
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
-    for tile, bounds in zip(tiles, seen, strict=True):
+    for k, bounds in enumerate(seen):
         x1, y1, x2, y2 = bounds.tolist()
         if x1 < width and y1 < height and min(x2, y2) > 0:
-            picture = dataset.image(tile.index, math.ceil(side * min(1.0, scale)))
-            place = _shift(tile.x, tile.y) @ _stretch(tile.w / picture.shape[1], tile.h / picture.shape[0])
+            picture, place = source(k)
             _paint(out, picture, matrix @ place, bounds)
-    return _move_boxes(dataset, tiles, matrix, scale, result)
+    ends = np.cumsum(objects.corners)
+    for k in range(originals, len(objects.classes)):
+        outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
+        picture, place = source(int(objects.tiles[k]))
+        _paste(out, picture, matrix @ _shift(2 * width, 0) @ _stretch(-1, 1) @ place, outline)
+    return _labels_in(objects, matrix, scale, result)
 
 
 def training_picture(dataset: Dataset, index: int, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:

@@ -245,6 +245,8 @@ class TrainLoader:
         batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
         self._stream = _Stream(_TrainMaker(dataset, seed, hyp, plain_from), workers, batch_bytes, local_size)
         self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
+        if hyp.copy_paste and not any(len(outline) for k in range(self._count) for outline in dataset.segments(k)):
+            self.notes.append("copy_paste has no effect here: it moves objects by their outlines, and these are boxes")
 
     def __len__(self) -> int:
         return self.steps
