@@ -49,11 +49,14 @@ class Hyp:
     mosaic: float = 1.0
     mixup: float = 0.0
     copy_paste: float = 0.0  # per object with an outline (polygon labels)
-    close_mosaic: float = 0.0  # last epochs without mosaic, mixup and copy-paste
+    # Last epochs without mosaic, mixup and copy-paste; None is 10 for an anchor-free head and 0 else.
+    close_mosaic: float | None = None
 
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
 PRECISIONS = ("auto", "bf16", "fp32")
+HYP_SETS = ("low", "med", "high")
+HYP_FOLDER = Path(__file__).with_name("hyp")
 # In YOLOv5's hyp files, but without effect in YOLOv5 itself.
 WITHOUT_EFFECT = ("iou_t",)
 
@@ -155,9 +158,15 @@ class Settings:
 
 
 def load_hyp(path: str, base: Hyp) -> Hyp:
-    """`base` with the values of a YAML file; an unknown key or a value that is no number is an error."""
+    """`base` with the values of a YAML file; an unknown key or a value that is no number is an error.
+
+    `low`, `med` and `high` name the files beside this module, which need no `base`.
+    """
+    source = Path(path)
+    if path in HYP_SETS:
+        source, base = HYP_FOLDER / f"{path}.yaml", Hyp()
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.safe_load(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainerError(f"--hyp {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

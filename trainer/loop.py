@@ -70,6 +70,7 @@ class Run:
             seed=s.seed,
             hyp=s.hyp,
             epochs=s.epochs,
+            close_mosaic=self.task.close_mosaic,
             multi_scale=s.multi_scale,
             rect=s.rect,
             image_weights=s.image_weights,

@@ -61,11 +61,55 @@ def test_digits_have_a_preset_and_everything_else_yolov5s_defaults() -> None:
     assert PRESETS["digits"].hyp.fliplr == 0  # a mirrored digit is another sign
 
 
+LOW = {
+    "lr0": 0.01,
+    "lrf": 0.01,
+    "momentum": 0.937,
+    "weight_decay": 5e-4,
+    "warmup_epochs": 3,
+    "warmup_momentum": 0.8,
+    "warmup_bias_lr": 0.1,
+    "box": 0.05,
+    "cls": 0.5,
+    "obj": 1.0,
+    "cls_pw": 1,
+    "obj_pw": 1,
+    "anchor_t": 4.0,
+    "fl_gamma": 0,
+    "hsv_h": 0.015,
+    "hsv_s": 0.7,
+    "hsv_v": 0.4,
+    "degrees": 0,
+    "shear": 0,
+    "perspective": 0,
+    "flipud": 0,
+    "translate": 0.1,
+    "scale": 0.5,
+    "fliplr": 0.5,
+    "mosaic": 1.0,
+    "mixup": 0,
+    "copy_paste": 0,
+}
+MED = {**LOW, "lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1}
+
+
+@pytest.mark.parametrize(("name", "values"), [("low", LOW), ("med", MED), ("high", {**MED, "copy_paste": 0.1})])
+def test_the_sets_low_med_and_high_have_yolov5s_values_whatever_the_data(
+    name: str, values: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # they belong to the package, not to a folder
+    hyp = load_hyp(name, PRESETS["digits"].hyp)
+    assert {key: getattr(hyp, key) for key in values} == values
+    assert hyp == Hyp(**values)
+    Path(name).write_text("lr0: 0.5")
+    assert load_hyp(f"./{name}", Hyp()).lr0 == 0.5
+
+
 def test_a_hyp_file_changes_what_it_names(tmp_path: Path) -> None:
     path = tmp_path / "hyp.yaml"
-    path.write_text("lr0: 1e-3  # text to YAML\nmosaic: 1\niou_t: 0.2\n")
+    path.write_text("lr0: 1e-3  # text to YAML\nmosaic: 1\niou_t: 0.2\nclose_mosaic: 5\n")
     hyp = load_hyp(str(path), Hyp(box=0.07))
-    assert hyp == Hyp(box=0.07, lr0=0.001, mosaic=1.0)
+    assert hyp == Hyp(box=0.07, lr0=0.001, mosaic=1.0, close_mosaic=5)
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def test_a_picture_that_is_drawn_twice_is_augmented_differently():
 
 def test_the_last_epochs_are_without_mosaics():
     data = Photos(6)
-    closing = train_loader(data, hyp=Hyp(mixup=0.5, close_mosaic=2), epochs=5)
+    closing = train_loader(data, hyp=Hyp(mixup=0.5), close_mosaic=2, epochs=5)
     with_mosaic, without = train_loader(data, hyp=Hyp(mixup=0.5)), train_loader(data, hyp=Hyp(mosaic=0.0))
     for epoch in range(5):
         (batch,) = closing.epoch(epoch)

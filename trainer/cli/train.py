@@ -34,8 +34,8 @@ HypFile = Annotated[
     str,
     typer.Option(
         "--hyp",
-        help="YAML file with YOLOv5's hyper-parameters; those it leaves out keep their default: "
-        "YOLOv5's low set, for digits a set of its own (trainer/config.py).",
+        help="YOLOv5's sets `low` (its n and s), `med`, `high` (m, l, x), or your own YAML file; what that leaves out "
+        "keeps its default: that of low, for digits that of a set of its own (trainer/config.py).",
         show_default=False,
     ),
 ]

@@ -235,7 +235,7 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
         inside = np.add.reduceat((crosses & (x > corner[0])).astype(np.int64), begins).reshape(-1, 1) % 2 == 1
         low, high = np.where(inside, np.minimum(low, corner), low), np.where(inside, np.maximum(high, corner), high)
     bounds = np.concatenate([low, high], 1).clip(0, np.tile(result, 2))
-    return np.where(np.isfinite(low).all(1)[:, None], bounds, 0.0)
+    return np.where(np.isfinite(low[:, :1]), bounds, 0.0)
 
 
 def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) -> Floats:

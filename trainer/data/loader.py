@@ -213,7 +213,8 @@ class TrainLoader:
         seed: int,
         workers: int,
         hyp: Hyp,
-        epochs: int | None = None,
+        epochs: float = math.inf,
+        close_mosaic: float = 0,
         multi_scale: bool = False,
         rect: bool = False,
         image_weights: bool = False,
@@ -222,7 +223,7 @@ class TrainLoader:
     ) -> None:
         """`batch` counts the pictures of a step on all ranks together; `stride` is the model's largest.
 
-        `epochs` is the length of the run, of which the last `hyp.close_mosaic` are without mosaics; with `rect` all
+        `epochs` is the length of the run, of which the last `close_mosaic` are without mosaics; with `rect` all
         are. `image_weights` draws pictures by their classes (see `weigh`). `local_size` ranks share this machine.
         """
         _check_imgsz(imgsz, stride)
@@ -241,7 +242,7 @@ class TrainLoader:
         self._class_map: list[float] | None = None
         full, rest = divmod(self._count, batch)
         self.steps = full + (rest >= world)
-        plain_from = 0 if rect else math.inf if epochs is None else epochs - hyp.close_mosaic
+        plain_from = 0 if rect else epochs - close_mosaic
         batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
         self._stream = _Stream(_TrainMaker(dataset, seed, hyp, plain_from), workers, batch_bytes, local_size)
         self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once

@@ -48,6 +48,13 @@ class Detection:
         """The names of the loss's terms; the model file's last row decides on the loss."""
         return LOSSES[self._cfg["head"][-1][2]].terms
 
+    @property
+    def close_mosaic(self) -> float:
+        """How many of a run's last epochs are without mosaic; the anchor-free head is tuned for 10."""
+        if self._hyp.close_mosaic is not None:
+            return self._hyp.close_mosaic
+        return 10 if self.terms == AlignedLoss.terms else 0
+
     def build(self) -> Yolo:
         """The untrained network for this data's classes."""
         return build_yolo(self._cfg, nc=len(self.names), where=self._where)
