@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_picture
 from trainer.data import open_dataset
+from trainer.data.faults import BadData
+from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
 
@@ -49,10 +51,59 @@ def test_a_bad_label_names_file_line_and_text(tmp_path, line, what):
     assert "class cx cy w h" in error.hint
 
 
-def test_more_bad_labels_are_counted(tmp_path):
+def break_labels(root: Path) -> list[str]:
+    """Write six faults into a set's train labels and pictures; how each is reported."""
+    one, two = root / "labels/train/001.txt", root / "labels/train/002.txt"
+    one.write_text("0 0.5 0.5 0.1 0.1\nx 0.5 0.5 0.1 0.1\n5 0.5 0.5 0.1 0.1\n")
+    two.write_text("6 0.5 0.5 0.1\n\n1 0.3 0.5 0.2 0.4\n1 0.95 0.5 0.2 0.4\n0 0.5 0.5 0.5 0.5\n")
+    (root / "images/train/003.jpg").write_bytes(b"")
+    (root / "labels/train/lost.txt").write_text("0 0.5 0.5 0.1 0.1\n")
+    return [
+        f"{root / 'labels/train/lost.txt'}: label without picture in {root / 'images/train'}",
+        f"{one}:2: not a number in `x 0.5 0.5 0.1 0.1`",
+        f"{one}:3: class out of range 0 to 1: `5 0.5 0.5 0.1 0.1`",
+        f"{two}:1: 4 columns instead of 5",
+        f"{two}:4: box outside the picture: `1 0.95 0.5 0.2 0.4`",
+        f"{root / 'images/train/003.jpg'}: not a readable picture: empty file",
+    ]
+
+
+def test_several_faults_are_counted_and_the_first_are_named(tmp_path):
     path = make_yolo_set(tmp_path)
-    (tmp_path / "labels/train/002.txt").write_text("5 0.5 0.5 0.1 0.1\n6 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.5 0.5\n")
-    assert error_of(path).message.endswith("`5 0.5 0.5 0.1 0.1` (and 1 more such lines)")
+    faults = break_labels(tmp_path)
+    error = error_of(path)
+    assert error.message == f"6 faults: {'; '.join(faults[:3])}; and 3 more"
+    assert f"trainer data check --data {path}" in error.hint
+    assert "--allow-bad-labels" in error.hint
+
+
+def test_bad_labels_can_be_left_out_and_are_listed(tmp_path):
+    path = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    data = Yolo(str(path), "train", allow_bad_labels=True)
+    assert [str(fault) for fault in data.faults] == faults
+    assert [data.path(k).name for k in range(len(data))] == ["000.jpg", "001.jpg", "002.jpg"]
+    assert [data.labels(k)[:, 0].tolist() for k in range(3)] == [[], [0], [1, 0]]
+    assert [len(data.segments(k)) for k in range(3)] == [0, 1, 2]
+
+
+def test_a_set_whose_every_box_is_bad_is_refused_even_so(tmp_path):
+    path = make_yolo_set(tmp_path)
+    for label in (tmp_path / "labels/train").iterdir():
+        label.write_text("9 0.5 0.5 0.1 0.1\n")
+    with pytest.raises(TrainerError, match="none of the 4 train pictures has a labelled box"):
+        Yolo(str(path), "train", allow_bad_labels=True)
+
+
+def test_the_same_box_twice_is_left_out_with_a_warning(tmp_path):
+    path = make_yolo_set(tmp_path)
+    label = tmp_path / "labels/train/001.txt"
+    label.write_text("0 0.5 0.5 0.1 0.1\n1 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
+    data = Yolo(str(path), "train")
+    assert data.labels(1)[:, 0].tolist() == [0, 1]
+    assert [str(fault) for fault in data.faults if fault.warning] == [
+        f"{label}:3: the same box twice: `0 0.5 0.5 0.1 0.1`"
+    ]
 
 
 def test_a_label_that_is_no_text(tmp_path):
@@ -95,6 +146,14 @@ def test_no_data_yaml(tmp_path):
     assert "digits" in error.hint
 
 
+def test_all_faults_of_a_data_yaml_are_named(tmp_path):
+    path = make_yolo_set(tmp_path)
+    path.write_text("path: .\ntrian: x\ntrain: [images/train, gone]\nnc: 3\nnames: [cat, cat]\n")
+    with pytest.raises(BadData) as caught:
+        Yolo(str(path), "train")
+    assert [fault.line for fault in caught.value.faults] == [2, 5, 4, 3]
+
+
 @pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
 def test_a_data_yaml_without_keys(tmp_path, text):
     (tmp_path / "data.yaml").write_text(text)
@@ -133,13 +192,29 @@ def test_a_file_that_is_no_picture_is_found_when_the_set_is_opened(tmp_path, con
     assert error_of(path).message.startswith(f"{picture}: not a readable picture")
 
 
-def test_a_picture_that_breaks_off_after_its_header_is_an_error_when_used(tmp_path):
+@pytest.mark.parametrize(("suffix", "share"), [(".jpg", 0.5), (".jpg", 0.95), (".png", 0.5), (".png", 0.95)])
+def test_a_picture_that_breaks_off_is_found_when_the_set_is_opened(tmp_path, suffix, share):
     path = make_yolo_set(tmp_path)
-    picture = tmp_path / "images/train/003.png"
-    write_picture(picture)
-    picture.write_bytes(picture.read_bytes()[:60])
     (tmp_path / "images/train/003.jpg").unlink()
+    picture = tmp_path / f"images/train/003{suffix}"
+    write_picture(picture, 300, 400)
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[: int(share * len(whole))])
+    assert error_of(path).message.startswith(f"{picture}: not a readable picture: ")
+
+
+def test_bytes_after_the_end_of_a_picture_are_no_fault(tmp_path):
+    path = make_yolo_set(tmp_path)
+    with (tmp_path / "images/train/003.jpg").open("ab") as file:
+        file.write(b"appended by a camera")
+    assert len(open_dataset(str(path), "train", imgsz=64)) == 4
+
+
+def test_a_picture_that_is_damaged_later_is_an_error_when_used(tmp_path):
+    path = make_yolo_set(tmp_path)
     data = open_dataset(str(path), "train", imgsz=64)
+    picture = tmp_path / "images/train/003.jpg"
+    picture.write_bytes(picture.read_bytes()[:60])
     with pytest.raises(TrainerError, match=rf"{re.escape(str(picture))}: cannot be decoded") as caught:
         data.image(3)
     assert caught.value.hint

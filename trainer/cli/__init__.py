@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
 from trainer.cli.train import train
@@ -17,5 +18,6 @@ app = typer.Typer(
 )
 for verb in (train, export, info):
     app.command()(verb)
+app.add_typer(data, name="data")
 
 __all__ = ["app"]

@@ -1,0 +1,91 @@
+"""`trainer data check`: all faults of both splits, and the table of classes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.test_bad_data import break_labels
+from tests.unit.yolo_folder import make_yolo_set, write_picture
+
+
+def run_check(path: Path, *options: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "trainer", "data", "check", "--data", str(path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_a_good_set_is_a_table_and_exit_0(tmp_path):
+    path = make_yolo_set(tmp_path)
+    path.write_text(path.read_text().replace("[cat, dog]", "[cat, dog, eel]").replace("nc: 2", "nc: 3"))
+    code, out = run_check(path)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines() if not line.startswith("warning: ")]
+    # Pictures 1 and 2 of 4 have one and two boxes of a fifth of 72 and 80 px by two fifths of 48 px.
+    assert lines[:5] == [
+        "train: 4 pictures (2 without boxes), 3 boxes",
+        "class pictures boxes share median box, px",
+        "cat 2 2 66.7% 15 x 19",
+        "dog 1 1 33.3% 16 x 19",
+        "eel 0 0 0.0% no boxes",
+    ]
+    assert lines[5] == "val: 2 pictures (1 without boxes), 1 boxes"
+
+
+def test_every_fault_of_both_splits_is_printed(tmp_path):
+    path = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    (tmp_path / "labels/val/001.txt").write_text("0 0.5 0.5 0.1 0.1\n0 7 7 7 7\n")
+    (tmp_path / "labels/val/000.txt").write_text("0 0.5 0.5 0.1 0.1\n" * 2)
+    faults.append(f"{tmp_path / 'labels/val/001.txt'}:2: pixels instead of fractions: `0 7 7 7 7`")
+    code, out = run_check(path)
+    assert code == 2
+    assert out.splitlines()[:7] == faults
+    assert f"warning: {tmp_path / 'labels/val/000.txt'}:2: the same box twice" in out
+    code, out = run_check(path, "--json")
+    assert code == 2
+    report = json.loads(out)
+    assert [f"{f['file']}:{f['line']}: {f['what']}".replace(":0:", ":") for f in report["faults"]] == faults
+    assert report["splits"]["val"]["classes"][0]["boxes"] == 2
+
+
+def test_faults_of_the_data_yaml_are_printed_once(tmp_path):
+    path = make_yolo_set(tmp_path)
+    path.write_text("train: images/train\nval: images/vla\nnames: [cat, dog, dog]\ntets: x\n")
+    code, out = run_check(path)
+    assert code == 2
+    assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [f"{path}:4", f"{path}:3", f"{path}:2"]
+
+
+def test_a_picture_that_only_decoding_finds_to_be_broken(tmp_path):
+    path = make_yolo_set(tmp_path)
+    picture = tmp_path / "images/train/004.png"
+    write_picture(picture)
+    data = picture.read_bytes()
+    picture.write_bytes(data[:60] + data[-12:])  # header and last chunk are whole
+    code, out = run_check(path, "--headers")
+    assert code == 0
+    code, out = run_check(path)
+    assert code == 2
+    assert out.startswith(f"{picture}: cannot be decoded")
+
+
+def test_a_picture_in_both_splits_is_a_warning(tmp_path):
+    path = make_yolo_set(tmp_path)
+    for k in (0, 1):
+        (tmp_path / f"images/val/{k:03}.jpg").unlink()
+    (tmp_path / "labels/val/001.txt").rename(tmp_path / "labels/val/copy.txt")
+    shutil.copy(tmp_path / "images/train/002.jpg", tmp_path / "images/val/copy.jpg")
+    code, out = run_check(path)
+    assert code == 0
+    twin = f"{tmp_path / 'images/val/copy.jpg'}: the same picture as {tmp_path / 'images/train/002.jpg'}"
+    assert f"warning: {twin} of the training" in out
+
+
+def test_a_file_that_is_not_there():
+    command = [sys.executable, "-m", "trainer", "data", "check", "--data", "nowhere.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --data nowhere.yaml: no such file\nhint: ")

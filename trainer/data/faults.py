@@ -1,0 +1,39 @@
+"""What is wrong with a data set: each fault with its file and line, and the error that refuses the set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.errors import TrainerError
+
+_SHOWN = 3  # faults that an error names itself
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing to put right; `line` counts from 1, 0 is the file as a whole. A warning does not stop a training."""
+
+    file: str
+    line: int
+    what: str
+    hint: str = ""
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.what}" if self.line else f"{self.file}: {self.what}"
+
+
+class BadData(TrainerError):
+    """A data set with `faults` (at least one): the message counts them and names the first few."""
+
+    def __init__(self, faults: Sequence[Fault], hint: str = "") -> None:
+        """`hint` is the next step for several faults, and goes with the fault's own where there is one."""
+        self.faults = list(faults)
+        count = len(self.faults)
+        if count == 1:
+            super().__init__(str(faults[0]), "; ".join(filter(None, (faults[0].hint, hint))))
+            return
+        first = "; ".join(map(str, self.faults[:_SHOWN]))
+        more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+        super().__init__(f"{count} faults: {first}{more}", hint or self.faults[0].hint)
