@@ -135,6 +135,8 @@ class Settings:
     multi_scale: bool = False
     rect: bool = False
     image_weights: bool = False
+    single_cls: bool = False
+    allow_bad_labels: bool = False
 
     def __post_init__(self) -> None:
         for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from trainer import checkpoint, contract, dist
 from trainer.config import Settings, check_data_path
-from trainer.data import Batch, TrainLoader, ValLoader, open_dataset
+from trainer.data import Batch, TrainLoader, ValLoader, left_out, open_dataset
+from trainer.data.faults import note_left_out
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.metrics import BoxScores
@@ -49,8 +50,10 @@ class Run:
         where = s.cfg or (s.weights if self.weights else DEFAULT_CFG)
         self.cfg = self.weights["cfg"] if self.weights and not s.cfg else load_cfg(where)
         self.dtype = pick_dtype(s.precision, device, native_bf16(device))
-        train = open_dataset(s.data, "train", imgsz=s.imgsz)
-        self.val_set = open_dataset(s.data, "val", imgsz=s.imgsz)
+        how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
+        train = open_dataset(s.data, "train", **how)
+        self.val_set = open_dataset(s.data, "val", **how)
+        self.left_out = left_out(train, self.val_set)
         if not len(self.val_set) and s.val:
             raise TrainerError(f"--data {s.data}: there is no validation picture", "or train with --noval")
         torch.manual_seed(s.seed)  # every rank begins with the same weights
@@ -89,6 +92,9 @@ class Run:
     def start(self, folder: Path) -> None:
         """Move to the device and wrap for several ranks."""
         self.folder = folder
+        if self.world.rank == 0:
+            for line in note_left_out(self.left_out, folder):
+                self.screen.say(line)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.loss = self.task.loss_of(self.model)
         self.ema = Ema(self.model, self.settings.hyp.ema_tau)

@@ -146,3 +146,10 @@ def test_a_data_set_can_be_sent_to_a_worker(tmp_path):
     other = pickle.loads(pickle.dumps(data))
     np.testing.assert_array_equal(other.image(1), data.image(1))
     np.testing.assert_array_equal(other.labels(2), data.labels(2))
+
+
+def test_all_classes_become_one(tmp_path):
+    data = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64, single_cls=True)
+    assert data.names == ["item"]
+    np.testing.assert_allclose(data.labels(2), [[0, 0.3, 0.5, 0.2, 0.4], [0, 0.4, 0.5, 0.2, 0.4]], rtol=1e-6)
+    assert data.labels(2).dtype == np.float32

@@ -6,15 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from tests.unit.test_bad_data import break_labels
 from tests.unit.yolo_folder import make_yolo_set, write_picture
+from trainer.cli import app
 
 
 def run_check(path: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "trainer", "data", "check", "--data", str(path), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = CliRunner().invoke(app, ["data", "check", "--data", str(path), *options])
     assert done.stderr == ""
-    return done.returncode, done.stdout
+    return done.exit_code, done.stdout
 
 
 def test_a_good_set_is_a_table_and_exit_0(tmp_path):

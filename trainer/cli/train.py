@@ -99,6 +99,11 @@ ImageWeights = Annotated[
         "--image-weights", help="Draw pictures with rare classes, and classes that validate badly, more often."
     ),
 ]
+SingleCls = Annotated[bool, typer.Option("--single-cls", help="Take all classes of the data set for one, named item.")]
+AllowBadLabels = Annotated[
+    bool,
+    typer.Option("--allow-bad-labels", help="Leave bad label rows and pictures out (they are listed) and go on."),
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -122,6 +127,8 @@ def train(
     multi_scale: MultiScale = False,
     rect: Rect = False,
     image_weights: ImageWeights = False,
+    single_cls: SingleCls = False,
+    allow_bad_labels: AllowBadLabels = False,
     noval: NoVal = False,
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
@@ -150,6 +157,8 @@ def train(
         multi_scale=multi_scale,
         rect=rect,
         image_weights=image_weights,
+        single_cls=single_cls,
+        allow_bad_labels=allow_bad_labels,
         val=not noval,
     )
     from trainer.loop import train as run

@@ -7,8 +7,10 @@ from typing import Literal
 
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
+from trainer.data.faults import Fault
 from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader
 from trainer.data.yolo import Yolo
+from trainer.errors import TrainerError
 
 Split = Literal["train", "val"]
 
@@ -18,11 +20,24 @@ EMBEDDED: dict[str, Callable[[Split, int], Dataset]] = {
 }
 
 
-def open_dataset(source: str, split: Split, *, imgsz: int) -> Dataset:
-    """The data set `source`: an embedded one's name (its pages have side `imgsz`) or the path of a data.yaml."""
+def open_dataset(
+    source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
+) -> Dataset:
+    """The data set `source`: an embedded one's name (its pages have side `imgsz`) or the path of a data.yaml.
+
+    `single_cls` makes all its classes one, "item"; `allow_bad_labels` leaves bad rows and pictures out, which are
+    an error else (see `left_out`).
+    """
     if source in EMBEDDED:
+        if single_cls:
+            raise TrainerError(f"--single-cls: the classes of {source} are fixed", "use it with a data.yaml")
         return EMBEDDED[source](split, imgsz)
-    return Yolo(source, split)
+    return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
 
 
-__all__ = ["EMBEDDED", "Batch", "Dataset", "TrainLoader", "ValBatch", "ValLoader", "open_dataset"]
+def left_out(*datasets: Dataset) -> list[Fault]:
+    """What is missing from the data sets: bad rows and pictures (with allow_bad_labels) and boxes given twice."""
+    return [fault for dataset in datasets if isinstance(dataset, Yolo) for fault in dataset.faults]
+
+
+__all__ = ["EMBEDDED", "Batch", "Dataset", "TrainLoader", "ValBatch", "ValLoader", "left_out", "open_dataset"]

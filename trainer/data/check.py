@@ -114,6 +114,7 @@ def _undecodable(source: Source) -> list[Fault]:
             return Fault(path, 0, f"is {width} x {height} px, but its header says {size[1]} x {size[0]}", hint)
         return None
 
+    cv2.utils.logging.setLogLevel(2)  # errors only: what it warns of is reported here, with the file's name
     paths = _paths(source)
     with ThreadPoolExecutor(THREADS) as pool:
         problems = track(

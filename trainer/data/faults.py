@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trainer.errors import TrainerError
 
-_SHOWN = 3  # faults that an error names itself
+_SHOWN = 3  # faults that an error or the screen names
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,13 @@ class BadData(TrainerError):
         first = "; ".join(map(str, self.faults[:_SHOWN]))
         more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
         super().__init__(f"{count} faults: {first}{more}", hint or self.faults[0].hint)
+
+
+def note_left_out(faults: Sequence[Fault], folder: Path) -> list[str]:
+    """Lines for the screen that say what was left out; where these are many, the whole list goes to a file."""
+    lines = [f"left out: {fault}" for fault in faults[:_SHOWN]]
+    if len(faults) > _SHOWN:
+        path = folder / "left_out.txt"
+        path.write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
+        lines.append(f"left out: {len(faults) - _SHOWN} more, all of them in {path}")
+    return lines
