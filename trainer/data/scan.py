@@ -39,6 +39,7 @@ class Scan:
     corner_offsets: npt.NDArray[np.int64]  # (m + 1,)
     corners: npt.NDArray[np.float32]  # (p, 2): x, y as fractions
     faults: list[Fault]
+    folder: str = ""  # where all this is cached, or "" if it is only in this process's memory
 
 
 def scan(listing: Listing, nc: int) -> Scan:

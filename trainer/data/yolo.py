@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from trainer.data.data_yaml import DataYaml, read_data_yaml
 from trainer.data.dataset import Image, Labels, Segment
 from trainer.data.faults import BadData, Fault
+from trainer.data.label_cache import cached, load
 from trainer.data.listing import Listing, list_split
 from trainer.data.scan import Scan, scan
 from trainer.errors import TrainerError
@@ -52,7 +54,8 @@ def read_split(data_yaml: str, split: str) -> Source:
     """Read one split and all its faults; BadData only where there is nothing to read."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    return Source(split, spec, listing, scan(listing, len(spec.names)))
+    nc = len(spec.names)
+    return Source(split, spec, listing, cached(listing, nc, lambda: scan(listing, nc)))
 
 
 class Yolo:
@@ -78,6 +81,19 @@ class Yolo:
             )
         if nothing := source.no_boxes():
             raise BadData([nothing])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the cached arrays into its memory, too, instead of getting a copy of its own.
+        return {**self.__dict__, "_scan": self._scan.folder or self._scan}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        folder = state["_scan"]
+        if isinstance(folder, str):
+            try:
+                state["_scan"] = load(Path(folder))
+            except (OSError, ValueError) as error:
+                raise TrainerError(f"{folder}: the labels read before are gone: {error}", "start again") from None
+        self.__dict__.update(state)
 
     def __len__(self) -> int:
         return len(self._scan.paths)

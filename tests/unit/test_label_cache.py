@@ -1,0 +1,170 @@
+"""The cache of what was read: one result for all processes, and never an old one."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.yolo_folder import make_yolo_set
+from trainer.data import open_dataset
+from trainer.data.label_cache import FOLDER
+from trainer.data.yolo import Yolo
+
+ROOT = Path(__file__).parents[2]
+# Opens a set when told to, and says how many label files and pictures it opened for that, and what it found.
+READER = """
+import os, sys
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+from trainer.data.yolo import Yolo
+input()
+data = Yolo(sys.argv[1], "train")
+root = os.path.dirname(sys.argv[1])
+files = sum(name.startswith(root) and name.endswith((".txt", ".jpg")) for name in opened)
+print(files, sum(len(data.labels(k)) for k in range(len(data))), data._scan.folder)
+"""
+
+
+def read_at_once(path: Path, *environments: dict[str, str]) -> list[list[str]]:
+    """What processes say that open the set at the same time, one for each of the changes to the environment."""
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", READER, str(path)],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for environment in environments
+    ]
+    for reader in readers:
+        assert reader.stdin
+        reader.stdin.write("\n")
+        reader.stdin.flush()
+    return [reader.communicate(timeout=60)[0].split() for reader in readers]
+
+
+def scans(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if (path / "labels.npy").is_file()]
+
+
+def test_of_processes_that_start_at_once_one_reads_for_all(tmp_path):
+    path = make_yolo_set(tmp_path, train=40)
+    answers = read_at_once(path, {}, {}, {})
+    files = [int(answer[0]) for answer in answers]
+    assert sorted(files) == [0, 0, 40 + 26]  # pictures, and label files of the two thirds that have one
+    assert {answer[1] for answer in answers} == {"39"}
+    (scan,) = scans(tmp_path)
+    assert {answer[2] for answer in answers} == {str(scan)}
+    assert not list(tmp_path.rglob(".draft-*"))
+
+
+def test_machines_that_build_at_once_on_a_shared_disk_share_one_result(tmp_path):
+    path = make_yolo_set(tmp_path / "shared", train=40)
+    machines = []
+    for number in range(2):  # locks are per machine: another folder for them is another machine
+        (tmp_path / str(number)).mkdir()
+        machines.append({"TMPDIR": str(tmp_path / str(number))})
+    answers = read_at_once(path, *machines)
+    assert {answer[1] for answer in answers} == {"39"}
+    (scan,) = scans(tmp_path)
+    assert {answer[2] for answer in answers} == {str(scan)}
+
+
+def test_a_changed_label_is_seen_and_an_unchanged_set_is_not_read_again(tmp_path):
+    path = make_yolo_set(tmp_path)
+    assert len(open_dataset(str(path), "train", imgsz=64).labels(1)) == 1
+    label = tmp_path / "labels/train/001.txt"
+    assert read_at_once(path, {})[0][0] == "0"
+    before = label.stat()
+    label.write_text("1 0.3 0.5 0.2 0.4\n")  # of the same size
+    os.utime(label, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert open_dataset(str(path), "train", imgsz=64).labels(1)[0, 0] == 1
+    label.unlink()
+    assert len(open_dataset(str(path), "train", imgsz=64).labels(1)) == 0
+    (tmp_path / "images/train/003.jpg").unlink()
+    assert len(open_dataset(str(path), "train", imgsz=64)) == 3
+
+
+def test_more_classes_make_a_bad_label_good(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "labels/train/001.txt").write_text("2 0.5 0.5 0.1 0.1\n")
+    assert len(Yolo(str(path), "train", allow_bad_labels=True).labels(1)) == 0
+    path.write_text(path.read_text().replace("[cat, dog]", "[cat, dog, eel]").replace("nc: 2", "nc: 3"))
+    assert len(Yolo(str(path), "train").labels(1)) == 1
+
+
+def test_faults_are_remembered(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "labels/train/001.txt").write_text("9 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
+    first = Yolo(str(path), "train", allow_bad_labels=True).faults
+    assert [(fault.line, fault.warning) for fault in first] == [(1, False), (3, True)]
+    assert Yolo(str(path), "train", allow_bad_labels=True).faults == first
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path):
+    path = make_yolo_set(tmp_path)
+    open_dataset(str(path), "train", imgsz=64)
+    (scan,) = scans(tmp_path)
+    (scan / "labels.npy").write_bytes(b"")
+    assert len(open_dataset(str(path), "train", imgsz=64).labels(2)) == 2
+    assert scans(tmp_path) == [scan]
+    assert (scan / "labels.npy").stat().st_size
+
+
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A set in a folder that cannot be written to, for root neither: its cache's place is taken by a file."""
+    path = make_yolo_set(tmp_path / "set")
+    (tmp_path / "set" / FOLDER).write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return path
+
+
+def test_a_read_only_set_is_cached_in_the_users_folder(read_only, tmp_path):
+    open_dataset(str(read_only), "train", imgsz=64)
+    (scan,) = scans(tmp_path)
+    assert scan.is_relative_to(tmp_path / "cache/clusterctl")
+    assert read_at_once(read_only, {})[0][0] == "0"
+
+
+def test_without_any_place_for_a_cache_the_set_still_opens(read_only, tmp_path):
+    (tmp_path / "cache").write_text("")
+    data = open_dataset(str(read_only), "train", imgsz=64)
+    assert len(data.labels(2)) == 2
+    assert len(pickle.loads(pickle.dumps(data)).labels(2)) == 2
+
+
+def test_a_worker_maps_the_labels_instead_of_copying_them(tmp_path):
+    data = open_dataset(str(make_yolo_set(tmp_path, train=300)), "train", imgsz=64)
+    sent = pickle.dumps(data)
+    assert len(sent) < 1000
+    other = pickle.loads(sent)
+    np.testing.assert_array_equal(other.labels(2), data.labels(2))
+    assert other.path(299) == data.path(299)
+    with pytest.raises(ValueError, match="read-only"):
+        other.labels(2)[0, 0] = 7
+
+
+def test_a_set_may_be_moved_with_its_cache(tmp_path):
+    make_yolo_set(tmp_path / "a")
+    open_dataset(str(tmp_path / "a/data.yaml"), "train", imgsz=64)
+    (tmp_path / "a").rename(tmp_path / "b")
+    (scan,) = scans(tmp_path)
+    assert read_at_once(tmp_path / "b/data.yaml", {})[0] == ["0", "3", str(scan)]
+    assert open_dataset(str(tmp_path / "b/data.yaml"), "train", imgsz=64).image(2).shape == (48, 80, 3)
+
+
+def test_old_scans_are_removed(tmp_path):
+    path = make_yolo_set(tmp_path)
+    label = tmp_path / "labels/train/001.txt"
+    for k in range(12):
+        label.write_text(f"0 0.5 0.5 0.{k + 10} 0.1\n")
+        open_dataset(str(path), "train", imgsz=64)
+    assert len(scans(tmp_path)) == 8
+    assert open_dataset(str(path), "train", imgsz=64).labels(1)[0, 3] == np.float32(0.21)
