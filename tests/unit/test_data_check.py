@@ -33,7 +33,7 @@ def test_a_good_set_is_a_table_and_exit_0(tmp_path):
         "dog 1 1 33.3% 16 x 19",
         "eel 0 0 0.0% no boxes",
     ]
-    assert lines[5] == "val: 2 pictures (1 without boxes), 1 boxes"
+    assert lines[5] == "val: 2 pictures (1 without boxes), 1 box"
 
 
 def test_every_fault_of_both_splits_is_printed(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +13,7 @@ from trainer.config import PRESETS, check_data_path
 
 if TYPE_CHECKING:
     from trainer.data.check import SplitTable
+    from trainer.data.convert import Conversion
     from trainer.data.faults import Fault
 
 data = typer.Typer(no_args_is_help=True, help="Check, convert or fetch a data set.")
@@ -57,18 +59,86 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
         raise typer.Exit(2)
 
 
+convert = typer.Typer(no_args_is_help=True, help="Rewrite a data set in YOLO format.")
+data.add_typer(convert, name="convert")
+
+Out = Annotated[Path, typer.Option(help="The folder to make; data.yaml will be in it.", show_default=False)]
+Copy = Annotated[bool, typer.Option("--copy", help="Copy the pictures; else links to them are made.")]
+AllowBadLabels = Annotated[bool, typer.Option("--allow-bad-labels", help="Leave out what is wrong, and list it.")]
+ValShare = Annotated[
+    float, typer.Option(help="Share of the pictures for validation, chosen by their names, where nothing else says it.")
+]
+
+
+@convert.command()
+def coco(
+    annotations: Annotated[Path, typer.Argument(help="instances_train2017.json or the like.", show_default=False)],
+    images: Annotated[Path, typer.Option(help="The folder of its pictures.", show_default=False)],
+    out: Out,
+    val: Annotated[
+        Path | None, typer.Option(help="Annotations of the validation pictures: instances_val2017.json.")
+    ] = None,
+    val_images: Annotated[Path | None, typer.Option(help="The folder of these, if it is another one.")] = None,
+    val_share: ValShare = 0.1,
+    copy: Copy = False,
+    allow_bad_labels: AllowBadLabels = False,
+) -> None:
+    """Convert COCO annotations: outlines become polygon rows, crowds are left out, category ids become 0, 1, ..."""
+    from trainer.data.convert import from_coco
+    from trainer.data.convert.writer import check_out
+
+    check_out(out)
+    found = from_coco(annotations, images, val_annotations=val, val_images=val_images, val_share=val_share)
+    _write(found, out, copy=copy, allow_bad_labels=allow_bad_labels)
+
+
+@convert.command()
+def voc(
+    folder: Annotated[Path, typer.Argument(help="Holds Annotations and JPEGImages.", show_default=False)],
+    out: Out,
+    skip_difficult: Annotated[bool, typer.Option("--skip-difficult", help="Leave out objects marked so.")] = False,
+    val_share: ValShare = 0.1,
+    copy: Copy = False,
+    allow_bad_labels: AllowBadLabels = False,
+) -> None:
+    """Convert Pascal VOC's XML files; train and val are those of ImageSets/Main, where it names them."""
+    from trainer.data.convert import from_voc
+    from trainer.data.convert.writer import check_out
+
+    check_out(out)
+    found = from_voc(folder, skip_difficult=skip_difficult, val_share=val_share)
+    _write(found, out, copy=copy, allow_bad_labels=allow_bad_labels)
+
+
+def _write(found: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) -> None:
+    from trainer.data.convert.writer import write
+
+    try:
+        write(found, out, copy=copy, allow_bad_labels=allow_bad_labels)
+    finally:  # all of them, where an error names only the first few
+        for fault in found.faults:
+            typer.echo(f"left out: {fault}" if out.exists() else str(fault))
+    for what, count in found.notes.items():
+        typer.echo(f"{what}: {count}")
+    for split, items in found.splits.items():
+        typer.echo(f"{split}: {_count(len(items), 'picture')}, {_count(sum(len(i.rows) for i in items), 'box')}")
+    typer.echo(f"{len(found.names)} classes -> {out / 'data.yaml'}")
+
+
 def _plain(fault: Fault) -> dict[str, str | int]:
     return {"file": fault.file, "line": fault.line, "what": fault.what, "hint": fault.hint}
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
+    plural = f"{noun}es" if noun.endswith("x") else f"{noun}s"
+    return f"{number or 'no'} {noun if number == 1 else plural}"
 
 
 def _lines(table: SplitTable) -> list[str]:
     width = max(5, *(len(row.name) for row in table.classes))
+    pictures = f"{_count(table.pictures, 'picture')} ({table.background} without boxes)"
     lines = [
-        f"{table.split}: {_count(table.pictures, 'picture')} ({table.background} without boxes), {table.boxes} boxes",
+        f"{table.split}: {pictures}, {_count(table.boxes, 'box')}",
         f"  {'class':<{width}}  pictures    boxes   share  median box, px",
     ]
     for row in table.classes:

@@ -95,7 +95,7 @@ def _read_chunk(listing: Listing, indices: range, nc: int) -> Scan:
     rows = _Rows([], [], [], [])
     for index in indices:
         picture, file = os.path.join(listing.root, listing.pictures[index]), listing.label_file(index)
-        size = _size(picture)
+        size = picture_size(picture)
         if isinstance(size, Fault):
             found.append((index, size))
             continue
@@ -128,7 +128,7 @@ def _read_chunk(listing: Listing, indices: range, nc: int) -> Scan:
     )
 
 
-def _size(picture: str) -> tuple[int, int] | Fault:
+def picture_size(picture: str) -> tuple[int, int] | Fault:
     """(height, width) from the picture's header, turned as its EXIF orientation says, as the decoder does."""
     try:
         with Pillow.open(picture) as header:

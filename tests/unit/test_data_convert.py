@@ -1,0 +1,290 @@
+"""`trainer data convert`: what comes out is what the annotations say, or nothing at all."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.unit.yolo_folder import write_picture
+from trainer.cli import app
+from trainer.data.yolo import Yolo
+from trainer.errors import TrainerError
+
+
+def convert(*words: str | Path) -> tuple[str, TrainerError | None]:
+    """(what is printed, the error) of a conversion."""
+    done = CliRunner().invoke(app, ["data", "convert", *map(str, words)])
+    if done.exception and not isinstance(done.exception, TrainerError):
+        raise done.exception
+    return done.stdout, done.exception
+
+
+def corners(data: Yolo, index: int) -> np.ndarray:
+    """class, x1, y1, x2, y2 in pixels of one picture's boxes."""
+    height, width = data.size(index)
+    rows = data.labels(index)
+    low, high = rows[:, 1:3] - rows[:, 3:] / 2, rows[:, 1:3] + rows[:, 3:] / 2
+    return np.concatenate([rows[:, :1], low * (width, height), high * (width, height)], 1)
+
+
+def picture_names(data: Yolo) -> list[str]:
+    return [data.path(k).name for k in range(len(data))]
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+SQUARE = [10, 10, 30, 10, 30, 20, 10, 20]
+PART = [40, 10, 50, 10, 50, 30, 40, 30]
+
+
+def coco_content() -> dict[str, list[dict[str, object]]]:
+    """Three pictures of 100 x 80 px; categories 7 and 3; a polygon, an object of two parts, a crowd, a mask, a box."""
+    images = [{"id": k, "file_name": f"{k}.jpg", "width": 100, "height": 80} for k in (1, 2, 3)]
+    mask = {"counts": [0, 8000], "size": [80, 100]}
+    rows = [
+        (1, 7, [10, 10, 20, 10], [SQUARE], 0),
+        (1, 3, [10, 10, 40, 20], [SQUARE, PART], 0),
+        (1, 3, [0, 0, 100, 80], mask, 1),
+        (2, 3, [0, 0, 100, 80], mask, 0),
+        (2, 7, [99.5, 0, 1, 10], [], 0),
+    ]
+    annotations = [
+        {"id": 90 + k, "image_id": i, "category_id": c, "bbox": box, "segmentation": s, "iscrowd": crowd}
+        for k, (i, c, box, s, crowd) in enumerate(rows)
+    ]
+    categories = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+@pytest.fixture
+def coco(tmp_path: Path) -> Path:
+    for k in (1, 2, 3):
+        write_picture(tmp_path / f"pictures/{k}.jpg", 80, 100, seed=k)
+    return save(tmp_path, coco_content())
+
+
+def save(folder: Path, content: object) -> Path:
+    path = folder / "instances.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_coco(coco, tmp_path):
+    out, error = convert("coco", coco, "--images", tmp_path / "pictures", "--out", tmp_path / "set", "--val", coco)
+    assert error is None
+    assert "crowd left out: 2" in out  # once in each split
+    assert "mask kept as a box: 2" in out
+    data = Yolo(str(tmp_path / "set/data.yaml"), "train")
+    assert data.names == ["cat", "dog"]  # by their ids, 3 and 7
+    assert picture_names(data) == ["1.jpg", "2.jpg", "3.jpg"]
+    np.testing.assert_allclose(corners(data, 0), [[1, 10, 10, 30, 20], [0, 10, 10, 50, 30]], atol=1e-4)
+    np.testing.assert_allclose(corners(data, 1), [[0, 0, 0, 100, 80], [1, 99.5, 0, 100, 10]], atol=1e-4)
+    assert len(data.labels(2)) == 0
+    square, both = data.segments(0)
+    np.testing.assert_allclose(square * (100, 80), np.reshape(SQUARE, (-1, 2)), atol=1e-4)
+    # The parts' own area, 200 + 200 px: the bridge between them has none.
+    x, y = (both * (100, 80)).T
+    assert abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2 == pytest.approx(400, abs=1e-2)
+    assert (tmp_path / "set/images/train/1.jpg").resolve() == (tmp_path / "pictures/1.jpg").resolve()
+
+
+def test_pictures_are_copied_on_request(coco, tmp_path):
+    convert("coco", coco, "--images", tmp_path / "pictures", "--out", tmp_path / "set", "--val", coco, "--copy")
+    picture = tmp_path / "set/images/train/1.jpg"
+    assert not picture.is_symlink()
+    assert picture.read_bytes() == (tmp_path / "pictures/1.jpg").read_bytes()
+
+
+def test_the_split_follows_from_the_names_alone(tmp_path):
+    content = coco_content()
+    names = [f"{k:03}.jpg" for k in range(40)]
+    for k, name in enumerate(names):
+        write_picture(tmp_path / "pictures" / name, 80, 100, seed=k)
+
+    def val_of(chosen: list[str], out: str) -> set[str]:
+        content["images"] = [{"id": k, "file_name": name} for k, name in enumerate(chosen)]
+        _, error = convert(
+            *("coco", save(tmp_path, content), "--images", tmp_path / "pictures"),
+            *("--out", tmp_path / out, "--val-share", "0.25"),
+        )
+        assert error is None
+        train, val = (names_in(tmp_path / out / "images" / split) for split in ("train", "val"))
+        assert train | val == set(chosen)
+        assert not train & val
+        return val
+
+    half = val_of(names[:20], "half")
+    whole = val_of(names[::-1], "whole")
+    assert 4 <= len(whole) <= 16
+    assert half == {name for name in whole if name in names[:20]}
+
+
+def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_path):
+    content = coco_content()
+    content["images"] += [
+        {"id": 4, "file_name": "gone.jpg"},
+        {"id": 1, "file_name": "again.jpg"},
+        {"id": 5, "file_name": "../../etc/passwd"},
+        {"id": ["x"], "file_name": "x.jpg"},
+    ]
+    content["images"][2]["width"] = 101
+    content["annotations"] += [
+        {"id": 1, "image_id": 99, "category_id": 3, "bbox": [1, 1, 2, 2]},
+        {"id": 2, "image_id": 1, "category_id": 8, "bbox": [1, 1, 2, 2]},
+        {"id": 3, "image_id": 1, "category_id": 3, "bbox": [90, 1, 20, 2]},
+        {"id": 4, "image_id": 1, "category_id": 3, "bbox": [1, 1, 0, 2]},
+        {"id": 5, "image_id": 1, "category_id": 3, "bbox": [1, None, 0, 2]},
+        {"id": 6, "image_id": [1], "category_id": {}, "bbox": "x"},
+    ]
+    save(tmp_path, content)
+    words = ("coco", coco, "--images", tmp_path / "pictures", "--out", tmp_path / "set")
+    out, error = convert(*words)
+    assert error
+    assert error.message.startswith("11 faults: ")
+    assert "--allow-bad-labels" in error.hint
+    assert not (tmp_path / "set").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["instances.json", "pictures"]
+    for part in (
+        f"{tmp_path / 'pictures/gone.jpg'}: no such picture",
+        f"{coco}: images[4] (id 1): the id is there twice",
+        "images[5]: needs an `id` and a `file_name` below the pictures' folder, has '../../etc/passwd'",
+        "images (id 3): ",
+        "is 100 x 80 px, not 101 x 80",
+        "annotations[5] (id 1): no picture has the id 99",
+        "annotations[6] (id 2): no category has the id 8",
+        "annotations[7] (id 3): box without area or outside the picture: [90, 1, 20, 2]",
+        "annotations[8] (id 4): box without area",
+        "annotations[9] (id 5): `bbox` must be four numbers",
+    ):
+        assert part in out
+    out, error = convert(*words, "--allow-bad-labels")
+    assert error is None
+    assert out.count("left out: ") == 11 + 1  # and the crowd's line
+    data = [Yolo(str(tmp_path / "set/data.yaml"), split) for split in ("train", "val")]
+    assert sorted(picture_names(data[0]) + picture_names(data[1])) == ["1.jpg", "2.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "`images` must be a list"),
+        ('{"images": [], "annotations": [3]}', "`annotations` must be a list of objects"),
+        ('{"images": [], "annotations": [], "categories": []}', "no categories"),
+        ('{"images": [], "annotations": [], "categories": [{"id": 1}]}', "categories[0]: needs a whole `id`"),
+        ('{"images": [], "annotations": [], "categories": [{"id": 1, "name": "x"}]}', "no picture with a box"),
+    ],
+)
+def test_what_is_no_coco_file(tmp_path, text, what):
+    (tmp_path / "a.json").write_text(text)
+    _, error = convert("coco", tmp_path / "a.json", "--images", tmp_path, "--out", tmp_path / "set")
+    assert error
+    assert what in error.message
+    assert error.hint
+
+
+def test_nothing_is_overwritten(coco, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set/precious").write_text("x")
+    _, error = convert("coco", coco, "--images", tmp_path / "pictures", "--out", tmp_path / "set")
+    assert error
+    assert "exists already" in error.message
+    assert names_in(tmp_path / "set") == {"precious"}
+
+
+def thing(name: str, *box: float, difficult: int = 0) -> str:
+    keys = ("xmin", "ymin", "xmax", "ymax")
+    inside = "".join(f"<{key}>{value}</{key}>" for key, value in zip(keys, box, strict=True))
+    return f"<object>\n<name>{name}</name><difficult>{difficult}</difficult>\n<bndbox>{inside}</bndbox></object>\n"
+
+
+def voc_file(folder: Path, stem: str, *things: str, size: tuple[int, int] = (100, 80)) -> Path:
+    write_picture(folder / "JPEGImages" / f"{stem}.jpg", 80, 100)
+    path = folder / "Annotations" / f"{stem}.xml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        f"<annotation>\n<filename>{stem}.jpg</filename>\n<size><width>{size[0]}</width><height>{size[1]}</height>"
+        f"</size>\n{''.join(things)}</annotation>"
+    )
+    return path
+
+
+@pytest.fixture
+def voc(tmp_path: Path) -> Path:
+    folder = tmp_path / "VOC"
+    voc_file(folder, "a", thing("dog", 1, 1, 100, 80), thing("cat", 11, 11, 30, 20, difficult=1))
+    voc_file(folder, "b", thing("cat", 2, 3, 4, 6))
+    voc_file(folder, "c")
+    (folder / "ImageSets/Main").mkdir(parents=True)
+    (folder / "ImageSets/Main/train.txt").write_text("a\nc\n")
+    (folder / "ImageSets/Main/val.txt").write_text("b\n")
+    return folder
+
+
+def test_voc(voc, tmp_path):
+    _, error = convert("voc", voc, "--out", tmp_path / "set")
+    assert error is None
+    train, val = (Yolo(str(tmp_path / "set/data.yaml"), split) for split in ("train", "val"))
+    assert train.names == ["cat", "dog"]
+    assert picture_names(train) == ["a.jpg", "c.jpg"]
+    assert picture_names(val) == ["b.jpg"]
+    np.testing.assert_allclose(corners(train, 0), [[1, 0, 0, 100, 80], [0, 10, 10, 30, 20]], atol=1e-4)
+    np.testing.assert_allclose(corners(val, 0), [[0, 1, 2, 4, 6]], atol=1e-4)
+
+
+def test_voc_without_difficult_objects(voc, tmp_path):
+    out, _ = convert("voc", voc, "--out", tmp_path / "set", "--skip-difficult")
+    assert "difficult object left out: 1" in out
+    assert Yolo(str(tmp_path / "set/data.yaml"), "train").labels(0)[:, 0].tolist() == [1]
+
+
+def test_voc_without_lists_of_its_splits(voc, tmp_path):
+    for path in (voc / "ImageSets/Main").iterdir():
+        path.unlink()
+    _, error = convert("voc", voc, "--out", tmp_path / "set")
+    assert error is None
+    counts = [len(list((tmp_path / "set/images" / split).iterdir())) for split in ("train", "val")]
+    assert counts == [2, 1]
+
+
+def test_every_fault_of_voc_files_is_named(voc, tmp_path):
+    bad = [
+        voc_file(voc, "d", thing("cat", 90, 1, 120, 9), thing("", 1, 1, 9, 9), thing("cat", 9, 9, "x", 9)),
+        voc_file(voc, "e", thing("cat", 1, 1, 9, 9), size=(80, 100)),
+        voc_file(voc, "f", thing("cat", 1, 1, 9, 9)),
+        voc_file(voc, "g"),
+        voc_file(voc, "h"),
+    ]
+    bad[2].write_text(bad[2].read_text().replace("</name>", "</nome>"))
+    bad[3].write_text('<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]>\n<annotation>&x;</annotation>')
+    (voc / "JPEGImages/h.jpg").unlink()
+    (voc / "ImageSets/Main/train.txt").write_text("a\nc\nnowhere\n")
+    out, error = convert("voc", voc, "--out", tmp_path / "set")
+    assert error
+    assert not (tmp_path / "set").exists()
+    faults = [line for line in out.splitlines() if line.startswith(str(voc))]
+    expected = [
+        (f"{bad[0]}:4: ", "box without area or outside the picture: cat 90 1 120 9"),
+        (f"{bad[0]}:7: ", "object without a name"),
+        (f"{bad[0]}:10: ", "`bndbox` needs the numbers"),
+        (f"{bad[1]}:3: ", "the picture is 100 x 80 px, not 80 x 100"),
+        (f"{bad[2]}:5: ", "not XML: mismatched tag"),
+        (f"{bad[3]}:1: ", "has a DOCTYPE"),
+        (f"{bad[4]}: ", "its picture is not there: h.*"),
+        (f"{voc}/ImageSets/Main/train.txt:3: ", "no annotation of nowhere"),
+    ]
+    assert len(faults) == len(expected)
+    for start, what in expected:
+        assert any(line.startswith(start) and what in line for line in faults), (start, what, faults)
+    assert error.message.startswith("8 faults: ")
+
+
+def test_no_voc_folder(tmp_path):
+    for folder in (tmp_path / "none", tmp_path):
+        _, error = convert("voc", folder, "--out", tmp_path / "set")
+        assert error
+        assert str(folder) in error.message
