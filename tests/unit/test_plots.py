@@ -1,11 +1,24 @@
 """The pictures of a run."""
 
+from typing import ClassVar
+
 import cv2
 import numpy as np
 import pytest
+import torch
 
+from trainer.data import Batch
 from trainer.errors import TrainerError
-from trainer.plots import class_colour, draw_predictions, plot_results
+from trainer.metrics import BoxMAP
+from trainer.plots import (
+    class_colour,
+    draw_batch,
+    draw_metric,
+    draw_predictions,
+    plot_confusion,
+    plot_labels,
+    plot_results,
+)
 
 
 def near(picture_bgr, rgb, within=40):
@@ -71,3 +84,91 @@ def test_neighbouring_classes_have_different_colours():
     colours = np.array([class_colour(k) for k in range(10)])
     distance = np.abs(colours[:, None] - colours[None]).sum(2)
     assert distance[~np.eye(10, dtype=bool)].min() > 60
+
+
+def test_precision_and_recall_get_a_panel_where_they_are_known(tmp_path):
+    table = tmp_path / "results.csv"
+    table.write_text("epoch,box_loss,map50,map,precision,recall\n1,0.1,0.2,0.1,0.5,0.4\n2,0.1,0.3,0.2,0.6,0.5\n")
+    plot_results(table, tmp_path / "wide.png")
+    table.write_text("epoch,box_loss,map50,map\n1,0.1,0.2,0.1\n")
+    plot_results(table, tmp_path / "narrow.png")
+    wide, narrow = (cv2.imread(str(tmp_path / f"{name}.png")).shape[1] for name in ("wide", "narrow"))
+    assert wide == 1.5 * narrow
+
+
+def metric_of(names, hits, misses, pictures=30):
+    """Every picture has one box of each class, found in `hits` of the pictures; `misses` false alarms elsewhere."""
+    metric = BoxMAP(names)
+    n = len(names)
+    box = np.stack([np.arange(n) * 20.0, np.zeros(n), np.arange(n) * 20.0 + 10, np.full(n, 10.0)], 1)
+    for k in range(pictures):
+        found = box + (0 if k < hits else [0, 500, 0, 500])
+        sure = np.full(n, 0.9 if k < hits else 0.4)
+        metric.update(k, found[: n if k < hits + misses else 0], sure[: n if k < hits + misses else 0],
+                      np.arange(n)[: n if k < hits + misses else 0], box, np.arange(n))  # fmt: skip
+    return metric
+
+
+@pytest.mark.parametrize("classes", [1, 3, 80])
+def test_a_metric_is_drawn_for_few_and_many_classes(tmp_path, classes):
+    names = [f"class $ {k}" for k in range(classes)]  # a $ would begin a formula
+    paths = draw_metric(metric_of(names, hits=20, misses=5), tmp_path)
+    assert [p.name for p in paths] == ["PR_curve.png", "F1_curve.png", "confusion_matrix.png"]
+    for path in paths[:2]:
+        assert near(cv2.imread(str(path)), (0x00, 0x72, 0xB2)).sum() > 300  # the mean's line
+    confusion = cv2.imread(str(paths[2]))
+    assert (confusion[..., 0].astype(int) - confusion[..., 2] > 60).sum() > 2000  # blue cells: the diagonal
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(p.name for p in paths)
+
+
+def test_an_empty_metric_can_be_drawn(tmp_path):
+    assert all(path.stat().st_size > 3000 for path in draw_metric(BoxMAP(["a", "b"]), tmp_path))
+
+
+def test_a_confusion_stands_in_the_column_of_the_true_class(tmp_path):
+    confusion = np.zeros((4, 4), int)
+    confusion[2, 0] = 9  # `a` was taken for `c`
+    plot_confusion(confusion, ["a", "b", "c"], tmp_path / "c.png")
+    picture = cv2.imread(str(tmp_path / "c.png"))
+    matrix = picture[:, : int(picture.shape[1] * 0.85)]  # without the scale of colours
+    ys, xs = np.nonzero(near(matrix, (8, 48, 107), within=12))
+    assert len(xs) > 1000
+    assert xs.mean() < 0.4 * picture.shape[1]
+    assert 0.45 * picture.shape[0] < ys.mean() < 0.75 * picture.shape[0]
+
+
+class Labelled:
+    names: ClassVar = ["cat", "dog"]
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def labels(self, index):
+        return np.array(self.rows[index], np.float32).reshape(-1, 5)
+
+
+def test_labels_are_drawn_where_their_centres_are(tmp_path):
+    low = Labelled([[(0, 0.5, 0.9, 0.1, 0.1)], [(1, 0.5, 0.9, 0.2, 0.1)] * 3, []])
+    plot_labels(low, tmp_path / "labels.png")
+    picture = cv2.imread(str(tmp_path / "labels.png"))
+    half_y, half_x = picture.shape[0] // 2, picture.shape[1] // 2
+    centres = picture[half_y:, : int(0.8 * half_x)]  # without the scale of colours
+    ys, _ = np.nonzero(near(centres, (8, 48, 107), within=12))
+    assert ys.min() > half_y / 2  # a box low in the picture is low in the map
+    assert near(picture[:half_y, :half_x], (0x00, 0x72, 0xB2)).sum() > 1000
+    plot_labels(Labelled([[], []]), tmp_path / "none.png")
+    assert (tmp_path / "none.png").stat().st_size > 5000
+
+
+def test_a_training_batch_is_drawn_with_its_labels(tmp_path):
+    images = torch.full((3, 64, 96, 3), 128, dtype=torch.uint8)
+    targets = torch.tensor([[1.0, 1, 0.25, 0.5, 0.25, 0.5]])
+    draw_batch(Batch(images, targets, torch.arange(3), 3), ["cat", "dog"], tmp_path / "b.png")
+    picture = cv2.imread(str(tmp_path / "b.png"))
+    ys, xs = np.nonzero(near(picture, class_colour(1)))
+    scale = 420 / 96  # the second of two columns
+    assert xs.min() == pytest.approx(2 * 10 + 420 + 12 * scale, abs=3)
+    assert ys.max() == pytest.approx(10 + 48 * scale, abs=3)

@@ -8,6 +8,7 @@ from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
 from trainer.cli.train import train
+from trainer.cli.val import val
 
 app = typer.Typer(
     add_completion=False,
@@ -16,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
 )
-for verb in (train, export, info):
+for verb in (train, val, export, info):
     app.command()(verb)
 app.add_typer(data, name="data")
 

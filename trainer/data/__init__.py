@@ -12,10 +12,10 @@ from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader
 from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
 
 # Data sets that need no file; anything else that is asked for is the path of a data.yaml.
-EMBEDDED: dict[str, Callable[[Split, int], Dataset]] = {
+EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {
     "digits": lambda split, imgsz: Digits(split, imgsz),
 }
 
@@ -31,6 +31,8 @@ def open_dataset(
     if source in EMBEDDED:
         if single_cls:
             raise TrainerError(f"--single-cls: the classes of {source} are fixed", "use it with a data.yaml")
+        if split == "test":
+            raise TrainerError(f"--split test: {source} has no such pictures", "use --split val")
         return EMBEDDED[source](split, imgsz)
     return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
 

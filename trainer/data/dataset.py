@@ -28,6 +28,9 @@ class Dataset(Protocol):
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) in pixels of the picture as stored, known without decoding it."""
 
+    def name(self, index: int) -> str:
+        """What the picture is called in a message: its file."""
+
     def image(self, index: int, min_side: int = 0) -> Image:
         """The picture as uint8 (h, w, 3) RGB, not to be written to.
 

@@ -160,6 +160,10 @@ class Digits:
             page = self._pages[index] = _compose(self._split, index, self._side)
         return page
 
+    def name(self, index: int) -> str:
+        """The page's number: there is no file."""
+        return f"page {index}"
+
     def size(self, index: int) -> tuple[int, int]:
         """(side, side) of every page."""
         return self._side, self._side

@@ -105,6 +105,10 @@ class Yolo:
         """The file of picture `index`."""
         return Path(self._path(index))
 
+    def name(self, index: int) -> str:
+        """The file of picture `index`."""
+        return self._path(index)
+
     def size(self, index: int) -> tuple[int, int]:
         """(height, width) in pixels of picture `index`, turned upright."""
         height, width = self._scan.sizes[index].tolist()

@@ -106,7 +106,7 @@ class BoxMAP:
 
     def __init__(self, names: list[str], *, by_area: bool = False, yolov5: bool = False) -> None:
         """`by_area` adds COCO's three ranges of areas; `yolov5` matches and integrates as YOLOv5 does."""
-        self._names = list(names)
+        self.names = list(names)
         self._yolov5 = yolov5
         self._ranges = list(AREAS) if by_area else ["all"]
         self._boxes = np.zeros((len(self._ranges), len(names)), np.int64)  # ground truth per range and class
@@ -159,7 +159,7 @@ class BoxMAP:
             own = areas(boxes)
             out |= ~hit & ((own < low) | (own > high))[:, None]
             found[:, k], left_out[:, k] = hit @ _BITS, out @ _BITS
-            self._boxes[k] += np.bincount(truth_label[~ignored], minlength=len(self._names))
+            self._boxes[k] += np.bincount(truth_label[~ignored], minlength=len(self.names))
         self._pictures[image_id] = _Picture(score, label.astype(np.int32), found, left_out)
         self._with[np.unique(truth_label[~crowd])] += 1
         sure = score > CONFUSION_CONFIDENCE
@@ -171,10 +171,15 @@ class BoxMAP:
         pairs = pair_up(iou[:, ~crowd], CONFUSION_IOU)
         rows, columns = [row for row, _ in pairs], [column for _, column in pairs]
         alone = (iou[:, crowd] <= CONFUSION_IOU).all(1) & ~np.isin(np.arange(len(label)), rows)
-        background = len(self._names)
+        background = len(self.names)
         np.add.at(self._confusion, (label[rows], there[columns]), 1)
         self._confusion[:-1, background] += np.bincount(label[alone], minlength=background)
         self._confusion[background, :-1] += np.bincount(np.delete(there, columns), minlength=background)
+
+    @property
+    def pictures(self) -> int:
+        """How many were added."""
+        return len(self._pictures)
 
     def state(self) -> State:
         """All that was collected, picklable, for another rank's `merge`."""
@@ -204,7 +209,7 @@ class BoxMAP:
         for i, k in enumerate(present.tolist()):
             p, r, f1 = at_peak[i].tolist()
             counts = int(self._with[k]), int(self._boxes[0, k])
-            per_class[self._names[k]] = ClassScores(float(ap[i, 0]), float(ap[i].mean()), p, r, f1, *counts)
+            per_class[self.names[k]] = ClassScores(float(ap[i, 0]), float(ap[i].mean()), p, r, f1, *counts)
         precision, recall, f1 = at_peak.mean(0).tolist()
         return BoxScores(
             float(ap[:, 0].mean()),
@@ -234,7 +239,7 @@ class BoxMAP:
         p, r = np.reshape(precision, shape), np.reshape(recall, shape)
         f1 = f1_of(p, r)
         return BoxCurves(
-            names=[self._names[k] for k in present],
+            names=[self.names[k] for k in present],
             ap=self._ap(rows),
             precision_at=np.reshape(precision_at, (len(present), -1)) if len(present) else np.zeros((0, 101)),
             precision=p,

@@ -81,11 +81,9 @@ class Detection:
         """This rank's metric over its batches, and its first pictures with what was found in them."""
         metric, shown = self.metric(), list[Shown]()
         for image_id, found in detect(Detector(model, device, dtype, Limits()), batches):
-            boxes, scores, classes = found.boxes.numpy(), found.scores.numpy(), found.classes.numpy()
             count(metric, dataset, image_id, found)
             if len(shown) < SHOWN:
-                sure = scores >= SHOWN_CONFIDENCE
-                shown.append((dataset.image(image_id), boxes[sure], scores[sure], classes[sure]))
+                shown.append(sure_of(dataset, image_id, found))
         return metric, shown
 
 
@@ -104,6 +102,13 @@ def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) ->
     labels = dataset.labels(image_id)
     truth = pixel_corners(labels[:, 1:], *dataset.size(image_id))
     metric.update(image_id, found.boxes, found.scores, found.classes, truth, labels[:, 0])
+
+
+def sure_of(dataset: Dataset, image_id: int, found: Detections) -> Shown:
+    """A picture with those of its detections that are worth showing."""
+    sure = found.scores >= SHOWN_CONFIDENCE
+    boxes, scores, classes = (part[sure].numpy() for part in (found.boxes, found.scores, found.classes))
+    return dataset.image(image_id), boxes, scores, classes
 
 
 def prepare(batch: Batch, loss: Loss, device: torch.device) -> Prepared:

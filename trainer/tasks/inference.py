@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from trainer.models.yolo import Yolo, fuse
+from trainer import checkpoint
+from trainer.errors import TrainerError
+from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse
 
 # Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
 # and all at once they would cost more time than the network.
@@ -110,3 +112,30 @@ def to_original(boxes: Tensor, pad: list[float], height: int, width: int) -> Ten
     scale, pad_x, pad_y = pad
     moved = (boxes - boxes.new_tensor([pad_x, pad_y, pad_x, pad_y])) / scale
     return torch.minimum(moved.clamp(min=0), moved.new_tensor([width, height, width, height]))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint's averaged model, its class names and the picture side that it was trained at."""
+
+    model: Yolo
+    names: list[str]
+    imgsz: int
+
+    @property
+    def stride(self) -> int:
+        """What a picture's sides must be multiples of, in pixels."""
+        return max(self.model.detect.strides)
+
+
+def load_trained(weights: str) -> Trained:
+    """The model of a checkpoint, ours or YOLOv5's; every tensor must fit."""
+    content = checkpoint.load(weights)
+    names = list(content["names"])
+    model = build_yolo(check_cfg(content["cfg"], weights), nc=len(names), where=weights)
+    fit, of = checkpoint.transfer(model, content["ema"], weights)
+    if fit != of:
+        raise TrainerError(
+            f"--weights {weights}: {of - fit} of the model's {of} tensors are missing", "take a best.pt or last.pt"
+        )
+    return Trained(model, names, int(content["imgsz"]))

@@ -1,0 +1,172 @@
+"""`trainer val` as its users run it: real processes on a data set of a few small pictures."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from trainer import checkpoint
+from trainer.__main__ import main
+from trainer.models.yolo import build_yolo, load_cfg
+
+ROOT = Path(__file__).parents[2]
+COUNT = 37
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pictures of different shapes with squares of two classes; 37 fill a group of one shape and begin another."""
+    folder = tmp_path_factory.mktemp("squares")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 2), ("val", COUNT), ("test", 3)):
+        for kind in ("images", "labels"):
+            (folder / kind / split).mkdir(parents=True)
+        for k in range(count):
+            height, width = (64, 48 + 8 * (k % 7))
+            picture = np.full((height, width, 3), 30, np.uint8)
+            lines = []
+            for cls in range(2) if k % 5 else []:
+                x, y = rng.integers(0, width - 24), rng.integers(0, 40)
+                picture[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
+                lines.append(f"{cls} {(x + 12) / width} {(y + 12) / height} {24 / width} {24 / height}")
+            cv2.imwrite(str(folder / "images" / split / f"{k + 100}.png"), picture)
+            (folder / "labels" / split / f"{k + 100}.txt").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    splits = "".join(f"{split}: images/{split}\n" for split in ("train", "val", "test"))
+    path.write_text(f"path: {folder}\n{splits}names: [green, red]\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """An untrained model: it finds boxes everywhere, a few of which happen to be right."""
+    torch.manual_seed(1)
+    cfg = load_cfg("yolov5n.yaml")
+    model = build_yolo(cfg, nc=2)
+    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "cfg": cfg, "imgsz": 64}
+    content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
+    path = tmp_path_factory.mktemp("weights") / "best.pt"
+    checkpoint.save(path, content)
+    return path
+
+
+def run(folder, *arguments, ranks=1):
+    """Exit codes, stdout and stderr of each of `ranks` processes of `trainer val`."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    processes = []
+    for rank in range(ranks):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, "-m", "trainer", "val", "--device", "cpu", "--workers", "0", *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes))
+    try:
+        outputs = [p.communicate(timeout=120) for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    return [p.returncode for p in processes], [out for out, _ in outputs], [err for _, err in outputs]
+
+
+def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
+    common = ("--weights", weights, "--data", data, "--batch", 4, "--no-plots", "--json")
+    codes, (alone,), errors = run(tmp_path, *common)
+    assert codes == [0], errors
+    codes, (first, second), errors = run(tmp_path, *common, "--save-json", ranks=2)
+    assert codes == [0, 0], errors
+    assert second == ""
+    one, two = json.loads(alone), json.loads(first)
+    assert (one["pictures"], one["boxes"]) == (COUNT, 2 * sum(bool(k % 5) for k in range(COUNT)))
+    assert one["map50"] > 0
+    assert set(one["per_class"]) == {"green", "red"}
+    assert all(ms > 0 for result in (one, two) for ms in result.pop("ms_per_picture").values())
+    assert one.pop("folder") is None
+    results = tmp_path / two.pop("folder") / "predictions.json"
+    assert one == two
+    assert judged(data, results) == pytest.approx((one["map50"], one["map"]), abs=1e-4)
+
+
+def judged(data, results):
+    """(map50, map) that pycocotools gives for a file of results and the data set's own labels."""
+    truth = []
+    for picture in sorted((data.parent / "images" / "val").iterdir()):
+        height, width = cv2.imread(str(picture)).shape[:2]
+        for line in (data.parent / "labels" / "val" / f"{picture.stem}.txt").read_text().splitlines():
+            c, x, y, w, h = map(float, line.split())
+            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
+            one = {"id": len(truth) + 1, "image_id": int(picture.stem), "category_id": int(c), "bbox": box}
+            truth.append({**one, "area": box[2] * box[3], "iscrowd": 0})
+    coco = COCO()
+    ids = [{"id": int(p.stem)} for p in (data.parent / "images" / "val").iterdir()]
+    coco.dataset = {"info": {}, "images": ids, "categories": [{"id": 0}, {"id": 1}], "annotations": truth}
+    coco.createIndex()
+    evaluation = COCOeval(coco, coco.loadRes(str(results)), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats[1], evaluation.stats[0]
+
+
+def test_the_table_and_everything_that_is_written(data, weights, tmp_path):
+    save = ("--save-txt", "--save-conf", "--split", "test", "--project", "out")
+    codes, (text,), errors = run(tmp_path, "--weights", weights, "--data", data, *save)
+    assert codes == [0], errors
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
+    assert rows["all"][:2] == ["3", "4"]
+    assert rows["green"][:2] == rows["red"][:2] == ["2", "2"]
+    assert "per picture at 64 px: load" in text
+    folder = tmp_path / "out" / "val"
+    for name in ("PR_curve.png", "F1_curve.png", "confusion_matrix.png", "predictions.jpg"):
+        assert cv2.imread(str(folder / name)).shape[1] > 500
+    labels = [line.split() for line in (folder / "labels" / "101.txt").read_text().splitlines()]
+    assert 50 < len(labels) <= 300
+    assert {row[0] for row in labels} <= {"0", "1"}
+    numbers = np.array(labels, float)[:, 1:]
+    assert (numbers >= 0).all()
+    assert (numbers <= 1).all()
+    assert (np.diff(numbers[:, 4]) <= 0).all()
+
+
+def refused(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["trainer", "val", "--device", "cpu", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_bad_input_is_named(data, weights, tmp_path, capsys, monkeypatch):
+    def error(*more, data=data):
+        return refused(capsys, monkeypatch, "--weights", weights, "--data", data, *more)
+
+    other = tmp_path / "other.yaml"
+    other.write_text(data.read_text().replace("green, red", "green, blue"))
+    assert "class 1 is `blue`, but in" in (text := error(data=other))
+    assert "it is `red`" in text
+    other.write_text(data.read_text().replace("green, red", "green, red, blue"))
+    assert "3 classes, but" in error(data=other)
+    assert "--split validation: unknown" in error("--split", "validation")
+    assert "digits has no such pictures" in error("--split", "test", data="digits")
+    assert "use --imgsz 96" in error("--imgsz", "100")
+    assert "--conf is 1.5" in error("--conf", "1.5")
+    assert "--max-det is 0" in error("--max-det", "0")
+    assert "no such file" in refused(capsys, monkeypatch, "--weights", tmp_path / "no.pt", "--data", data)
+    assert not (tmp_path / "runs").exists()
