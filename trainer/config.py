@@ -133,6 +133,8 @@ class Settings:
     precision: str
     val: bool
     multi_scale: bool = False
+    sync_bn: bool = False
+    freeze: tuple[int, ...] = ()  # numbers of the layers that stay as they are
     rect: bool = False
     image_weights: bool = False
     single_cls: bool = False
@@ -190,7 +192,7 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
         if not math.isfinite(values[key]) or values[key] < 0:
             raise TrainerError(f"--hyp {path}: {key} is {raw!r}, it must be a number, 0 or more")
     hyp = replace(base, **values)
-    for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste"):
+    for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste", "label_smoothing"):
         if getattr(hyp, key) > 1:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
     if hyp.ema_tau <= 0:
@@ -200,6 +202,24 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     if hyp.anchor_t <= 1:
         raise TrainerError(f"--hyp {path}: anchor_t is {hyp.anchor_t}, it must be above 1")
     return hyp
+
+
+def smoothed(hyp: Hyp, label_smoothing: float) -> Hyp:
+    """The hyper-parameters with --label-smoothing."""
+    if not 0 <= label_smoothing < 1:
+        raise TrainerError(f"--label-smoothing is {label_smoothing}, it must be 0 or more and below 1")
+    return replace(hyp, label_smoothing=label_smoothing)
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """The layer numbers of --freeze: one number N means the first N, several mean these."""
+    numbers = text.replace(",", " ").split()
+    if not all(n.isdecimal() for n in numbers):
+        raise TrainerError(
+            f"--freeze {text}: not a layer's number", "use --freeze 10 (the first ten) or --freeze 0 1 2"
+        )
+    listed = tuple(int(n) for n in numbers)
+    return tuple(range(listed[0])) if len(listed) == 1 else listed
 
 
 def check_data_path(data: str) -> None:

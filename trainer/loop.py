@@ -22,7 +22,8 @@ from trainer.data.faults import note_left_out
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.metrics import BoxScores
-from trainer.models.yolo import load_cfg
+from trainer.models.sync import synchronise
+from trainer.models.yolo import freeze, load_cfg
 from trainer.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
 from trainer.screen import Screen
 from trainer.tasks.detection import Detection, prepare
@@ -62,6 +63,9 @@ class Run:
         if self.weights:
             fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
             self.screen.say(f"weights from {s.weights}: {fit} of {of} tensors fit")
+        if s.freeze:
+            count = freeze(self.model, s.freeze)
+            self.screen.say(f"frozen: layers {', '.join(map(str, s.freeze))} with {count:,} parameters")
         workers = s.workers if s.workers is not None else default_workers(device, world)
         stride = max(self.model.detect.strides)
         share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
@@ -96,6 +100,8 @@ class Run:
             for line in note_left_out(self.left_out, folder):
                 self.screen.say(line)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.settings.sync_bn and dist.together():
+            synchronise(self.model, self.device)
         self.loss = self.task.loss_of(self.model)
         self.ema = Ema(self.model, self.settings.hyp.ema_tau)
         self.optimizer = build_optimizer(self.model, self.settings.optimizer, self.settings.hyp, self.settings.batch)

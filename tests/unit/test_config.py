@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config import PRESETS, STANDARD, Hyp, Settings, check_data_path, load_hyp, preset_for
+from trainer.config import PRESETS, STANDARD, Hyp, Settings, check_data_path, layers, load_hyp, preset_for, smoothed
 from trainer.errors import TrainerError
 
 GOOD: dict[str, Any] = {
@@ -145,3 +145,19 @@ def test_missing_files(tmp_path: Path) -> None:
     with pytest.raises(TrainerError, match="a folder"):
         check_data_path(str(tmp_path))
     check_data_path("digits")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", ()), ("0", ()), ("3", (0, 1, 2)), ("0 2 5", (0, 2, 5)), ("0,2,5", (0, 2, 5)), ("4,", (0, 1, 2, 3))],
+)
+def test_one_number_freezes_the_first_layers_and_several_freeze_these(text: str, expected: tuple[int, ...]) -> None:
+    assert layers(text) == expected
+
+
+def test_what_is_no_layer_and_no_share_is_an_error() -> None:
+    with pytest.raises(TrainerError, match="--freeze head"):
+        layers("head")
+    with pytest.raises(TrainerError, match=r"--label-smoothing is 1.5"):
+        smoothed(Hyp(), 1.5)
+    assert smoothed(Hyp(), 0.1).label_smoothing == 0.1

@@ -9,7 +9,7 @@ import yaml
 from trainer.errors import TrainerError
 from trainer.models.blocks import SPP, SPPF, Conv
 from trainer.models.heads import Detect, DetectDFL
-from trainer.models.yolo import Yolo, build_yolo, fuse, load_cfg
+from trainer.models.yolo import Yolo, build_yolo, freeze, fuse, load_cfg
 
 # size: parameters, parameters with batch norm folded in, convolutions with batch norm (nc = 80)
 TABLE = {
@@ -241,3 +241,21 @@ def test_a_missing_model_file_names_the_packaged_ones() -> None:
     with pytest.raises(TrainerError) as error:
         load_cfg("yolov5q.yaml")
     assert "yolov5n.yaml" in error.value.hint
+
+
+def test_frozen_layers_stay_as_they_are_and_the_others_train() -> None:
+    model = nano(3)
+    assert freeze(model, (0, 1, 5)) == sum(parameters(model.model[k]) for k in (0, 1, 5))
+    before = {k: v.clone() for k, v in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)
+    sum(t.square().mean() for t in model(torch.rand(2, 3, 64, 64))).backward()
+    optimizer.step()
+    for name, value in model.named_parameters():
+        frozen = name.split(".")[1] in ("0", "1", "5")
+        assert torch.equal(value, before[name]) is frozen, name
+
+
+@pytest.mark.parametrize(("numbers", "said"), [((25,), "there is no layer 25"), (range(25), "no layer is left")])
+def test_what_cannot_be_frozen_is_an_error(numbers: tuple[int, ...], said: str) -> None:
+    with pytest.raises(TrainerError, match=said):
+        freeze(nano(3), numbers)

@@ -92,7 +92,10 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     assert all(v.dtype in (torch.float32, torch.int64) for v in content["ema"].values())
 
     again = subprocess.run(
-        command(data, tmp_path / "runs", "--weights", str(run / "last.pt"), "--epochs", "1", "--noval"),
+        command(
+            *(data, tmp_path / "runs", "--weights", str(run / "last.pt"), "--epochs", "1", "--noval"),
+            *("--freeze", "0", "3", "--label-smoothing", "0.1", "--sync-bn"),
+        ),
         cwd=tmp_path,
         env=environment(),
         text=True,
@@ -100,6 +103,10 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     )
     assert again.returncode == 0, again.stderr
     assert "349 of 349 tensors fit" in again.stdout
+    assert "frozen: layers 0, 3 with 20," in again.stdout
+    trained = torch.load(tmp_path / "runs" / "train2" / "last.pt", weights_only=True)["model"]
+    assert torch.equal(trained["model.0.conv.weight"], content["ema"]["model.0.conv.weight"])
+    assert not torch.equal(trained["model.1.conv.weight"], content["ema"]["model.1.conv.weight"])
     assert (tmp_path / "runs" / "train2" / "best.pt").exists()
 
 
@@ -110,7 +117,7 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(folder), contract.NODES_ON_HOST: "1"}
     processes = [
         subprocess.Popen(
-            command(data, tmp_path / "unused"),
+            command(data, tmp_path / "unused", "--sync-bn"),
             cwd=tmp_path,
             env=environment(**job, **place),
             text=True,
@@ -157,6 +164,7 @@ BAD = [
     (["--imgsz", "100"], "--imgsz 100"),
     (["--device", "tpu"], "--device tpu"),
     (["--optimizer", "Lion"], "--optimizer Lion"),
+    (["--freeze", "30"], "--freeze: there is no layer 25"),
 ]
 
 

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperCommand
 
 from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
 from trainer.cli.train import train
 from trainer.cli.val import val
+
+LISTS = ("--freeze",)  # as in YOLOv5, several numbers may follow these
+
+
+class Verb(TyperCommand):
+    """A command that takes `--freeze 0 1 2`, which click by itself would not."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The arguments with the numbers after such an option joined to one value."""
+        joined: list[str] = []
+        for value in args:
+            if value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
+                joined[-1] += f" {value}"
+            else:
+                joined.append(value)
+        return super().parse_args(ctx, joined)
+
 
 app = typer.Typer(
     add_completion=False,
@@ -18,7 +38,7 @@ app = typer.Typer(
     help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
 )
 for verb in (train, val, export, info):
-    app.command()(verb)
+    app.command(cls=Verb)(verb)
 app.add_typer(data, name="data")
 
 __all__ = ["app"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.config import DIGITS, PRESETS, STANDARD, Settings, load_hyp, preset_for
+from trainer.config import DIGITS, PRESETS, STANDARD, Settings, layers, load_hyp, preset_for, smoothed
 
 _D, _S = PRESETS[DIGITS], STANDARD
 
@@ -104,6 +104,21 @@ AllowBadLabels = Annotated[
     bool,
     typer.Option("--allow-bad-labels", help="Leave bad label rows and pictures out (they are listed) and go on."),
 ]
+SyncBn = Annotated[
+    bool, typer.Option("--sync-bn", help="Batch norm over the pictures of all ranks, not of each by itself.")
+]
+Freeze = Annotated[
+    str,
+    typer.Option(
+        help="Layers that stay as they are: `10` the first ten, `0 1 2` or `0,1,2` these.",
+        metavar="N | N N ...",
+        show_default=False,
+    ),
+]
+LabelSmoothing = Annotated[
+    float | None,
+    typer.Option(help="Class targets of 1 - x / 2 and x / 2 instead of 1 and 0; over --hyp's.", show_default=False),
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -130,6 +145,9 @@ def train(
     single_cls: SingleCls = False,
     allow_bad_labels: AllowBadLabels = False,
     noval: NoVal = False,
+    sync_bn: SyncBn = False,
+    freeze: Freeze = "",
+    label_smoothing: LabelSmoothing = None,
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
 
@@ -137,11 +155,14 @@ def train(
     The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
     preset = preset_for(data)
+    values = load_hyp(hyp, preset.hyp) if hyp else preset.hyp
+    if label_smoothing is not None:
+        values = smoothed(values, label_smoothing)
     settings = Settings(
         data=data,
         cfg=cfg,
         weights=weights,
-        hyp=load_hyp(hyp, preset.hyp) if hyp else preset.hyp,
+        hyp=values,
         epochs=preset.epochs if epochs is None else epochs,
         batch=preset.batch if batch is None else batch,
         imgsz=preset.imgsz if imgsz is None else imgsz,
@@ -160,6 +181,8 @@ def train(
         single_cls=single_cls,
         allow_bad_labels=allow_bad_labels,
         val=not noval,
+        sync_bn=sync_bn,
+        freeze=layers(freeze),
     )
     from trainer.loop import train as run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,10 +223,29 @@ def _layer(row: Row, inputs: list[int], args: list[Any], repeats: int, width: fl
     return nn.Sequential(first, *(make(*again) for _ in range(repeats - 1))), channels
 
 
+def freeze(model: Yolo, layers: Sequence[int]) -> int:
+    """Keep the parameters of the layers with these numbers as they are; returns how many parameters that is.
+
+    As in YOLOv5, batch norm's running statistics go on following the pictures.
+    """
+    for number in layers:
+        if not 0 <= number < len(model.model):
+            raise TrainerError(
+                f"--freeze: there is no layer {number}, the model has 0 to {len(model.model) - 1}",
+                "trainer info --cfg ... lists them",
+            )
+    if set(layers) == set(range(len(model.model))):
+        raise TrainerError("--freeze: no layer is left to train", f"--freeze {len(model.model) - 1} keeps the head")
+    frozen = [p for number in layers for p in model.model[number].parameters()]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return sum(p.numel() for p in frozen)
+
+
 def fuse(model: Yolo) -> Yolo:
     """Fold every batch norm into its convolution, in place, for evaluation; the outputs stay the same."""
     for block in _convs(model):
-        if isinstance(block.bn, nn.BatchNorm2d):
+        if isinstance(block.bn, (nn.BatchNorm2d, nn.SyncBatchNorm)):
             block.conv = fuse_conv_bn_eval(block.conv.eval(), block.bn.eval())
             block.bn = nn.Identity()
     return model
