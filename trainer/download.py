@@ -88,6 +88,17 @@ def _lock(target: Path, weights: str) -> Iterator[bool]:
 def _fetch(address: str, target: Path, wanted: str, weights: str) -> None:
     print(f"weights: fetching {address}", flush=True)
     by_hand = f"no network? put the file there by hand: {target}"
+    found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
+    _record(target, found)
+    print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
+
+
+def fetch(address: str, target: Path, wanted: str, asked: str, by_hand: str) -> str:
+    """Fetch an http(s) address to the file `target`, whole or not at all; returns its sha256.
+
+    TrainerError if it cannot be had or is not the one with the sha256 `wanted` ("": any); the message begins with
+    what `asked` for it, and `by_hand` is the hint where there is no network.
+    """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     digest = hashlib.sha256()
     try:
@@ -106,17 +117,16 @@ def _fetch(address: str, target: Path, wanted: str, weights: str) -> None:
         found = digest.hexdigest()
         if wanted and found != wanted:
             raise TrainerError(
-                f"--weights {weights}: {address} has sha256 {found}, not {wanted}: not kept", "is it the right file?"
+                f"{asked}: {address} has sha256 {found}, not {wanted}: not kept", "is it the right file?"
             )
         temporary.replace(target)
-        _record(target, found)
-        print(f"weights: {target} ({done / 1e6:.1f} MB, sha256 {found})", flush=True)
+        return found
     except urllib.error.HTTPError as error:
         error.close()
-        raise TrainerError(f"--weights {weights}: {address}: {error.code} {error.reason}", by_hand) from error
+        raise TrainerError(f"{asked}: {address}: {error.code} {error.reason}", by_hand) from error
     except OSError as error:  # no route, no such host, a broken or silent connection, a full disk
         reason = getattr(error, "reason", None) or error
-        raise TrainerError(f"--weights {weights}: {address}: cannot be fetched: {reason}", by_hand) from error
+        raise TrainerError(f"{asked}: {address}: cannot be fetched: {reason}", by_hand) from error
     finally:
         temporary.unlink(missing_ok=True)
 

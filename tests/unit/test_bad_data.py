@@ -160,13 +160,22 @@ def test_a_data_yaml_without_keys(tmp_path, text):
     assert "not a mapping" in error_of(tmp_path / "data.yaml").message
 
 
-def test_download_is_shown_but_never_followed(tmp_path):
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("open('MARKER', 'w')", "`open(` in it"),
+        ("bash make MARKER", "`bash` in it"),
+        ("|\n  from pathlib import Path\n  Path('MARKER').touch()", "several lines"),
+        ("touch MARKER; curl example.com", "`;` in it"),
+    ],
+)
+def test_a_download_that_is_a_script_is_never_run(tmp_path, script, why):
     path = make_yolo_set(tmp_path)
     marker = tmp_path / "ran"
-    path.write_text(DATA_YAML.replace("images/train", "gone") + f"download: open({str(marker)!r}, 'w')\n")
+    path.write_text(DATA_YAML.replace("images/train", "gone") + f"download: {script.replace('MARKER', str(marker))}\n")
     error = error_of(path)
-    assert "nothing is downloaded or run" in error.hint
-    assert str(marker) in error.hint
+    assert f"data.yaml:6: `download` is a script ({why}), and scripts are never run" in error.message
+    assert ".zip" in error.hint
     assert not marker.exists()
 
 

@@ -59,6 +59,22 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
         raise typer.Exit(2)
 
 
+@data.command()
+def download(data_yaml: DataYaml) -> None:
+    """Fetch and unpack the archive that data.yaml names as `download`, if its pictures are not there.
+
+    `train` does the same. The archive is a .zip or .tar.gz; `sha256` in data.yaml is checked. Scripts are never run.
+    """
+    from trainer.data.fetch import fetch_missing
+    from trainer.data.yolo import read_split
+
+    check_data_path(data_yaml)
+    if not fetch_missing(data_yaml):
+        for split in ("train", "val"):
+            read_split(data_yaml, split)  # says what is missing, if there is no `download`
+        typer.echo(f"{data_yaml}: all pictures are there")
+
+
 convert = typer.Typer(no_args_is_help=True, help="Rewrite a data set in YOLO format.")
 data.add_typer(convert, name="convert")
 

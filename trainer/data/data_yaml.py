@@ -141,7 +141,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
         return []
     found = []
     for entry in entries:
-        candidates = _candidates(root, entry)
+        candidates = places(root, entry)
         source = next((source for source in candidates if source.exists()), None)
         if source:
             found.append(source)
@@ -151,13 +151,13 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
     return found
 
 
-def _candidates(root: Path, entry: str) -> list[Path]:
+def places(root: Path, entry: str) -> list[Path]:
+    """Where a source named in data.yaml may be, the first choice first."""
     # Exported sets often count from a folder that their archive does not have.
     return [root / entry] + ([root / entry[3:]] if entry.startswith("../") else [])
 
 
 def _where_to_find(content: Content) -> str:
-    download = content.values.get("download")
-    if not download:
-        return "correct the path, or copy the data there"
-    return f"nothing is downloaded or run for you; its `download:` says: {' '.join(str(download).split())[:200]}"
+    if content.values.get("download"):
+        return f"`trainer data download --data {content.path}` fetches them; so does training"
+    return "correct the path, or copy the data there"

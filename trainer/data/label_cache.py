@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from trainer.data.faults import Fault
 from trainer.data.listing import Listing
+from trainer.data.machine_lock import one_per_machine
 from trainer.data.scan import Scan
 
 FOLDER = ".trainer-cache"  # next to data.yaml
@@ -41,7 +40,7 @@ def cached(listing: Listing, nc: int, build: Callable[[], Scan]) -> Scan:
     key, homes = _key(listing, nc), _homes(listing.root)
     if found := _find(homes, key):
         return found
-    with _one_at_a_time(homes[0]):
+    with one_per_machine(homes[0]):
         if found := _find(homes, key):  # made by the one that we waited for
             return found
         made = build()
@@ -94,28 +93,6 @@ def _find(homes: list[Path], key: str) -> Scan | None:
                 os.utime(home / key)  # it was used: see _tidy
             return found
     return None
-
-
-@contextlib.contextmanager
-def _one_at_a_time(home: Path) -> Iterator[None]:
-    """Let one process of this machine work on `home`; without a lock, if there can be none, as renames are enough.
-
-    The lock is on the machine's own disk, as locks of a network's are not to be relied on, and the kernel holds it:
-    it ends with its process, however that ends.
-    """
-    name = hashlib.blake2b(os.fsencode(home), digest_size=8).hexdigest()
-    path = Path(tempfile.gettempdir(), f"clusterctl-{os.getuid()}-{name}.lock")
-    try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(file)
 
 
 def _store(scan: Scan, home: Path, key: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from trainer.data.data_yaml import DataYaml, read_data_yaml
 from trainer.data.dataset import Image, Labels, Segment
 from trainer.data.faults import BadData, Fault
+from trainer.data.fetch import fetch_missing
 from trainer.data.label_cache import cached, load
 from trainer.data.listing import Listing, list_split
 from trainer.data.scan import Scan, scan
@@ -66,8 +67,10 @@ class Yolo:
     def __init__(self, data_yaml: str, split: str, *, single_cls: bool = False, allow_bad_labels: bool = False) -> None:
         """BadData for a set with faults; with `allow_bad_labels` the bad rows and pictures are left out instead.
 
-        With `single_cls` every box is of the one class "item".
+        Pictures that are missing are fetched, if data.yaml names an archive of them. With `single_cls` every box is
+        of the one class "item".
         """
+        fetch_missing(data_yaml)
         source = read_split(data_yaml, split)
         self._scan, self._root = source.scan, source.listing.root
         self._single = single_cls
