@@ -7,29 +7,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from trainer import checkpoint, contract, dist
 from trainer.config import check_data_path
 from trainer.data import Dataset, ValLoader, open_dataset
 from trainer.errors import TrainerError
 from trainer.events import Events
+from trainer.formats import coco_results, label_rows, unique_stems, write_text
 from trainer.loop import default_workers, native_bf16, pick_dtype
 from trainer.metrics import BoxMAP, BoxScores
+from trainer.progress import Waits, track
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
-from trainer.tasks.inference import Detections, Detector, Limits, Trained, load_trained
+from trainer.tasks.inference import Detections, Detector, Limits, Trained, half_of, load_trained
 
 SPLITS = ("train", "val", "test")
-# COCO numbers its 80 classes from 1 to 90, with gaps.
-_COCO_GAPS = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)
-_COCO_ENDS = ("person", "toothbrush")
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,6 @@ class ValSettings:
             raise TrainerError(f"--split {self.split}: unknown", f"use one of {', '.join(SPLITS)}")
         if self.batch < 1:
             raise TrainerError(f"--batch is {self.batch}, it must be 1 or more")
-        check_limits(self.limits)
         if self.workers is not None and self.workers < 0:
             raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
 
@@ -78,29 +71,6 @@ class Validation:
     nms_ms: float
     imgsz: int
     folder: Path | None
-
-
-def check_limits(limits: Limits) -> None:
-    """An error for thresholds that no box, or every one, could pass."""
-    for option, value in (("--conf", limits.confidence), ("--iou", limits.iou)):
-        if not 0 <= value < 1 or math.isnan(value):
-            raise TrainerError(f"{option} is {value:g}, it must be 0 or more and below 1")
-    if limits.most < 1:
-        raise TrainerError(f"--max-det is {limits.most}, it must be 1 or more")
-
-
-def check_imgsz(imgsz: int, stride: int) -> None:
-    """An error for a side that the model's coarsest grid does not divide."""
-    if imgsz < stride or imgsz % stride:
-        near = max(stride, round(imgsz / stride) * stride)
-        raise TrainerError(f"--imgsz {imgsz} is not a multiple of {stride}, the model's stride", f"use --imgsz {near}")
-
-
-def pick_precision(precision: str, half: bool, device: torch.device) -> torch.dtype:
-    """The type that the network computes in; `half` is 16 bits of the kind that the device has."""
-    if half:
-        return torch.float16 if device.type == "cuda" else torch.bfloat16
-    return pick_dtype(precision, device, native_bf16(device))
 
 
 def check_names(names: list[str], trained: Trained, settings: ValSettings) -> None:
@@ -124,8 +94,10 @@ def validate(settings: ValSettings) -> Validation | None:
     check_data_path(s.data)
     trained = load_trained(s.weights)
     imgsz = s.imgsz or trained.imgsz
-    check_imgsz(imgsz, trained.stride)
-    dtype = pick_precision(s.precision, s.half, device)
+    trained.check_imgsz(imgsz)
+    dtype = pick_dtype(s.precision, device, native_bf16(device))
+    if s.half:
+        dtype = half_of(device)
     how: dict[str, Any] = {"single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **how)  # type: ignore[arg-type]
     check_names(dataset.names, trained, s)
@@ -141,7 +113,7 @@ def validate(settings: ValSettings) -> Validation | None:
     waits = Waits()
     batches = waits.timing(loader)
     if world.rank == 0:
-        batches = bar(batches, len(loader), "validating")
+        batches = track(batches, len(loader), "validating")
     for image_id, found in detect(detector, batches):
         own.add(dataset, image_id, found)
     seconds = (waits.seconds, detector.network_s, detector.nms_s)
@@ -161,30 +133,6 @@ def validate(settings: ValSettings) -> Validation | None:
         events.emit(contract.DONE, seconds=time.monotonic() - begin, map50=scores.map50, map=scores.map)
     dist.leave()
     return result
-
-
-class Waits:
-    """Adds up the time that is spent waiting for batches."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def timing(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items as they come."""
-        begin = time.perf_counter()
-        for item in items:
-            self.seconds += time.perf_counter() - begin
-            yield item
-            begin = time.perf_counter()
-
-
-def bar(items: Iterable[Item], total: int | None, what: str) -> Iterator[Item]:
-    """The items, with a progress bar on a terminal; on stderr, so that stdout can be piped."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    yield from track(items, what, total, transient=True, console=console, disable=not console.is_terminal)
 
 
 class _Share:
@@ -220,65 +168,15 @@ class _Share:
                 [self._shown[k] for k in sorted(self._shown)[:SHOWN]], self._names, folder / "predictions.jpg"
             )
         if s.save_json:
-            _write(folder / "predictions.json", json.dumps(self._coco(dataset)))
+            found = [(dataset.name(k), *self._found[k]) for k in sorted(self._found)]
+            write_text(folder / "predictions.json", json.dumps(coco_results(found, self._names)))
         if s.save_txt:
             (folder / "labels").mkdir(exist_ok=True)
-            for k, stem in zip(
-                sorted(self._found), unique_stems([dataset.name(k) for k in sorted(self._found)]), strict=True
-            ):
+            numbers = sorted(self._found)
+            for k, stem in zip(numbers, unique_stems([dataset.name(k) for k in numbers]), strict=True):
                 boxes, scores, classes = self._found[k]
-                _write(folder / "labels" / f"{stem}.txt", rows(boxes, scores, classes, dataset.size(k), s.save_conf))
-
-    def _coco(self, dataset: Dataset) -> list[dict[str, Any]]:
-        """COCO's format of results; a picture's id is its file's number, or its name where that is none."""
-        numbers = list(range(len(self._names)))
-        if len(numbers) == 80 and (self._names[0], self._names[-1]) == _COCO_ENDS:
-            numbers = [k for k in range(1, 91) if k not in _COCO_GAPS]
-        results = []
-        for k in sorted(self._found):
-            stem = Path(dataset.name(k)).stem
-            boxes, scores, classes = self._found[k]
-            for (x1, y1, x2, y2), score, c in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True):
-                results.append(
-                    {
-                        "image_id": int(stem) if stem.isdecimal() else stem,
-                        "category_id": numbers[c],
-                        "bbox": [round(v, 3) for v in (x1, y1, x2 - x1, y2 - y1)],
-                        "score": round(score, 6),
-                    }
-                )
-        return results
-
-
-def rows(boxes: Any, scores: Any, classes: Any, size: tuple[int, int], with_score: bool) -> str:
-    """Lines `class cx cy w h [score]` as fractions of the picture's `size` (height, width): YOLO's label format."""
-    height, width = size
-    lines = []
-    for (x1, y1, x2, y2), score, c in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True):
-        values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
-        values += [score] if with_score else []
-        lines.append(" ".join([str(c), *(f"{v:.6g}" for v in values)]) + "\n")
-    return "".join(lines)
-
-
-def unique_stems(names: list[str]) -> list[str]:
-    """File names without folder and suffix; of equal ones the later get _2, _3, ..."""
-    taken: dict[str, int] = {}
-    stems = []
-    for name in names:
-        stem = Path(name).stem
-        while stem in taken:
-            taken[stem] += 1
-            stem = f"{Path(name).stem}_{taken[Path(name).stem]}"
-        taken[stem] = 1
-        stems.append(stem)
-    return stems
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+                text = label_rows(boxes, scores, classes, dataset.size(k), s.save_conf)
+                write_text(folder / "labels" / f"{stem}.txt", text)
 
 
 def as_json(result: Validation) -> str:

@@ -10,10 +10,11 @@ from typer.core import TyperCommand
 from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
+from trainer.cli.predict import predict
 from trainer.cli.train import train
 from trainer.cli.val import val
 
-LISTS = ("--freeze",)  # as in YOLOv5, several numbers may follow these
+LISTS = ("--freeze", "--classes")  # as in YOLOv5, several numbers may follow these
 
 
 class Verb(TyperCommand):
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
 )
-for verb in (train, val, export, info):
+for verb in (train, val, predict, export, info):
     app.command(cls=Verb)(verb)
 app.add_typer(data, name="data")
 

@@ -27,6 +27,14 @@ class Limits:
     confidence: float = 0.001
     iou: float = 0.6
     most: int = 300
+    classes: tuple[int, ...] | None = None  # only these
+
+    def __post_init__(self) -> None:
+        for option, value in (("--conf", self.confidence), ("--iou", self.iou)):
+            if not 0 <= value < 1:
+                raise TrainerError(f"{option} is {value:g}, it must be 0 or more and below 1")
+        if self.most < 1:
+            raise TrainerError(f"--max-det is {self.most}, it must be 1 or more")
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,10 @@ def select(decoded: Tensor, limits: Limits) -> list[Detections]:
     picture, row = (decoded[..., 4] > limits.confidence).nonzero(as_tuple=True)
     likely = decoded[picture, row]
     scores = likely[:, 4:5] * likely[:, 5:]
+    if limits.classes is not None:
+        wanted = torch.zeros(scores.shape[1], dtype=scores.dtype, device=scores.device)
+        wanted[list(limits.classes)] = 1
+        scores = scores * wanted
     place, cls = (scores > limits.confidence).nonzero(as_tuple=True)
     score, owner = scores[place, cls], picture[place]
     corners = torch.cat((likely[:, :2] - likely[:, 2:4] / 2, likely[:, :2] + likely[:, 2:4] / 2), 1)
@@ -126,6 +138,20 @@ class Trained:
     def stride(self) -> int:
         """What a picture's sides must be multiples of, in pixels."""
         return max(self.model.detect.strides)
+
+    def check_imgsz(self, imgsz: int) -> None:
+        """An error for a side that the model's coarsest grid does not divide."""
+        stride = self.stride
+        if imgsz < stride or imgsz % stride:
+            near = max(stride, round(imgsz / stride) * stride)
+            raise TrainerError(
+                f"--imgsz {imgsz} is not a multiple of {stride}, the model's stride", f"use --imgsz {near}"
+            )
+
+
+def half_of(device: torch.device) -> torch.dtype:
+    """The 16 bits that --half asks for."""
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
 def load_trained(weights: str) -> Trained:

@@ -1,0 +1,171 @@
+"""`trainer predict` on pictures and videos that the tests write."""
+
+import json
+import sys
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from trainer import checkpoint
+from trainer.__main__ import main
+from trainer.models.yolo import build_yolo, load_cfg
+from trainer.plots import class_colour
+
+CONF = "0.004"  # an untrained model is sure of nothing
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(1)
+    cfg = load_cfg("yolov5n.yaml")
+    model = build_yolo(cfg, nc=2)
+    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "cfg": cfg, "imgsz": 64}
+    content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
+    path = tmp_path_factory.mktemp("weights") / "best.pt"
+    checkpoint.save(path, content)
+    return path
+
+
+def picture(height=120, width=160, seed=0):
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
+    return cv2.resize(coarse, (width, height))
+
+
+@pytest.fixture
+def predict(weights, tmp_path, monkeypatch, capfd):
+    """Runs the command in tmp_path: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        argv = ["trainer", "predict", "--weights", weights, "--device", "cpu", "--precision", "fp32", *arguments]
+        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capfd.readouterr()
+        return exit_.value.code, out, err
+
+    return run
+
+
+def test_pictures_of_a_folder_are_drawn_and_written_down(predict, tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    cv2.imwrite(str(folder / "wide.png"), picture(60, 200))
+    cv2.imwrite(str(folder / "tall.jpg"), picture(150, 90, seed=2))
+    (folder / "notes.md").write_text("no picture")
+    code, out, err = predict(
+        "--source", "in", "--conf", CONF, "--save-txt", "--save-conf", "--save-json", "--max-det", 5
+    )
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].startswith("2 pictures: ")
+    assert out.splitlines()[-1].endswith("-> runs/predict")
+    result = tmp_path / "runs" / "predict"
+    assert sorted(p.name for p in result.iterdir()) == ["labels", "predictions.json", "tall.jpg", "wide.png"]
+    entries = json.loads((result / "predictions.json").read_text())
+    assert [(e["source"], e["width"], e["height"]) for e in entries] == [
+        ("in/tall.jpg", 90, 150),
+        ("in/wide.png", 200, 60),
+    ]
+    wide = entries[1]
+    assert 0 < len(wide["boxes"]) <= 5
+    rows = [[float(v) for v in row.split()] for row in (result / "labels" / "wide.txt").read_text().splitlines()]
+    for row, box in zip(rows, wide["boxes"], strict=True):
+        x1, y1, x2, y2 = box["xyxy"]
+        assert 0 <= x1 < x2 <= 200
+        assert 0 <= y1 < y2 <= 60
+        assert box["name"] == ("green", "red")[box["class"]]
+        expected = [box["class"], (x1 + x2) / 400, (y1 + y2) / 120, (x2 - x1) / 200, (y2 - y1) / 60, box["score"]]
+        assert row == pytest.approx(expected, abs=1e-3)
+    drawn, before = cv2.imread(str(result / "wide.png")), cv2.imread(str(folder / "wide.png"))
+    assert drawn.shape == before.shape
+    surest = wide["boxes"][0]  # drawn last, on top
+    colour = np.array(class_colour(surest["class"]))
+    assert (np.abs(drawn[..., ::-1].astype(int) - colour).max(2) < 12).sum() > 20
+    assert (np.abs(before[..., ::-1].astype(int) - colour).max(2) < 12).sum() < 20
+
+
+def test_only_the_wanted_classes_are_found(predict, tmp_path):
+    cv2.imwrite("a.png", picture())
+    found = {}
+    for classes in ("", "red", "0", "0 1"):
+        code, out, _ = predict("a.png", "--conf", CONF, "--json", "--nosave", "--classes", *classes.split(" "))
+        assert code == 0
+        found[classes] = {box["name"] for box in json.loads(out)["boxes"]}
+    assert found == {"": {"green", "red"}, "red": {"red"}, "0": {"green"}, "0 1": {"green", "red"}}
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_video_comes_out_with_its_frames_size_and_rate(predict, tmp_path):
+    writer = cv2.VideoWriter("in.avi", cv2.VideoWriter.fourcc(*"MJPG"), 12.5, (160, 120))
+    for k in range(9):
+        writer.write(picture(seed=k))
+    writer.release()
+    code, out, _ = predict("--source", "in.avi", "--conf", CONF, "--save-txt", "--save-json")
+    assert code == 0
+    assert "in.avi: 9 frames, " in out
+    result = tmp_path / "runs" / "predict"
+    assert sorted(p.name for p in result.iterdir()) == ["in.mp4", "labels", "predictions.json"]
+    assert len(list((result / "labels").iterdir())) == 9
+    entries = json.loads((result / "predictions.json").read_text())
+    assert [e["frame"] for e in entries] == list(range(1, 10))
+    video = cv2.VideoCapture(str(result / "in.mp4"))
+    assert video.get(cv2.CAP_PROP_FPS) == pytest.approx(12.5)
+    frames = []
+    while (read := video.read())[0]:
+        frames.append(read[1])
+    assert len(frames) == 9
+    assert frames[0].shape == (120, 160, 3)
+    colour = np.array(class_colour(entries[0]["boxes"][0]["class"]))
+    assert (np.abs(frames[0][..., ::-1].astype(int) - colour).max(2) < 60).sum() > 50  # compressed
+
+
+def test_an_unreadable_picture_is_named_and_the_others_are_done(predict, tmp_path):
+    cv2.imwrite("good.png", picture())
+    (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff no jpeg")
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    code, out, err = predict("--source", "bad.jpg", "bad.mp4", "good.png", "--conf", CONF)
+    assert code == 1
+    assert "error: bad.jpg: not a picture that can be decoded" in err
+    assert "error: bad.mp4: not a video that can be decoded" in err
+    assert "error: 2 of the sources could not be read" in err
+    assert "1 pictures: " in out
+    assert [p.name for p in (tmp_path / "runs" / "predict").iterdir()] == ["good.png"]
+
+
+def test_sources_by_pattern_and_list_and_equal_names(predict, tmp_path):
+    for name in ("x/a.png", "y/a.png", "y/b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        cv2.imwrite(name, picture())
+    (tmp_path / "list.txt").write_text("x/a.png\n\ny/b.png\n")
+    code, out, _ = predict("--source", "*/a.png", "--source", "list.txt", "--json", "--project", "out")
+    assert code == 0
+    assert [json.loads(line)["source"] for line in out.splitlines()] == ["x/a.png", "y/a.png", "y/b.png"]
+    assert sorted(p.name for p in (tmp_path / "out" / "predict").iterdir()) == ["a.png", "a_2.png", "b.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--source: nothing to look at"),
+        (("no.jpg",), "--source no.jpg: no such file or folder"),
+        (("no*.jpg",), r"--source no*.jpg: no picture and no video has such a name"),
+        (("empty",), "--source empty: no picture and no video in this folder"),
+        (("data.csv",), "--source data.csv: neither a picture nor a video"),
+        (("list.txt",), "list.txt:2: no such file: gone.png"),
+        (("0",), "--source 0: cameras and addresses are not read"),
+        (("a.png", "--classes", "blue"), "--classes blue: no such class"),
+        (("a.png", "--imgsz", "70"), "--imgsz 70 is not a multiple of 32"),
+        (("a.png", "--iou", "2"), "--iou is 2"),
+    ],
+)
+def test_bad_input_is_named(predict, tmp_path, arguments, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "data.csv").touch()
+    (tmp_path / "list.txt").write_text("a.png\ngone.png\n")
+    cv2.imwrite("a.png", picture())
+    code, out, err = predict(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message}")
+    assert not (tmp_path / "runs").exists()
