@@ -134,6 +134,7 @@ class Settings:
     val: bool
     multi_scale: bool = False
     sync_bn: bool = False
+    autoanchor: bool = True  # other anchors where the model's fit too few of the boxes
     freeze: tuple[int, ...] = ()  # numbers of the layers that stay as they are
     rect: bool = False
     image_weights: bool = False

@@ -164,6 +164,11 @@ def together() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
+def first() -> bool:
+    """Whether this process decides for all: rank 0, or the only one."""
+    return not together() or dist.get_rank() == 0
+
+
 def agree(error: TrainerError | None) -> None:
     """Raise on all ranks if one of them found an error: the first rank's, so that none waits for it in vain."""
     if not together():

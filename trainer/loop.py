@@ -26,6 +26,7 @@ from trainer.models.sync import synchronise
 from trainer.models.yolo import freeze, load_cfg
 from trainer.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
 from trainer.screen import Screen
+from trainer.tasks.autoanchor import fit_anchors
 from trainer.tasks.detection import Detection, prepare
 from trainer.timing import Clock
 
@@ -52,7 +53,7 @@ class Run:
         self.cfg = self.weights["cfg"] if self.weights and not s.cfg else load_cfg(where)
         self.dtype = pick_dtype(s.precision, device, native_bf16(device))
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        train = open_dataset(s.data, "train", **how)
+        self.train_set = train = open_dataset(s.data, "train", **how)
         self.val_set = open_dataset(s.data, "val", **how)
         self.left_out = left_out(train, self.val_set)
         if not len(self.val_set) and s.val:
@@ -99,6 +100,13 @@ class Run:
         if self.world.rank == 0:
             for line in note_left_out(self.left_out, folder):
                 self.screen.say(line)
+        if self.settings.autoanchor:
+            s = self.settings
+            self.cfg, said = fit_anchors(
+                self.model, self.cfg, self.train_set, imgsz=s.imgsz, anchor_t=s.hyp.anchor_t, seed=s.seed
+            )
+            if said:
+                self.screen.say(said)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.settings.sync_bn and dist.together():
             synchronise(self.model, self.device)

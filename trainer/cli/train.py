@@ -107,6 +107,10 @@ AllowBadLabels = Annotated[
 SyncBn = Annotated[
     bool, typer.Option("--sync-bn", help="Batch norm over the pictures of all ranks, not of each by itself.")
 ]
+NoAutoAnchor = Annotated[
+    bool,
+    typer.Option("--noautoanchor", help="Keep the model file's anchors, even where they fit few of the data's boxes."),
+]
 Freeze = Annotated[
     str,
     typer.Option(
@@ -146,6 +150,7 @@ def train(
     allow_bad_labels: AllowBadLabels = False,
     noval: NoVal = False,
     sync_bn: SyncBn = False,
+    noautoanchor: NoAutoAnchor = False,
     freeze: Freeze = "",
     label_smoothing: LabelSmoothing = None,
 ) -> None:
@@ -182,6 +187,7 @@ def train(
         allow_bad_labels=allow_bad_labels,
         val=not noval,
         sync_bn=sync_bn,
+        autoanchor=not noautoanchor,
         freeze=layers(freeze),
     )
     from trainer.loop import train as run
