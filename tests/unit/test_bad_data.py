@@ -1,5 +1,6 @@
 """Bad data sets: each gets the file, the line and the next step, before any training."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def test_several_faults_are_counted_and_the_first_are_named(tmp_path):
     assert error.message == f"6 faults: {'; '.join(faults[:3])}; and 3 more"
     assert f"trainer data check --data {path}" in error.hint
     assert "--allow-bad-labels" in error.hint
+    sent = pickle.loads(pickle.dumps(error))
+    assert (str(sent), sent.message, sent.hint) == (str(error), error.message, error.hint)
 
 
 def test_bad_labels_can_be_left_out_and_are_listed(tmp_path):

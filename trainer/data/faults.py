@@ -30,7 +30,7 @@ class BadData(TrainerError):
 
     def __init__(self, faults: Sequence[Fault], hint: str = "") -> None:
         """`hint` is the next step for several faults, and goes with the fault's own where there is one."""
-        self.faults = list(faults)
+        self.faults, self._next = list(faults), hint
         count = len(self.faults)
         if count == 1:
             super().__init__(str(faults[0]), "; ".join(filter(None, (faults[0].hint, hint))))
@@ -38,6 +38,9 @@ class BadData(TrainerError):
         first = "; ".join(map(str, self.faults[:_SHOWN]))
         more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
         super().__init__(f"{count} faults: {first}{more}", hint or self.faults[0].hint)
+
+    def __reduce__(self) -> tuple[type[BadData], tuple[list[Fault], str]]:
+        return BadData, (self.faults, self._next)  # from another process
 
 
 def note_left_out(faults: Sequence[Fault], folder: Path) -> list[str]:

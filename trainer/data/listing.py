@@ -138,14 +138,23 @@ def _stem(path: str) -> str:
 
 def _orphans(pictures: list[str], files: list[str]) -> list[Fault]:
     """Every label file of a folder `labels` needs a picture; without one it was renamed, or lost its picture."""
+    known: dict[str, set[str]] = {}  # label folder: the label files that its pictures have
+    folders: dict[str, str] = {}  # label folder: the folder of its pictures
+    for picture, file in zip(pictures, files, strict=True):
+        folder, _, name = file.rpartition(os.sep)
+        if folder not in known:
+            known[folder], folders[folder] = set(), os.path.dirname(picture)
+        known[folder].add(name)
     faults = []
-    folders = {os.path.dirname(file): os.path.dirname(picture) for picture, file in zip(pictures, files, strict=True)}
-    for folder, picture_folder in folders.items():
+    for folder, names in known.items():
+        picture_folder = folders[folder]
         if folder == picture_folder or not os.path.isdir(folder) or not os.path.isdir(picture_folder):
             continue
-        found = {_stem(name) for name in os.listdir(picture_folder)}  # also those of other splits
-        for name in sorted(os.listdir(folder)):
-            if name.endswith(".txt") and name not in _NOT_LABELS and _stem(name) not in found:
+        skipped = names | _NOT_LABELS
+        others = [name for name in os.listdir(folder) if name.endswith(".txt") and name not in skipped]
+        found = {_stem(name) for name in os.listdir(picture_folder)} if others else set()  # also those of other splits
+        for name in sorted(others):
+            if _stem(name) not in found:
                 what = f"label without picture in {picture_folder}"
                 hint = "put the picture there, or delete the label file"
                 faults.append(Fault(os.path.join(folder, name), 0, what, hint))
