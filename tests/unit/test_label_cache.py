@@ -118,24 +118,36 @@ def test_a_damaged_cache_is_made_anew(tmp_path):
 
 
 @pytest.fixture
-def read_only(tmp_path, monkeypatch):
-    """A set in a folder that cannot be written to, for root neither: its cache's place is taken by a file."""
+def blocked(tmp_path, monkeypatch):
+    """A set in a folder where a cache cannot be made, even by root: a file has its name."""
     path = make_yolo_set(tmp_path / "set")
     (tmp_path / "set" / FOLDER).write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return path
 
 
-def test_a_read_only_set_is_cached_in_the_users_folder(read_only, tmp_path):
-    open_dataset(str(read_only), "train", imgsz=64)
+@pytest.fixture
+def read_only(tmp_path, monkeypatch):
+    """A set in a folder without write bits."""
+    path = make_yolo_set(tmp_path / "set")
+    path.parent.chmod(0o555)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield path
+    path.parent.chmod(0o755)
+
+
+@pytest.mark.parametrize("which", ["blocked", "read_only"])
+def test_a_read_only_set_is_cached_in_the_users_folder(which, request, tmp_path):
+    path = request.getfixturevalue(which)
+    open_dataset(str(path), "train", imgsz=64)
     (scan,) = scans(tmp_path)
     assert scan.is_relative_to(tmp_path / "cache/clusterctl")
-    assert read_at_once(read_only, {})[0][0] == "0"
+    assert read_at_once(path, {})[0] == ["0", "3", str(scan)]
 
 
-def test_without_any_place_for_a_cache_the_set_still_opens(read_only, tmp_path):
+def test_without_any_place_for_a_cache_the_set_still_opens(blocked, tmp_path):
     (tmp_path / "cache").write_text("")
-    data = open_dataset(str(read_only), "train", imgsz=64)
+    data = open_dataset(str(blocked), "train", imgsz=64)
     assert len(data.labels(2)) == 2
     assert len(pickle.loads(pickle.dumps(data)).labels(2)) == 2
 

@@ -82,7 +82,9 @@ def _homes(root: str) -> list[Path]:
     """The folders that may hold the cache of the data set in `root`, the first choice first."""
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
-    return [Path(root, FOLDER), Path(user, "clusterctl", "labels", name)]
+    # Without a write bit it is meant to stay as it is, which would not keep root from writing there.
+    writable = os.stat(root).st_mode & 0o222  # noqa: PTH116
+    return [*([Path(root, FOLDER)] if writable else []), Path(user, "clusterctl", "labels", name)]
 
 
 def _find(homes: list[Path], key: str) -> Scan | None:
