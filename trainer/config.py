@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from trainer import imports
 from trainer.errors import TrainerError
 
 
@@ -140,6 +141,7 @@ class Settings:
     image_weights: bool = False
     single_cls: bool = False
     allow_bad_labels: bool = False
+    callback: str = ""
 
     def __post_init__(self) -> None:
         for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):
@@ -225,7 +227,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 def check_data_path(data: str) -> None:
     """An error for a data file that is not there; in a container the usual cause is a missing mount."""
-    if data in PRESETS or Path(data).is_file():
+    if data in PRESETS or Path(data).is_file() or imports.is_import_path(data):
         return
     if Path(data).is_dir():
         raise TrainerError(f"--data {data}: a folder", "give its data.yaml")

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from trainer import contract
@@ -24,9 +24,12 @@ class Events:
         self._node = int(node) if node.isdigit() else 0
         self._out = out
         self._last_progress = -math.inf
+        self.listener: Callable[[str, Mapping[str, Any]], None] | None = None  # hears what is told, in this process
 
     def emit(self, event: str, **fields: Any) -> None:
         """Write one event, from the node's local rank 0 only, except `failed`, which any rank may have to say."""
+        if self.listener:
+            self.listener(event, fields)
         if not self.listening or not (self._speaks or event == contract.FAILED):
             return
         content = {"event": event, "node": self._node, "time": round(time.time(), 3), **_plain(fields)}

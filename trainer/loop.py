@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import functools
 import math
 import os
 import platform
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import checkpoint, contract, dist
+from trainer import callback, checkpoint, contract, dist
 from trainer.config import Settings, check_data_path
 from trainer.data import Batch, TrainLoader, ValLoader, left_out, open_dataset
 from trainer.data.faults import note_left_out
@@ -250,6 +251,9 @@ def train(settings: Settings) -> None:
     """Train as told; raises TrainerError for anything that the user can put right."""
     events = Events(os.environ)
     world = dist.world_of(os.environ)
+    heard = callback.load(settings.callback) if settings.callback else None
+    if heard and world.rank == 0:
+        events.listener = functools.partial(callback.tell, heard)
     device = dist.pick_device(settings.device, world)
     dist.limit_threads(world)
     begin = time.monotonic()

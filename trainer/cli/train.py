@@ -15,12 +15,18 @@ def _default(field: str) -> str:
     return f"(default: {getattr(_D, field)} for digits, else {getattr(_S, field)})"
 
 
-Data = Annotated[str, typer.Option(help="`digits` (built in, nothing to download) or the path of a data.yaml.")]
+Data = Annotated[
+    str,
+    typer.Option(
+        help="`digits` (built in, nothing to download), the path of a data.yaml, or a set of your own: "
+        "package.module:function."
+    ),
+]
 Cfg = Annotated[
     str,
     typer.Option(
-        help="Model file: yolov5n.yaml, s, m, l, x, or your own in the same syntax. "
-        "(default: the checkpoint's with --weights, else yolov5n.yaml)"
+        help="Model file: yolov5n.yaml, s, m, l, x, or your own: a file in the same syntax, or "
+        "package.module:function. (default: the checkpoint's with --weights, else yolov5n.yaml)"
     ),
 ]
 Weights = Annotated[
@@ -123,6 +129,9 @@ LabelSmoothing = Annotated[
     float | None,
     typer.Option(help="Class targets of 1 - x / 2 and x / 2 instead of 1 and 0; over --hyp's.", show_default=False),
 ]
+CallbackPath = Annotated[
+    str, typer.Option("--callback", help="package.module:Class of a trainer.Callback, which hears of epochs and ends.")
+]
 NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; best.pt is then the last epoch.")]
 
 
@@ -153,6 +162,7 @@ def train(
     noautoanchor: NoAutoAnchor = False,
     freeze: Freeze = "",
     label_smoothing: LabelSmoothing = None,
+    callback: CallbackPath = "",
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
 
@@ -189,6 +199,7 @@ def train(
         sync_bn=sync_bn,
         autoanchor=not noautoanchor,
         freeze=layers(freeze),
+        callback=callback,
     )
     from trainer.loop import train as run
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
+from trainer import imports
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
 from trainer.data.faults import Fault
@@ -23,7 +25,9 @@ EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {
 def open_dataset(
     source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
 ) -> Dataset:
-    """The data set `source`: an embedded one's name (its pages have side `imgsz`) or the path of a data.yaml.
+    """The data set `source`: an embedded one's name (its pages have side `imgsz`), the path of a data.yaml, or an
+
+    import path, package.module:function, whose function(split, imgsz) makes it.
 
     `single_cls` makes all its classes one, "item"; `allow_bad_labels` leaves bad rows and pictures out, which are
     an error else (see `left_out`).
@@ -34,7 +38,22 @@ def open_dataset(
         if split == "test":
             raise TrainerError(f"--split test: {source} has no such pictures", "use --split val")
         return EMBEDDED[source](split, imgsz)
+    if imports.is_import_path(source) and not Path(source).is_file():
+        return _imported(source, split, imgsz)
     return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
+
+
+def _imported(path: str, split: Split, imgsz: int) -> Dataset:
+    """A user's own data set."""
+    made = imports.load(path, "--data")(split, imgsz)
+    missing = [
+        name for name in ("names", "flips", "__len__", "size", "image", "labels", "segments") if not hasattr(made, name)
+    ]
+    if missing:
+        raise TrainerError(
+            f"--data {path}: it makes a {type(made).__name__} without {', '.join(missing)}", "see docs/python.md"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def left_out(*datasets: Dataset) -> list[Fault]:

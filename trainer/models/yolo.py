@@ -6,17 +6,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
+from trainer import imports
 from trainer.errors import TrainerError
 from trainer.models.blocks import C3, SPP, SPPF, Bottleneck, Concat, Conv
 from trainer.models.heads import Detect, DetectDFL
 
+# A user's own models by import path, once the command line has named them: a checkpoint names what built its model,
+# and must not get it imported by that.
+_IMPORTED: dict[str, Callable[[int], Any]] = {}
 KEYS = ("nc", "depth_multiple", "width_multiple", "backbone", "head")
 OPTIONAL_KEYS = ("anchors",)  # what Detect cannot do without, and DetectDFL needs not
 CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
@@ -97,8 +101,14 @@ class Yolo(nn.Module):
 
 
 def load_cfg(cfg: str) -> dict[str, Any]:
-    """Read a model file: a packaged name (yolov5n.yaml) or a path; its keys are checked, its rows not yet."""
+    """Read a model file: a packaged name (yolov5n.yaml) or a path; its keys are checked, its rows not yet.
+
+    An import path, package.module:function, is {"import": path} instead: function(nc) makes the model.
+    """
     path = Path(cfg)
+    if imports.is_import_path(cfg) and not path.is_file():
+        _IMPORTED[cfg] = imports.load(cfg, "--cfg")
+        return {"import": cfg}
     if not path.is_file() and path.name == cfg:
         path = Path(__file__).parent / cfg
     if not path.is_file():
@@ -115,6 +125,13 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
     """The model description itself, once it has exactly the keys it needs; an error names `where` it came from."""
     if not isinstance(content, dict):
         raise TrainerError(f"{where}: a model file is a mapping with the keys {', '.join(KEYS)}")
+    if "import" in content:
+        if content["import"] not in _IMPORTED:
+            raise TrainerError(
+                f"{where}: its model is made by {content['import']}, which no checkpoint may call by itself",
+                f"name it: --cfg {content['import']}",
+            )
+        return content
     known = (*KEYS, *OPTIONAL_KEYS)
     for key in content:
         if key not in known:
@@ -174,6 +191,8 @@ def _parse_row(raw: Any, index: int, here: str) -> Row:
 
 def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
     """The network of a model description for `nc` classes (the data's, which overrides the file's own)."""
+    if "import" in cfg:
+        return _imported(check_cfg(cfg, where)["import"], nc)
     depth, width = cfg["depth_multiple"], cfg["width_multiple"]
     names = {"None": None, "nc": nc, "anchors": cfg.get("anchors"), "True": True, "False": False}
     rows = parse_rows(cfg, where)
@@ -191,6 +210,18 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
         layers.append(layer)
         channels.append(out)
     return Yolo(layers, rows)
+
+
+def _imported(path: str, nc: int) -> Yolo:
+    """A user's own model: any module whose outputs are those of its `detect`, one of our heads."""
+    model = _IMPORTED[path](nc)
+    head = getattr(model, "detect", None)
+    if not isinstance(model, nn.Module) or not isinstance(head, Head) or not head.strides or head.nc != nc:
+        raise TrainerError(
+            f"--cfg {path}: it must make a torch module with a placed head for {nc} classes as `detect`",
+            "see docs/python.md",
+        )
+    return cast(Yolo, model)
 
 
 def _layer(row: Row, inputs: list[int], args: list[Any], repeats: int, width: float) -> tuple[nn.Module, int]:

@@ -42,11 +42,12 @@ class Detection:
     def __init__(self, cfg: dict[str, Any], where: str, names: list[str], hyp: Hyp, imgsz: int) -> None:
         self.names, self.imgsz = names, imgsz
         self._cfg, self._where, self._hyp = cfg, where, hyp
+        self._head = "" if "import" in cfg else cfg["head"][-1][2]  # a user's own model has none before it is built
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the loss's terms; the model file's last row decides on the loss."""
-        return LOSSES[self._cfg["head"][-1][2]].terms
+        """The names of the loss's terms; the model's head, a model file's last row, decides on the loss."""
+        return LOSSES[self._head].terms
 
     @property
     def close_mosaic(self) -> float:
@@ -57,7 +58,9 @@ class Detection:
 
     def build(self) -> Yolo:
         """The untrained network for this data's classes."""
-        return build_yolo(self._cfg, nc=len(self.names), where=self._where)
+        model = build_yolo(self._cfg, nc=len(self.names), where=self._where)
+        self._head = "Detect" if isinstance(model.detect, Detect) else "DetectDFL"
+        return model
 
     def loss_of(self, model: Yolo) -> Loss:
         """The loss for a model that is on its device; its head decides which."""

@@ -1,0 +1,132 @@
+"""Starts several ranks of one machine as processes of this interpreter, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+LOST_GRACE_S = 10.0  # for ranks whose peer has failed: most notice, and say so themselves
+STOP_GRACE_S = 60.0  # for ranks that were asked to stop: they may write a checkpoint first
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that a rank wrote, to stderr or else to stdout, without its newline."""
+
+    rank: int
+    stderr: bool
+    text: str
+
+
+def run_ranks(
+    arguments: Sequence[str], count: int, environment: Mapping[str, str], tell: Callable[[Line], None]
+) -> dict[int, int]:
+    """Run `python -m trainer ARGUMENTS` as `count` ranks, handing every line to `tell`.
+
+    Returns the exit codes of the ranks that failed by themselves, negative for a signal; none when all is well. When
+    one fails, the others get LOST_GRACE_S to end; on an exception (Ctrl-C) all are asked to stop, and killed after
+    STOP_GRACE_S. None is left when this returns or raises.
+    """
+    clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES}
+    # A rank finds the packages that this process finds, also those that were put on its path while it ran.
+    clean["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    lines: queue.Queue[Line] = queue.Queue()
+    processes: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
+    places = _places(count)
+    try:
+        for rank, place in enumerate(places):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer", *arguments],
+                env={**clean, **place},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+            )
+            processes.append(process)
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                reader = threading.Thread(
+                    target=_read, args=(stream, rank, stream is process.stderr, lines), daemon=True
+                )
+                reader.start()
+                threads.append(reader)
+        failed = _follow(processes, lines, tell)
+    except BaseException:
+        _stop(processes)
+        raise
+    finally:
+        _end(processes)
+        for thread in threads:
+            thread.join(timeout=5)
+        while not lines.empty():
+            tell(lines.get())
+    return failed
+
+
+def _places(count: int) -> list[dict[str, str]]:
+    """Each rank's variables as torchrun would set them; none for a single process, which needs no peers."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _read(stream: IO[str], rank: int, stderr: bool, lines: queue.Queue[Line]) -> None:
+    with stream:
+        for text in stream:
+            lines.put(Line(rank, stderr, text.rstrip("\n")))
+
+
+def _follow(
+    processes: list[subprocess.Popen[str]], lines: queue.Queue[Line], tell: Callable[[Line], None]
+) -> dict[int, int]:
+    """Pass lines on until every rank has ended, or the time of those that are left is over; who failed, and how."""
+    until = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        with contextlib.suppress(queue.Empty):
+            tell(lines.get(timeout=0.1))
+        if until == float("inf") and any(process.poll() for process in processes):
+            until = time.monotonic() + LOST_GRACE_S
+    return {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+
+
+def _stop(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0, until - time.monotonic()))
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill what is left, with the processes that it started."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
