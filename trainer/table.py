@@ -25,7 +25,9 @@ def scores_table(scores: BoxScores) -> Table:
     return table
 
 
-def print_scores(scores: BoxScores) -> None:
-    """Print the table; where stdout is no terminal, as wide as it needs to be."""
+def scores_text(scores: BoxScores) -> str:
+    """The table as lines for stdout: as wide as the terminal, elsewhere as wide as it needs to be."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(scores_table(scores))
+    with console.capture() as captured:
+        console.print(scores_table(scores))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

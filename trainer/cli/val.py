@@ -122,10 +122,10 @@ def val(
     if json:
         typer.echo(as_json(result))
         return
-    from trainer.table import print_scores
+    from trainer.table import scores_text
 
     scores = result.scores
-    print_scores(scores)
+    typer.echo(scores_text(scores))
     typer.echo(f"P, R and F1 at confidence {scores.confidence:.2f}, where the mean F1 is highest")
     sizes = [f"{name} {value:.3f}" for name, value in (scores.by_area or {}).items() if value == value]
     if len(sizes) > 1:

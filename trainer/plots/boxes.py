@@ -82,14 +82,16 @@ def _draw_picture(prediction: Predictions, names: Sequence[str]) -> Image:
     return np.asarray(picture)
 
 
-def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], path: str | Path) -> None:
-    """Write a grid of pictures with their boxes, class names and scores to `path` (.png or .jpg).
+def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], path: str | Path) -> tuple[int, int]:
+    """Write a grid of pictures with their boxes, class names and scores to `path` (.png or .jpg): its height, width.
 
     A prediction is (image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy in its pixels, scores (n,) or None, classes (n,)).
     """
     if not predictions:
         raise ValueError("no pictures to draw")
-    write_picture(_grid([_draw_picture(prediction, names) for prediction in predictions]), Path(path))
+    grid = _grid([_draw_picture(prediction, names) for prediction in predictions])
+    write_picture(grid, Path(path))
+    return grid.shape[0], grid.shape[1]
 
 
 def draw_batch(batch: Batch, names: Sequence[str], path: str | Path) -> None:

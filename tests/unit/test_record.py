@@ -1,0 +1,92 @@
+"""What a run leaves behind."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from trainer.data import Batch, open_dataset
+from trainer.metrics import BoxMAP
+from trainer.record import Record
+
+NAMES = [str(k) for k in range(10)]
+PICTURES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]
+
+
+def row(epoch):
+    losses = {"box_loss": 1 / epoch, "obj_loss": 0.5, "cls_loss": 0.1}
+    scores = {"map50": epoch / 10, "map": epoch / 20, "precision": 0.5, "recall": 0.4} if epoch > 1 else {}
+    rest = {"lr": 0.01, "images_per_s": 100.0, "seconds": 2.0, "data": 0.1, "compute": 0.9}
+    return {"epoch": epoch, **losses, "map50": float("nan"), **scores, **rest}
+
+
+def write_row(path, values):
+    new = not path.exists()
+    with path.open("a") as file:
+        if new:
+            file.write(",".join(row(2)) + "\n")
+        file.write(",".join(str(values.get(name, "")) for name in row(2)) + "\n")
+
+
+def metric_with(hits):
+    metric = BoxMAP(NAMES)
+    box = [[0, 0, 10, 10]]
+    for k in range(10):
+        metric.update(k, box if k < hits else [], [0.9] if k < hits else [], [3] if k < hits else [], box, [3])
+    return metric
+
+
+@pytest.fixture
+def shown():
+    return [(np.full((64, 96, 3), 90, np.uint8), [[4, 4, 40, 40]], [0.5], [3])]
+
+
+def test_the_record_of_a_run(tmp_path, shown):
+    record = Record(tmp_path, NAMES)
+    record.begin(open_dataset("digits", "val", imgsz=64))
+    record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
+    assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
+    for epoch in (1, 2, 3):
+        write_row(tmp_path / "results.csv", row(epoch))
+        record.epoch(epoch, row(epoch), shown if epoch > 1 else [])
+        if epoch == 2:
+            metric = metric_with(hits=7)
+            record.best(metric, metric.compute())
+    table = record.finish(3)
+    rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
+    assert rows["3"][:4] == ["10", "10", "1.000", "0.700"]
+    for name in (*PICTURES, "results.png", "train_batch0.jpg"):
+        assert cv2.imread(str(tmp_path / name)) is not None, name
+
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        *("loss/box", "loss/obj", "loss/cls", "val/mAP50", "val/mAP50-95", "val/precision", "val/recall"),
+        *("lr", "speed/images_per_s", "speed/seconds", "share/data", "share/compute"),
+    }
+    assert [p.step for p in events.Scalars("val/mAP50")] == [2, 3]
+    assert [p.step for p in events.Scalars("loss/box")] == [1, 2, 3]
+    pictures = events.Images("predictions")
+    assert [p.step for p in pictures] == [2, 3]  # epochs 1, 2, 4, ... that validated, and the last
+    assert pictures[-1].encoded_image_string == (tmp_path / "predictions.jpg").read_bytes()
+
+
+def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path):
+    record = Record(tmp_path, NAMES)
+    write_row(tmp_path / "results.csv", row(1))
+    record.epoch(1, row(1), [])
+    assert record.finish(1) == ""
+    assert sorted(p.name for p in tmp_path.iterdir() if "events" not in p.name) == ["results.csv", "results.png"]
+
+
+def test_a_table_of_very_many_classes_is_not_printed(tmp_path):
+    names = [f"class {k}" for k in range(80)]
+    record = Record(tmp_path, names)
+    metric = BoxMAP(names)
+    boxes = np.array([[0, 0, 10, 10]] * 80)
+    metric.update(0, boxes, np.ones(80), np.arange(80), boxes, np.arange(80))
+    write_row(tmp_path / "results.csv", row(2))
+    record.best(metric, metric.compute())
+    assert record.finish(1) == ""
+    assert (tmp_path / "PR_curve.png").exists()

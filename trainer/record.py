@@ -1,0 +1,86 @@
+"""What a run leaves for people to look at: pictures at its start and its end, and TensorBoard's event file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.metrics import BoxMAP, BoxScores
+from trainer.table import scores_text
+from trainer.tensorboard import EventFile
+
+if TYPE_CHECKING:
+    from trainer.data import Batch, Dataset
+    from trainer.tasks.detection import Shown
+
+_TABLE_CLASSES = 25  # of more classes, the table at the end would push the rest off the screen
+# The groups that TensorBoard shows the columns of results.csv in.
+_GROUPS = {"map50": "val/mAP50", "map": "val/mAP50-95", "precision": "val/precision", "recall": "val/recall"}
+_SPEED = ("images_per_s", "seconds")
+
+
+class Record:
+    """The record of one run; made on the one rank that writes."""
+
+    def __init__(self, folder: Path, names: Sequence[str], epoch: int = 1) -> None:
+        """`epoch` (from 1) is the first that this process trains: later ones in the folder are void."""
+        self._folder, self._names = folder, names
+        self._events = EventFile(folder, epoch)
+        self._best: tuple[BoxMAP, BoxScores] | None = None
+        self._shown: Sequence[Shown] = ()
+
+    def begin(self, dataset: Dataset) -> None:
+        """Draw the training labels' statistics."""
+        from trainer.plots import plot_labels
+
+        plot_labels(dataset, self._folder / "labels.png")
+
+    def first_batch(self, batch: Batch) -> None:
+        """Draw what the network is given first."""
+        from trainer.plots import draw_batch
+
+        draw_batch(batch, self._names, self._folder / "train_batch0.jpg")
+
+    def epoch(self, epoch: int, row: dict[str, float], shown: Sequence[Shown]) -> None:
+        """Add an epoch (from 1): its row of results.csv, and at epochs 1, 2, 4, 8, ... what was found."""
+        values = {_tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
+        self._events.numbers(epoch, values)
+        self._shown = shown or self._shown
+        if shown and epoch & (epoch - 1) == 0:
+            self._show(epoch)
+
+    def best(self, metric: BoxMAP, scores: BoxScores) -> None:
+        """Keep the metric of the best epoch so far: the curves and the table at the end are its."""
+        self._best = metric, scores
+
+    def finish(self, epoch: int) -> str:
+        """Draw everything after the last epoch (from 1); returns the best epoch's table, "" if that is too long."""
+        from trainer.plots import draw_metric, plot_results
+
+        plot_results(self._folder / "results.csv", self._folder / "results.png")
+        if self._shown:
+            self._show(epoch)
+        self._events.close()
+        if not self._best:
+            return ""
+        metric, scores = self._best
+        draw_metric(metric, self._folder)
+        return scores_text(scores) if len(scores.per_class) <= _TABLE_CLASSES else ""
+
+    def _show(self, epoch: int) -> None:
+        from trainer.plots import draw_predictions
+
+        path = self._folder / "predictions.jpg"
+        height, width = draw_predictions(self._shown, self._names, path)
+        self._events.picture(epoch, "predictions", path.read_bytes(), height, width)
+
+
+def _tag(name: str) -> str:
+    """The name in TensorBoard of a column of results.csv."""
+    if name.endswith("_loss"):
+        return f"loss/{name.removesuffix('_loss')}"
+    if name in _GROUPS:
+        return _GROUPS[name]
+    return name if name == "lr" else f"{'speed' if name in _SPEED else 'share'}/{name}"
