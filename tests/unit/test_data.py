@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.unit.yolo_folder import make_yolo_set, write_picture
 from trainer.data import open_dataset
+from trainer.errors import TrainerError
 
 
 def test_pictures_and_boxes_are_read(tmp_path):
@@ -153,3 +154,9 @@ def test_all_classes_become_one(tmp_path):
     assert data.names == ["item"]
     np.testing.assert_allclose(data.labels(2), [[0, 0.3, 0.5, 0.2, 0.4], [0, 0.4, 0.5, 0.2, 0.4]], rtol=1e-6)
     assert data.labels(2).dtype == np.float32
+
+
+@pytest.mark.parametrize("source", ["digits", "tests.unit.test_data:anything"])
+def test_classes_that_cannot_become_one_are_an_error(source):
+    with pytest.raises(TrainerError, match="--single-cls: the classes of"):
+        open_dataset(source, "train", imgsz=64, single_cls=True)

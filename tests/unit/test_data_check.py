@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tests.unit.test_bad_data import break_labels
-from tests.unit.yolo_folder import make_yolo_set, write_picture
+from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_picture
 from trainer.cli import app
 
 
@@ -91,3 +91,13 @@ def test_a_file_that_is_not_there():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --data nowhere.yaml: no such file\nhint: ")
+
+
+def test_missing_pictures_that_could_be_fetched(tmp_path):
+    path = tmp_path / "data.yaml"
+    path.write_text(DATA_YAML + "download: https://example.com/pets.zip\n")
+    code, out = run_check(path)
+    assert code == 2
+    assert f"{path}:2: the train pictures are not there" in out
+    assert f"{path}:3: the val pictures are not there" in out
+    assert f"hint: `trainer data download --data {path}` fetches them" in out

@@ -25,9 +25,9 @@ EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {
 def open_dataset(
     source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
 ) -> Dataset:
-    """The data set `source`: an embedded one's name (its pages have side `imgsz`), the path of a data.yaml, or an
+    """The data set `source`: an embedded one's name, the path of a data.yaml, or an import path.
 
-    import path, package.module:function, whose function(split, imgsz) makes it.
+    An embedded one's pages have side `imgsz`; an import path, package.module:function, names a function(split, imgsz).
 
     `single_cls` makes all its classes one, "item"; `allow_bad_labels` leaves bad rows and pictures out, which are
     an error else (see `left_out`).
@@ -39,6 +39,8 @@ def open_dataset(
             raise TrainerError(f"--split test: {source} has no such pictures", "use --split val")
         return EMBEDDED[source](split, imgsz)
     if imports.is_import_path(source) and not Path(source).is_file():
+        if single_cls:
+            raise TrainerError(f"--single-cls: the classes of {source} are its own", "use it with a data.yaml")
         return _imported(source, split, imgsz)
     return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
 

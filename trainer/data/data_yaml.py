@@ -137,7 +137,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
     roots = content.roots()
     root = next((root for root in roots if root.is_dir()), None)
     if root is None:
-        faults.append(content.fault("path", f"no such folder: {roots[0]}", _where_to_find(content)))
+        faults.append(content.fault("path", f"no such folder: {roots[0]}", _where_to_find(content, split)))
         return []
     found = []
     for entry in entries:
@@ -147,7 +147,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
             found.append(source)
         else:
             what = f"the {split} pictures are not there: {candidates[0]}"
-            faults.append(content.fault(split, what, _where_to_find(content)))
+            faults.append(content.fault(split, what, _where_to_find(content, split)))
     return found
 
 
@@ -157,7 +157,7 @@ def places(root: Path, entry: str) -> list[Path]:
     return [root / entry] + ([root / entry[3:]] if entry.startswith("../") else [])
 
 
-def _where_to_find(content: Content) -> str:
-    if content.values.get("download"):
+def _where_to_find(content: Content, split: str) -> str:
+    if content.values.get("download") and split != "test":  # often kept elsewhere
         return f"`trainer data download --data {content.path}` fetches them; so does training"
     return "correct the path, or copy the data there"
