@@ -14,6 +14,10 @@ MARGIN = np.array([-5, -5, 5, 5])
 COLOURS = [(250, 20, 20), (20, 250, 20), (20, 20, 250), (250, 250, 20), (250, 20, 250), (20, 250, 250)]
 
 
+def every(data):
+    return np.arange(len(data))
+
+
 class Blocks:
     """Gray pictures of different shapes, each with one or two blocks in a colour of its own class."""
 
@@ -33,6 +37,9 @@ class Blocks:
 
     def segments(self, index):
         return [np.zeros((0, 2), np.float32)]
+
+    def name(self, index):
+        return str(index)
 
     def image(self, index, min_side=0):
         self.decoded.append(index)
@@ -80,7 +87,7 @@ def test_boxes_stay_around_their_blocks(hyp, slack):
     checked = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        labels = training_picture(data, seed % len(data), hyp, rng, out)
+        labels = training_picture(data, seed % len(data), every(data), hyp, rng, out)
         classes = labels[:, 0].astype(int)
         for cls, cx, cy, w, h in labels:
             box = np.array([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2]) * 160
@@ -103,12 +110,12 @@ def test_the_fused_mosaic_shows_what_a_mosaic_on_a_canvas_shows(turn):
     hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0)
     for seed in range(6):
         fused = np.empty((side, side, 3), np.uint8)
-        _scene(data, 0, hyp, np.random.default_rng(seed), fused)
+        _scene(data, 0, every(data), hyp, np.random.default_rng(seed), fused)
 
         rng = np.random.default_rng(seed)
         rng.random()  # mosaic or not
         canvas = np.full((2 * side, 2 * side, 3), FILL, np.uint8)
-        for tile in _mosaic_tiles(data, 0, side, rng):
+        for tile in _mosaic_tiles(data, 0, every(data), side, rng):
             x, y = round(tile.x), round(tile.y)
             picture = cv2.resize(data.image(tile.index), (round(tile.w), round(tile.h)))
             shown = picture[max(0, -y) : 2 * side - y, max(0, -x) : 2 * side - x]
@@ -128,7 +135,7 @@ def test_mosaic_centre_and_corners():
     data, side = Blocks(), 100
     centres = []
     for seed in range(200):
-        tiles = _mosaic_tiles(data, 3, side, np.random.default_rng(seed))
+        tiles = _mosaic_tiles(data, 3, every(data), side, np.random.default_rng(seed))
         assert 3 in [tile.index for tile in tiles]
         cx, cy = tiles[3].x, tiles[3].y
         assert (tiles[0].x + tiles[0].w, tiles[0].y + tiles[0].h) == pytest.approx((cx, cy))
@@ -146,7 +153,7 @@ def test_a_tile_that_is_not_seen_is_not_decoded():
     counts = []
     for seed in range(80):
         data.decoded.clear()
-        training_picture(data, 0, Hyp(), np.random.default_rng(seed), out)
+        training_picture(data, 0, every(data), Hyp(), np.random.default_rng(seed), out)
         counts.append(len(data.decoded))
     assert max(counts) == 4
     assert min(counts) < 4
@@ -165,7 +172,7 @@ def test_hardly_visible_boxes_are_dropped():
 
     def kept(box, hyp=plain):
         data.box = box
-        return len(training_picture(data, 0, hyp, np.random.default_rng(0), out))
+        return len(training_picture(data, 0, every(data), hyp, np.random.default_rng(0), out))
 
     assert kept((0, 0.5, 0.5, 0.5, 0.5)) == 1
     assert kept((0, 0.5, 0.5, 0.5, 1.9 / 64)) == 0  # under 2 px
@@ -195,7 +202,7 @@ class Trapezoids(Blocks):
 
 def scene(data, hyp, seed, side=160):
     out = np.empty((side, side, 3), np.uint8)
-    labels = training_picture(data, seed % len(data), hyp, np.random.default_rng(seed), out)
+    labels = training_picture(data, seed % len(data), every(data), hyp, np.random.default_rng(seed), out)
     half = labels[:, 3:] / 2
     return out, labels[:, 0].astype(int), np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side
 
@@ -298,7 +305,7 @@ def test_digits_are_never_mirrored():
     pictures = []
     for flips in (False, True):
         data, out = Photos(flips=flips, sizes=((64, 64),)), np.empty((64, 64, 3), np.uint8)
-        training_picture(data, 0, hyp, np.random.default_rng(0), out)
+        training_picture(data, 0, every(data), hyp, np.random.default_rng(0), out)
         pictures.append(out)
     np.testing.assert_array_equal(pictures[0], data.image(0))
     np.testing.assert_array_equal(pictures[1], data.image(0)[::-1, ::-1])
@@ -322,8 +329,10 @@ def test_colours_move_as_far_as_told_and_no_further():
 
 def test_mixup_shows_two_scenes():
     data, out = Blocks(), np.empty((96, 96, 3), np.uint8)
-    alone = [len(training_picture(data, 0, Hyp(), np.random.default_rng(k), out)) for k in range(30)]
-    mixed = [len(training_picture(data, 0, Hyp(mixup=1.0), np.random.default_rng(k), out)) for k in range(30)]
+    alone = [len(training_picture(data, 0, every(data), Hyp(), np.random.default_rng(k), out)) for k in range(30)]
+    mixed = [
+        len(training_picture(data, 0, every(data), Hyp(mixup=1.0), np.random.default_rng(k), out)) for k in range(30)
+    ]
     assert np.mean(mixed) > 1.6 * np.mean(alone)
 
 

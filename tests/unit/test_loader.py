@@ -15,7 +15,7 @@ from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
 from trainer.data import TrainLoader, ValLoader, open_dataset
 from trainer.data.digits import Digits
-from trainer.data.order import rect_shape, scales
+from trainer.data.order import neighbours, rect_shape, scales
 from trainer.data.shared_memory import fit_workers
 from trainer.errors import TrainerError
 
@@ -265,6 +265,9 @@ class Photos:
     def segments(self, index):
         return [np.zeros((0, 2), np.float32)] * (index % 3)
 
+    def name(self, index):
+        return str(index)
+
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize("options", [{"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
@@ -274,6 +277,25 @@ def test_other_orders_are_the_same_for_any_ranks_and_workers_too(world, workers,
     assert len(steps) == len(reference) == 7
     for step, expected in zip(steps, reference, strict=True):
         assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
+
+
+def test_pictures_of_a_mosaic_come_from_one_block_of_the_order_and_each_is_decoded_once():
+    data = Photos(40)
+    decoded = []
+    data.image = lambda index, min_side=0: decoded.append(index) or Photos.image(data, index, min_side)
+    loader = train_loader(data, batch=16, hyp=Hyp(mixup=0.3))
+    for batch in loader.epoch(0):
+        if len(batch.ids) == 16:
+            assert sorted(decoded) == sorted(set(decoded) & set(batch.ids.tolist()))
+        assert len(decoded) == len(set(decoded))
+        decoded.clear()
+    order = np.random.default_rng(0).permutation(1000)
+    near = neighbours(order, np.arange(1000))
+    assert all(index in block for index, block in zip(order, near, strict=True))
+    assert {len(block) for block in near} == {16, 8}
+    assert len(neighbours(order[:39], np.array([38]))[0]) == 23
+    assert set(np.concatenate(near).tolist()) == set(range(1000))
+    assert len(neighbours(np.arange(3), np.arange(3))[0]) == 3
 
 
 def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():

@@ -58,7 +58,9 @@ def load(folder: Path) -> Scan:
         path = folder / f"{name}.npy"
         # There is nothing to map in an array without elements.
         empty = np.load(path, mmap_mode=None, allow_pickle=False) if _is_empty(path) else None
-        arrays[name] = empty if empty is not None else np.load(path, mmap_mode="r", allow_pickle=False)
+        # As plain arrays: slicing a memmap costs microseconds, and every picture needs several slices.
+        mapped = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) if empty is None else empty
+        arrays[name] = mapped
     faults = [Fault(**row) for row in json.loads((folder / "faults.json").read_text(encoding="utf-8"))]
     return Scan(**arrays, faults=faults, folder=str(folder))
 

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import cv2
@@ -19,15 +19,18 @@ from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_picture
 from trainer.data.dataset import Dataset
 from trainer.data.order import (
+    BLOCK,
     Ints,
     PictureWeights,
     Shape,
     aspects_of,
     batches_of_similar_aspect,
+    neighbours,
     rect_shape,
     repeats,
     scales,
 )
+from trainer.data.recent import Recent
 from trainer.data.shared_memory import fit_workers, room
 from trainer.errors import TrainerError
 
@@ -73,6 +76,7 @@ class _Share:
     shape: Shape
     global_size: int = 0
     epoch: int = 0
+    neighbours: list[Ints] = field(default_factory=list)  # for each of them, what its mosaic is made of
     repeats: Ints | None = None  # (b,): how often each of them has been drawn before in this epoch
 
 
@@ -99,7 +103,7 @@ class _Maker(Generic[BatchType]):
 class _TrainMaker(_Maker[Batch]):
     def __init__(self, dataset: Dataset, seed: int, hyp: Hyp, plain_from: float) -> None:
         """From epoch `plain_from` on, every picture is alone: no mosaic, nothing mixed in."""
-        super().__init__(dataset)
+        super().__init__(Recent(dataset, 3 * BLOCK // 2))
         self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
 
     def make(self, share: _Share) -> Batch:
@@ -110,7 +114,8 @@ class _TrainMaker(_Maker[Batch]):
         for k, index in enumerate(share.ids.tolist()):
             again = [] if share.repeats is None else share.repeats[k : k + 1].tolist()
             rng = np.random.default_rng([_PICTURE, self.seed, share.epoch, index, *again])
-            labels.append(training_picture(self.dataset, index, hyp, rng, images[k].numpy()))
+            near = share.neighbours[k]
+            labels.append(training_picture(self.dataset, index, near, hyp, rng, images[k].numpy()))
         owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
         targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
         return Batch(images, targets, torch.tensor(share.ids), share.global_size)
@@ -272,20 +277,21 @@ class TrainLoader:
             batches = [order[k : k + self._batch] for k in range(0, len(order), self._batch)]
         else:
             batches = batches_of_similar_aspect(order, self._aspects, self._batch, rng)
-        again = None
-        if self._weights:
-            again = np.split(repeats(np.concatenate(batches)), np.cumsum([len(b) for b in batches])[:-1])
+            order = np.concatenate(batches)
+        again = repeats(order) if self._weights else None
+        ends = np.cumsum([len(ids) for ids in batches])
         shares = []
         for step in range(first_step, self.steps):
-            whole = batches[step]
-            mine = np.array_split(np.arange(len(whole)), self._world)[self._rank]
+            ids = batches[step]
+            mine = np.array_split(np.arange(ends[step] - len(ids), ends[step]), self._world)[self._rank]
             shares.append(
                 _Share(
-                    whole[mine],
-                    self._shape(epoch, step, whole),
-                    len(whole),
-                    epoch,
-                    again[step][mine] if again else None,
+                    ids=order[mine],
+                    shape=self._shape(epoch, step, ids),
+                    global_size=len(ids),
+                    epoch=epoch,
+                    neighbours=neighbours(order, mine),
+                    repeats=None if again is None else again[mine],
                 )
             )
         return self._stream.run(shares)

@@ -13,6 +13,7 @@ from trainer.data.dataset import Dataset
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Shape = tuple[int, int]  # (height, width) in pixels
+BLOCK = 16
 
 
 def scales(imgsz: int, stride: int) -> range:
@@ -44,6 +45,17 @@ def batches_of_similar_aspect(order: Ints, aspects: Floats, batch: int, rng: np.
     ordered = order[np.argsort(aspects[order], kind="stable")]
     batches = [ordered[k : k + batch] for k in range(0, len(ordered), batch)]
     return [batches[k] for k in rng.permutation(len(batches))]
+
+
+def neighbours(order: Ints, positions: Ints) -> list[Ints]:
+    """For each of `positions` in `order`, the pictures that its mosaic is made of: the block of it, 16 long.
+
+    A random order's blocks are random too, and each is the same for any batch and number of ranks. Since the pictures
+    of a block are made together, each is decoded once for all mosaics that show it: that is most of a loader's work.
+    """
+    blocks = max(1, (len(order) + BLOCK // 2) // BLOCK)  # a last one of less than a half belongs to the one before
+    cut = {k: order[k * BLOCK : (k + 1) * BLOCK if k < blocks - 1 else None] for k in range(blocks)}
+    return [cut[min(k, blocks - 1)] for k in (positions // BLOCK).tolist()]
 
 
 def repeats(order: Ints) -> Ints:

@@ -1,0 +1,37 @@
+"""A data set that remembers the pictures it decoded last."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from trainer.data.dataset import Dataset, Image
+
+
+class Recent:
+    """`dataset`, of which the `count` pictures that were asked for last are kept decoded."""
+
+    def __init__(self, dataset: Dataset, count: int) -> None:
+        self._dataset, self._count = dataset, count
+        self._pictures: OrderedDict[tuple[int, int], Image] = OrderedDict()
+        self.names, self.flips = dataset.names, dataset.flips
+        self.name, self.size = dataset.name, dataset.size
+        self.labels, self.segments = dataset.labels, dataset.segments
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pictures": OrderedDict()}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def image(self, index: int, min_side: int = 0) -> Image:
+        """The data set's picture for these arguments."""
+        key = (index, min_side)
+        picture = self._pictures.get(key)
+        if picture is None:
+            picture = self._dataset.image(index, min_side)
+            while len(self._pictures) >= self._count:
+                self._pictures.popitem(last=False)
+            self._pictures[key] = picture
+        self._pictures.move_to_end(key)
+        return picture
