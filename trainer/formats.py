@@ -43,24 +43,30 @@ def write_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def coco_results(found: Iterable[tuple[str, Any, Any, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """COCO's format of results from (picture's file, boxes (n, 4) xyxy px, scores (n,), classes (n,)).
+def image_id(picture: str) -> int | str:
+    """The number that a picture's file is named for, as COCO's are, or its name where that is none."""
+    stem = Path(picture).stem
+    return int(stem) if stem.isdecimal() else stem
 
-    A picture's id is its file's number, or its name where that is none; the classes of COCO get COCO's own numbers.
-    """
-    numbers = list(range(len(names)))
+
+def category_ids(names: list[str]) -> list[int]:
+    """The classes' numbers in COCO's results: from 0, and for COCO's own classes COCO's own numbers."""
     if len(names) == 80 and (names[0], names[-1]) == _COCO_ENDS:
-        numbers = [k for k in range(1, 91) if k not in _COCO_GAPS]
+        return [k for k in range(1, 91) if k not in _COCO_GAPS]
+    return list(range(len(names)))
+
+
+def coco_results(found: Iterable[tuple[Any, Any, Any, Any]], categories: list[int]) -> list[dict[str, Any]]:
+    """COCO's format of results from (image id, boxes (n, 4) xyxy px, scores (n,), classes (n,))."""
     results = []
-    for name, boxes, scores, classes in found:
-        stem = Path(name).stem
+    for image, boxes, scores, classes in found:
         for (x1, y1, x2, y2), score, c in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True):
             results.append(
                 {
-                    "image_id": int(stem) if stem.isdecimal() else stem,
-                    "category_id": numbers[c],
-                    "bbox": [round(v, 3) for v in (x1, y1, x2 - x1, y2 - y1)],
-                    "score": round(score, 6),
+                    "image_id": image,
+                    "category_id": categories[c],
+                    "bbox": [round(v, 4) for v in (x1, y1, x2 - x1, y2 - y1)],
+                    "score": round(score, 8),
                 }
             )
     return results

@@ -16,12 +16,13 @@ from trainer.config import check_data_path
 from trainer.data import Dataset, ValLoader, open_dataset
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.formats import coco_results, label_rows, unique_stems, write_text
+from trainer.formats import category_ids, coco_results, image_id, label_rows, unique_stems, write_text
 from trainer.loop import default_workers, native_bf16, pick_dtype
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.progress import Waits, track
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
 from trainer.tasks.inference import Detections, Detector, Limits, Trained, half_of, load_trained
+from trainer.truth import CocoTruth
 
 SPLITS = ("train", "val", "test")
 
@@ -44,6 +45,7 @@ class ValSettings:
     single_cls: bool = False
     allow_bad_labels: bool = False
     yolov5_map: bool = False
+    annotations: str = ""  # COCO's JSON, whose boxes, areas and crowds then count instead of the data's labels
     save_json: bool = False
     save_txt: bool = False
     save_conf: bool = False
@@ -101,6 +103,7 @@ def validate(settings: ValSettings) -> Validation | None:
     how: dict[str, Any] = {"single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **how)  # type: ignore[arg-type]
     check_names(dataset.names, trained, s)
+    truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
     workers = default_workers(device, world) if s.workers is None else s.workers
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "workers": workers, "stride": trained.stride}
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
@@ -109,18 +112,18 @@ def validate(settings: ValSettings) -> Validation | None:
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     folder = _agreed_folder(s, world) if s.plots or s.save_json or s.save_txt else None
     detector = Detector(trained.model, device, dtype, s.limits)
-    own = _Share(s, trained.names)
+    own = _Share(s, trained.names, truth)
     waits = Waits()
     batches = waits.timing(loader)
     if world.rank == 0:
         batches = track(batches, len(loader), "validating")
-    for image_id, found in detect(detector, batches):
-        own.add(dataset, image_id, found)
+    for index, found in detect(detector, batches):
+        own.add(dataset, index, found)
     seconds = (waits.seconds, detector.network_s, detector.nms_s)
     parts = dist.gather((own, [1000 * part / max(1, detector.pictures) for part in seconds]))
     result = None
     if parts:
-        whole = _Share(s, trained.names)
+        whole = _Share(s, trained.names, truth)
         for part, _ in parts:
             whole.merge(part)
         scores = whole.metric.compute()
@@ -138,19 +141,26 @@ def validate(settings: ValSettings) -> Validation | None:
 class _Share:
     """What one rank found, and what is to be made of it."""
 
-    def __init__(self, settings: ValSettings, names: list[str]) -> None:
+    def __init__(self, settings: ValSettings, names: list[str], truth: CocoTruth | None) -> None:
         self.metric = BoxMAP(names, by_area=True, yolov5=settings.yolov5_map)
-        self._settings, self._names = settings, names
+        self._settings, self._names, self._truth = settings, names, truth
         self._shown: dict[int, Shown] = {}
         self._found: dict[int, tuple[Any, Any, Any]] = {}
 
-    def add(self, dataset: Dataset, image_id: int, found: Detections) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_truth": None}  # every rank has it already
+
+    def add(self, dataset: Dataset, index: int, found: Detections) -> None:
         s = self._settings
-        count(self.metric, dataset, image_id, found)
+        if self._truth:
+            truth = self._truth.of(dataset.name(index))
+            self.metric.update(index, found.boxes, found.scores, found.classes, *truth)
+        else:
+            count(self.metric, dataset, index, found)
         if s.plots and len(self._shown) < SHOWN:
-            self._shown[image_id] = sure_of(dataset, image_id, found)
+            self._shown[index] = sure_of(dataset, index, found)
         if s.save_json or s.save_txt:
-            self._found[image_id] = (found.boxes.numpy(), found.scores.numpy(), found.classes.numpy())
+            self._found[index] = (found.boxes.numpy(), found.scores.numpy(), found.classes.numpy())
 
     def merge(self, other: _Share) -> None:
         self.metric.merge(other.metric.state())
@@ -168,8 +178,10 @@ class _Share:
                 [self._shown[k] for k in sorted(self._shown)[:SHOWN]], self._names, folder / "predictions.jpg"
             )
         if s.save_json:
-            found = [(dataset.name(k), *self._found[k]) for k in sorted(self._found)]
-            write_text(folder / "predictions.json", json.dumps(coco_results(found, self._names)))
+            truth = self._truth
+            id_of, categories = (truth.id_of, truth.categories) if truth else (image_id, category_ids(self._names))
+            found = [(id_of(dataset.name(k)), *self._found[k]) for k in sorted(self._found)]
+            write_text(folder / "predictions.json", json.dumps(coco_results(found, categories)))
         if s.save_txt:
             (folder / "labels").mkdir(exist_ok=True)
             numbers = sorted(self._found)

@@ -100,8 +100,20 @@ def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
     assert judged(data, results) == pytest.approx((one["map50"], one["map"]), abs=1e-4)
 
 
-def judged(data, results):
+def judged(data, results, crowds=()):
     """(map50, map) that pycocotools gives for a file of results and the data set's own labels."""
+    coco = COCO()
+    coco.dataset = annotations(data, crowds)
+    coco.createIndex()
+    evaluation = COCOeval(coco, coco.loadRes(str(results)), "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats[1], evaluation.stats[0]
+
+
+def annotations(data, crowds):
+    """The validation pictures in COCO's JSON, with `crowds`, boxes of class 1 (x, y, w, h), in each of them."""
     truth = []
     for picture in sorted((data.parent / "images" / "val").iterdir()):
         height, width = cv2.imread(str(picture)).shape[:2]
@@ -110,15 +122,27 @@ def judged(data, results):
             box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
             one = {"id": len(truth) + 1, "image_id": int(picture.stem), "category_id": int(c), "bbox": box}
             truth.append({**one, "area": box[2] * box[3], "iscrowd": 0})
-    coco = COCO()
-    ids = [{"id": int(p.stem)} for p in (data.parent / "images" / "val").iterdir()]
-    coco.dataset = {"info": {}, "images": ids, "categories": [{"id": 0}, {"id": 1}], "annotations": truth}
-    coco.createIndex()
-    evaluation = COCOeval(coco, coco.loadRes(str(results)), "bbox")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    return evaluation.stats[1], evaluation.stats[0]
+        for box in crowds:
+            one = {"id": len(truth) + 1, "image_id": int(picture.stem), "category_id": 1, "bbox": list(box)}
+            truth.append({**one, "area": box[2] * box[3], "iscrowd": 1})
+    pictures = [{"id": int(p.stem), "file_name": p.name} for p in (data.parent / "images" / "val").iterdir()]
+    categories = [{"id": 0, "name": "green"}, {"id": 1, "name": "red"}]
+    return {"info": {}, "images": pictures, "categories": categories, "annotations": truth}
+
+
+def test_annotations_with_crowds_score_as_in_pycocotools(data, weights, tmp_path):
+    crowds = [(0, 0, 40, 40), (10, 10, 30, 50)]
+    (tmp_path / "instances.json").write_text(json.dumps(annotations(data, crowds)))
+    common = ("--weights", weights, "--data", data, "--no-plots", "--json", "--annotations", "instances.json")
+    codes, (text,), errors = run(tmp_path, *common, "--save-json", "--imgsz", 128, "--iou", 0.95)
+    assert codes == [0], errors
+    scores = json.loads(text)
+    results = tmp_path / scores["folder"] / "predictions.json"
+    found = np.array([[r["image_id"], r["category_id"]] for r in json.loads(results.read_text())])
+    assert np.unique(found, axis=0, return_counts=True)[1].max() > 100
+    assert judged(data, results, crowds) == pytest.approx((scores["map50"], scores["map"]), abs=1e-6)
+    assert abs(judged(data, results)[1] - scores["map"]) > 1e-5  # the crowds are seen to matter
+    assert scores["boxes"] == 2 * sum(bool(k % 5) for k in range(COUNT))
 
 
 def test_the_table_and_everything_that_is_written(data, weights, tmp_path):
@@ -168,5 +192,8 @@ def test_bad_input_is_named(data, weights, tmp_path, capsys, monkeypatch):
     assert "use --imgsz 96" in error("--imgsz", "100")
     assert "--conf is 1.5" in error("--conf", "1.5")
     assert "--max-det is 0" in error("--max-det", "0")
+    (tmp_path / "coco.json").write_text(json.dumps({"images": [], "categories": [], "annotations": []}))
+    assert "it has no category `green`" in error("--annotations", tmp_path / "coco.json")
+    assert "not a COCO file of instances" in error("--annotations", data)
     assert "no such file" in refused(capsys, monkeypatch, "--weights", tmp_path / "no.pt", "--data", data)
     assert not (tmp_path / "runs").exists()

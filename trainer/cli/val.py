@@ -48,6 +48,13 @@ AllowBadLabels = Annotated[
 V5Map = Annotated[
     bool, typer.Option("--v5-map", help="Score as YOLOv5 does, to compare with its figures; it differs from COCO.")
 ]
+Annotations = Annotated[
+    str,
+    typer.Option(
+        help="COCO's instances_*.json of these pictures: its boxes, areas and crowds count instead of the labels.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the scores as one line of JSON instead of the table.")]
 SaveJson = Annotated[bool, typer.Option("--save-json", help="Write predictions.json in COCO's format of results.")]
 SaveTxt = Annotated[bool, typer.Option("--save-txt", help="Write the boxes as labels/*.txt in YOLO's format.")]
@@ -75,6 +82,7 @@ def val(
     single_cls: SingleCls = False,
     allow_bad_labels: AllowBadLabels = False,
     v5_map: V5Map = False,
+    annotations: Annotations = "",
     json: Json = False,
     save_json: SaveJson = False,
     save_txt: SaveTxt = False,
@@ -108,6 +116,7 @@ def val(
             single_cls=single_cls,
             allow_bad_labels=allow_bad_labels,
             yolov5_map=v5_map,
+            annotations=annotations,
             save_json=save_json,
             save_txt=save_txt,
             save_conf=save_conf,
