@@ -13,6 +13,7 @@ from trainer.cli.info import info
 from trainer.cli.predict import predict
 from trainer.cli.train import train
 from trainer.cli.val import val
+from trainer.cli.verify import verify
 
 LISTS = ("--freeze", "--classes")  # as in YOLOv5, several numbers may follow these
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
 )
-for verb in (train, val, predict, export, info):
+for verb in (train, val, predict, export, verify, info):
     app.command(cls=Verb)(verb)
 app.add_typer(data, name="data")
 
