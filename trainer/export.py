@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import checkpoint, download
+from trainer import download
 from trainer.config import DIGITS
 from trainer.data import open_dataset
 from trainer.data.augment import letterbox
 from trainer.errors import TrainerError
-from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse
+from trainer.models.yolo import Yolo, fuse
+from trainer.tasks.inference import load_trained
 
 SUFFIXES = {"onnx": ".onnx", "torchscript": ".torchscript"}
 INPUT, OUTPUTS = "images", ("boxes", "scores")
@@ -59,12 +60,12 @@ class Decoded(nn.Module):
 
 
 def export(
-    weights: str, kind: str, *, imgsz: int | None, batch: int, dynamic: bool, picture: str, out: str
+    weights: str, kind: str, *, imgsz: int | None, batch: int, dynamic: bool, picture: str, out: str, cfg: str = ""
 ) -> Exported:
     """Write the fused averaged model of a checkpoint as `kind`; raises TrainerError, and then there is no file.
 
     `imgsz` None is the side it was trained at; `dynamic` leaves batch, height and width open; `picture` is a file to
-    compare the outputs on, "" one of the built-in data set; `out` "" is beside the checkpoint.
+    compare the outputs on, "" one of the built-in data set; `out` "" is beside the checkpoint; `cfg` as for training.
     """
     write = {"onnx": _onnx, "torchscript": _torchscript}.get(kind)
     if not write:
@@ -73,21 +74,13 @@ def export(
         _need_onnx()
     if batch < 1:
         raise TrainerError(f"--batch is {batch}, it must be 1 or more")
-    content = checkpoint.load(weights)
-    names = content["names"]
-    model = build_yolo(check_cfg(content["cfg"], weights), nc=len(names), where=weights)
-    fit, of = checkpoint.transfer(model, content["ema"], weights)
-    if fit != of:
-        raise TrainerError(f"--weights {weights}: only {fit}/{of} tensors fit the model that it describes")
-    side, stride = imgsz or content["imgsz"], max(model.detect.strides)
-    if side < stride or side % stride:
-        raise TrainerError(
-            f"--imgsz {side} is not a multiple of {stride}", f"use --imgsz {max(stride, round(side / stride) * stride)}"
-        )
+    trained = load_trained(weights, cfg)
+    side, stride = imgsz or trained.imgsz, trained.stride
+    trained.check_imgsz(side)
     path = Path(out) if out else _beside(weights).with_suffix(SUFFIXES[kind])
-    decoded = Decoded(fuse(model.eval())).eval().requires_grad_(False)
+    decoded = Decoded(fuse(trained.model.eval())).eval().requires_grad_(False)
     images = torch.from_numpy(_pictures(picture, side)).repeat(batch, 1, 1, 1)
-    about = {"names": json.dumps(names), "imgsz": str(side), "stride": str(stride)}
+    about = {"names": json.dumps(trained.names), "imgsz": str(side), "stride": str(stride)}
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{SUFFIXES[kind]}")
     try:
         temporary.touch()  # before the work, as a place that takes no file is a waste of it
@@ -110,7 +103,7 @@ def export(
     finally:
         for left in path.parent.glob(f"{temporary.name}*"):
             left.unlink(missing_ok=True)
-    return Exported(path, len(names), (batch, 3, side, side), box, score)
+    return Exported(path, len(trained.names), (batch, 3, side, side), box, score)
 
 
 def _beside(weights: str) -> Path:

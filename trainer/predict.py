@@ -52,6 +52,7 @@ class PredictSettings:
     project: str = "runs"
     name: str = "predict"
     exist_ok: bool = False
+    cfg: str = ""  # of a user's own model
 
 
 @dataclass
@@ -117,7 +118,7 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
     device = dist.pick_device(s.device, dist.World())
     dist.limit_threads(dist.World())
     paths = find_sources(s.sources)
-    trained = load_trained(s.weights)
+    trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     trained.check_imgsz(imgsz)
     limits = Limits(s.confidence, s.iou, s.most, class_numbers(s.classes, trained.names))

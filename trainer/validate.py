@@ -53,6 +53,7 @@ class ValSettings:
     project: str = "runs"
     name: str = "val"
     exist_ok: bool = False
+    cfg: str = ""  # of a user's own model
 
     def __post_init__(self) -> None:
         if self.split not in SPLITS:
@@ -94,7 +95,7 @@ def validate(settings: ValSettings) -> Validation | None:
     device = dist.pick_device(s.device, world)
     dist.limit_threads(world)
     check_data_path(s.data)
-    trained = load_trained(s.weights)
+    trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     trained.check_imgsz(imgsz)
     dtype = pick_dtype(s.precision, device, native_bf16(device))

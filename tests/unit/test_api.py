@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.yolo_folder import make_yolo_set
 from trainer import Callback, TrainerError, ranks, train
+from trainer.tasks.inference import load_trained
 
 ROOT = Path(__file__).parents[2]
 QUICK: dict[str, Any] = {"imgsz": 64, "batch": 3, "epochs": 2, "device": "cpu", "workers": 0}
@@ -57,7 +58,7 @@ def test_two_ranks_train_and_the_results_come_back(place: Path, capsys: pytest.C
     assert "::cluster" not in said
 
 
-def test_ones_own_model_data_and_callback_by_import_path(place: Path) -> None:
+def test_ones_own_model_data_and_callback_by_import_path(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them live in a file that only the current folder makes known, on each rank."""
     make_yolo_set(place / "data")
     (place / "mine.py").write_text(
@@ -96,6 +97,13 @@ def test_ones_own_model_data_and_callback_by_import_path(place: Path) -> None:
     with pytest.raises(TrainerError, match="which no checkpoint may call by itself") as error:
         train(data="mine:data", weights=result.best, ranks=1, **options)
     assert error.value.hint == "name it: --cfg mine:Net"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(TrainerError, match="which no checkpoint may call by itself"):
+        load_trained(str(result.best))
+    trained = load_trained(str(result.best), "mine:Net")
+    monkeypatch.delitem(sys.modules, "mine")
+    assert type(trained.model).__name__ == "Net"
+
     again = train(data="mine:data", weights=result.best, cfg="mine:Net", noval=True, **{**options, "epochs": 1})
     assert again.folder.name == "train2"
     assert math.isnan(again.map50)  # as there was no validation

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from trainer.cli.val import Cfg
+
 
 def export(
     weights: Annotated[str, typer.Option(help="A checkpoint: best.pt of a run, or anything that `train` takes.")],
@@ -21,6 +23,7 @@ def export(
     ),
     picture: Annotated[str, typer.Option(help="Picture to compare on. (default: one of the built-in data set)")] = "",
     out: Annotated[str, typer.Option(help="File to write. (default: best.onnx beside best.pt)")] = "",
+    cfg: Cfg = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Export a detector to ONNX or TorchScript.
@@ -30,7 +33,7 @@ def export(
     """
     from trainer.export import export as write
 
-    done = write(weights, format, imgsz=imgsz, batch=batch, dynamic=dynamic, picture=picture, out=out)
+    done = write(weights, format, imgsz=imgsz, batch=batch, dynamic=dynamic, picture=picture, out=out, cfg=cfg)
     if json:
         typer.echo(json_format.dumps({**dataclasses.asdict(done), "path": str(done.path)}))
         return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.cli.val import Device, ExistOk, Half, ImgSz, Precision
+from trainer.cli.val import Cfg, Device, ExistOk, Half, ImgSz, Precision
 
 Weights = Annotated[str, typer.Option(help="What to look with: best.pt of a run, or anything else that `train` takes.")]
 Source = Annotated[
@@ -57,6 +57,7 @@ def predict(
     project: Project = "runs",
     name: Name = "predict",
     exist_ok: ExistOk = False,
+    cfg: Cfg = "",
 ) -> None:
     """Find objects in pictures and videos: drawn into runs/predict, and as text or JSON.
 
@@ -86,6 +87,7 @@ def predict(
             project=project,
             name=name,
             exist_ok=exist_ok,
+            cfg=cfg,
         ),
         as_json=json,
     )

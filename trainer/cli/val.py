@@ -62,6 +62,9 @@ SaveConf = Annotated[bool, typer.Option("--save-conf", help="With --save-txt: th
 Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw the curves, the confusions and some pictures.")]
 Project = Annotated[str, typer.Option(help="Where the folder goes, if there is anything to write.")]
 Name = Annotated[str, typer.Option(help="The folder; if it exists, name2, name3, ...")]
+Cfg = Annotated[
+    str, typer.Option(help="package.module:function, for weights of a model of your own.", show_default=False)
+]
 ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Write into the folder even if it exists.")]
 
 
@@ -91,6 +94,7 @@ def val(
     project: Project = "runs",
     name: Name = "val",
     exist_ok: ExistOk = False,
+    cfg: Cfg = "",
 ) -> None:
     """Score trained weights by COCO's rules: precision, recall, mAP of every class, and the time per picture.
 
@@ -124,6 +128,7 @@ def val(
             project=project,
             name=name,
             exist_ok=exist_ok,
+            cfg=cfg,
         )
     )
     if not result:

@@ -12,7 +12,7 @@ from torchvision.ops import batched_nms
 
 from trainer import checkpoint
 from trainer.errors import TrainerError
-from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse
+from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
 
 # Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
 # and all at once they would cost more time than the network.
@@ -154,11 +154,15 @@ def half_of(device: torch.device) -> torch.dtype:
     return torch.float16 if device.type == "cuda" else torch.bfloat16
 
 
-def load_trained(weights: str) -> Trained:
-    """The model of a checkpoint, ours or YOLOv5's; every tensor must fit."""
+def load_trained(weights: str, cfg: str = "") -> Trained:
+    """The model of a checkpoint, ours or YOLOv5's; every tensor must fit.
+
+    `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
+    """
     content = checkpoint.load(weights)
     names = list(content["names"])
-    model = build_yolo(check_cfg(content["cfg"], weights), nc=len(names), where=weights)
+    described = load_cfg(cfg) if cfg else check_cfg(content["cfg"], weights)
+    model = build_yolo(described, nc=len(names), where=cfg or weights)
     fit, of = checkpoint.transfer(model, content["ema"], weights)
     if fit != of:
         raise TrainerError(
