@@ -27,6 +27,9 @@ class Record:
     def __init__(self, folder: Path, names: Sequence[str], epoch: int = 1) -> None:
         """`epoch` (from 1) is the first that this process trains: later ones in the folder are void."""
         self._folder, self._names = folder, names
+        if epoch == 1:  # what an earlier run with --exist-ok left
+            for old in folder.glob("events.out.tfevents.*.trainer"):
+                old.unlink()
         self._events = EventFile(folder, epoch)
         self._best: tuple[BoxMAP, BoxScores] | None = None
         self._shown: Sequence[Shown] = ()

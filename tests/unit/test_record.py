@@ -43,6 +43,7 @@ def shown():
 
 
 def test_the_record_of_a_run(tmp_path, shown):
+    Record(tmp_path, NAMES).epoch(7, row(7), [])  # an earlier run in the same folder
     record = Record(tmp_path, NAMES)
     record.begin(open_dataset("digits", "val", imgsz=64))
     record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
