@@ -9,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainer.data import Batch, open_dataset
 from trainer.metrics import BoxMAP
 from trainer.record import Record
+from trainer.tensorboard import EventFile
 
 NAMES = [str(k) for k in range(10)]
 PICTURES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]
@@ -43,7 +44,8 @@ def shown():
 
 
 def test_the_record_of_a_run(tmp_path, shown):
-    Record(tmp_path, NAMES).epoch(7, row(7), [])  # an earlier run in the same folder
+    with EventFile(tmp_path) as earlier:  # of another run in the same folder
+        earlier.numbers(7, {"lr": 1.0})
     record = Record(tmp_path, NAMES)
     record.begin(open_dataset("digits", "val", imgsz=64))
     record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
@@ -67,7 +69,8 @@ def test_the_record_of_a_run(tmp_path, shown):
         *("lr", "speed/images_per_s", "speed/seconds", "share/data", "share/compute"),
     }
     assert [p.step for p in events.Scalars("val/mAP50")] == [2, 3]
-    assert [p.step for p in events.Scalars("loss/box")] == [1, 2, 3]
+    assert [p.step for p in events.Scalars("loss/box")] == [p.step for p in events.Scalars("lr")] == [1, 2, 3]
+    assert len(list(tmp_path.glob("events*"))) == 1
     pictures = events.Images("predictions")
     assert [p.step for p in pictures] == [2, 3]  # epochs 1, 2, 4, ... that validated, and the last
     assert pictures[-1].encoded_image_string == (tmp_path / "predictions.jpg").read_bytes()
