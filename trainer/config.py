@@ -58,6 +58,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW")
 PRECISIONS = ("auto", "bf16", "fp32")
 HYP_SETS = ("low", "med", "high")
 HYP_FOLDER = Path(__file__).with_name("hyp")
+CACHES = ("ram", "disk")
 # In YOLOv5's hyp files, but without effect in YOLOv5 itself.
 WITHOUT_EFFECT = ("iou_t",)
 
@@ -139,6 +140,7 @@ class Settings:
     freeze: tuple[int, ...] = ()  # numbers of the layers that stay as they are
     rect: bool = False
     image_weights: bool = False
+    cache: str = ""
     single_cls: bool = False
     allow_bad_labels: bool = False
     callback: str = ""
@@ -157,9 +159,10 @@ class Settings:
         for option, text, known in (
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--precision", self.precision, PRECISIONS),
+            ("--cache", self.cache, ("", *CACHES)),
         ):
             if text not in known:
-                raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(known)}")
+                raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(filter(None, known))}")
         if not self.name or Path(self.name).name != self.name:
             raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
 

@@ -20,6 +20,7 @@ from trainer import callback, checkpoint, contract, dist
 from trainer.config import Settings, check_data_path
 from trainer.data import Batch, TrainLoader, ValLoader, left_out, open_dataset
 from trainer.data.faults import note_left_out
+from trainer.data.picture_cache import picture_folders
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.metrics import BoxScores
@@ -122,6 +123,10 @@ class Run:
             self.clock.watch(ddp)
             self.net = ddp
         self.check_every = CHECK_EVERY[self.device.type]
+        if self.settings.cache:
+            threads = max(1, dist.usable_cores() // self.world.local_size)
+            homes = picture_folders(self.settings.data)
+            self.train.cache(self.settings.cache, homes, self.world, lambda v: dist.broadcast(dist.gather(v)), threads)
 
     def train_epoch(self, epoch: int) -> tuple[Tensor, float]:
         """One pass (epoch from 0): the mean loss terms over the steps and all ranks, and images per second."""

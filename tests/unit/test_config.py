@@ -39,6 +39,7 @@ GOOD: dict[str, Any] = {
         ({"seed": -1}, "--seed"),
         ({"optimizer": "Lion"}, "--optimizer Lion"),
         ({"precision": "int8"}, "--precision int8"),
+        ({"cache": "tape"}, "--cache tape"),
         ({"name": "a/b"}, "--name"),
         ({"name": ""}, "--name"),
     ],

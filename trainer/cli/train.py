@@ -95,6 +95,14 @@ MultiScale = Annotated[
     bool,
     typer.Option("--multi-scale", help="Another side for every step, from 0.5 to 1.5 x --imgsz, same on all ranks."),
 ]
+Cache = Annotated[
+    str,
+    typer.Option(
+        help="Decode the training pictures once: `ram` into memory, for as long as the run lasts, `disk` into a file "
+        "beside the data, for later runs too. One copy for all ranks of a machine.",
+        metavar="[ram|disk]",
+    ),
+]
 Rect = Annotated[
     bool,
     typer.Option("--rect", help="Batches of pictures of similar aspect, padded little; without mosaics."),
@@ -154,6 +162,7 @@ def train(
     precision: Precision = "auto",
     multi_scale: MultiScale = False,
     rect: Rect = False,
+    cache: Cache = "",
     image_weights: ImageWeights = False,
     single_cls: SingleCls = False,
     allow_bad_labels: AllowBadLabels = False,
@@ -192,6 +201,7 @@ def train(
         precision=precision,
         multi_scale=multi_scale,
         rect=rect,
+        cache=cache,
         image_weights=image_weights,
         single_cls=single_cls,
         allow_bad_labels=allow_bad_labels,

@@ -275,11 +275,9 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
     if is_mosaic:
         tiles = _mosaic_tiles(dataset, index, near, side, rng)
         matrix, scale = random_affine(2 * result, result, hyp, rng)
-        least = side  # of the decoded picture's longer side: other mosaics show it too, at other scales
     else:
         tiles = _single_tile(dataset, index, width, height)
         matrix, scale = random_affine(result, result, hyp, rng)
-        least = math.ceil(side * min(1.0, scale))
     objects = _objects_of(dataset, tiles)
     originals = len(objects.classes)
     if is_mosaic and hyp.copy_paste and dataset.flips and len(objects.points):
@@ -289,7 +287,7 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
     def source(k: int) -> tuple[Image, Floats]:
         """Tile `k`'s picture, and the matrix from its pixels to the canvas."""
         tile = tiles[k]
-        picture = dataset.image(tile.index, least)
+        picture = dataset.image(tile.index, side)
         height, width = picture.shape[:2]
         return picture, _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
 

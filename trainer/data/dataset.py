@@ -12,6 +12,11 @@ Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of 
 Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) where there is none
 
 
+def reduction(longer: int, min_side: int) -> int:
+    """By how much, 1, 2, 4 or 8, a reader may shrink a picture whose longer side is `longer` px (see Dataset.image)."""
+    return next((by for by in (8, 4, 2) if min_side and longer >= by * min_side), 1)
+
+
 class Dataset(Protocol):
     """Pictures with labelled boxes, addressed by a number from 0 to len - 1."""
 

@@ -37,7 +37,7 @@ def cached(listing: Listing, nc: int, build: Callable[[], Scan]) -> Scan:
 
     The cache is next to data.yaml, or the user's own where that folder cannot be written to.
     """
-    key, homes = _key(listing, nc), _homes(listing.root)
+    key, homes = _key(listing, nc), cache_folders(listing.root)
     if found := _find(homes, key):
         return found
     with one_per_machine(homes[0]):
@@ -80,7 +80,7 @@ def _key(listing: Listing, nc: int) -> str:
     return digest.hexdigest()
 
 
-def _homes(root: str) -> list[Path]:
+def cache_folders(root: str) -> list[Path]:
     """The folders that may hold the cache of the data set in `root`, the first choice first."""
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()

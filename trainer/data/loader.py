@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import cv2
@@ -30,8 +31,10 @@ from trainer.data.order import (
     repeats,
     scales,
 )
+from trainer.data.picture_cache import Exchange, cache_pictures
 from trainer.data.recent import Recent
 from trainer.data.shared_memory import fit_workers, room
+from trainer.dist import World
 from trainer.errors import TrainerError
 
 STRIDE = 32  # pixels per cell of the coarsest grid of a detector with three levels; P6 models have 64
@@ -101,9 +104,9 @@ class _Maker(Generic[BatchType]):
 
 
 class _TrainMaker(_Maker[Batch]):
-    def __init__(self, dataset: Dataset, seed: int, hyp: Hyp, plain_from: float) -> None:
+    def __init__(self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float) -> None:
         """From epoch `plain_from` on, every picture is alone: no mosaic, nothing mixed in."""
-        super().__init__(Recent(dataset, 3 * BLOCK // 2))
+        super().__init__(Recent(dataset, 3 * BLOCK // 2, min_side))
         self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
 
     def make(self, share: _Share) -> Batch:
@@ -240,8 +243,9 @@ class TrainLoader:
         if len(dataset) < world:
             raise TrainerError(f"{len(dataset)} training pictures cannot feed {world} ranks", "use fewer ranks")
         self._count, self._batch, self._rank, self._world, self._seed = len(dataset), batch, rank, world, seed
+        self._dataset = dataset
         self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self._stride = stride
+        self._stride, self.min_side = stride, self._sides[-1]  # what pictures are decoded for
         self._aspects = aspects_of(dataset) if rect else None
         self._weights = PictureWeights(dataset) if image_weights else None
         self._class_map: list[float] | None = None
@@ -249,13 +253,18 @@ class TrainLoader:
         self.steps = full + (rest >= world)
         plain_from = 0 if rect else epochs - close_mosaic
         batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
-        self._stream = _Stream(_TrainMaker(dataset, seed, hyp, plain_from), workers, batch_bytes, local_size)
+        self._maker = _TrainMaker(dataset, self.min_side, seed, hyp, plain_from)
+        self._stream = _Stream(self._maker, workers, batch_bytes, local_size)
         self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
         if hyp.copy_paste and not any(len(outline) for k in range(self._count) for outline in dataset.segments(k)):
             self.notes.append("copy_paste has no effect here: it moves objects by their outlines, and these are boxes")
 
     def __len__(self) -> int:
         return self.steps
+
+    def cache(self, kind: str, homes: list[Path], world: World, exchange: Exchange, threads: int) -> None:
+        """Decode all pictures once, before the first epoch (see cache_pictures). The batches stay the same."""
+        self._maker.dataset = cache_pictures(self._dataset, self.min_side, kind, homes, world, exchange, threads)
 
     def weigh(self, class_map: Sequence[float] | None) -> None:
         """Draw the pictures of later epochs so that classes with a low mAP come more often (with `image_weights`).

@@ -1,4 +1,4 @@
-"""A data set that remembers the pictures it decoded last."""
+"""A data set that remembers the pictures it decoded last, all for one size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainer.data.dataset import Dataset, Image
 
 
 class Recent:
-    """`dataset`, of which the `count` pictures that were asked for last are kept decoded."""
+    """`dataset`, of which the `count` pictures that were asked for last are kept, decoded to at least `min_side` px."""
 
-    def __init__(self, dataset: Dataset, count: int) -> None:
-        self._dataset, self._count = dataset, count
-        self._pictures: OrderedDict[tuple[int, int], Image] = OrderedDict()
+    def __init__(self, dataset: Dataset, count: int, min_side: int) -> None:
+        self._dataset, self._count, self._min_side = dataset, count, min_side
+        self._pictures: OrderedDict[int, Image] = OrderedDict()
         self.names, self.flips = dataset.names, dataset.flips
         self.name, self.size = dataset.name, dataset.size
         self.labels, self.segments = dataset.labels, dataset.segments
@@ -25,13 +25,12 @@ class Recent:
         return len(self._dataset)
 
     def image(self, index: int, min_side: int = 0) -> Image:
-        """The data set's picture for these arguments."""
-        key = (index, min_side)
-        picture = self._pictures.get(key)
+        """The data set's picture; for any `min_side` the same."""
+        picture = self._pictures.get(index)
         if picture is None:
-            picture = self._dataset.image(index, min_side)
+            picture = self._dataset.image(index, self._min_side)
             while len(self._pictures) >= self._count:
                 self._pictures.popitem(last=False)
-            self._pictures[key] = picture
-        self._pictures.move_to_end(key)
+            self._pictures[index] = picture
+        self._pictures.move_to_end(index)
         return picture

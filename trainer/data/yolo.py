@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 
 from trainer.data.data_yaml import DataYaml, read_data_yaml
-from trainer.data.dataset import Image, Labels, Segment
+from trainer.data.dataset import Image, Labels, Segment, reduction
 from trainer.data.faults import BadData, Fault
 from trainer.data.fetch import fetch_missing
 from trainer.data.label_cache import cached, load
@@ -26,7 +26,12 @@ from trainer.errors import TrainerError
 
 SINGLE_CLASS = "item"  # what all classes become with --single-cls
 _ONE_CLASS = np.array([0, 1, 1, 1, 1], np.float32)
-_REDUCED = {8: cv2.IMREAD_REDUCED_COLOR_8, 4: cv2.IMREAD_REDUCED_COLOR_4, 2: cv2.IMREAD_REDUCED_COLOR_2}
+_FLAGS = {
+    8: cv2.IMREAD_REDUCED_COLOR_8,
+    4: cv2.IMREAD_REDUCED_COLOR_4,
+    2: cv2.IMREAD_REDUCED_COLOR_2,
+    1: cv2.IMREAD_COLOR,
+}
 
 
 @dataclass(frozen=True)
@@ -119,10 +124,7 @@ class Yolo:
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Picture `index` as uint8 (h, w, 3) RGB; JPEG decodes several times faster when `min_side` is small."""
-        flags = cv2.IMREAD_COLOR
-        if min_side:
-            longer = int(self._scan.sizes[index].max())
-            flags = next((flag for by, flag in _REDUCED.items() if longer >= by * min_side), flags)
+        flags = _FLAGS[reduction(int(self._scan.sizes[index].max()), min_side)]
         path = self._path(index)
         try:
             with open(path, "rb", buffering=0) as stream:
