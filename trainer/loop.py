@@ -23,6 +23,7 @@ from trainer.data.faults import note_left_out
 from trainer.data.picture_cache import picture_folders
 from trainer.errors import TrainerError
 from trainer.events import Events
+from trainer.heap import keep_freed_memory
 from trainer.metrics import BoxScores
 from trainer.models.sync import synchronise
 from trainer.models.yolo import freeze, load_cfg
@@ -261,6 +262,8 @@ def train(settings: Settings) -> None:
         events.listener = functools.partial(callback.tell, heard)
     device = dist.pick_device(settings.device, world)
     dist.limit_threads(world)
+    if device.type == "cpu":
+        keep_freed_memory()
     begin = time.monotonic()
     run = Run(settings, world, device, events)
     backend = dist.join(world, device)

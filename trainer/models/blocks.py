@@ -15,7 +15,7 @@ class Conv(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(c1, c2, k, s, k // 2 if p is None else p, groups=g, bias=False)
         self.bn: nn.Module = nn.BatchNorm2d(c2, eps=1e-3, momentum=0.03)
-        self.act = nn.SiLU(inplace=True)
+        self.act = nn.SiLU()  # not in place: the gradient needs its input, of which autograd would keep a copy
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h', w')."""
