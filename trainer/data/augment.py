@@ -88,9 +88,9 @@ def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
 def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.random.Generator) -> list[_Tile]:
     """The picture and three random ones of `near`, each with a corner at a random centre of a canvas of 2 x side."""
     cx, cy = rng.uniform(side / 2, 3 * side / 2, 2)
-    indices = rng.permutation(np.append(near[rng.integers(len(near), size=3)], index))
+    indices = [index, *near[rng.integers(len(near), size=3)].tolist()]
     tiles = []
-    for quarter, k in enumerate(indices.tolist()):
+    for quarter, k in enumerate(indices[j] for j in rng.permutation(4).tolist()):
         w, h = _fit(dataset.size(k), side)
         tiles.append(_Tile(k, cx if quarter % 2 else cx - w, cy if quarter // 2 else cy - h, w, h))
     return tiles
@@ -116,8 +116,9 @@ def _bounds(matrix: Floats, boxes: Floats) -> Floats:
 
 def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
     """Warp `picture` by `matrix` (picture to result) into `out`; `seen` (4,) bounds it there."""
-    if matrix[0, 1] == matrix[1, 0] == matrix[2, 0] == matrix[2, 1] == 0 < matrix[0, 0]:
-        _paint_upright(out, picture, matrix)
+    (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
+    if slant == turn == bend_x == bend_y == 0 < scale_x:
+        _paint_upright(out, picture, (scale_x, scale_y), (x, y))
         return
     low, high = np.floor(seen[:2]), np.ceil(seen[2:])
     x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
@@ -145,16 +146,15 @@ def _paste(out: Image, picture: Image, matrix: Floats, outline: Floats) -> None:
     cv2.copyTo(cut, mask, dst=place)
 
 
-def _paint_upright(out: Image, picture: Image, matrix: Floats) -> None:
-    """The same for a `matrix` that only scales and shifts: a resize, over three times as fast as a warp.
+def _paint_upright(out: Image, picture: Image, scale: tuple[float, float], shift: tuple[float, float]) -> None:
+    """The same for a matrix that only scales and shifts, given as (x, y): a resize, over three times as fast.
 
     Its edges are rounded to whole pixels, which moves the picture by less than half a pixel and leaves no seam
     between neighbours.
     """
     height, width = out.shape[:2]
-    (top, bottom, y1, y2), (left, right, x1, x2) = (
-        _span(picture.shape[axis], matrix[1 - axis, 1 - axis], matrix[1 - axis, 2], out.shape[axis]) for axis in (0, 1)
-    )
+    left, right, x1, x2 = _span(picture.shape[1], scale[0], shift[0], width)
+    top, bottom, y1, y2 = _span(picture.shape[0], scale[1], shift[1], height)
     if min(x2, y2) > 0 and x1 < width and y1 < height:
         part = cv2.resize(picture[top:bottom, left:right], (x2 - x1, y2 - y1))
         part = part[max(0, -y1) : height - y1, max(0, -x1) : width - x1]
@@ -172,14 +172,15 @@ def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int,
 
 def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
     labels = [dataset.labels(tile.index) for tile in tiles]
-    rows = np.concatenate(labels).astype(np.float64)
-    owners = np.repeat(np.arange(len(tiles)), [len(part) for part in labels])
+    rows = np.concatenate(labels, dtype=np.float64)
+    owners = np.arange(len(tiles)).repeat([len(part) for part in labels])
     frames = np.array([(t.x, t.y, t.w, t.h) for t in tiles])[owners]
     centre, half = frames[:, :2] + rows[:, 1:3] * frames[:, 2:], rows[:, 3:] * frames[:, 2:] / 2
     outlines = [outline for tile in tiles for outline in dataset.segments(tile.index)]
-    corners = np.array([len(outline) for outline in outlines], np.int64)
-    frames = np.repeat(frames, corners, axis=0)
-    points = np.concatenate([np.empty((0, 2)), *outlines]) * frames[:, 2:] + frames[:, :2]
+    corners, points = np.array([len(outline) for outline in outlines], np.int64), np.empty((0, 2))
+    if corners.any():
+        frames = frames.repeat(corners, axis=0)
+        points = np.concatenate(outlines) * frames[:, 2:] + frames[:, :2]
     return _Objects(rows[:, 0], np.concatenate([centre - half, centre + half], 1), owners, corners, points)
 
 
@@ -244,7 +245,7 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) 
     Where there is an outline, the box is the one around what is seen of that.
     """
     whole = (objects.boxes[:, 2:] - objects.boxes[:, :2]) * scale
-    seen = np.clip(_bounds(matrix, objects.boxes), 0, np.tile(result, 2))
+    seen = np.minimum(np.maximum(_bounds(matrix, objects.boxes), 0), np.concatenate([result, result]))
     outlined = objects.corners > 0
     if outlined.any():
         seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], result)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import cv2
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_picture
@@ -103,6 +103,15 @@ class _Maker(Generic[BatchType]):
             return error  # torch would rewrite a raised one into a traceback and lose the hint
 
 
+def _empty(shape: tuple[int, ...]) -> torch.Tensor:
+    """Room for the pictures of a batch: in a worker, in the memory that it shares with the trainer.
+
+    Made elsewhere, they would have to be copied there.
+    """
+    images = torch.empty(shape, dtype=torch.uint8)
+    return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]
+
+
 class _TrainMaker(_Maker[Batch]):
     def __init__(self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float) -> None:
         """From epoch `plain_from` on, every picture is alone: no mosaic, nothing mixed in."""
@@ -110,7 +119,7 @@ class _TrainMaker(_Maker[Batch]):
         self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
 
     def make(self, share: _Share) -> Batch:
-        images = torch.empty((len(share.ids), *share.shape, 3), dtype=torch.uint8)
+        images = _empty((len(share.ids), *share.shape, 3))
         plain = share.epoch >= self.plain_from
         hyp = replace(self.hyp, mosaic=0.0, mixup=0.0, copy_paste=0.0) if plain else self.hyp
         labels = []
@@ -130,7 +139,7 @@ class _ValMaker(_Maker[ValBatch]):
         self.imgsz = imgsz
 
     def make(self, share: _Share) -> ValBatch:
-        images = torch.empty((len(share.ids), *share.shape, 3), dtype=torch.uint8)
+        images = _empty((len(share.ids), *share.shape, 3))
         shapes, pads = [], np.zeros((len(share.ids), 3), np.float32)
         for k, index in enumerate(share.ids.tolist()):
             picture = self.dataset.image(index)

@@ -26,6 +26,7 @@ from trainer.errors import TrainerError
 
 SINGLE_CLASS = "item"  # what all classes become with --single-cls
 _ONE_CLASS = np.array([0, 1, 1, 1, 1], np.float32)
+_NO_SEGMENT: Segment = np.empty((0, 2), np.float32)
 _FLAGS = {
     8: cv2.IMREAD_REDUCED_COLOR_8,
     4: cv2.IMREAD_REDUCED_COLOR_4,
@@ -145,4 +146,6 @@ class Yolo:
         """The polygons of picture `index`, one for each of its labels: float32 (k, 2) fractions, (0, 2) for a box."""
         first, last = self._scan.offsets[index : index + 2].tolist()
         cuts = self._scan.corner_offsets[first : last + 1].tolist()
+        if cuts[0] == cuts[-1]:  # boxes only, as in most sets
+            return [_NO_SEGMENT] * (last - first)
         return [np.asarray(self._scan.corners[begin:end]) for begin, end in pairwise(cuts)]
