@@ -50,8 +50,9 @@ class Record:
         """Add an epoch (from 1): its row of results.csv, and at epochs 1, 2, 4, 8, ... what was found."""
         values = {_tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
         self._events.numbers(epoch, values)
-        self._shown = shown or self._shown
-        if shown and epoch & (epoch - 1) == 0:
+        self._shown = shown
+        validated = "val/mAP50" in values  # else the pictures are those of an epoch before
+        if shown and validated and epoch & (epoch - 1) == 0:
             self._show(epoch)
 
     def best(self, metric: BoxMAP, scores: BoxScores) -> None:

@@ -236,6 +236,18 @@ def test_the_confidence_is_where_the_mean_f1_peaks():
     assert curves.f1[0, at(0.2)] == pytest.approx(2 / 3)
 
 
+def test_a_class_that_is_never_found_has_no_precision():
+    box = np.array([[0.0, 0, 10, 10]])
+    metric = BoxMAP(NAMES)
+    metric.update(0, np.concatenate([box, box + 50]), [0.6, 0.5], [0, 1], np.repeat(box, 3, 0), [0, 1, 2])
+    curves = metric.curves()
+    assert curves.names == ["a", "b", "c"]
+    assert curves.precision[:, 1000].tolist() == [1, 0, 0]  # the surest: right, wrong, none
+    assert {name: (s.precision, s.recall) for name, s in metric.compute().per_class.items()} == {
+        "a": (1, 1), "b": (0, 0), "c": (0, 0)
+    }  # fmt: skip
+
+
 def test_the_curve_of_precision_over_recall_has_the_ap_as_its_mean():
     rng = np.random.default_rng(13)
     metric = BoxMAP(NAMES)

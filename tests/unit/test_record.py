@@ -52,7 +52,7 @@ def test_the_record_of_a_run(tmp_path, shown):
     assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
     for epoch in (1, 2, 3):
         write_row(tmp_path / "results.csv", row(epoch))
-        record.epoch(epoch, row(epoch), shown if epoch > 1 else [])
+        record.epoch(epoch, row(epoch), shown)  # the first epoch did not validate
         if epoch == 2:
             metric = metric_with(hits=7)
             record.best(metric, metric.compute())

@@ -64,11 +64,16 @@ def average_precision_yolov5(found: Bools, boxes: int) -> Floats:
 
 
 def over_confidence(score: Floats, found: Bools, boxes: int) -> tuple[Floats, Floats]:
-    """Precision and recall, each over CONFIDENCES, of detections (n,) by falling score; 1 and 0 where none is left."""
+    """Precision and recall, each over CONFIDENCES, of detections (n,) by falling score.
+
+    Where none is left, the precision stays that of the surest one; with none at all it is 0.
+    """
     kept = len(score) - np.searchsorted(score[::-1], CONFIDENCES, side="left")
-    hits = np.concatenate([[0], np.cumsum(found)])[kept]
-    precision = np.divide(hits, kept, out=np.ones(len(kept)), where=kept > 0)
-    return precision, hits / boxes
+    hits = np.concatenate([[0], np.cumsum(found)])
+    precision = hits / np.maximum(1, np.arange(len(hits)))
+    if len(score):
+        precision[0] = precision[1]
+    return precision[kept], hits[kept] / boxes
 
 
 def f1_of(precision: Floats, recall: Floats) -> Floats:

@@ -90,7 +90,7 @@ def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], p
     if not predictions:
         raise ValueError("no pictures to draw")
     grid = _grid([_draw_picture(prediction, names) for prediction in predictions])
-    write_picture(grid, Path(path))
+    write_picture(grid, Path(path), jpeg_quality=88)
     return grid.shape[0], grid.shape[1]
 
 
@@ -118,9 +118,10 @@ def _grid(pictures: list[Image]) -> Image:
     return grid
 
 
-def write_picture(picture: Image, path: Path) -> None:
+def write_picture(picture: Image, path: Path, jpeg_quality: int = 95) -> None:
     """Write an RGB picture in the format of the path's suffix, whole or not at all."""
-    done, data = cv2.imencode(path.suffix, cv2.cvtColor(picture, cv2.COLOR_RGB2BGR))
+    options = [cv2.IMWRITE_JPEG_QUALITY, jpeg_quality] if path.suffix in (".jpg", ".jpeg") else []
+    done, data = cv2.imencode(path.suffix, cv2.cvtColor(picture, cv2.COLOR_RGB2BGR), options)
     if not done:
         raise ValueError(f"{path}: cannot be encoded")
     temporary = path.with_name(f".{path.name}.tmp")

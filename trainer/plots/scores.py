@@ -124,7 +124,7 @@ def plot_confusion(confusion: np.ndarray, names: list[str], path: Path) -> None:
                 column, row, text, ha="center", va="center", fontsize=size - 1, color="white" if dark else "#333333"
             )
     axes.set_title(
-        "what was found for each true class (IoU 0.45, confidence 0.25)", loc="left", fontsize=11, fontweight="bold"
+        "what was found for each true class\n(IoU 0.45, confidence 0.25)", loc="left", fontsize=11, fontweight="bold"
     )
     axes.set_xlabel("true (background: nothing is there)")
     axes.set_ylabel("found (background: missed)")
