@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import traceback
 
 from trainer import contract
 from trainer.cli import app
 from trainer.errors import TrainerError
 from trainer.events import Events
+from trainer.signals import Stopped
+
+EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
@@ -17,22 +22,46 @@ def main() -> None:
         # OpenMP's threads wait for each other by spinning, by default for so long that a process with two threads
         # runs ten times slower as soon as anything else wants a core. Read once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    _alone_with_resume(sys.argv)
     try:
         app()
     except TrainerError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
-        sys.stderr.flush()
         _tell_failure(error.message, error.hint, contract.EXIT_BAD_INPUT)
-        sys.exit(contract.EXIT_BAD_INPUT)
+        _exit(contract.EXIT_BAD_INPUT)
+    except Stopped as stop:
+        by_hand = stop.signal == signal.SIGINT
+        print(f"stopped by {stop}; a checkpoint is written, --resume goes on from it", file=sys.stderr)
+        _tell_failure(f"stopped by {stop} after a checkpoint", "", contract.EXIT_RUN_ME_AGAIN)
+        _exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
     except Exception as error:  # a defect or a lost rank: the traceback stays, the launcher gets its last line
         first = (str(error).splitlines() or [""])[0]
         lost = "Connection closed by peer" in first or "Connection reset by peer" in first
         _tell_failure(
             f"{type(error).__name__}: {first}", "another rank ended first: see the other ranks' logs" if lost else "", 1
         )
-        raise
+        traceback.print_exc()
+        _exit(1)
+
+
+def _alone_with_resume(argv: list[str]) -> None:
+    """`--resume` without a path means the newest run: typer knows no option whose value may be left out."""
+    if "--resume" in argv:
+        after = argv.index("--resume") + 1
+        if after == len(argv) or argv[after].startswith("--"):
+            argv.insert(after, "last")
+
+
+def _exit(code: int) -> None:
+    """End now, if there is a process group: taking it down while other ranks end too can abort or hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 def _tell_failure(error: str, hint: str, exit_code: int) -> None:

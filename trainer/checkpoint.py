@@ -26,7 +26,7 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
         path = Path(given)
         if not path.is_dir():
             raise TrainerError(f"{contract.RUN_DIR} {path}: no such folder", "the launcher must create or mount it")
-        _check_writable(path)
+        check_writable(path)
         return path
     parent = Path(project)
     try:
@@ -45,11 +45,12 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
             f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}",
             "choose another folder with --project",
         ) from error
-    _check_writable(path)
+    check_writable(path)
     return path
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
+    """An error that names the owner where a file cannot be made in the folder `path`."""
     probe = path / f".write-test-{os.getpid()}"
     try:
         probe.touch()
@@ -69,8 +70,11 @@ def _ownership(path: Path) -> str:
     return f" (we are uid {uid}, {path} belongs to uid {path.stat().st_uid})"
 
 
-def save(path: Path, content: dict[str, Any]) -> None:
-    """Write a checkpoint beside its place, then rename it there: a reader sees the old one or the new one."""
+def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> None:
+    """Write a checkpoint beside its place, then rename it there: a reader sees the old one or the new one.
+
+    The one that it replaces is kept as `previous`, where that is given.
+    """
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise ValueError(f"a checkpoint needs {missing}")
@@ -80,9 +84,30 @@ def save(path: Path, content: dict[str, Any]) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        if previous and path.exists():
+            path.replace(previous)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def copied(content: Any) -> Any:
+    """The same content with tensors of its own, that no optimizer step changes."""
+    if isinstance(content, torch.Tensor):
+        return content.detach().clone()
+    if isinstance(content, dict):
+        return {k: copied(v) for k, v in content.items()}
+    return [copied(v) for v in content] if isinstance(content, list) else content
 
 
 def load(weights: str) -> dict[str, Any]:

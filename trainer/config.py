@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -55,10 +56,11 @@ class Hyp:
 
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
-PRECISIONS = ("auto", "bf16", "fp32")
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 HYP_SETS = ("low", "med", "high")
 HYP_FOLDER = Path(__file__).with_name("hyp")
 CACHES = ("ram", "disk")
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 # In YOLOv5's hyp files, but without effect in YOLOv5 itself.
 WITHOUT_EFFECT = ("iou_t",)
 
@@ -144,11 +146,32 @@ class Settings:
     single_cls: bool = False
     allow_bad_labels: bool = False
     callback: str = ""
+    val_period: int = 1  # epochs from one validation to the next
+    patience: int = 100  # epochs without a better score until the end; 0: never
+    resume: str = ""  # a checkpoint or its folder, "last", or "" to begin
+    save_every: tuple[float, int] = (0.0, 0)  # seconds, steps between checkpoints inside an epoch; 0: none
+    save_period: int = 0  # epochs between checkpoints that are kept for good; 0: none
+    on_nan: str = "stop"
+    stall_s: float = 120.0  # without a step, until it is told what every rank is doing
+    log_steps: bool = False
+    compile: bool = False
+    grad_compress: str = "none"
 
     def __post_init__(self) -> None:
-        for option, value in (("--epochs", self.epochs), ("--batch", self.batch)):
+        for option, value in (
+            ("--epochs", self.epochs),
+            ("--batch", self.batch),
+            ("--val-period", self.val_period),
+        ):
             if value < 1:
                 raise TrainerError(f"{option} is {value}, it must be 1 or more")
+        for option, number in (
+            ("--patience", self.patience),
+            ("--save-period", self.save_period),
+            ("--stall", self.stall_s),
+        ):
+            if number < 0:
+                raise TrainerError(f"{option} is {number:g}, it must be 0 or more")
         if self.imgsz < 32 or self.imgsz % 32:
             near = max(32, round(self.imgsz / 32) * 32)
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
@@ -160,11 +183,26 @@ class Settings:
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--precision", self.precision, PRECISIONS),
             ("--cache", self.cache, ("", *CACHES)),
+            ("--on-nan", self.on_nan, ("stop", "skip")),
+            ("--grad-compress", self.grad_compress, ("none", "bf16")),
         ):
             if text not in known:
                 raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(filter(None, known))}")
         if not self.name or Path(self.name).name != self.name:
             raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
+
+
+def interval(text: str) -> tuple[float, int]:
+    """(seconds, steps) of `10min`, `30s`, `2h`, `500steps` or `500`; one of the two is 0, both for ''."""
+    if not text:
+        return 0.0, 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if number > 0 and unit in _SECONDS:
+        return number * _SECONDS[unit], 0
+    if number >= 1 and unit in ("", "step", "steps") and number == int(number):
+        return 0.0, int(number)
+    raise TrainerError(f"--save-every {text}: no interval", "write it like 10min, 30s, 2h or 500steps")
 
 
 def load_hyp(path: str, base: Hyp) -> Hyp:

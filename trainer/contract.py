@@ -14,6 +14,8 @@ METRIC = "metric"
 CHECKPOINT = "checkpoint"
 DONE = "done"
 FAILED = "failed"
+HEARTBEAT = "heartbeat"
+STALLED = "stalled"
 
 EXIT_BAD_INPUT = 2
 EXIT_RUN_ME_AGAIN = 75

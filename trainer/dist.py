@@ -134,6 +134,11 @@ def usable_cores() -> int:
         return cores
 
 
+def default_workers(device: torch.device, world: World) -> int:
+    """Loader processes per rank: none on the CPU, where they would take the cores from the training."""
+    return 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
+
+
 def limit_threads(world: World) -> None:
     """Give this process its part of the machine's cores: threads that outnumber them only get in each other's way."""
     threads = thread_count(os.environ, world, usable_cores())
@@ -188,13 +193,48 @@ def agree(error: TrainerError | None) -> None:
             raise TrainerError(f"rank {rank}: {other[0]}", other[1])
 
 
-def broadcast(value: Any) -> Any:
-    """Rank 0's value (picklable) on every rank."""
+def broadcast(value: Any, source: int = 0) -> Any:
+    """The value (picklable) of rank `source` on every rank."""
     if not together():
         return value
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
+
+
+def all_gather(value: Any) -> list[Any]:
+    """Every rank's value (picklable) in rank order, on every rank."""
+    if not together():
+        return [value]
+    box: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(box, value)
+    return box
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is true on any rank, the same answer on all of them."""
+    return any(all_gather(flag))
+
+
+def barrier() -> None:
+    """Wait until all ranks are here."""
+    if together():
+        dist.barrier()
+
+
+def second_store() -> Any:
+    """A connection of its own to the ranks' store, which no collective blocks; None where there is none to be had."""
+    if not together():
+        return None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            timeout=datetime.timedelta(seconds=10),
+        )
+    except (RuntimeError, OSError, ValueError, KeyError):
+        return None
 
 
 def gather(value: Any) -> list[Any]:

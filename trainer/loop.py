@@ -1,260 +1,38 @@
-"""The training of one model, from the checked settings to the last checkpoint."""
+"""The course of a training: epochs, validation, checkpoints, and what happens when it is stopped or goes wrong."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
-import dataclasses
 import functools
 import math
 import os
-import platform
+import secrets
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer import callback, checkpoint, contract, dist
-from trainer.config import Settings, check_data_path
-from trainer.data import Batch, TrainLoader, ValLoader, left_out, open_dataset
+from trainer import callback, checkpoint, contract, dist, memory, results, resume
+from trainer.config import Settings
+from trainer.data import Batch, ValBatch, start_forkserver
 from trainer.data.faults import note_left_out
 from trainer.data.picture_cache import picture_folders
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.heap import keep_freed_memory
 from trainer.metrics import BoxScores
-from trainer.models.sync import synchronise
-from trainer.models.yolo import freeze, load_cfg
-from trainer.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
-from trainer.screen import Screen
-from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.detection import Detection, prepare
-from trainer.timing import Clock
+from trainer.record import Record
+from trainer.run import NotFinite, Run
+from trainer.signals import StopSignals, ignored
+from trainer.watchdog import Watchdog
 
-DEFAULT_CFG = "yolov5n.yaml"
-CHECK_EVERY = {"cpu": 1, "cuda": 20}  # steps between looks at the loss: on a GPU a look waits for the device
-
-
-class Run:
-    """Everything of one training; made only once the input has been found good."""
-
-    def __init__(self, settings: Settings, world: dist.World, device: torch.device, events: Events) -> None:
-        """Check everything that can be checked without other ranks; nothing is written."""
-        self.settings, self.world, self.device, self.events = settings, world, device, events
-        self.screen = Screen(lit=world.rank == 0, listening=events.listening)
-        s = settings
-        if s.batch < world.size:
-            raise TrainerError(
-                f"--batch {s.batch} is smaller than the number of ranks, {world.size}",
-                f"--batch counts the pictures of all ranks together: use {world.size} or more",
-            )
-        check_data_path(s.data)
-        self.weights = checkpoint.load(s.weights) if s.weights else None
-        where = s.cfg or (s.weights if self.weights else DEFAULT_CFG)
-        self.cfg = self.weights["cfg"] if self.weights and not s.cfg else load_cfg(where)
-        self.dtype = pick_dtype(s.precision, device, native_bf16(device))
-        how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        self.train_set = train = open_dataset(s.data, "train", **how)
-        self.val_set = open_dataset(s.data, "val", **how)
-        self.left_out = left_out(train, self.val_set)
-        if not len(self.val_set) and s.val:
-            raise TrainerError(f"--data {s.data}: there is no validation picture", "or train with --noval")
-        torch.manual_seed(s.seed)  # every rank begins with the same weights
-        self.task = Detection(self.cfg, where, train.names, s.hyp, s.imgsz)
-        self.model = self.task.build()
-        if self.weights:
-            fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
-            self.screen.say(f"weights from {s.weights}: {fit} of {of} tensors fit")
-        if s.freeze:
-            count = freeze(self.model, s.freeze)
-            self.screen.say(f"frozen: layers {', '.join(map(str, s.freeze))} with {count:,} parameters")
-        workers = s.workers if s.workers is not None else default_workers(device, world)
-        stride = max(self.model.detect.strides)
-        share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-        share |= {"workers": workers, "stride": stride}
-        self.train = TrainLoader(
-            train,
-            imgsz=s.imgsz,
-            batch=s.batch,
-            seed=s.seed,
-            hyp=s.hyp,
-            epochs=s.epochs,
-            close_mosaic=self.task.close_mosaic,
-            multi_scale=s.multi_scale,
-            rect=s.rect,
-            image_weights=s.image_weights,
-            **share,
-        )
-        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
-        for note in self.train.notes or self.val.notes:
-            self.screen.say(note)
-        if not self.train.steps:
-            raise TrainerError(f"--data {s.data}: {len(train)} training pictures do not fill a batch of {s.batch}")
-        self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.cos_lr)
-        self.clock = Clock(device)
-        self.last_step = -1  # the last one at which the weights moved
-        self.best = -1.0
-
-    def start(self, folder: Path) -> None:
-        """Move to the device and wrap for several ranks."""
-        self.folder = folder
-        if self.world.rank == 0:
-            for line in note_left_out(self.left_out, folder):
-                self.screen.say(line)
-        if self.settings.autoanchor:
-            s = self.settings
-            self.cfg, said = fit_anchors(
-                self.model, self.cfg, self.train_set, imgsz=s.imgsz, anchor_t=s.hyp.anchor_t, seed=s.seed
-            )
-            if said:
-                self.screen.say(said)
-        self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if self.settings.sync_bn and dist.together():
-            synchronise(self.model, self.device)
-        self.loss = self.task.loss_of(self.model)
-        self.ema = Ema(self.model, self.settings.hyp.ema_tau)
-        self.optimizer = build_optimizer(self.model, self.settings.optimizer, self.settings.hyp, self.settings.batch)
-        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        self.net: nn.Module = self.model
-        if dist.together():
-            # no_sync, which accumulation needs, does not go with a static graph.
-            ddp = dist.wrap(self.model, self.device, static=self.schedule.accumulate == 1)
-            self.clock.watch(ddp)
-            self.net = ddp
-        self.check_every = CHECK_EVERY[self.device.type]
-        if self.settings.cache:
-            threads = max(1, dist.usable_cores() // self.world.local_size)
-            homes = picture_folders(self.settings.data)
-            self.train.cache(self.settings.cache, homes, self.world, lambda v: dist.broadcast(dist.gather(v)), threads)
-
-    def train_epoch(self, epoch: int) -> tuple[Tensor, float]:
-        """One pass (epoch from 0): the mean loss terms over the steps and all ranks, and images per second."""
-        s, steps = self.settings, self.train.steps
-        self.net.train()
-        self.screen.begin_epoch(epoch + 1, s.epochs, steps)
-        pending = torch.zeros(len(self.task.terms), dtype=torch.float64, device=self.device)
-        total = torch.zeros_like(pending)
-        images, loss = 0, math.nan
-        begin = time.perf_counter()
-        for step, batch in enumerate(self.clock.waiting(self.train.epoch(epoch))):
-            pending, before = self._step(epoch * steps + step, batch, pending)
-            total += before
-            images += batch.global_size
-            if step % self.check_every == 0:
-                self._check_finite(total, epoch, step)
-                loss = float(before.sum())
-            rate = images / (time.perf_counter() - begin)
-            told: dict[str, Any] = {
-                "epoch": epoch + 1,
-                "epochs": s.epochs,
-                "step": step + 1,
-                "steps": steps,
-                "loss": loss,
-                "images_per_s": rate,
-                "eta_s": (steps - step - 1) * (time.perf_counter() - begin) / (step + 1),
-            }
-            if step >= self.check_every:  # the first step's loss is known at the second
-                self.events.progress(**told)
-                self.screen.progress(**told)
-        with self.clock.spending("sync"):
-            dist.wait(dist.start_sum(pending))
-        total += pending
-        self._check_finite(total, epoch, steps - 1)
-        return total / steps, images / (time.perf_counter() - begin)
-
-    def _step(self, number: int, batch: Batch, pending: Tensor) -> tuple[Tensor, Tensor]:
-        """One batch. `pending` is this rank's share of the previous step's loss terms, float64.
-
-        Returns this step's share and the previous step's terms summed over the ranks: the sums travel with the
-        counts that the loss needs anyway, so that watching the loss costs no collective of its own.
-        """
-        rates = self.schedule.at(number)
-        moves = number - self.last_step >= rates.accumulate
-        prepared = prepare(batch, self.loss, self.device)
-        counts = prepared.assignment.counts
-        sums = torch.cat((counts, pending))
-        work = dist.start_sum(sums)  # runs while the network does
-        quiet = isinstance(self.net, nn.parallel.DistributedDataParallel) and not moves
-        with self.net.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-                raw = self.net(prepared.images)
-            matched, late = self.loss.match(raw, prepared.assignment)
-            late_work = dist.start_sum(late)  # what only the outputs could tell
-            with self.clock.spending("sync"):
-                dist.wait(work)
-                dist.wait(late_work)
-            terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
-            # YOLOv5's loss is the batch's mean times its pictures; the ranks' gradients are summed.
-            (terms.sum() * sums[0].float()).backward()  # type: ignore[no-untyped-call]
-        if not quiet:
-            self.clock.after_backward()
-        if moves:
-            set_rates(self.optimizer, rates)
-            clip_gradients(self.parameters)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=not dist.together())
-            self.ema.update()
-            self.last_step = number
-        return terms.detach().double(), sums[len(counts) :]
-
-    def _check_finite(self, total: Tensor, epoch: int, step: int) -> None:
-        # The sum is the same on all ranks, so that all of them stop here together.
-        if not bool(total.isfinite().all()):
-            raise TrainerError(
-                f"the loss is no longer finite (epoch {epoch + 1}, at or before step {step + 1})",
-                "lower lr0 in --hyp, or use --precision fp32",
-            )
-
-    def validate(self) -> BoxScores | None:
-        """The averaged model's scores over all ranks' pictures, on every rank; None with --noval."""
-        # Each rank has seen other pictures: its batch norm statistics are its own until here.
-        for model in (self.model, self.ema.model):
-            dist.average_([b for b in model.buffers() if b.is_floating_point()])
-        if not self.settings.val:
-            return None
-        metric, self.shown = self.task.evaluate(self.ema.model, self.val, self.val_set, self.device, self.dtype)
-        states = dist.gather(metric.state())
-        scores = None
-        if states:
-            whole = self.task.metric()
-            for state in states:
-                whole.merge(state)
-            scores = whole.compute()
-        return dist.broadcast(scores)  # type: ignore[no-any-return]
-
-    def save(self, epoch: int, fitness: float) -> None:
-        """Write last.pt, and best.pt if this epoch (from 0) is the best so far."""
-        content = {
-            "format": checkpoint.FORMAT,
-            "model": self.model.state_dict(),
-            "ema": self.ema.model.state_dict(),
-            "updates": self.ema.updates,
-            "optimizer": self.optimizer.state_dict(),
-            "epoch": epoch + 1,
-            "step": (epoch + 1) * self.train.steps,
-            "last_step": self.last_step,
-            "fitness": fitness,
-            "hyp": dataclasses.asdict(self.settings.hyp),
-            "cfg": self.cfg,
-            "names": list(self.task.names),
-            "imgsz": self.settings.imgsz,
-        }
-        checkpoint.save(self.folder / "last.pt", content)
-        if fitness >= self.best:
-            self.best = fitness
-            checkpoint.save(self.folder / "best.pt", content)
-        self.events.emit(
-            contract.CHECKPOINT,
-            path=str(self.folder / "last.pt"),
-            epoch=epoch + 1,
-            step=content["step"],
-        )
+MAX_SKIPPED = 3  # batches that --on-nan skip leaves out before it gives up
 
 
 def train(settings: Settings) -> None:
-    """Train as told; raises TrainerError for anything that the user can put right."""
+    """Train as told; raises TrainerError for anything that the user can put right, Stopped after a signal."""
     events = Events(os.environ)
     world = dist.world_of(os.environ)
     heard = callback.load(settings.callback) if settings.callback else None
@@ -266,30 +44,44 @@ def train(settings: Settings) -> None:
         keep_freed_memory()
     begin = time.monotonic()
     run = Run(settings, world, device, events)
+    with ignored():  # a signal to the whole group is this process's to answer, not its loading processes'
+        start_forkserver(run.workers)
     backend = dist.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
-    run.start(_agreed_folder(settings, world))
-    _introduce(run, backend)
-    _epochs(run, begin)
-    dist.leave()  # not after an error: where a rank is lost, leaving in good order can wait for it
+    store = dist.second_store()
+    with StopSignals(store) as signals, Watchdog(world, settings.stall_s, events, store) as watchdog:
+        course = Course(run, _agreed_folder(settings, world), signals, watchdog)
+        course.begin()
+        _introduce(run, backend)
+        course.run_epochs()
+        if world.rank == 0:
+            results.finish(run, time.monotonic() - begin)
+        # Not after an error: where a rank is lost, leaving in good order can wait for it.
+        dist.leave()
 
 
 def _agreed_folder(settings: Settings, world: dist.World) -> Path:
-    """The run's folder, made by rank 0; where it cannot, all ranks stop."""
+    """The run's folder: the launcher's on each node, else one that rank 0 makes; if one cannot, all ranks stop."""
     folder, error = None, None
-    if world.rank == 0:
+    launched = bool(os.environ.get(contract.RUN_DIR))
+    if launched or world.rank == 0:
         try:
-            folder = checkpoint.make_run_dir(os.environ, settings.project, settings.name, settings.exist_ok)
+            if settings.resume and not launched:
+                folder = resume.find(settings.resume, settings.project)
+                checkpoint.check_writable(folder)
+            else:
+                folder = checkpoint.make_run_dir(os.environ, settings.project, settings.name, settings.exist_ok)
         except TrainerError as found:
             error = found
     dist.agree(error)
-    return dist.broadcast(folder)  # type: ignore[no-any-return]
+    first = dist.broadcast(folder)
+    return folder or first
 
 
 def _introduce(run: Run, backend: str) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
     ranks = f"{run.world.size} ranks over {backend}" if backend else "1 process"
-    kind = {torch.bfloat16: "bf16", torch.float32: "fp32"}[run.dtype]
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[run.dtype]
     s = run.settings
     run.screen.say(
         f"{s.data}: {len(run.task.names)} classes, {parameters:,} parameters, {ranks} on {run.device.type}, "
@@ -298,93 +90,223 @@ def _introduce(run: Run, backend: str) -> None:
     )
 
 
-def _epochs(run: Run, begin: float) -> None:
-    s = run.settings
-    scores: BoxScores | None = None
-    best = (math.nan, math.nan)
-    for epoch in range(s.epochs):
-        run.clock.restart()
-        losses, rate = run.train_epoch(epoch)
-        with run.clock.spending("val"):
-            scores = run.validate()
+class Course:
+    """Runs the epochs of one training and keeps its checkpoints."""
+
+    def __init__(self, run: Run, folder: Path, signals: StopSignals, watchdog: Watchdog) -> None:
+        self.run, self.signals, self.watchdog = run, signals, watchdog
+        run.folder = folder
+        self.every = Every(run.settings.save_every)
+        self.last: dict[str, Any] | None = None  # the last checkpoint, for --on-nan skip
+
+    def begin(self) -> None:
+        """Start the run, from a checkpoint where it is to go on."""
+        run, s = self.run, self.run.settings
+        if dist.together() and run.world.local_rank == 0:
+            run.folder.mkdir(parents=True, exist_ok=True)
+        shared = resume.common(run.folder, run.world, secrets.token_hex(4))
+        # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
+        self.writes = run.world.rank == 0 or (run.world.local_rank == 0 and not shared)
+        content = None
+        if resume.asked(s.resume, os.environ):
+            content = resume.newest_of_all(run.folder, run.world)
+            if not content:
+                if s.resume:
+                    raise TrainerError(f"--resume: no complete checkpoint in {run.folder}", "start without --resume")
+                run.screen.say(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, from the beginning")
+        if content:
+            resume.check_same(content, s)
+        run.start(going_on=bool(content))
+        if s.cache:
+            threads = max(1, dist.usable_cores() // run.world.local_size)
+            run.train.cache(s.cache, picture_folders(s.data), run.world, dist.all_gather, threads)
+        if self.writes:
+            for line in note_left_out(run.left_out, run.folder):
+                run.screen.say(line)
+        if content:
+            run.restore(content)
+            resume.share(run.folder / "best.pt", self.writes)
+        if self.writes:
+            results.write_table(run.history, run.folder / "results.csv")
+            resume.discard_after(run.folder / "steps.csv", run.number - 1)
+        if content:
+            run.screen.say(f"goes on in epoch {run.at.epoch + 1} after step {run.at.step} of {run.train.steps}")
         if run.world.rank == 0:
-            map50, map_ = (scores.map50, scores.map) if scores else (math.nan, math.nan)
-            fitness = 0.1 * map50 + 0.9 * map_ if scores else float(epoch)
-            if fitness >= run.best:
-                best = (map50, map_)
-            _report(run, epoch, losses.tolist(), rate, (map50, map_))
-            run.save(epoch, fitness)
-    if run.world.rank == 0:
-        _finish(run, time.monotonic() - begin, best)
+            run.record = Record(run.folder, run.task.names, run.at.epoch + 1)
+            if not content:
+                run.record.begin(run.train_set)
+        logs = s.log_steps and run.world.rank == 0
+        self.steps = results.StepLog(run.folder / "steps.csv", run.task.terms) if logs else None
+
+    def run_epochs(self) -> None:
+        """Train until the last epoch, or until the score has not risen for --patience epochs."""
+        run, s = self.run, self.run.settings
+        while run.at.epoch < s.epochs:
+            try:
+                scores, losses, rate = self._epoch()
+            except NotFinite as error:
+                self._not_finite(error.number)
+                continue
+            shares = dist.all_gather({**run.clock.shares(), "seconds": run.clock.seconds(), "images_per_s": rate})
+            fitness = 0.1 * scores.map50 + 0.9 * scores.map if scores else math.nan
+            # Without a validation the newest is the best.
+            best = fitness > run.at.best if scores else run.at.best < 0
+            if best:
+                if run.record and scores:
+                    run.record.best(run.metric, scores)
+                run.at.best, run.at.best_epoch = (fitness if scores else -1.0), run.at.epoch
+                run.at.best_scores = (scores.map50, scores.map) if scores else (math.nan, math.nan)
+            if scores:
+                scored = (scores.per_class.get(name) for name in run.task.names)
+                run.weigh([score.map if score else math.nan for score in scored])
+            results.report(run, losses, scores, shares)
+            if self.writes:
+                results.write_table(run.history, run.folder / "results.csv")
+            ended = run.at.epoch
+            run.begin_epoch()
+            self._save(
+                best=best, keep=f"epoch{ended + 1}.pt" if s.save_period and not (ended + 1) % s.save_period else ""
+            )
+            if s.patience and ended - run.at.best_epoch >= s.patience and run.at.epoch < s.epochs:
+                run.screen.say(
+                    f"no better score for {s.patience} epochs (--patience): the best was epoch {run.at.best_epoch + 1}"
+                )
+                break
+            self._stop_if_told(dist.any_rank(bool(self.signals.received)))
+
+    def _epoch(self) -> tuple[BoxScores | None, list[float], float]:
+        """The rest of the running epoch: its scores, mean losses and images per second."""
+        run = self.run
+        run.clock.restart()
+        losses, rate = self._train_epoch()
+        with run.clock.spending("val"), self.watchdog.during("validation"):
+            run.average_statistics()
+            if run.validates:
+                self._save()  # a signal during the validation costs that alone
+                scores = run.validate(self._until_told(run.val))
+                self._stop_if_told(dist.any_rank(bool(self.signals.received)))
+            else:
+                scores = None
+        return scores, losses.tolist(), rate
+
+    def _until_told(self, batches: Iterable[ValBatch]) -> Iterator[ValBatch]:
+        """The batches, until any rank is told to stop: a validation can take longer than the grace."""
+        for batch in batches:
+            if self.signals.received_anywhere():
+                return
+            yield batch
+
+    def _train_epoch(self) -> tuple[Tensor, float]:
+        run = self.run
+        at, steps = run.at, run.train.steps
+        run.net.train()
+        run.screen.begin_epoch(at.epoch + 1, run.settings.epochs, steps)
+        begin, images, stopping, saving = time.perf_counter(), at.images, False, False
+        for batch in self._batches():
+            if run.number in at.skipped:
+                at.step += 1
+                continue
+            if run.record and run.number == 0:
+                run.record.first_batch(batch)
+            try:
+                told = run.step(batch, bool(self.signals.received), self.every.due(run.number))
+            except RuntimeError as error:
+                memory.explain(error, run, batch)
+                raise
+            self.watchdog.step(run.number)
+            if run.looks(at.step):
+                run.check_finite()
+            self._log(run.number - 1, run.before)
+            stopping, saving = stopping or told.stop, saving or told.save
+            if (stopping or saving) and told.moved:  # in between there are gradients that a checkpoint does not hold
+                self._save()
+                self._stop_if_told(stopping)
+                saving = False
+            self._tell(time.perf_counter() - begin, at.images - images)
+        self._log(run.number, run.flush())
+        return run.total / steps, (at.images - images) / max(time.perf_counter() - begin, 1e-9)
+
+    def _batches(self) -> Iterator[Batch]:
+        batches = self.run.clock.waiting(self.run.train.epoch(self.run.at.epoch, self.run.at.step))
+        while True:
+            with self.watchdog.during("loading"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _log(self, number: int, terms: Tensor) -> None:
+        """Log the step whose terms are now known: the last one that the sum over the ranks has reached."""
+        if self.steps and number > self.run.at.epoch * self.run.train.steps:
+            self.steps.write(number, terms.tolist())
+
+    def _tell(self, seconds: float, images: int) -> None:
+        run, at = self.run, self.run.at
+        if not run.looks(at.step) or at.step < 2:  # a step's loss is known at the next one
+            return
+        told: dict[str, Any] = {
+            "epoch": at.epoch + 1,
+            "epochs": run.settings.epochs,
+            "step": at.step,
+            "steps": run.train.steps,
+            "loss": float(run.before.sum()),
+            "images_per_s": images / seconds,
+            "eta_s": (run.train.steps - at.step) * seconds * run.settings.batch / max(images, 1),
+        }
+        run.events.progress(**told)
+        run.screen.progress(**told)
+
+    def _save(self, best: bool = False, keep: str = "") -> None:
+        run = self.run
+        with self.watchdog.during("checkpoint"):
+            content = run.state()
+            self.every.saved(run.number)
+            if run.settings.on_nan == "skip":
+                self.last = checkpoint.copied(content)
+            if self.writes:
+                path = resume.write(run.folder, content)
+                for name in (["best.pt"] if best else []) + ([keep] if keep else []):
+                    checkpoint.save(run.folder / name, content)
+                run.events.emit(contract.CHECKPOINT, path=str(path), epoch=run.at.epoch, step=run.number)
+            dist.barrier()  # a rank that ends now must not take the others down before they have written
+
+    def _stop_if_told(self, stop: bool) -> None:
+        if stop:
+            raise self.signals.stopped()
+
+    def _not_finite(self, number: int) -> None:
+        """Say which batch it was, and stop or go back to the last checkpoint and leave that batch out."""
+        run = self.run
+        epoch, step = divmod(number, run.train.steps)
+        names = run.train.names_of(epoch, step)
+        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        what = f"the loss is no longer finite (epoch {epoch + 1}, step {step + 1}; the batch: {some})"
+        hint = "lower lr0 in --hyp, use --precision fp32, or leave such batches out with --on-nan skip"
+        if run.settings.on_nan == "stop":
+            raise TrainerError(what, hint)
+        if self.last is None or len(run.at.skipped) >= MAX_SKIPPED:
+            raise TrainerError(what + f"; {len(run.at.skipped)} batches were already left out", hint)
+        skipped = (*run.at.skipped, number)
+        run.restore(self.last)
+        run.at.skipped = skipped
+        run.screen.say(f"{what}: back to step {run.number}, without that batch")
 
 
-def _report(run: Run, epoch: int, losses: list[float], rate: float, maps: tuple[float, float]) -> None:
-    shares, seconds = run.clock.shares(), run.clock.seconds()
-    named = dict(zip((f"{t}_loss" for t in run.task.terms), losses, strict=True))
-    row = {
-        "epoch": epoch + 1,
-        **named,
-        "map50": maps[0],
-        "map": maps[1],
-        "lr": run.schedule.at((epoch + 1) * run.train.steps - 1).lr,
-        "images_per_s": rate,
-        "seconds": seconds,
-        **{k: shares[k] for k in ("data", "compute", "sync", "val")},
-    }
-    path = run.folder / "results.csv"
-    with path.open("a" if epoch else "w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, list(row))
-        if not epoch:
-            table.writeheader()
-        table.writerow({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()})
-    run.events.emit(
-        contract.METRIC,
-        epoch=epoch + 1,
-        epochs=run.settings.epochs,
-        map50=maps[0],
-        map=maps[1],
-        **named,
-        images_per_s=rate,
-        shares=shares,
-    )
-    spent = "  ".join(f"{k} {shares[k]:.0%}" for k in ("data", "compute", "sync", "val"))
-    scored = f"mAP50 {maps[0]:.3f}  mAP50-95 {maps[1]:.3f}  " if run.settings.val else ""
-    run.screen.end_epoch(
-        f"epoch {epoch + 1}/{run.settings.epochs}  {scored}loss {sum(losses):.3f}  {rate:.0f} img/s  {spent}"
-    )
+class Every:
+    """When the next checkpoint is due, by --save-every: so many seconds or so many steps."""
 
+    def __init__(self, seconds_or_steps: tuple[float, int]) -> None:
+        self._seconds, self._steps = seconds_or_steps
+        self._at, self._number = time.monotonic(), -1
 
-def _finish(run: Run, seconds: float, best: tuple[float, float]) -> None:
-    from trainer.plots import draw_predictions, plot_results  # draws only here: matplotlib loads slowly
+    def due(self, number: int) -> bool:
+        """Whether it is, once step `number` is done."""
+        if self._number < 0:
+            self._number = number
+        return (self._seconds > 0 and time.monotonic() - self._at >= self._seconds) or (
+            self._steps > 0 and number + 1 - self._number >= self._steps
+        )
 
-    plot_results(run.folder / "results.csv", run.folder / "results.png")
-    if run.settings.val:
-        draw_predictions(run.shown, run.task.names, run.folder / "predictions.jpg")
-    run.events.emit(contract.DONE, seconds=seconds, map50=best[0], map=best[1], best=str(run.folder / "best.pt"))
-    if not run.events.listening:  # a launcher says this itself, with the paths of the machine that it runs on
-        scored = f"   mAP50 {best[0]:.3f}   mAP50-95 {best[1]:.3f}" if run.settings.val else ""
-        run.screen.say(f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {run.folder / 'best.pt'}")
-
-
-def native_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 by itself; emulated, it would be slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
-    except OSError:
-        return False
-    return bool(flags & ({"avx512_bf16", "amx_bf16"} if platform.machine() in ("x86_64", "AMD64") else {"bf16"}))
-
-
-def pick_dtype(precision: str, device: torch.device, native: bool) -> torch.dtype:
-    """The type that convolutions compute in; weights, their averages and the optimizer stay in fp32."""
-    if precision == "bf16" and not native and device.type == "cuda":
-        raise TrainerError("--precision bf16: this GPU has no bf16", "use --precision fp32 or auto")
-    wanted = precision == "bf16" or (precision == "auto" and native)
-    return torch.bfloat16 if wanted else torch.float32
-
-
-def default_workers(device: torch.device, world: dist.World) -> int:
-    """Loader processes per rank: none on the CPU, where they would take the cores from the training."""
-    return 0 if device.type == "cpu" else min(8, dist.usable_cores() // world.local_size)
+    def saved(self, number: int) -> None:
+        """A checkpoint holds the first `number` steps."""
+        self._at, self._number = time.monotonic(), number

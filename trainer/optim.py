@@ -112,9 +112,9 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
             group["momentum"] = rates.momentum
 
 
-def clip_gradients(parameters: Sequence[Tensor]) -> None:
-    """Scale the gradients, in place, to a joint norm of at most 10."""
-    nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+def clip_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """Scale the gradients, in place, to a joint norm of at most 10; returns the norm before, a scalar."""
+    return nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
 
 
 class Ema(Generic[Model]):

@@ -23,8 +23,8 @@ from trainer.data.dataset import Image
 from trainer.errors import TrainerError
 from trainer.formats import label_rows, unique_stems, write_text
 from trainer.growing import json_list, mp4
-from trainer.loop import native_bf16, pick_dtype
 from trainer.plots import draw_boxes, write_picture
+from trainer.precision import native_bf16, pick_dtype
 from trainer.sources import Unreadable, find_sources, frames, is_video
 from trainer.tasks.inference import Detections, Detector, Limits, half_of, load_trained, to_original
 

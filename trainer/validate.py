@@ -17,8 +17,8 @@ from trainer.data import Dataset, ValLoader, open_dataset
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.formats import category_ids, coco_results, image_id, label_rows, unique_stems, write_text
-from trainer.loop import default_workers, native_bf16, pick_dtype
 from trainer.metrics import BoxMAP, BoxScores
+from trainer.precision import native_bf16, pick_dtype
 from trainer.progress import Waits, track
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
 from trainer.tasks.inference import Detections, Detector, Limits, Trained, half_of, load_trained
@@ -105,7 +105,7 @@ def validate(settings: ValSettings) -> Validation | None:
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **how)  # type: ignore[arg-type]
     check_names(dataset.names, trained, s)
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
-    workers = default_workers(device, world) if s.workers is None else s.workers
+    workers = dist.default_workers(device, world) if s.workers is None else s.workers
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "workers": workers, "stride": trained.stride}
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
 

@@ -19,8 +19,8 @@ from trainer import contract, dist
 from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.loop import Run
 from trainer.ranks import Line, run_ranks
+from trainer.run import Run
 
 # Relative. An untrained network enlarges rounding: a gradient's about a thousandfold, and again with each step that
 # follows from it. What is left in float64 after three steps is 1e-5 at most; a wrong sum is off by 1e-2 or more.
@@ -123,7 +123,7 @@ def record(asked: Path, path: Path) -> None:
         run.model.double()
         run.model.register_forward_pre_hook(lambda _, images: (images[0].double(),))
     dist.join(world, device)
-    run.start(asked.parent)
+    run.start()
     taken: list[Tensor] = []
 
     def take(*_: object) -> None:
@@ -134,16 +134,15 @@ def record(asked: Path, path: Path) -> None:
     run.optimizer.register_step_pre_hook(take)
     run.net.train()
     found: list[Step] = []
-    none = torch.zeros(len(run.task.terms), dtype=torch.float64, device=device)
-    epoch = 0
     while len(found) < steps:
-        for batch in run.train.epoch(epoch):
-            terms, _ = run._step(len(found), batch, none)
+        for batch in run.train.epoch(run.at.epoch):
+            run.step(batch)
+            terms = run.pending.clone()
             dist.wait(dist.start_sum(terms))
             found.append({"loss": terms.sum().cpu(), "gradient": taken.pop()})
             if len(found) == steps:
                 break
-        epoch += 1
+        run.begin_epoch()
     if world.rank == 0:
         torch.save(found, path)
     dist.leave()

@@ -2,45 +2,22 @@
 
 import csv
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 import torch
 
+from tests.unit.trainer_process import environment, ranks, squares
 from trainer import contract
 from trainer.__main__ import main
-
-ROOT = Path(__file__).parents[2]
+from trainer.timing import SHARES
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven training and three validation pictures of coloured squares, of two classes."""
-    folder = tmp_path_factory.mktemp("squares")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 7), ("val", 3)):
-        for kind in ("images", "labels"):
-            (folder / kind / split).mkdir(parents=True)
-        for k in range(count):
-            picture = np.full((64, 80, 3), 30, np.uint8)
-            lines = []
-            for cls in range(2) if k else []:  # the first picture is empty
-                x, y = rng.integers(0, 40), rng.integers(0, 30)
-                picture[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
-                lines.append(f"{cls} {(x + 12) / 80} {(y + 12) / 64} {24 / 80} {24 / 64}")
-            cv2.imwrite(str(folder / "images" / split / f"{k}.png"), picture)
-            (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
-    path = folder / "data.yaml"
-    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
-    return path
+    return squares(tmp_path_factory.mktemp("squares"))
 
 
 def command(data: Path, project: Path, *more: str) -> list[str]:
@@ -48,20 +25,6 @@ def command(data: Path, project: Path, *more: str) -> list[str]:
         *(sys.executable, "-m", "trainer", "train", "--data", str(data), "--project", str(project)),
         *("--imgsz", "64", "--batch", "3", "--epochs", "2", "--device", "cpu", "--workers", "0", *more),
     ]
-
-
-def environment(**more: str) -> dict[str, str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def ranks(count: int) -> list[dict[str, str]]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(count)]
 
 
 def events_in(text: str) -> list[dict[str, object]]:
@@ -77,14 +40,14 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     assert contract.EVENT_MARK not in done.stdout
     assert "epoch 2/2  mAP50 " in done.stdout
     run = tmp_path / "runs" / "train"
-    assert sorted(p.name for p in run.iterdir()) == sorted(
-        ["best.pt", "last.pt", "predictions.jpg", "results.csv", "results.png"]
-    )
+    wanted = {"best.pt", "last.pt", "previous.pt", "results.csv", "results.png", "predictions.jpg", "labels.png"}
+    assert wanted <= {p.name for p in run.iterdir()}
+    assert not [p.name for p in run.iterdir() if p.suffix == ".tmp"]
     with (run / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert all(float(row["box_loss"]) > 0 and float(row["obj_loss"]) > 0 for row in rows)
-    shares = [sum(float(row[k]) for k in ("data", "compute", "sync", "val")) for row in rows]
+    shares = [sum(float(row[k]) for k in SHARES) for row in rows]
     assert shares == pytest.approx([1, 1], abs=1e-3)
     content = torch.load(run / "last.pt", weights_only=True)
     assert content["names"] == ["green", "red"]
@@ -102,7 +65,7 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
         capture_output=True,
     )
     assert again.returncode == 0, again.stderr
-    assert "349 of 349 tensors fit" in again.stdout
+    assert "349/349 tensors" in again.stdout
     assert "frozen: layers 0, 3 with 20," in again.stdout
     trained = torch.load(tmp_path / "runs" / "train2" / "last.pt", weights_only=True)["model"]
     assert torch.equal(trained["model.0.conv.weight"], content["ema"]["model.0.conv.weight"])
@@ -111,7 +74,7 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
 
 
 def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
-    """Batch 3 on two ranks: shares of 2 and 1; the last batch has a single picture and is left out."""
+    """Batch 3 on two ranks: seven pictures in steps of 3, 2 and 2, so that the shares differ."""
     folder = tmp_path / "job"
     folder.mkdir()
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(folder), contract.NODES_ON_HOST: "1"}
@@ -142,11 +105,12 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
         "device": "cpu",
     }
     assert kinds[-1] == "done"
-    assert [k for k in kinds if k in ("metric", "checkpoint")] == ["metric", "checkpoint"] * 2
+    # One before the validation, so that a signal costs only that, and one with the scores.
+    assert [k for k in kinds if k in ("metric", "checkpoint")] == ["checkpoint", "metric", "checkpoint"] * 2
     metric = next(e for e in events if e["event"] == "metric")
     assert {"epoch", "epochs", "map50", "map", "box_loss", "obj_loss", "cls_loss", "images_per_s"} <= metric.keys()
     assert isinstance(metric["shares"], dict)
-    assert set(metric["shares"]) == {"data", "compute", "sync", "val"}
+    assert set(metric["shares"]) == set(SHARES)
     progress = next(e for e in events if e["event"] == "progress")
     assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s"} <= progress.keys()
     assert events_in(outputs[1][0]) == []  # only local rank 0 speaks
@@ -266,27 +230,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> 
     assert done.returncode == 2
     assert "error: the loss is no longer finite (epoch " in done.stderr
     assert not (tmp_path / "runs" / "train" / "last.pt").exists()  # no checkpoint of broken weights
-
-
-def test_a_termination_signal_ends_it_at_once(data: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(data, tmp_path / "runs", "--epochs", "1000"),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        assert any("->" in line for line in process.stdout)  # it has begun
-        before = time.monotonic()
-        process.terminate()
-        assert process.wait(timeout=10) == -signal.SIGTERM
-        assert time.monotonic() - before < 5
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_help_names_the_defaults_and_loads_no_torch() -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainer.config import DIGITS, PRESETS, STANDARD, Settings, layers, load_hyp, preset_for, smoothed
+from trainer.config import DIGITS, PRESETS, STANDARD, Settings, interval, layers, load_hyp, preset_for, smoothed
 
 _D, _S = PRESETS[DIGITS], STANDARD
 
@@ -89,8 +89,49 @@ Name = Annotated[str, typer.Option(help="The run's folder; if it exists, name2, 
 ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Write into the folder even if it exists.")]
 CosLr = Annotated[bool, typer.Option("--cos-lr", help="Let the learning rate fall along a cosine, not a line.")]
 Precision = Annotated[
-    str, typer.Option(help="bf16, fp32, or auto: bf16 where the processor or GPU computes in it natively.")
+    str,
+    typer.Option(
+        help="bf16, fp16, fp32, or auto: bf16 where the processor or GPU computes in it natively, else fp16 on a GPU "
+        "and fp32 on a CPU."
+    ),
 ]
+ValPeriod = Annotated[int, typer.Option(help="Validate every so many epochs, and after the last.")]
+Patience = Annotated[int, typer.Option(help="End after so many epochs without a better score; 0: never.")]
+Resume = Annotated[
+    str,
+    typer.Option(
+        help="Go on exactly where a run was interrupted: its folder or last.pt; alone, the newest in --project. "
+        "The other options are those of that run. (Under clusterctl a restarted job does this by itself.)",
+        metavar="[PATH]",
+        show_default=False,
+    ),
+]
+SaveEvery = Annotated[
+    str,
+    typer.Option(
+        help="A checkpoint inside the epochs too: 10min, 30s, 500steps. One after each epoch is always written.",
+        show_default=False,
+    ),
+]
+SavePeriod = Annotated[int, typer.Option(help="Keep epochN.pt every N epochs; 0: only last, previous and best.")]
+OnNan = Annotated[
+    str,
+    typer.Option(
+        help="A loss that is no number: `stop` names the batch; `skip` goes back to the last checkpoint and leaves "
+        "that batch out, three times at most."
+    ),
+]
+Stall = Annotated[
+    float,
+    typer.Option(help="Seconds without a step until every rank tells what it is doing, and which is late; 0: never."),
+]
+LogSteps = Annotated[
+    bool, typer.Option("--log-steps", help="Write every step's loss to steps.csv, with all its digits.")
+]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="torch.compile the network: minutes at the start, faster steps after.")
+]
+GradCompress = Annotated[str, typer.Option(help="bf16: send gradients between ranks in half the bytes; none: exact.")]
 MultiScale = Annotated[
     bool,
     typer.Option("--multi-scale", help="Another side for every step, from 0.5 to 1.5 x --imgsz, same on all ranks."),
@@ -144,6 +185,7 @@ NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; 
 
 
 def train(
+    context: typer.Context,
     data: Data = DIGITS,
     cfg: Cfg = "",
     weights: Weights = "",
@@ -172,6 +214,16 @@ def train(
     freeze: Freeze = "",
     label_smoothing: LabelSmoothing = None,
     callback: CallbackPath = "",
+    val_period: ValPeriod = 1,
+    patience: Patience = 100,
+    resume: Resume = "",
+    save_every: SaveEvery = "",
+    save_period: SavePeriod = 0,
+    on_nan: OnNan = "stop",
+    stall: Stall = 120.0,
+    log_steps: LogSteps = False,
+    compile: Compile = False,
+    grad_compress: GradCompress = "none",
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
 
@@ -210,7 +262,27 @@ def train(
         autoanchor=not noautoanchor,
         freeze=layers(freeze),
         callback=callback,
+        val_period=val_period,
+        patience=patience,
+        resume=resume,
+        save_every=interval(save_every),
+        save_period=save_period,
+        on_nan=on_nan,
+        stall_s=stall,
+        log_steps=log_steps,
+        compile=compile,
+        grad_compress=grad_compress,
     )
+    from trainer import resume as resuming
     from trainer.loop import train as run
 
+    if resume:
+        settings = resuming.settings_of(settings, typed_options(context))
     run(settings)
+
+
+def typed_options(context: typer.Context) -> frozenset[str]:
+    """The names of the settings that the user has typed, as against those left at their default."""
+    names = {"noval": "val", "stall": "stall_s", "noautoanchor": "autoanchor", "label_smoothing": "hyp"}
+    typed = (k for k in context.params if (source := context.get_parameter_source(k)) and source.name == "COMMANDLINE")
+    return frozenset(names.get(k, k) for k in typed)

@@ -10,7 +10,7 @@ from trainer import imports
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
 from trainer.data.faults import Fault
-from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader
+from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader, start_forkserver
 from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
@@ -63,4 +63,14 @@ def left_out(*datasets: Dataset) -> list[Fault]:
     return [fault for dataset in datasets if isinstance(dataset, Yolo) for fault in dataset.faults]
 
 
-__all__ = ["EMBEDDED", "Batch", "Dataset", "TrainLoader", "ValBatch", "ValLoader", "left_out", "open_dataset"]
+__all__ = [
+    "EMBEDDED",
+    "Batch",
+    "Dataset",
+    "TrainLoader",
+    "ValBatch",
+    "ValLoader",
+    "left_out",
+    "open_dataset",
+    "start_forkserver",
+]

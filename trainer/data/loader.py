@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,11 +150,30 @@ class _ValMaker(_Maker[ValBatch]):
         return ValBatch(images, torch.tensor(share.ids), shapes, torch.from_numpy(pads))
 
 
+def start_forkserver(workers: int) -> None:
+    """Start the process that loading processes are forked from, where there will be any: they inherit from it
+
+    which signals they ignore.
+    """
+    if workers:
+        _context()
+        multiprocessing.forkserver.ensure_running()
+
+
+def _context() -> Any:
+    # A fork of a process that runs gloo's or CUDA's threads can deadlock; a fork server has none.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.data.loader"])
+    return context
+
+
 def _leave_with_the_trainer(worker: int) -> None:
     """End this worker when the process that feeds it is gone, even if that was killed.
 
     torch watches a worker's parent, which is the fork server; that in turn stays as long as any worker does.
+    A signal is the training process's to answer: it still needs its workers for the batches until the checkpoint.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -176,11 +197,8 @@ class _Stream(Generic[BatchType]):
         """A loader of whatever `_shares` holds when it is iterated; its workers start at the first pass."""
         options: dict[str, Any] = {}
         if self._workers:
-            # A fork of a process that runs gloo's or CUDA's threads can deadlock; a fork server has none.
-            context = torch.multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["trainer.data.loader"])
             options = {
-                "multiprocessing_context": context,
+                "multiprocessing_context": _context(),
                 "persistent_workers": True,
                 "prefetch_factor": self._ahead,
                 "worker_init_fn": _leave_with_the_trainer,
@@ -215,8 +233,8 @@ class TrainLoader:
 
     A picture's augmentation and mosaic partners follow from (seed, epoch, picture) alone and a step's shape from
     (seed, epoch, step), so that the global batch is the same for any number of ranks and workers, and from whatever
-    step an epoch is taken up again. A last batch that is not full is kept if every rank gets at least one picture
-    of it; else it is left out for this epoch.
+    step an epoch is taken up again. Every picture comes once: the steps of an epoch are as few as `batch` allows and
+    differ by one picture at most, so that none is left with a handful.
     """
 
     def __init__(
@@ -249,8 +267,7 @@ class TrainLoader:
                 f"--batch {batch} is smaller than the number of ranks, {world}",
                 f"--batch counts the pictures of all ranks together: use {world} or more",
             )
-        if len(dataset) < world:
-            raise TrainerError(f"{len(dataset)} training pictures cannot feed {world} ranks", "use fewer ranks")
+        self._dataset = dataset
         self._count, self._batch, self._rank, self._world, self._seed = len(dataset), batch, rank, world, seed
         self._dataset = dataset
         self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
@@ -258,8 +275,12 @@ class TrainLoader:
         self._aspects = aspects_of(dataset) if rect else None
         self._weights = PictureWeights(dataset) if image_weights else None
         self._class_map: list[float] | None = None
-        full, rest = divmod(self._count, batch)
-        self.steps = full + (rest >= world)
+        self.steps = -(-self._count // batch)
+        if self._count // self.steps < world:
+            raise TrainerError(
+                f"{self._count} training pictures in {self.steps} steps of at most {batch}: too few for {world} ranks",
+                "use another --batch, or fewer ranks",
+            )
         plain_from = 0 if rect else epochs - close_mosaic
         batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
         self._maker = _TrainMaker(dataset, self.min_side, seed, hyp, plain_from)
@@ -285,18 +306,8 @@ class TrainLoader:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of epoch `epoch` from step `first_step` on, of `steps` in all."""
-        rng = np.random.default_rng([_ORDER, self._seed, epoch])
-        if self._weights:
-            order = rng.choice(self._count, self._count, p=self._weights.shares(self._class_map))
-        else:
-            order = rng.permutation(self._count)
-        order = order[: self.steps * self._batch]
-        if self._aspects is None:
-            batches = [order[k : k + self._batch] for k in range(0, len(order), self._batch)]
-        else:
-            batches = batches_of_similar_aspect(order, self._aspects, self._batch, rng)
-            order = np.concatenate(batches)
-        again = repeats(order) if self._weights else None
+        batches, again = self._batches(epoch)
+        order = np.concatenate(batches)
         ends = np.cumsum([len(ids) for ids in batches])
         shares = []
         for step in range(first_step, self.steps):
@@ -320,6 +331,24 @@ class TrainLoader:
             draw = np.random.default_rng([_SIDE, self._seed, epoch, step])
             side = self._sides[int(draw.integers(len(self._sides)))]
         return (side, side) if self._aspects is None else rect_shape(self._aspects[ids], side, self._stride, 0.0)
+
+    def names_of(self, epoch: int, step: int) -> list[str]:
+        """What the pictures of a step are called, those of all ranks."""
+        batches, _ = self._batches(epoch)
+        return [self._dataset.name(k) for k in batches[step].tolist()]
+
+    def _batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
+        """The pictures of every step of an epoch, and with picture weights how often each was drawn before."""
+        rng = np.random.default_rng([_ORDER, self._seed, epoch])
+        if self._weights:
+            order = rng.choice(self._count, self._count, p=self._weights.shares(self._class_map))
+        else:
+            order = rng.permutation(self._count)
+        if self._aspects is None:
+            batches = np.array_split(order, self.steps)
+        else:
+            batches = batches_of_similar_aspect(order, self._aspects, self.steps, rng)
+        return batches, repeats(np.concatenate(batches)) if self._weights else None
 
 
 class ValLoader:

@@ -40,11 +40,11 @@ def rect_shape(aspects: Floats, side: int, stride: int, pad: float) -> Shape:
     return height, width
 
 
-def batches_of_similar_aspect(order: Ints, aspects: Floats, batch: int, rng: np.random.Generator) -> list[Ints]:
-    """`order` in batches of pictures of similar aspect; these, and pictures of equal aspect, in random order."""
+def batches_of_similar_aspect(order: Ints, aspects: Floats, steps: int, rng: np.random.Generator) -> list[Ints]:
+    """`order` in `steps` batches of similar aspect; these, and pictures of equal aspect, in random order."""
     ordered = order[np.argsort(aspects[order], kind="stable")]
-    batches = [ordered[k : k + batch] for k in range(0, len(ordered), batch)]
-    return [batches[k] for k in rng.permutation(len(batches))]
+    batches = np.array_split(ordered, steps)
+    return [batches[k] for k in rng.permutation(steps)]
 
 
 def neighbours(order: Ints, positions: Ints) -> list[Ints]:

@@ -1,0 +1,194 @@
+"""A run that was killed or told to stop, and went on, is the run that nobody disturbed."""
+
+import csv
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer_process import ranks, squares, start, wait
+from trainer import contract
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return squares(tmp_path_factory.mktemp("squares"), train=26)
+
+
+def options(data: Path, *more: str) -> list[str]:
+    """Batches of 5 that are gathered in pairs (nbs 10), so that a kill can fall between two moves of the weights."""
+    hyp = data.parent / "hyp.yaml"
+    hyp.write_text("nbs: 10\nwarmup_epochs: 0.01\nema_tau: 10\nmixup: 0.5\n")
+    return [
+        *("train", "--data", str(data), "--hyp", str(hyp), "--imgsz", "64", "--batch", "5", "--epochs", "3"),
+        *("--device", "cpu", "--log-steps", "--project", "runs", *more),
+    ]
+
+
+def content(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Bit for bit."""
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}.{k}")
+    else:
+        assert a == b or (a != a and b != b), f"{where}: {a} {b}"
+
+
+def steps(run: Path) -> list[str]:
+    return (run / "steps.csv").read_text().splitlines()
+
+
+def untimed(run: Path) -> list[dict[str, str]]:
+    """results.csv without what a clock measured."""
+    timed = {"images_per_s", "seconds", "data", "transfer", "compute", "sync", "val"}
+    with (run / "results.csv").open() as file:
+        return [{k: v for k, v in row.items() if k not in timed} for row in csv.DictReader(file)]
+
+
+def kill_after(processes: list[subprocess.Popen[str]], run: Path, rows: int, by: int = signal.SIGKILL) -> None:
+    """Send every process a signal as soon as the log of steps has so many rows."""
+    until = time.monotonic() + 60
+    while not (run / "steps.csv").exists() or len(steps(run)) < rows + 1:
+        assert time.monotonic() < until
+        assert all(p.poll() is None for p in processes), wait(processes)
+        time.sleep(0.002)
+    for p in processes:
+        p.send_signal(by)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path, tmp_path: Path, count: int) -> None:
+    """Two kills, at steps that nothing announced; all numbers of the run are those of an undisturbed one."""
+    whole = wait(start(tmp_path, ranks(count), *options(data, "--name", "whole")))
+    assert [code for code, _, _ in whole] == [0] * count, whole
+    cut = [*options(data, "--name", "cut"), "--save-every", "2steps", "--exist-ok"]
+    run = tmp_path / "runs" / "cut"
+    processes = start(tmp_path, ranks(count), *cut)
+    kill_after(processes, run, 4)
+    wait(processes)
+    processes = start(tmp_path, ranks(count), *cut, "--resume", str(run))
+    kill_after(processes, run, 11)
+    wait(processes)
+    *_, (code, _, err) = ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
+    assert code == 0, err
+    assert re.search(r"goes on in epoch [23] after step \d of 6", ended[0][1])
+
+    assert steps(run) == steps(tmp_path / "runs" / "whole")
+    assert len(steps(run)) == 1 + 18
+    before, after = (content(tmp_path / "runs" / name / "last.pt") for name in ("whole", "cut"))
+    for key in ("model", "ema", "updates", "optimizer", "scaler", "at", "total", "ranks", "epoch", "step"):
+        assert_same(before[key], after[key], key)
+    assert untimed(run) == untimed(tmp_path / "runs" / "whole")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, name: str) -> None:
+    """One of two ranks is told, both stop after the same step, and nothing of what was done is done again."""
+    run = tmp_path / "job"
+    run.mkdir()
+    job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(run), contract.NODES_ON_HOST: "1"}
+    processes = start(tmp_path, ranks(2), *options(data, "--epochs", "100", "--workers", "1"), **job)
+    try:
+        until = time.monotonic() + 60
+        while not (run / "steps.csv").exists() or len(steps(run)) < 3:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        before = time.monotonic()
+        processes[1].send_signal(getattr(signal, name))
+        ended = wait(processes)
+        assert time.monotonic() - before < 10
+    finally:
+        for p in processes:
+            p.kill()
+    assert [code for code, _, _ in ended] == [75, 75], ended
+    assert f"stopped by {name}" in ended[1][2]
+    assert '"event":"failed"' in ended[0][1]
+    assert '"exit_code":75' in ended[0][1]
+    done = content(run / "last.pt")
+    assert done["step"] >= len(steps(run)) - 1
+    assert done["at"]["last_move"] == done["step"] - 1  # no gradient was half gathered
+
+
+def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> None:
+    """From two ranks to four and to one: the losses stay those of the undisturbed run, but for rounding."""
+    wait(start(tmp_path, ranks(2), *options(data, "--name", "whole", "--precision", "fp32")))
+    run = tmp_path / "runs" / "cut"
+    cut = [*options(data, "--name", "cut", "--precision", "fp32", "--save-every", "1steps", "--exist-ok")]
+    for count, rows, more in ((2, 4, []), (4, 9, ["--resume", str(run)]), (1, 99, ["--resume", str(run)])):
+        processes = start(tmp_path, ranks(count), *cut, *more)
+        if rows < 99:
+            kill_after(processes, run, rows)
+        ended = wait(processes)
+    assert ended[0][0] == 0, ended
+    one, other = (
+        [[float(x) for x in row.split(",")] for row in steps(tmp_path / "runs" / n)[1:]] for n in ("whole", "cut")
+    )
+    assert [row[0] for row in one] == [row[0] for row in other] == [float(k) for k in range(1, 19)]
+    # Batch norm sees other shares of the batch, so that the losses are near but not equal; another order is far off.
+    for a, b in zip(one, other, strict=True):
+        assert b[1:] == pytest.approx(a[1:], rel=0.35, abs=0.02)
+
+
+def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "train"
+    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1")))[0][0] == 0
+    whole = (run / "last.pt").read_bytes()
+    (run / "last.pt").write_bytes(whole[: len(whole) // 2])
+    assert content(run / "previous.pt")["step"] == 6
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "runs"))
+    assert code == 0, err
+    assert "goes on in epoch 1 after step 6 of 6" in out
+
+
+def test_going_on_with_another_batch_is_refused(data: Path, tmp_path: Path) -> None:
+    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1")))[0][0] == 0
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train", "--batch", "4"))
+    assert code == 2
+    assert "error: --batch is 4, the checkpoint was made with 5" in err
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "none"))
+    assert code == 2
+    assert "error: --resume: no last.pt in any folder of none" in err
+
+
+def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Path) -> None:
+    """Two nodes with a disk each; the master's is lost, and the run goes on from the other's."""
+    folders = [tmp_path / "disk-0", tmp_path / "disk-1"]
+    for folder in folders:
+        folder.mkdir()
+
+    def launch(attempt: int, epochs: str) -> list[tuple[int, str, str]]:
+        places = ranks(2, nodes=2)
+        jobs = [
+            {**place, contract.RUN_DIR: str(folder), contract.JOB_ID: "j", contract.ATTEMPT: str(attempt)}
+            for place, folder in zip(places, folders, strict=True)
+        ]
+        return wait(start(tmp_path, jobs, *options(data, "--epochs", epochs, "--save-every", "2steps")))
+
+    assert [code for code, _, _ in launch(1, "3")] == [0, 0]
+    contents = [content(folder / "last.pt") for folder in folders]
+    assert_same(*contents)
+    for path in folders[0].iterdir():
+        path.unlink()
+    (folders[1] / "last.pt").unlink()  # what is left is the checkpoint before the last validation
+    (code, out, err), _ = launch(2, "3")
+    assert code == 0, err
+    assert "goes on in epoch 3 after step 6 of 6" in out
+    assert_same(content(folders[0] / "last.pt")["model"], contents[0]["model"])
+    assert_same(content(folders[0] / "best.pt")["at"], contents[0]["at"])

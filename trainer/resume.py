@@ -1,0 +1,150 @@
+"""Which checkpoint a run goes on from, and what must be the same for it to go on exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint, contract, dist
+from trainer.config import Hyp, Settings
+from trainer.errors import TrainerError
+
+LAST, PREVIOUS = "last.pt", "previous.pt"
+# What may differ when a run goes on: none of these changes a number that is computed.
+FREE = frozenset(
+    (
+        *("resume", "device", "workers", "cache", "project", "name", "exist_ok", "patience", "val_period"),
+        *("save_every", "save_period", "stall_s", "log_steps", "on_nan", "allow_bad_labels"),
+    )
+)
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """Write last.pt; the one before it becomes previous.pt, so that a torn write costs nothing but a few steps."""
+    last = folder / LAST
+    checkpoint.save(last, content, previous=folder / PREVIOUS)
+    return last
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """The newest complete checkpoint of a folder; one that cannot be read gives way to the one before it."""
+    found: dict[str, Any] | None = None
+    for name in (LAST, PREVIOUS):
+        with contextlib.suppress(TrainerError):
+            content = checkpoint.load(str(folder / name))
+            if found is None or content["step"] > found["step"]:
+                found = content
+    return found
+
+
+def asked(resume: str, environment: Mapping[str, str]) -> bool:
+    """Whether to look for a checkpoint: --resume, or a launcher that starts the job for a second time."""
+    return bool(resume) or environment.get(contract.ATTEMPT, "1") not in ("", "0", "1")
+
+
+def find(path: str, project: str) -> Path:
+    """The folder that `--resume PATH` means: of a checkpoint, a folder itself, or the newest in `project` ("last")."""
+    if path == "last":
+        times = {p.parent: p.stat().st_mtime for name in (LAST, PREVIOUS) for p in Path(project).glob(f"*/{name}")}
+        if not times:
+            raise TrainerError(
+                f"--resume: no {LAST} in any folder of {project}", "name it: --resume runs/train/last.pt"
+            )
+        return max(times, key=lambda folder: times[folder])
+    folder = Path(path)
+    if folder.suffix == ".pt":
+        folder = folder.parent
+    if not any((folder / name).is_file() for name in (LAST, PREVIOUS)):
+        raise TrainerError(f"--resume {path}: no checkpoint there", f"give a run's folder or its {LAST}")
+    return folder
+
+
+def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
+    """The settings of the run that `given.resume` names; `typed` are those that the user has typed this time.
+
+    A typed one that differs and would change the training is an error: the run would not go on, it would be another.
+    """
+    folder = find(given.resume, given.project)
+    content = newest(folder)
+    if not content:
+        raise TrainerError(f"--resume {folder}: its checkpoints cannot be read", "start anew, or from --weights")
+    saved = content["settings"]
+    names = {f.name for f in dataclasses.fields(Settings)}
+    values = {k: v for k, v in saved.items() if k in names and k not in FREE and k != "hyp"}
+    kept = dataclasses.replace(given, **values, hyp=Hyp(**saved["hyp"]), resume=str(folder))
+    for name in sorted(typed - FREE):
+        _compare(name, dataclasses.asdict(given)[name], saved.get(name))
+    return kept
+
+
+def check_same(content: Mapping[str, Any], settings: Settings) -> None:
+    """An error where the run was told other things than the one that wrote the checkpoint."""
+    saved, now = content["settings"], dataclasses.asdict(settings)
+    for name in sorted(saved.keys() & now.keys() - FREE):
+        _compare(name, now[name], saved[name])
+
+
+def _compare(name: str, now: Any, before: Any) -> None:
+    if now != before:
+        option = "--" + name.replace("_", "-")
+        raise TrainerError(
+            f"{option} is {_short(now, before)}, the checkpoint was made with {_short(before, now)}",
+            f"go on with the same {option}, or start anew from its weights with --weights",
+        )
+
+
+def _short(value: Any, other: Any) -> str:
+    """The value; of a dict only what differs."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items() if other.get(k) != v)
+    return str(value)
+
+
+def common(folder: Path, world: dist.World, token: str) -> bool:
+    """Whether this process sees the folder that rank 0 writes to, by a file that rank 0 has just put there."""
+    mark = folder / f".common-{token}"
+    if world.rank == 0:
+        mark.touch()
+    dist.barrier()
+    seen = mark.exists()
+    dist.barrier()
+    if world.rank == 0:
+        mark.unlink(missing_ok=True)
+    return seen
+
+
+def newest_of_all(folder: Path, world: dist.World) -> dict[str, Any] | None:
+    """The newest complete checkpoint that any rank can read, on every rank; None if there is none.
+
+    Where the nodes have no common disk, each keeps its own copy: a node that was replaced gets it from another.
+    """
+    mine = newest(folder)
+    steps = dist.all_gather(mine["step"] if mine else -1)
+    if max(steps) < 0:
+        return None
+    if min(steps) == max(steps):
+        return mine
+    return dist.broadcast(mine, source=steps.index(max(steps)))  # type: ignore[no-any-return]
+
+
+def share(path: Path, writes: bool) -> None:
+    """Give a file that some node has to those that write but lack it. A collective."""
+    has = dist.all_gather(path.is_file())
+    if any(has) and any(dist.all_gather(writes and not path.is_file())):
+        source = has.index(True)
+        content = dist.broadcast(path.read_bytes() if path.is_file() else None, source)
+        if writes and not path.is_file():
+            checkpoint.write_bytes(path, content)
+
+
+def discard_after(path: Path, number: int) -> None:
+    """Cut the rows whose first column is above `number` off a table of steps: they will be run again."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept = [line for k, line in enumerate(lines) if not k or int(line.split(",")[0]) <= number]
+    checkpoint.write_bytes(path, "".join(kept).encode())
