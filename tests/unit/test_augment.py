@@ -324,7 +324,32 @@ def test_colours_move_as_far_as_told_and_no_further():
     assert 1.1 < max(values) < 1.42
     same = image.copy()
     shift_colours(same, Hyp(**STILL), np.random.default_rng(0))
-    assert np.abs(same.astype(int) - image).mean() < 2  # nothing but HSV's own rounding
+    np.testing.assert_array_equal(same, image)
+
+
+def hues_after(gains, count=200):
+    """What became of a muted orange (hue 30 degrees), in HSV as degrees and shares of 1."""
+    found = []
+    for seed in range(count):
+        image = np.full((4, 4, 3), (200, 150, 100), np.uint8)
+        shift_colours(image, Hyp(**{**STILL, **gains}), np.random.default_rng(seed))
+        found.append(cv2.cvtColor(image.astype(np.float32) / 255, cv2.COLOR_RGB2HSV)[0, 0])
+    return np.array(found)
+
+
+def test_saturation_and_value_are_multiplied_and_hue_is_turned():
+    saturated = hues_after({"hsv_s": 0.7})
+    assert saturated[:, 1].min() == pytest.approx(0.3 * 0.5, abs=0.02)
+    assert saturated[:, 1].max() == pytest.approx(1.7 * 0.5, abs=0.02)
+    np.testing.assert_allclose(saturated[:, 0], 30, atol=2)
+    np.testing.assert_allclose(saturated[:, 2], 200 / 255, atol=0.01)
+    turned = hues_after({"hsv_h": 0.1})
+    assert turned[:, 0].min() == pytest.approx(30 - 18, abs=1.5)
+    assert turned[:, 0].max() == pytest.approx(30 + 18, abs=1.5)
+    np.testing.assert_allclose(turned[:, 1:], [[0.5, 200 / 255]] * len(turned), atol=0.08)
+    gray = np.full((4, 4, 3), 77, np.uint8)
+    shift_colours(gray, Hyp(hsv_h=0.5, hsv_s=0.9, hsv_v=0.0), np.random.default_rng(0))
+    np.testing.assert_array_equal(gray, 77)
 
 
 def test_mixup_shows_two_scenes():

@@ -110,6 +110,10 @@ def _move(matrix: Floats, points: Floats) -> Floats:
 
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     """The upright boxes (n, 4) xyxy around `boxes` (n, 4) xyxy after `matrix` (3, 3)."""
+    (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
+    if slant == turn == bend_x == bend_y == 0 < scale_x:
+        moved: Floats = boxes * np.array([scale_x, scale_y, scale_x, scale_y]) + np.array([x, y, x, y])
+        return moved
     corners = _move(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]])
     return np.concatenate([corners.min(1), corners.max(1)], 1)
 
@@ -244,28 +248,42 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) 
 
     Where there is an outline, the box is the one around what is seen of that.
     """
-    whole = (objects.boxes[:, 2:] - objects.boxes[:, :2]) * scale
+    whole = objects.boxes[:, 2:] - objects.boxes[:, :2]
     seen = np.minimum(np.maximum(_bounds(matrix, objects.boxes), 0), np.concatenate([result, result]))
     outlined = objects.corners > 0
     if outlined.any():
         seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], result)
-    left = seen[:, 2:] - seen[:, :2]
-    tiny = 1e-9
-    share = left.prod(1) / (whole.prod(1) + tiny)
-    aspect = np.maximum(left[:, 0] / (left[:, 1] + tiny), left[:, 1] / (left[:, 0] + tiny))
-    least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE)
-    keep = (left > _MIN_SIDE_PX).all(1) & (share > least) & (aspect < _MAX_ASPECT)
+    w, h = seen[:, 2] - seen[:, 0], seen[:, 3] - seen[:, 1]
+    least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE) * scale**2
+    keep = (np.minimum(w, h) > _MIN_SIDE_PX) & (w * h > least * whole[:, 0] * whole[:, 1])
+    keep &= np.maximum(w, h) < _MAX_ASPECT * np.minimum(w, h)
     rows: Floats = np.concatenate([objects.classes[:, None], seen], 1)[keep]
     return rows
 
 
 def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
-    """Multiply hue, saturation and value of `image` (h, w, 3) in place by 1 + U(-1, 1) * gain."""
-    gains = 1 + rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)
-    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV)
-    # Three times as fast as tables. Hue is in half degrees; one from 180 to 255 is read as if it went on from 0.
-    cv2.transform(hsv, np.diag(gains), dst=hsv)
-    cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB, dst=image)
+    """Change hue, saturation and value of `image` (h, w, 3) in place, by U(-1, 1) * gain each.
+
+    Value and saturation are multiplied by 1 + that, as in YOLOv5, and hue is turned by that share of half a circle,
+    which is the mean of what multiplying it would do. No pixel is converted to HSV for it, which would take twice as
+    long: with v the largest channel, value and saturation come out right as `value * (saturation * c + (1 -
+    saturation) * v)` for each channel c, and a turn of hue is a turn about the gray axis.
+    """
+    hue, saturation, value = (rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)).tolist()
+    saturation, value = 1 + saturation, 1 + value
+    channels = cv2.split(image)
+    top = cv2.max(cv2.max(channels[0], channels[1]), channels[2])
+    own, shared = value * saturation, value * (1 - saturation)
+    cv2.merge([cv2.addWeighted(channel, own, top, shared, 0) for channel in channels], dst=image)
+    if hue:
+        cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
+        gray = (1 - cos) / 3
+        turn = [
+            [cos + gray, gray - sin, gray + sin],
+            [gray + sin, cos + gray, gray - sin],
+            [gray - sin, gray + sin, cos + gray],
+        ]
+        cv2.transform(image, np.array(turn), dst=image)
 
 
 def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image) -> Floats:
@@ -332,8 +350,9 @@ def training_picture(
             boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
     labels = np.empty((len(boxes), 5), np.float32)
     labels[:, 0] = boxes[:, 0]
-    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * width, 2 * height)
-    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / (width, height)
+    size = np.array([width, height])
+    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * size)
+    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / size
     return labels
 
 

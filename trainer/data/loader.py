@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -39,6 +40,7 @@ from trainer.data.shared_memory import fit_workers, room
 from trainer.dist import World
 from trainer.errors import TrainerError
 
+Floats32 = npt.NDArray[np.float32]
 STRIDE = 32  # pixels per cell of the coarsest grid of a detector with three levels; P6 models have 64
 _GROUP = 32  # validation pictures that share a shape
 _VAL_PAD = 0.5  # strides of border around the largest of them
@@ -53,6 +55,14 @@ class Batch:
     targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # pictures of this step on all ranks together
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tensor travels from a worker as a file of its own, which takes longer than to send a few numbers.
+        return _batch, (self.images, self.targets.numpy(), self.ids.numpy(), self.global_size)
+
+
+def _batch(images: torch.Tensor, targets: Floats32, ids: Ints, global_size: int) -> Batch:
+    return Batch(images, torch.from_numpy(targets), torch.from_numpy(ids), global_size)
 
 
 @dataclass
