@@ -11,7 +11,7 @@ from trainer import contract
 from trainer.cli import app
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.signals import Stopped
+from trainer.training.signals import Stopped
 
 EXIT_INTERRUPTED = 130
 
@@ -22,7 +22,6 @@ def main() -> None:
         # OpenMP's threads wait for each other by spinning, by default for so long that a process with two threads
         # runs ten times slower as soon as anything else wants a core. Read once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    _alone_with_resume(sys.argv)
     try:
         app()
     except TrainerError as error:
@@ -44,14 +43,6 @@ def main() -> None:
         )
         traceback.print_exc()
         _exit(1)
-
-
-def _alone_with_resume(argv: list[str]) -> None:
-    """`--resume` without a path means the newest run: typer knows no option whose value may be left out."""
-    if "--resume" in argv:
-        after = argv.index("--resume") + 1
-        if after == len(argv) or argv[after].startswith("--"):
-            argv.insert(after, "last")
 
 
 def _exit(code: int) -> None:

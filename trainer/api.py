@@ -19,7 +19,7 @@ from trainer import contract
 from trainer.callback import Callback, tell
 from trainer.errors import TrainerError
 from trainer.ranks import Line, run_ranks
-from trainer.screen import Screen
+from trainer.training.screen import Screen
 
 JOB = "python"  # any job id makes the ranks tell their events
 

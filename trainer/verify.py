@@ -20,7 +20,7 @@ from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.ranks import Line, run_ranks
-from trainer.run import Run
+from trainer.training.run import Run
 
 # Relative. An untrained network enlarges rounding: a gradient's about a thousandfold, and again with each step that
 # follows from it. What is left in float64 after three steps is 1e-5 at most; a wrong sum is off by 1e-2 or more.

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import checkpoint, contract
+from trainer import contract
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
+from trainer.weights import checkpoint
 
 CONTENT: dict[str, Any] = {
     "format": checkpoint.FORMAT,

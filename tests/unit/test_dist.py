@@ -138,7 +138,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
         from trainer.config import Hyp
         from trainer.models.yolo import load_cfg
         from trainer.tasks.detection import Detection
-        from trainer.timing import Clock
+        from trainer.training.timing import Clock
 
         torch.manual_seed(0)
         task = Detection(load_cfg("CFG"), "CFG", ["a", "b", "c"], Hyp(), 64)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer import checkpoint, download
 from trainer.errors import TrainerError
+from trainer.weights import checkpoint, download
 
 CONTENT = bytes(range(256)) * 4000
 SUM = hashlib.sha256(CONTENT).hexdigest()

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import checkpoint
 from trainer.__main__ import main
 from trainer.errors import TrainerError
-from trainer.export import Decoded, _compare, export
+from trainer.inference.export import Decoded, _compare, export
 from trainer.models.yolo import build_yolo, load_cfg
+from trainer.weights import checkpoint
 
 NAMES = ["cat", "dog"]
 DEFAULTS: dict[str, Any] = {"imgsz": None, "batch": 1, "dynamic": False, "picture": "", "out": ""}

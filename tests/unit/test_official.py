@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.unit.official_file import write_official
-from trainer import checkpoint
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, check_cfg, load_cfg
+from trainer.weights import checkpoint
 
 
 @pytest.fixture(scope="module")

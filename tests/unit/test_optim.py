@@ -5,7 +5,7 @@ import torch
 
 from trainer.config import Hyp
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.optim import Ema, Rates, Schedule, build_optimizer, clip_gradients, float_state, set_rates
+from trainer.training.optim import Ema, Rates, Schedule, build_optimizer, clip_gradients, float_state, set_rates
 
 STEPS = 50  # per epoch: the warm-up lasts 150 steps
 SCHEDULE = Schedule(Hyp(), epochs=100, steps=STEPS, batch=16)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import checkpoint
 from trainer.__main__ import main
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.plots import class_colour
+from trainer.weights import checkpoint
 
 CONF = "0.004"  # an untrained model is sure of nothing
 

@@ -8,8 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trainer.data import Batch, open_dataset
 from trainer.metrics import BoxMAP
-from trainer.record import Record
-from trainer.tensorboard import EventFile
+from trainer.training.record import Record
+from trainer.training.tensorboard import EventFile
 
 NAMES = [str(k) for k in range(10)]
 PICTURES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]

@@ -19,7 +19,7 @@ def test_outputs_and_gradients_of_uneven_ranks_are_those_of_one_process(tmp_path
         from trainer.models.sync import synchronise
         from trainer.models.yolo import load_cfg
         from trainer.tasks.detection import Detection
-        from trainer.timing import Clock
+        from trainer.training.timing import Clock
 
         cpu = torch.device("cpu")
         torch.manual_seed(0)

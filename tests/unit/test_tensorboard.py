@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.tensorboard import EventFile
+from trainer.training.tensorboard import EventFile
 
 
 def read(folder):

@@ -12,7 +12,7 @@ import torch
 from tests.unit.trainer_process import environment, ranks, squares
 from trainer import contract
 from trainer.__main__ import main
-from trainer.timing import SHARES
+from trainer.training.timing import SHARES
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from trainer import checkpoint
 from trainer.__main__ import main
 from trainer.models.yolo import build_yolo, load_cfg
+from trainer.weights import checkpoint
 
 ROOT = Path(__file__).parents[2]
 COUNT = 37

@@ -19,13 +19,15 @@ LISTS = ("--freeze", "--classes")  # as in YOLOv5, several numbers may follow th
 
 
 class Verb(TyperCommand):
-    """A command that takes `--freeze 0 1 2`, which click by itself would not."""
+    """A command that takes `--freeze 0 1 2`, and `--resume` without a path, which click by itself would not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments with the numbers after such an option joined to one value."""
+        """The arguments with such numbers joined to one value, and `last` as the path where none is given."""
         joined: list[str] = []
-        for value in args:
-            if value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
+        for value, after in zip(args, [*args[1:], "--"], strict=True):
+            if value == "--resume" and after.startswith("--"):
+                joined += [value, "last"]
+            elif value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
                 joined[-1] += f" {value}"
             else:
                 joined.append(value)

@@ -31,7 +31,7 @@ def export(
     The file is kept only after it has been run and its outputs compared with the model's. Input `images` (batch, 3,
     height, width), RGB in 0..1; outputs `boxes` (batch, n, 4) x1 y1 x2 y2 in pixels and `scores` (batch, n, classes).
     """
-    from trainer.export import export as write
+    from trainer.inference.export import export as write
 
     done = write(weights, format, imgsz=imgsz, batch=batch, dynamic=dynamic, picture=picture, out=out, cfg=cfg)
     if json:

@@ -63,8 +63,8 @@ def predict(
 
     Ends with 1 if a picture or video could not be read; it is named, and the others are done.
     """
-    from trainer.predict import PredictSettings, counted
-    from trainer.predict import predict as run
+    from trainer.inference.predict import PredictSettings, counted
+    from trainer.inference.predict import predict as run
 
     # `0 2`, as in YOLOv5; a name may have a space in it.
     words = classes.split() if classes.replace(" ", "").isdecimal() else classes.split(",")

@@ -273,8 +273,8 @@ def train(
         compile=compile,
         grad_compress=grad_compress,
     )
-    from trainer import resume as resuming
-    from trainer.loop import train as run
+    from trainer.training import resume as resuming
+    from trainer.training.loop import train as run
 
     if resume:
         settings = resuming.settings_of(settings, typed_options(context))

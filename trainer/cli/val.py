@@ -101,8 +101,8 @@ def val(
     Several processes share the pictures and get the same scores: `torchrun --nproc-per-node 2 -m trainer val ...`.
     P, R and F1 are at the confidence that gives the best mean F1.
     """
+    from trainer.inference.validate import ValSettings, as_json, validate
     from trainer.tasks.inference import Limits
-    from trainer.validate import ValSettings, as_json, validate
 
     result = validate(
         ValSettings(
@@ -136,7 +136,7 @@ def val(
     if json:
         typer.echo(as_json(result))
         return
-    from trainer.table import scores_text
+    from trainer.metrics.table import scores_text
 
     scores = result.scores
     typer.echo(scores_text(scores))

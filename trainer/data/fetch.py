@@ -14,8 +14,8 @@ from trainer.data.archive import unpack
 from trainer.data.data_yaml import Content, load_data_yaml, places
 from trainer.data.faults import BadData
 from trainer.data.machine_lock import one_per_machine
-from trainer.download import fetch
 from trainer.errors import TrainerError
+from trainer.weights.download import fetch
 
 _SPLITS = ("train", "val")
 _SCRIPT = re.compile(r"^.*\n|^(ba)?sh\b|\bpython|\bimport\b|\w+\(|[;|&]")

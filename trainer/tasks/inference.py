@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from trainer import checkpoint
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
+from trainer.weights import checkpoint
 
 # Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
 # and all at once they would cost more time than the network.

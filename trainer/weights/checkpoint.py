@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import contract, download, official
+from trainer import contract
 from trainer.errors import TrainerError
+from trainer.weights import download, official
 
 FORMAT = 1
 KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
@@ -113,7 +114,8 @@ def copied(content: Any) -> Any:
 def load(weights: str) -> dict[str, Any]:
     """Read a checkpoint onto the CPU: ours, or one of YOLOv5's; nothing in the file is executed.
 
-    `weights` is a path, a release file's name or an address (trainer/download.py). One of YOLOv5's has no optimizer.
+    `weights` is a path, a release file's name or an address (trainer/weights/download.py). One of YOLOv5's has no
+    optimizer.
     """
     path = download.locate(weights)
     try:

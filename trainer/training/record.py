@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.metrics import BoxMAP, BoxScores
-from trainer.table import scores_text
-from trainer.tensorboard import EventFile
+from trainer.metrics.table import scores_text
+from trainer.training.tensorboard import EventFile
 
 if TYPE_CHECKING:
     from trainer.data import Batch, Dataset

@@ -8,10 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainer import advice, checkpoint, contract, dist
+from trainer import contract, dist
 from trainer.metrics import BoxScores
-from trainer.run import Run
-from trainer.timing import SHARES
+from trainer.training import advice
+from trainer.training.run import Run
+from trainer.training.timing import SHARES
+from trainer.weights import checkpoint
 
 
 def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:

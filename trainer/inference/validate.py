@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint, contract, dist
+from trainer import contract, dist
 from trainer.config import check_data_path
 from trainer.data import Dataset, ValLoader, open_dataset
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.formats import category_ids, coco_results, image_id, label_rows, unique_stems, write_text
+from trainer.inference.formats import category_ids, coco_results, image_id, label_rows, unique_stems, write_text
+from trainer.inference.progress import Waits, track
+from trainer.inference.truth import CocoTruth
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.precision import native_bf16, pick_dtype
-from trainer.progress import Waits, track
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
 from trainer.tasks.inference import Detections, Detector, Limits, Trained, half_of, load_trained
-from trainer.truth import CocoTruth
+from trainer.weights import checkpoint
 
 SPLITS = ("train", "val", "test")
 

@@ -9,7 +9,7 @@ import torch
 
 from trainer.data import Batch
 from trainer.errors import TrainerError
-from trainer.run import Run
+from trainer.training.run import Run
 
 _SIGNS = ("can't allocate memory", "not enough memory", "out of memory")
 

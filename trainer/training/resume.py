@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint, contract, dist
+from trainer import contract, dist
 from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
+from trainer.weights import checkpoint
 
 LAST, PREVIOUS = "last.pt", "previous.pt"
 # What may differ when a run goes on: none of these changes a number that is computed.

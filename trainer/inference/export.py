@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import download
 from trainer.config import DIGITS
 from trainer.data import open_dataset
 from trainer.data.augment import letterbox
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, fuse
 from trainer.tasks.inference import load_trained
+from trainer.weights import download
 
 SUFFIXES = {"onnx": ".onnx", "torchscript": ".torchscript"}
 INPUT, OUTPUTS = "images", ("boxes", "scores")

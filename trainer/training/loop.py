@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import callback, checkpoint, contract, dist, memory, results, resume
+from trainer import callback, contract, dist
 from trainer.config import Settings
 from trainer.data import Batch, ValBatch, start_forkserver
 from trainer.data.faults import note_left_out
@@ -23,10 +23,12 @@ from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.heap import keep_freed_memory
 from trainer.metrics import BoxScores
-from trainer.record import Record
-from trainer.run import NotFinite, Run
-from trainer.signals import StopSignals, ignored
-from trainer.watchdog import Watchdog
+from trainer.training import memory, results, resume
+from trainer.training.record import Record
+from trainer.training.run import NotFinite, Run
+from trainer.training.signals import StopSignals, ignored
+from trainer.training.watchdog import Watchdog
+from trainer.weights import checkpoint
 
 MAX_SKIPPED = 3  # batches that --on-nan skip leaves out before it gives up
 

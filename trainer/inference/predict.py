@@ -17,16 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer import checkpoint, dist
+from trainer import dist
 from trainer.data.augment import letterbox
 from trainer.data.dataset import Image
 from trainer.errors import TrainerError
-from trainer.formats import label_rows, unique_stems, write_text
-from trainer.growing import json_list, mp4
+from trainer.inference.formats import label_rows, unique_stems, write_text
+from trainer.inference.growing import json_list, mp4
+from trainer.inference.sources import Unreadable, find_sources, frames, is_video
 from trainer.plots import draw_boxes, write_picture
 from trainer.precision import native_bf16, pick_dtype
-from trainer.sources import Unreadable, find_sources, frames, is_video
 from trainer.tasks.inference import Detections, Detector, Limits, half_of, load_trained, to_original
+from trainer.weights import checkpoint
 
 _DRAWN_PX = 700  # a picture of this size gets boxes and text of size 1
 

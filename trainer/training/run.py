@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import checkpoint, dist
+from trainer import dist
 from trainer.config import Settings, check_data_path
 from trainer.data import Batch, TrainLoader, ValBatch, ValLoader, left_out, open_dataset
 from trainer.errors import TrainerError
@@ -23,13 +23,14 @@ from trainer.events import Events
 from trainer.metrics import BoxScores
 from trainer.models.sync import synchronise
 from trainer.models.yolo import freeze, load_cfg
-from trainer.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
 from trainer.precision import native_bf16, pick_dtype
-from trainer.record import Record
-from trainer.screen import Screen
 from trainer.tasks.autoanchor import fit_anchors
 from trainer.tasks.detection import Detection, Shown, prepare
-from trainer.timing import Clock
+from trainer.training.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
+from trainer.training.record import Record
+from trainer.training.screen import Screen
+from trainer.training.timing import Clock
+from trainer.weights import checkpoint
 
 DEFAULT_CFG = "yolov5n.yaml"
 SCALED_GRADIENTS = torch.float16  # the type whose small gradients vanish, so that the loss is scaled up

@@ -1,0 +1,1 @@
+"""Weights in and out: checkpoints, YOLOv5's files, downloads."""
