@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import cv2
 import numpy as np
@@ -51,7 +52,9 @@ def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
     return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r % each), "GROUP_RANK": str(r // each)} for r in range(count)]
 
 
-def start(cwd: Path, places: list[dict[str, str]], *arguments: str, **more: str) -> list[subprocess.Popen[str]]:
+def start(
+    cwd: Path, places: list[dict[str, str]], *arguments: str, stderr: IO[str] | int = subprocess.PIPE, **more: str
+) -> list[subprocess.Popen[str]]:
     """`trainer ARGUMENTS`, once for each place."""
     return [
         subprocess.Popen(
@@ -60,7 +63,7 @@ def start(cwd: Path, places: list[dict[str, str]], *arguments: str, **more: str)
             env=environment(**more, **place),
             text=True,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
         )
         for place in places
     ]

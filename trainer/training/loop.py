@@ -137,6 +137,8 @@ class Course:
             run.record = Record(run.folder, run.task.names, run.at.epoch + 1)
             if not content:
                 run.record.begin(run.train_set)
+        if s.on_nan == "skip":
+            self.last = checkpoint.copied(run.state())
         logs = s.log_steps and run.world.rank == 0
         self.steps = results.StepLog(run.folder / "steps.csv", run.task.terms) if logs else None
 

@@ -1,0 +1,195 @@
+"""What a training says and does when something goes wrong: numbers, memory, a rank that stands still."""
+
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.trainer_process import environment, ranks, squares, start, wait
+from trainer import contract
+from trainer.config import interval
+from trainer.errors import TrainerError
+from trainer.training.advice import advice, slowest
+from trainer.training.watchdog import Beat, late
+
+PLAIN = "mosaic: 0\nhsv_h: 0\nhsv_s: 0\nhsv_v: 0\nscale: 0\ntranslate: 0\nfliplr: 0\nnbs: 4\n"
+
+
+def options(data: Path, *more: str) -> list[str]:
+    return ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--device", "cpu", "--noval", *more]
+
+
+@pytest.fixture
+def fragile(tmp_path: Path) -> Path:
+    """A data set with one all-white picture, and a user's model that divides by zero when it sees one."""
+    data = squares(tmp_path / "set", train=12)
+    white = np.full((64, 64, 3), 255, np.uint8)
+    cv2.imwrite(str(tmp_path / "set" / "images" / "train" / "5.png"), white)
+    (tmp_path / "plain.yaml").write_text(PLAIN)
+    (tmp_path / "fragile.py").write_text(
+        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
+        "def build(nc):\n"
+        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        "    def divide(_, args):\n"
+        "        darkness = 1 - args[0].flatten(1).amin(1)\n"
+        "        return (args[0] / darkness.view(-1, 1, 1, 1),)\n"
+        "    model.register_forward_pre_hook(divide)\n"
+        "    return model\n"
+    )
+    return data
+
+
+def test_a_loss_that_is_no_number_names_its_batch(fragile: Path, tmp_path: Path) -> None:
+    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32")
+    for code, _, err in wait(start(tmp_path, ranks(2), *options(fragile, *more))):
+        assert code == 2, err
+        named = re.search(r"the loss is no longer finite \(epoch 1, step \d; the batch: (.*)\)", err)
+        assert named, err
+        pictures = named[1].split(", ")
+        assert len(pictures) == 4
+        assert any(name.endswith("images/train/5.png") for name in pictures)
+    assert not list(tmp_path.glob("runs/*/last.pt"))
+
+
+def test_such_a_batch_can_be_left_out(fragile: Path, tmp_path: Path) -> None:
+    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "2", "--precision", "fp32")
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, "--on-nan", "skip", "--log-steps")))
+    assert code == 0, err
+    assert out.count("without that batch") == 2  # one in each epoch
+    last = torch.load(tmp_path / "runs" / "train" / "last.pt", weights_only=True)
+    assert len(last["at"]["skipped"]) == 2
+    assert all(bool(value.isfinite().all()) for value in last["model"].values())
+    losses = [line.split(",")[1:] for line in (tmp_path / "runs" / "train" / "steps.csv").read_text().split()[1:]]
+    assert all(np.isfinite(float(loss)) for row in losses for loss in row)
+
+
+def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=32)
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import resource, sys, torch\n"
+        "from trainer.__main__ import main\n"
+        "import trainer.training.loop, trainer.data.picture_cache\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        f"limit = pages * {resource.getpagesize()} + (900 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "main()\n"
+    )
+
+    def run(batch: int) -> subprocess.CompletedProcess[str]:
+        arguments = options(data, "--imgsz", "640", "--epochs", "1", "--precision", "fp32", "--batch", str(batch))
+        return subprocess.run(
+            [sys.executable, str(program), *arguments], cwd=tmp_path, env=environment(), text=True, capture_output=True
+        )
+
+    done = run(32)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "error: out of memory with 32 pictures of 640 x 640 px on this cpu" in done.stderr
+    fits = re.search(r"hint: --batch (\d+) fits", done.stderr)
+    assert fits, done.stderr
+    assert 1 <= int(fits[1]) <= 16
+    assert "Traceback" not in done.stderr
+    assert run(int(fits[1])).returncode == 0
+
+
+def test_a_rank_that_stands_still_is_named_with_every_stack(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=12)
+    run = tmp_path / "job"
+    run.mkdir()
+    job = {contract.JOB_ID: "job-1", contract.RUN_DIR: str(run)}
+    with (tmp_path / "errors").open("w+") as errors:
+        processes = start(
+            tmp_path, ranks(2), *options(data, "--epochs", "1000", "--stall", "2", "--log-steps"), stderr=errors, **job
+        )
+        try:
+            until = time.monotonic() + 60
+            while not (run / "steps.csv").exists():
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            processes[1].send_signal(signal.SIGSTOP)
+            while "stalled" not in Path(errors.name).read_text():
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            time.sleep(0.5)
+        finally:
+            for p in processes:
+                p.kill()
+    said = Path(errors.name).read_text()
+    assert re.search(r"rank 0 \(pid \d+\) stalled: no step for \d s after \d+ steps; rank 1 gave no sign of life", said)
+    assert "training/run.py" in said  # where rank 0 waits
+    events = processes[0].communicate()[0]
+    assert '"event":"heartbeat"' in events
+    assert '"event":"stalled"' in events
+    processes[1].communicate()
+
+
+def test_who_is_late() -> None:
+    def beats(*states: tuple[int, str, float]) -> dict[int, Beat]:
+        return {k: Beat(*state) for k, state in enumerate(states)}
+
+    waiting = (7, "step", 0.0)
+    assert late(beats(waiting, (7, "loading", 0.0)), 2, 10) == "rank 1 late: in loading, 7 steps done"
+    assert late(beats(waiting, (6, "step", 0.0)), 2, 10) == "rank 1 late: only 6 steps done"
+    assert late(beats(waiting, (7, "step", 31.0)), 2, 10).startswith("rank 1 gave no sign of life")
+    assert late(beats(waiting), 3, 10).startswith("ranks 1, 2 gave no sign of life")
+    assert "the exchange itself stands still" in late(beats(waiting, waiting), 2, 10)
+
+
+def shares(**more: float) -> dict[str, float]:
+    some = {"data": 0.05, "transfer": 0.01, "sync": 0.04, "val": 0.05, **more}
+    return {**some, "compute": 1 - sum(some.values())}
+
+
+def test_the_slowest_rank_and_one_piece_of_advice() -> None:
+    how = {"workers": 2, "cores": 8, "device": "cuda", "cached": False}
+    assert slowest([shares(), shares()]) is None
+    assert advice([shares(), shares()], **how) == ""
+    assert slowest([shares(sync=0.4), shares(data=0.4)]) == (1, "data")
+    assert advice([shares(sync=0.4), shares(data=0.4)], **how) == (
+        "the others wait for rank 1: its loading takes longer there"
+    )
+    assert advice([shares(data=0.4)], **how).startswith(
+        "loading is 40% of the time: try --workers 4 (now 2) or --cache"
+    )
+    assert advice([shares(data=0.4)], **{**how, "workers": 8, "cached": True}) == ""
+    assert "--grad-compress bf16" in advice([shares(sync=0.4), shares(sync=0.4)], **how)
+    assert "--val-period" in advice([shares(val=0.5)], **how)
+
+
+def test_early_stopping_and_rare_validation_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    """A rate of nearly nothing: no score ever rises, so that it ends two epochs after the first validation."""
+    data = squares(tmp_path / "set", train=8)
+    (tmp_path / "still.yaml").write_text(PLAIN + "lr0: 1e-12\nwarmup_bias_lr: 0\n")
+    more = ("--hyp", "still.yaml", "--epochs", "9", "--patience", "2", "--val-period", "2", "--save-period", "2")
+    arguments = [o for o in options(data, *more) if o != "--noval"]
+    done = wait(start(tmp_path, ranks(2), *arguments))
+    assert [code for code, _, _ in done] == [0, 0], done
+    out = done[0][1]
+    assert "epoch 4/9  mAP50" in out
+    assert "epoch 3/9  loss" in out
+    assert "no better score for 2 epochs" in out
+    assert "epoch 5/9" not in out
+    kept = sorted(p.name for p in (tmp_path / "runs" / "train").glob("epoch*.pt"))
+    assert kept == ["epoch2.pt", "epoch4.pt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", (0, 0)), ("10min", (600, 0)), ("1.5h", (5400, 0)), ("30 s", (30, 0)), ("500steps", (0, 500)), ("7", (0, 7))],
+)
+def test_intervals(text: str, expected: tuple[float, int]) -> None:
+    assert interval(text) == expected
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-5min", "1.5", "10 days"])
+def test_what_is_no_interval(text: str) -> None:
+    with pytest.raises(TrainerError, match="--save-every"):
+        interval(text)
