@@ -37,7 +37,7 @@ def _tried(run: Run, images: int, height: int, width: int) -> bool:
     gc.collect()
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
-    run.model.eval()  # nothing is exchanged with other ranks
+    run.model.train(not run.settings.sync_bn)  # batch norm over all ranks would wait for the others
     try:
         pictures = torch.rand(images, height, width, 3, device=run.device).permute(0, 3, 1, 2)
         with run.autocast():
