@@ -232,6 +232,29 @@ def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> 
     assert not (tmp_path / "runs" / "train" / "last.pt").exists()  # no checkpoint of broken weights
 
 
+def test_it_starts_its_own_ranks(data: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(data, tmp_path / "runs", "--ranks", "2"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks over gloo" in done.stdout
+    assert (tmp_path / "runs" / "train" / "best.pt").exists()
+    done = subprocess.run(
+        command(data, tmp_path / "other", "--device", "0,1"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    if not torch.cuda.is_available():
+        assert done.returncode == 2
+        assert done.stderr.count("--device 0,1: no GPU can be used on this machine") == 1
+
+
 def test_help_names_the_defaults_and_loads_no_torch() -> None:
     program = "import sys; sys.argv = ['trainer', 'train', '--help']\n"
     program += "from trainer.__main__ import main\ntry:\n main()\nfinally:\n print('torch' in sys.modules)"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from trainer import contract
 from trainer.config import DIGITS, PRESETS, STANDARD, Settings, interval, layers, load_hyp, preset_for, smoothed
+from trainer.ranks import Line, run_ranks
 
 _D, _S = PRESETS[DIGITS], STANDARD
 
@@ -72,6 +77,13 @@ Device = Annotated[
 OptimizerName = Annotated[
     str | None,
     typer.Option("--optimizer", help=f"SGD, Adam or AdamW. {_default('optimizer')}", show_default=False),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Start so many ranks on this machine, as torchrun would. (default: one for each GPU that --device names)",
+        show_default=False,
+    ),
 ]
 Workers = Annotated[
     int | None,
@@ -194,6 +206,7 @@ def train(
     batch: Batch = None,
     imgsz: ImgSz = None,
     device: Device = "",
+    ranks: Ranks = None,
     optimizer: OptimizerName = None,
     workers: Workers = None,
     seed: Seed = 0,
@@ -227,9 +240,13 @@ def train(
 ) -> None:
     """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
 
-    Several processes: `torchrun --nproc-per-node 2 -m trainer train ...`; several machines: `clusterctl launch`.
+    Several GPUs: `--device 0,1`, or `torchrun --nproc-per-node 2 -m trainer train ...`; several machines:
+    `clusterctl launch`.
     The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
+    count = device.count(",") + 1 if ranks is None else ranks
+    if count > 1 and "RANK" not in os.environ:
+        raise typer.Exit(run_here(sys.argv[1:], count))
     preset = preset_for(data)
     values = load_hyp(hyp, preset.hyp) if hyp else preset.hyp
     if label_smoothing is not None:
@@ -279,6 +296,25 @@ def train(
     if resume:
         settings = resuming.settings_of(settings, typed_options(context))
     run(settings)
+
+
+def run_here(arguments: Sequence[str], count: int) -> int:
+    """Run the command line as several ranks of this machine; returns its exit code.
+
+    What all ranks say alike, as when the input is refused, is shown once.
+    """
+    said: set[str] = set()
+
+    def tell(line: Line) -> None:
+        if not line.stderr:
+            print(line.text if line.rank == 0 else f"rank {line.rank}: {line.text}", flush=True)
+        elif line.text not in said:
+            said.add(line.text)
+            print(line.text, file=sys.stderr, flush=True)
+
+    codes = sorted(run_ranks(arguments, count, os.environ, tell).values())
+    known = [code for code in codes if code in (contract.EXIT_BAD_INPUT, contract.EXIT_RUN_ME_AGAIN)]
+    return known[0] if known else int(bool(codes))
 
 
 def typed_options(context: typer.Context) -> frozenset[str]:
