@@ -1,5 +1,6 @@
 """What a training says and does when something goes wrong: numbers, memory, a rank that stands still."""
 
+import csv
 import re
 import resource
 import signal
@@ -129,6 +130,77 @@ def test_a_rank_that_stands_still_is_named_with_every_stack(tmp_path: Path) -> N
     assert '"event":"heartbeat"' in events
     assert '"event":"stalled"' in events
     processes[1].communicate()
+
+
+def test_another_data_set_on_one_machine_is_an_error_on_all(tmp_path: Path) -> None:
+    """Both by the number of pictures and by a single box."""
+    for name in ("one", "two", "three"):
+        squares(tmp_path / name / "set", train=8)
+        (tmp_path / name / "data.yaml").write_text("path: set\ntrain: images/train\nval: images/val\nnames: [a, b]\n")
+    (tmp_path / "two" / "set" / "images" / "train" / "3.png").unlink()
+    (tmp_path / "two" / "set" / "labels" / "train" / "3.txt").unlink()
+    label = tmp_path / "three" / "set" / "labels" / "val" / "1.txt"
+    label.write_text(label.read_text().replace("0 ", "1 ", 1))
+    said = "error: --data data.yaml is not the same everywhere: rank 1 has "
+    fewer, others = (
+        "7 training pictures, rank 0 has 8",
+        "3 validation pictures, rank 0 has 3; their boxes or sizes differ",
+    )
+    for other, what in (("two", fewer), ("three", others)):
+        processes = []
+        for place, folder in zip(ranks(2), ("one", other), strict=True):
+            (run,) = start(tmp_path / folder, [place], *options(Path("data.yaml"), "--epochs", "1"))
+            processes.append(run)
+        for code, _, err in wait(processes, timeout_s=60):
+            assert code == 2, err
+            assert said + what in err
+
+
+def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
+    """A data set whose pictures take their time: two ranks wait half as long, and find the same."""
+    squares(tmp_path / "set", train=4, val=24)
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "from trainer.data.yolo import Yolo\n\n"
+        "class Slow(Yolo):\n"
+        "    def image(self, index, min_side=0):\n"
+        "        time.sleep(0.1)\n"
+        "        return super().image(index, min_side)\n\n"
+        "def make(split, imgsz):\n"
+        "    return Slow('set/data.yaml', split)\n"
+    )
+    seconds, scores = [], []
+    for count in (1, 2):
+        arguments = [o for o in options(Path("slow:make"), "--epochs", "1", "--name", f"of{count}") if o != "--noval"]
+        done = wait(start(tmp_path, ranks(count), *arguments))
+        assert [code for code, _, _ in done] == [0] * count, done
+        with (tmp_path / "runs" / f"of{count}" / "results.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        seconds.append(float(row["val"]) * float(row["seconds"]))
+        scores.append(row["map50"])
+    assert seconds[0] > 2.4
+    assert seconds[1] < 0.75 * seconds[0]
+
+
+def test_gradients_in_half_the_bytes_and_scaled_losses_train_nearly_the_same(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=16)
+    losses = []
+    for name, count, more in (
+        ("exact", 2, ["--precision", "fp32"]),
+        ("half", 2, ["--precision", "fp32", "--grad-compress", "bf16"]),
+        ("fp16", 2, ["--precision", "fp16"]),
+    ):
+        done = wait(
+            start(tmp_path, ranks(count), *options(data, "--epochs", "1", "--log-steps", "--name", name, *more))
+        )
+        assert [code for code, _, _ in done] == [0] * count, done
+        rows = (tmp_path / "runs" / name / "steps.csv").read_text().split()[1:]
+        losses.append([sum(map(float, row.split(",")[1:])) for row in rows])
+    exact, half, fp16 = losses
+    assert half != exact
+    assert half == pytest.approx(exact, rel=0.05)
+    assert fp16 != exact
+    assert fp16 == pytest.approx(exact, rel=0.05)
 
 
 def test_who_is_late() -> None:

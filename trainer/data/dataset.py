@@ -34,7 +34,7 @@ class Dataset(Protocol):
         """(height, width) in pixels of the picture as stored, known without decoding it."""
 
     def name(self, index: int) -> str:
-        """What the picture is called in a message: its file."""
+        """What the picture is called in messages and in results: its file."""
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """The picture as uint8 (h, w, 3) RGB, not to be written to.
@@ -47,3 +47,12 @@ class Dataset(Protocol):
 
     def segments(self, index: int) -> list[Segment]:
         """The outlines of the boxes of `labels(index)`, in their order; empty, (0, 2), for one that is only a box."""
+
+
+def fingerprint_of(dataset: Dataset) -> str:
+    """Equal on two machines with the same pictures and boxes.
+
+    A data set tells by `fingerprint()`; of one without, only the number of pictures and the classes are compared.
+    """
+    own = getattr(dataset, "fingerprint", None)
+    return str(own()) if own else f"{len(dataset)} {dataset.names}"

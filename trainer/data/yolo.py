@@ -6,6 +6,8 @@ Everything is read and checked once, when the set is opened, so that a bad label
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,6 +108,14 @@ class Yolo:
 
     def __len__(self) -> int:
         return len(self._scan.paths)
+
+    def fingerprint(self) -> str:
+        """The same for the same pictures (by path in the set, and size) with the same boxes, wherever the set lies."""
+        parts = (self._scan.paths, self._scan.sizes, self._scan.labels)
+        digest = hashlib.sha256(json.dumps(self.names).encode())
+        for part in parts:
+            digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()
 
     def _path(self, index: int) -> str:
         return os.path.join(self._root, os.fsdecode(self._scan.paths[index]))

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer import callback, contract, dist
 from trainer.config import Settings
 from trainer.data import Batch, ValBatch, start_forkserver
+from trainer.data.dataset import fingerprint_of
 from trainer.data.faults import note_left_out
 from trainer.data.picture_cache import picture_folders
 from trainer.errors import TrainerError
@@ -92,6 +93,22 @@ def _introduce(run: Run, backend: str) -> None:
     )
 
 
+def _check_same_data(run: Run) -> None:
+    """An error on all ranks where they have not the same pictures and boxes: a half-copied set on one machine."""
+    sets = {"training": run.train_set, "validation": run.val_set}
+    mine = {kind: (fingerprint_of(data), len(data)) for kind, data in sets.items()}
+    everyone = dist.all_gather(mine)
+    for rank, other in enumerate(everyone):
+        for kind in sets:
+            if other[kind] != everyone[0][kind]:
+                counts = f"{other[kind][1]} {kind} pictures, rank 0 has {everyone[0][kind][1]}"
+                raise TrainerError(
+                    f"--data {run.settings.data} is not the same everywhere: rank {rank} has {counts}"
+                    + ("; their boxes or sizes differ" if other[kind][1] == everyone[0][kind][1] else ""),
+                    "copy the set anew to that machine, and compare: trainer data check --data ...",
+                )
+
+
 class Course:
     """Runs the epochs of one training and keeps its checkpoints."""
 
@@ -106,6 +123,7 @@ class Course:
         run, s = self.run, self.run.settings
         if dist.together() and run.world.local_rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
+        _check_same_data(run)
         shared = resume.common(run.folder, run.world, secrets.token_hex(4))
         # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
         self.writes = run.world.rank == 0 or (run.world.local_rank == 0 and not shared)

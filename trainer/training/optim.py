@@ -97,7 +97,11 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int) -> torch.
     ]
     # Fused: one kernel for all tensors instead of a Python loop over them.
     if name == "SGD":
-        return torch.optim.SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=True)
+        optimizer = torch.optim.SGD(groups, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=True)
+        # Left to itself, the fused kernel begins with whatever is in memory if fp16's scaler skips the first step.
+        for moved in (*biases, *scales, *weights):
+            optimizer.state[moved]["momentum_buffer"] = torch.zeros_like(moved)
+        return optimizer
     if name not in OPTIMIZERS:
         raise ValueError(name)
     kind = torch.optim.Adam if name == "Adam" else torch.optim.AdamW
