@@ -279,21 +279,17 @@ def test_other_orders_are_the_same_for_any_ranks_and_workers_too(world, workers,
         assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
 
 
-def test_pictures_of_a_mosaic_come_from_one_block_of_the_order_and_each_is_decoded_once():
-    data = Photos(40)
+def test_pictures_of_a_mosaic_come_from_a_window_of_the_order_and_are_decoded_once():
+    data = Photos(200)
     decoded = []
     data.image = lambda index, min_side=0: decoded.append(index) or Photos.image(data, index, min_side)
     loader = train_loader(data, batch=16, hyp=Hyp(mixup=0.3))
-    for batch in loader.epoch(0):
-        if len(batch.ids) == 16:
-            assert sorted(decoded) == sorted(set(decoded) & set(batch.ids.tolist()))
-        assert len(decoded) == len(set(decoded))
-        decoded.clear()
+    assert sum(len(batch.ids) for batch in loader.epoch(0)) == 200
+    assert len(decoded) < 1.1 * len(set(decoded))
     order = np.random.default_rng(0).permutation(1000)
     near = neighbours(order, np.arange(1000))
-    assert all(index in block for index, block in zip(order, near, strict=True))
-    assert {len(block) for block in near} == {16, 8}
-    assert len(neighbours(order[:39], np.array([38]))[0]) == 23
+    assert all(index in window for index, window in zip(order, near, strict=True))
+    assert {len(window) for window in near} == {64}
     assert set(np.concatenate(near).tolist()) == set(range(1000))
     assert len(neighbours(np.arange(3), np.arange(3))[0]) == 3
 

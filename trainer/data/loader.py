@@ -23,7 +23,7 @@ from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_picture
 from trainer.data.dataset import Dataset
 from trainer.data.order import (
-    BLOCK,
+    WINDOW,
     Ints,
     PictureWeights,
     Shape,
@@ -127,7 +127,7 @@ def _empty(shape: tuple[int, ...]) -> torch.Tensor:
 class _TrainMaker(_Maker[Batch]):
     def __init__(self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float) -> None:
         """From epoch `plain_from` on, every picture is alone: no mosaic, nothing mixed in."""
-        super().__init__(Recent(dataset, 3 * BLOCK // 2, min_side))
+        super().__init__(Recent(dataset, WINDOW + WINDOW // 4, min_side))
         self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
 
     def make(self, share: _Share) -> Batch:

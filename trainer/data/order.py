@@ -13,7 +13,7 @@ from trainer.data.dataset import Dataset
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Shape = tuple[int, int]  # (height, width) in pixels
-BLOCK = 16
+WINDOW = 64  # pictures; decoded, they are what every loading process keeps in memory
 
 
 def scales(imgsz: int, stride: int) -> range:
@@ -48,14 +48,15 @@ def batches_of_similar_aspect(order: Ints, aspects: Floats, steps: int, rng: np.
 
 
 def neighbours(order: Ints, positions: Ints) -> list[Ints]:
-    """For each of `positions` in `order`, the pictures that its mosaic is made of: the block of it, 16 long.
+    """For each of `positions` in `order`, the pictures that its mosaic is made of: the last WINDOW up to it.
 
-    A random order's blocks are random too, and each is the same for any batch and number of ranks. Since the pictures
-    of a block are made together, each is decoded once for all mosaics that show it: that is most of a loader's work.
+    In a random order these are random pictures of the whole set, others in every epoch, and the same for any batch and
+    number of ranks. A process that makes one batch after the other has them decoded already, which is most of a
+    loader's work; a window of the batch's own size would save the same, but leave too few pictures to learn from in
+    each batch.
     """
-    blocks = max(1, (len(order) + BLOCK // 2) // BLOCK)  # a last one of less than a half belongs to the one before
-    cut = {k: order[k * BLOCK : (k + 1) * BLOCK if k < blocks - 1 else None] for k in range(blocks)}
-    return [cut[min(k, blocks - 1)] for k in (positions // BLOCK).tolist()]
+    ends = np.maximum(positions + 1, WINDOW).tolist()
+    return [order[max(0, end - WINDOW) : end] for end in ends]
 
 
 def repeats(order: Ints) -> Ints:
