@@ -285,7 +285,7 @@ def test_pictures_of_a_mosaic_come_from_a_window_of_the_order_and_are_decoded_on
     data.image = lambda index, min_side=0: decoded.append(index) or Photos.image(data, index, min_side)
     loader = train_loader(data, batch=16, hyp=Hyp(mixup=0.3))
     assert sum(len(batch.ids) for batch in loader.epoch(0)) == 200
-    assert len(decoded) < 1.1 * len(set(decoded))
+    assert len(decoded) < 1.25 * len(set(decoded))  # from the whole set, it would be more than twice
     order = np.random.default_rng(0).permutation(1000)
     near = neighbours(order, np.arange(1000))
     assert all(index in window for index, window in zip(order, near, strict=True))
