@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEFAULT_IMAGE
+from tests.unit.trainer_process import squares
 
 pytestmark = pytest.mark.engine
 
@@ -138,3 +139,16 @@ def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Pa
         assert rebuilt < 0.02 * sum(sizes)
     finally:
         subprocess.run(["docker", "image", "rm", "--force", changed], capture_output=True, check=False)
+
+
+def test_docker_s_64_mb_of_shared_memory_mean_fewer_workers_and_a_word_about_it(image: str, run_dir: Path) -> None:
+    data = squares(run_dir.parent / "set", train=32)
+    data.write_text("path: /mnt/set\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    arguments = ["--data", "/mnt/set/data.yaml", "--imgsz", "640", "--batch", "16", "--epochs", "1", "--workers", "4"]
+    said = docker(
+        *("run", "--rm", "--shm-size", "64m", "--volume", f"{run_dir.parent / 'set'}:/mnt/set"),
+        *("--volume", f"{run_dir}:/mnt/run", image, "trainer", "train", *arguments, "--noval", "--project", "/mnt/run"),
+    )
+    assert "/dev/shm has room for 64 MiB" in said
+    assert "going on with" in said
+    assert "done in" in said
