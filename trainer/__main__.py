@@ -14,6 +14,9 @@ from trainer.events import Events
 from trainer.training.signals import Stopped
 
 EXIT_INTERRUPTED = 130
+# What gloo says when the process at the other end is gone.
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST_HINT = "what it died of stands in its own log; --resume goes on from the last checkpoint"
 
 
 def main() -> None:
@@ -35,13 +38,15 @@ def main() -> None:
         print(f"stopped by {stop}; a checkpoint is written, --resume goes on from it", file=sys.stderr)
         _tell_failure(f"stopped by {stop} after a checkpoint", "", contract.EXIT_RUN_ME_AGAIN)
         _exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
-    except Exception as error:  # a defect or a lost rank: the traceback stays, the launcher gets its last line
+    except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        lost = "Connection closed by peer" in first or "Connection reset by peer" in first
-        _tell_failure(
-            f"{type(error).__name__}: {first}", "another rank ended first: see the other ranks' logs" if lost else "", 1
-        )
-        traceback.print_exc()
+        if any(sign in first for sign in LOST):
+            print(f"error: another rank ended: {first}", file=sys.stderr)
+            print(f"hint: {LOST_HINT}", file=sys.stderr)
+            _tell_failure(f"another rank ended: {first}", LOST_HINT, 1)
+        else:  # a defect: the traceback stays, the launcher gets its last line
+            _tell_failure(f"{type(error).__name__}: {first}", "", 1)
+            traceback.print_exc()
         _exit(1)
 
 

@@ -154,7 +154,15 @@ def join(world: World, device: torch.device) -> str:
         return ""
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, timeout=TIMEOUT, **options)
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT, **options)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
+            raise
+        raise TrainerError(
+            f"MASTER_PORT {os.environ['MASTER_PORT']} is taken by another program on this machine",
+            "choose another one for all ranks, or end what holds it (ss -ltnp)",
+        ) from None
     return backend
 
 

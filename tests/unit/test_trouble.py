@@ -4,6 +4,7 @@ import csv
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -130,6 +131,32 @@ def test_a_rank_that_stands_still_is_named_with_every_stack(tmp_path: Path) -> N
     assert '"event":"heartbeat"' in events
     assert '"event":"stalled"' in events
     processes[1].communicate()
+
+
+def test_a_dead_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=12)
+    processes = start(tmp_path, ranks(2), *options(data, "--epochs", "1000", "--log-steps"))
+    until = time.monotonic() + 60
+    while not (tmp_path / "runs" / "train" / "steps.csv").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    processes[1].kill()
+    (code, _, err), _ = wait(processes, timeout_s=60)
+    assert code == 1
+    assert "error: another rank ended: " in err
+    assert "Traceback" not in err
+
+
+def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=12)
+    first = ranks(2)[0]
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", int(first["MASTER_PORT"])))
+        taken.listen()
+        ((code, _, err),) = wait(start(tmp_path, [first], *options(data, "--epochs", "1")), timeout_s=60)
+    assert code == 2, err
+    assert f"error: MASTER_PORT {first['MASTER_PORT']} is taken" in err
+    assert "Traceback" not in err
 
 
 def test_another_data_set_on_one_machine_is_an_error_on_all(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ def newest(folder: Path) -> dict[str, Any] | None:
     for name in (LAST, PREVIOUS):
         with contextlib.suppress(TrainerError):
             content = checkpoint.load(str(folder / name))
+            if "settings" not in content:  # weights alone, or of another program
+                continue
             if found is None or content["step"] > found["step"]:
                 found = content
     return found
