@@ -88,7 +88,7 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     wait(processes)
     *_, (code, _, err) = ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
     assert code == 0, err
-    assert re.search(r"goes on in epoch [23] after step \d of 6", ended[0][1])
+    assert re.search(r"goes on in epoch \d after step \d of 6", ended[0][1])
 
     assert steps(run) == steps(tmp_path / "runs" / "whole")
     assert len(steps(run)) == 1 + 18

@@ -264,8 +264,10 @@ def test_the_slowest_rank_and_one_piece_of_advice() -> None:
 
 
 def test_early_stopping_and_rare_validation_are_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """A rate of nearly nothing: no score ever rises, so that it ends two epochs after the first validation."""
+    """Boxes too small to be hit: no score ever rises, so that it ends two epochs after the first validation."""
     data = squares(tmp_path / "set", train=8)
+    for label in (tmp_path / "set" / "labels" / "val").iterdir():
+        label.write_text("0 0.5 0.5 0.02 0.02\n")
     (tmp_path / "still.yaml").write_text(PLAIN + "lr0: 1e-12\nwarmup_bias_lr: 0\n")
     more = ("--hyp", "still.yaml", "--epochs", "9", "--patience", "2", "--val-period", "2", "--save-period", "2")
     arguments = [o for o in options(data, *more) if o != "--noval"]
@@ -292,3 +294,12 @@ def test_intervals(text: str, expected: tuple[float, int]) -> None:
 def test_what_is_no_interval(text: str) -> None:
     with pytest.raises(TrainerError, match="--save-every"):
         interval(text)
+
+
+def test_options_that_need_no_value_there(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=8)
+    ((code, out, err),) = wait(
+        start(tmp_path, ranks(1), *options(data, "--cache", "--epochs", "1", "--freeze", "0", "1"))
+    )
+    assert code == 0, err
+    assert "frozen: layers 0, 1 with" in out

@@ -15,18 +15,19 @@ from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
 
+BARE = {"--resume": "last", "--cache": "ram"}  # what these mean without a value, as in YOLOv5
 LISTS = ("--freeze", "--classes")  # as in YOLOv5, several numbers may follow these
 
 
 class Verb(TyperCommand):
-    """A command that takes `--freeze 0 1 2`, and `--resume` without a path, which click by itself would not."""
+    """A command that takes `--freeze 0 1 2`, and `--resume` without a value, which click by itself would not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments with such numbers joined to one value, and `last` as the path where none is given."""
+        """The arguments with such numbers joined to one value, and BARE's values where none is given."""
         joined: list[str] = []
         for value, after in zip(args, [*args[1:], "--"], strict=True):
-            if value == "--resume" and after.startswith("--"):
-                joined += [value, "last"]
+            if value in BARE and after.startswith("--"):
+                joined += [value, BARE[value]]
             elif value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
                 joined[-1] += f" {value}"
             else:
@@ -35,7 +36,6 @@ class Verb(TyperCommand):
 
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
