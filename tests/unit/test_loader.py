@@ -190,6 +190,20 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
     pytest.fail("processes of a killed trainer are still there after 20 s")
 
 
+def test_a_program_ends_with_batches_still_being_made(tmp_path):
+    (tmp_path / "left.py").write_text(KILLED.replace("    os.kill(os.getpid(), signal.SIGKILL)\n", ""))
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "left.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - begin < 30
+
+
 def test_loading_leaves_torchs_random_numbers_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
@@ -292,6 +306,18 @@ def test_pictures_of_a_mosaic_come_from_a_window_of_the_order_and_are_decoded_on
     assert {len(window) for window in near} == {64}
     assert set(np.concatenate(near).tolist()) == set(range(1000))
     assert len(neighbours(np.arange(3), np.arange(3))[0]) == 3
+
+
+def test_workers_go_on_with_the_next_epoch_unless_another_one_is_asked_for():
+    data = Digits("train", 64, pages=16)
+    loader, fresh = train_loader(data, workers=2, epochs=6), lambda: train_loader(data)
+    for epoch, first in ((0, 0), (1, 0), (2, 0), (4, 1), (5, 0), (0, 2), (5, 0)):
+        batches, expected = list(loader.epoch(epoch, first)), list(fresh().epoch(epoch, first))
+        assert len(batches) == len(expected)
+        for batch, other in zip(batches, expected, strict=True):
+            assert torch.equal(batch.images, other.images)
+    for epoch in (1, 2):  # left in the middle
+        assert torch.equal(next(loader.epoch(epoch)).images, next(fresh().epoch(epoch)).images)
 
 
 def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():

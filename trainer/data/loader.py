@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -24,6 +26,7 @@ from trainer.data.augment import letterbox, training_picture
 from trainer.data.dataset import Dataset
 from trainer.data.order import (
     WINDOW,
+    Floats,
     Ints,
     PictureWeights,
     Shape,
@@ -194,14 +197,25 @@ def _leave_with_the_trainer(worker: int) -> None:
     threading.Thread(target=watch, name=f"worker-{worker}-watch", daemon=True).start()
 
 
+class _Shares:
+    """What a DataLoader asks for its keys: those that are to come now."""
+
+    coming: Iterable[_Share] = ()
+
+    def __iter__(self) -> Iterator[_Share]:
+        return iter(self.coming)
+
+
 class _Stream(Generic[BatchType]):
     """Batches from this process or, in order, from worker processes that live as long as the stream."""
 
     def __init__(self, maker: _Maker[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
         self._maker: Any = maker  # a map-style data set whose keys are shares
         self._workers, self._ahead, self.note = fit_workers(workers, batch_bytes, local_size, room())
-        self._shares: list[_Share] = []
+        self._shares = _Shares()
         self._loader = self._open()
+        self._batches: Iterator[Any] = iter(())
+        self._ends: Any = None  # what ends the workers with the process, once there are any
 
     def _open(self) -> DataLoader[Any]:
         """A loader of whatever `_shares` holds when it is iterated; its workers start at the first pass."""
@@ -222,20 +236,90 @@ class _Stream(Generic[BatchType]):
             **options,
         )
 
-    def run(self, shares: list[_Share]) -> Iterator[BatchType]:
+    def run(self, shares: Iterable[_Share]) -> Iterator[BatchType]:
         """The batches of `shares`, in their order; an error of a worker is raised here."""
-        self._shares[:] = shares
-        error = None
-        for batch in self._loader:
+        self._shares.coming = shares
+        self._batches = iter(self._loader)
+        if self._workers and not self._ends:
+            # After torch's own, so before it: that waits 5 s for each worker, as it has not told it to end.
+            self._ends = atexit.register(_close, weakref.ref(self))
+        while (batch := next(self._batches, None)) is not None:
             if isinstance(batch, TrainerError):
-                error = batch
-                break
+                self.close()
+                raise batch
             yield batch
-        if error:
-            # Ends the workers now. Left to the error's traceback, they would end by garbage collection, which
-            # closes their queues first, and torch would then wait 5 s for each of them.
-            self._loader = self._open()
-            raise error
+
+    def close(self) -> None:
+        """End the workers now; a later run starts others.
+
+        Left to a traceback, they would end by garbage collection, which closes their queues first, and torch would
+        then wait 5 s for each of them.
+        """
+        self._batches = iter(())
+        self._loader, self._ends = self._open(), None
+
+
+def _close(stream: weakref.ref[_Stream[Any]]) -> None:
+    if alive := stream():
+        alive.close()
+
+
+@dataclass
+class _Plan:
+    """Which pictures make up which step of which epoch, and in which shape."""
+
+    count: int  # pictures of the set
+    steps: int
+    rank: int
+    world: int
+    seed: int
+    epochs: float
+    sides: range
+    stride: int
+    aspects: Floats | None  # (count,), with --rect
+    weights: PictureWeights | None
+    class_map: list[float] | None = None
+
+    def shares_from(self, epoch: int, first_step: int) -> Iterator[_Share]:
+        end = max(self.epochs, epoch + 1)
+        while epoch < end:
+            batches, again = self.batches(epoch)
+            order, sizes = np.concatenate(batches), [len(ids) for ids in batches]
+            ends = np.cumsum(sizes)
+            for step in range(first_step, self.steps):
+                ids = batches[step]
+                mine = np.array_split(np.arange(ends[step] - len(ids), ends[step]), self.world)[self.rank]
+                yield _Share(
+                    ids=order[mine],
+                    shape=self._shape(epoch, step, ids),
+                    global_size=len(ids),
+                    epoch=epoch,
+                    neighbours=neighbours(order, mine),
+                    repeats=None if again is None else again[mine],
+                )
+            if self.weights:
+                return
+            epoch, first_step = epoch + 1, 0
+
+    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
+        side = self.sides[0]
+        if len(self.sides) > 1:
+            draw = np.random.default_rng([_SIDE, self.seed, epoch, step])
+            side = self.sides[int(draw.integers(len(self.sides)))]
+        return (side, side) if self.aspects is None else rect_shape(self.aspects[ids], side, self.stride, 0.0)
+
+    def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
+        """The pictures of every step of an epoch, and with picture weights how often each was drawn before."""
+        rng = np.random.default_rng([_ORDER, self.seed, epoch])
+        if self.weights:
+            order = rng.choice(self.count, self.count, p=self.weights.shares(self.class_map))
+        else:
+            order = rng.permutation(self.count)
+        if self.aspects is None:
+            batches = np.array_split(order, self.steps)
+        else:
+            batches = batches_of_similar_aspect(order, self.aspects, self.steps, rng)
+        return batches, repeats(np.concatenate(batches)) if self.weights else None
 
 
 class TrainLoader:
@@ -277,26 +361,35 @@ class TrainLoader:
                 f"--batch {batch} is smaller than the number of ranks, {world}",
                 f"--batch counts the pictures of all ranks together: use {world} or more",
             )
-        self._dataset = dataset
-        self._count, self._batch, self._rank, self._world, self._seed = len(dataset), batch, rank, world, seed
-        self._dataset = dataset
-        self._sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self._stride, self.min_side = stride, self._sides[-1]  # what pictures are decoded for
-        self._aspects = aspects_of(dataset) if rect else None
-        self._weights = PictureWeights(dataset) if image_weights else None
-        self._class_map: list[float] | None = None
-        self.steps = -(-self._count // batch)
-        if self._count // self.steps < world:
+        self._dataset, count = dataset, len(dataset)
+        self.steps = -(-count // batch)
+        if count // self.steps < world:
             raise TrainerError(
-                f"{self._count} training pictures in {self.steps} steps of at most {batch}: too few for {world} ranks",
+                f"{count} training pictures in {self.steps} steps of at most {batch}: too few for {world} ranks",
                 "use another --batch, or fewer ranks",
             )
+        sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
+        self.min_side = sides[-1]  # what pictures are decoded for
+        self._plan = _Plan(
+            count=count,
+            steps=self.steps,
+            rank=rank,
+            world=world,
+            seed=seed,
+            epochs=epochs,
+            sides=sides,
+            stride=stride,
+            aspects=aspects_of(dataset) if rect else None,
+            weights=PictureWeights(dataset) if image_weights else None,
+        )
+        self._coming: Iterator[Batch] = iter(())
+        self._at: tuple[int, int] | None = None  # epoch and step of the first of `_coming`
         plain_from = 0 if rect else epochs - close_mosaic
-        batch_bytes = -(-batch // world) * self._sides[-1] ** 2 * 3
+        batch_bytes = -(-batch // world) * self.min_side**2 * 3
         self._maker = _TrainMaker(dataset, self.min_side, seed, hyp, plain_from)
         self._stream = _Stream(self._maker, workers, batch_bytes, local_size)
         self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
-        if hyp.copy_paste and not any(len(outline) for k in range(self._count) for outline in dataset.segments(k)):
+        if hyp.copy_paste and not any(len(outline) for k in range(count) for outline in dataset.segments(k)):
             self.notes.append("copy_paste has no effect here: it moves objects by their outlines, and these are boxes")
 
     def __len__(self) -> int:
@@ -312,53 +405,28 @@ class TrainLoader:
         `class_map` (nc,) is the last validation's mAP of each class, the same on all ranks; it is all that a resumed
         run needs to know. None (before any validation): all classes as often.
         """
-        self._class_map = None if class_map is None else list(class_map)
+        self._plan.class_map = None if class_map is None else list(class_map)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of epoch `epoch` from step `first_step` on, of `steps` in all."""
-        batches, again = self._batches(epoch)
-        order = np.concatenate(batches)
-        ends = np.cumsum([len(ids) for ids in batches])
-        shares = []
-        for step in range(first_step, self.steps):
-            ids = batches[step]
-            mine = np.array_split(np.arange(ends[step] - len(ids), ends[step]), self._world)[self._rank]
-            shares.append(
-                _Share(
-                    ids=order[mine],
-                    shape=self._shape(epoch, step, ids),
-                    global_size=len(ids),
-                    epoch=epoch,
-                    neighbours=neighbours(order, mine),
-                    repeats=None if again is None else again[mine],
-                )
-            )
-        return self._stream.run(shares)
+        """This rank's batches of epoch `epoch` from step `first_step` on, of `steps` in all.
 
-    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
-        side = self._sides[0]
-        if len(self._sides) > 1:
-            draw = np.random.default_rng([_SIDE, self._seed, epoch, step])
-            side = self._sides[int(draw.integers(len(self._sides)))]
-        return (side, side) if self._aspects is None else rect_shape(self._aspects[ids], side, self._stride, 0.0)
+        Workers go on with the next epoch's while the last ones of this are used, and while the model is validated.
+        """
+        if self._at != (epoch, first_step):
+            self._coming = self._stream.run(self._plan.shares_from(epoch, first_step))
+            self._at = (epoch, first_step)
+        for step in range(first_step, self.steps):
+            self._at = None  # for as long as a batch is made, which can fail
+            batch = next(self._coming)
+            # Picture weights may change between epochs: nothing is made ahead.
+            last = step + 1 == self.steps
+            self._at = None if last and self._plan.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            yield batch
 
     def names_of(self, epoch: int, step: int) -> list[str]:
         """What the pictures of a step are called, those of all ranks."""
-        batches, _ = self._batches(epoch)
+        batches, _ = self._plan.batches(epoch)
         return [self._dataset.name(k) for k in batches[step].tolist()]
-
-    def _batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
-        """The pictures of every step of an epoch, and with picture weights how often each was drawn before."""
-        rng = np.random.default_rng([_ORDER, self._seed, epoch])
-        if self._weights:
-            order = rng.choice(self._count, self._count, p=self._weights.shares(self._class_map))
-        else:
-            order = rng.permutation(self._count)
-        if self._aspects is None:
-            batches = np.array_split(order, self.steps)
-        else:
-            batches = batches_of_similar_aspect(order, self._aspects, self.steps, rng)
-        return batches, repeats(np.concatenate(batches)) if self._weights else None
 
 
 class ValLoader:

@@ -8,7 +8,7 @@ from pathlib import Path
 PREFETCH = 3  # batches that each worker makes ahead, where there is room
 _FOLDER = Path("/dev/shm")
 _IN_HAND = 2  # batches of a rank that are neither made nor used up, but on their way
-_USABLE = 0.9  # of what is free now
+_USABLE = 0.45  # of what is free now: while a model is validated, the next training batches wait there, too
 
 
 def room() -> int | None:
