@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import typer
@@ -25,7 +26,7 @@ class Verb(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """The arguments with such numbers joined to one value, and BARE's values where none is given."""
         joined: list[str] = []
-        for value, after in zip(args, [*args[1:], "--"], strict=True):
+        for value, after in zip_longest(args, args[1:], fillvalue="--"):
             if value in BARE and after.startswith("--"):
                 joined += [value, BARE[value]]
             elif value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
