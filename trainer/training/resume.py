@@ -78,7 +78,7 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     names = {f.name for f in dataclasses.fields(Settings)}
     values = {k: v for k, v in saved.items() if k in names and k not in FREE and k != "hyp"}
     kept = dataclasses.replace(given, **values, hyp=Hyp(**saved["hyp"]), resume=str(folder))
-    for name in sorted(typed - FREE):
+    for name in sorted((typed & names) - FREE):
         _compare(name, dataclasses.asdict(given)[name], saved.get(name))
     return kept
 
