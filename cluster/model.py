@@ -27,11 +27,33 @@ class Mount:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine, or a part of one: `address` is what its peers dial."""
+    """A machine, or a part of one: `address` is what its peers dial, `login` how we reach it ("": this machine).
+
+    `run_dir` holds one folder per job on that machine, `data_dir` the folders that were synced to it, `gpus` the ids
+    that jobs may use. `ssh_config` is a file to read instead of `~/.ssh/config`.
+    """
 
     name: str
     address: str
     gpus: tuple[int, ...] = ()
+    login: str = ""
+    run_dir: str = ""
+    data_dir: str = ""
+    runtime: str = "none"
+    ssh_config: str = ""
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The machines that jobs may run on, and what is true of every job there unless a launch says otherwise."""
+
+    nodes: tuple[Node, ...]
+    image: str = ""
+    device: Device = "cuda"
+    env: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    path: str = ""
 
 
 @dataclass(frozen=True)

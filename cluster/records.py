@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -85,9 +85,14 @@ def _load(path: Path) -> Record:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
         plan = values.pop("plan")
-        nodes = tuple(Node(node["name"], node["address"], tuple(node["gpus"])) for node in plan.pop("nodes"))
+        nodes = tuple(_node(node) for node in plan.pop("nodes"))
         steps = tuple(Step(step["place"], step["files"], tuple(step["argv"])) for step in plan.pop("steps"))
         command = tuple(plan.pop("command"))
         return Record(plan=Plan(nodes=nodes, steps=steps, command=command, **plan), **values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"cannot read the job record {path}: {error}", f"rm {path}") from error
+
+
+def _node(values: Mapping[str, Any]) -> Node:
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Node(**fields)

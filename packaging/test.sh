@@ -15,6 +15,14 @@ name_tests_not_run() {
     $PYTEST -m engine --collect-only -q | sed -n 's/^\(.*::.*\)/  \1/p'
 }
 
+# The tests start an sshd of their own on loopback addresses; all they need is the program.
+if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "test: installing openssh-server and rsync (apt-get)"
+    apt-get -qq update || true
+    DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends \
+        openssh-server rsync >/dev/null
+fi
+
 [ "${2:-}" = engine-only ] || $PYTEST -m "not engine"
 
 if [ "${ENGINE:-yes}" = no ]; then

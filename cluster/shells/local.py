@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, BinaryIO, cast
 
 from cluster.errors import UnreachableError
-from cluster.shells import Completed
+from cluster.shells.result import Completed
+
+
+@dataclass
+class LocalStream:
+    """A child process with pipes."""
+
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    @property
+    def stdin(self) -> BinaryIO:
+        """The command's input."""
+        return cast(BinaryIO, self.process.stdin)
+
+    @property
+    def stdout(self) -> BinaryIO:
+        """The command's output."""
+        return cast(BinaryIO, self.process.stdout)
+
+    def wait(self, timeout_s: float) -> Completed:
+        """Raises UnreachableError when the command does not end in time."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise UnreachableError(f"this machine: a command did not end within {timeout_s:g} s") from error
+        self.errors.seek(0)
+        return Completed(code, "", self.errors.read().decode(errors="replace"))
 
 
 class LocalShell:
     """Runs commands as children of this process; `env` replaces the environment when given."""
 
-    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, place: str = "this machine") -> None:
         self._env = env
+        self.place = place
 
-    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
         """Raises UnreachableError when there is no such program or it does not end in `timeout_s`."""
         try:
             done = subprocess.run(
                 list(argv),
-                input=stdin,
+                input=stdin.encode() if isinstance(stdin, str) else stdin,
                 capture_output=True,
-                text=True,
-                errors="replace",
                 timeout=timeout_s,
                 check=False,
                 env=None if self._env is None else dict(self._env),
@@ -31,9 +61,38 @@ class LocalShell:
                 start_new_session=True,
             )
         except FileNotFoundError as error:
-            raise UnreachableError(f"this machine: no program {argv[0]!r}") from error
+            raise UnreachableError(f"{self.place}: no program {argv[0]!r}") from error
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(
-                f"this machine: `{' '.join(argv[:3])}` did not answer within {timeout_s:g} s"
+                f"{self.place}: `{' '.join(argv[:3])}` did not answer within {timeout_s:g} s"
             ) from error
-        return Completed(done.returncode, done.stdout, done.stderr)
+        return Completed(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+    @contextmanager
+    def stream(self, argv: Sequence[str]) -> Iterator[LocalStream]:
+        """Raises UnreachableError when there is no such program."""
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env=None if self._env is None else dict(self._env),
+                    start_new_session=True,
+                )
+            except FileNotFoundError as error:
+                raise UnreachableError(f"{self.place}: no program {argv[0]!r}") from error
+            try:
+                yield LocalStream(process, errors)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                for pipe in (process.stdin, process.stdout):
+                    if pipe is not None:
+                        with suppress(BrokenPipeError):
+                            pipe.close()
+                process.wait()
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,20 @@
+"""What a command left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Completed:
+    """Its exit code and everything it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        """The last line it printed to stderr, else to stdout, else its exit code in words: what an error quotes."""
+        lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit {self.code}"

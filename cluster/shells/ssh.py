@@ -1,0 +1,250 @@
+"""Commands on a machine behind SSH: the only module that knows fabric and paramiko.
+
+fabric reads `~/.ssh/config` (ProxyJump, Port, IdentityFile, agent) and opens the connection; commands go through
+channels of it as bytes, because fabric's own `run` decodes its output and pastes variables into shell code. A
+connection is opened at the first command, kept, and opened again when it broke.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import paramiko
+from fabric import Config, Connection
+
+from cluster.errors import UnreachableError
+from cluster.shells.result import Completed
+
+CONNECT_TIMEOUT_S = 8.0
+#: paramiko sends something this often, so that a connection whose other end has gone is noticed.
+_KEEPALIVE_S = 5
+_CHUNK = 1 << 16
+
+
+class UnknownHostKey(paramiko.SSHException):
+    """The machine's key is in no known_hosts file."""
+
+    def __init__(self, host: str, key: paramiko.PKey) -> None:
+        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+        super().__init__(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
+        self.host = host
+
+
+class _Refuse(paramiko.MissingHostKeyPolicy):
+    """Never trusts a key on first sight: whoever is in between would be trusted just as well."""
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise UnknownHostKey(hostname, key)
+
+
+class SshStream:
+    """A running command on the other machine."""
+
+    def __init__(self, channel: paramiko.Channel, place: str) -> None:
+        self._channel = channel
+        self._place = place
+        self.stdin = cast(BinaryIO, _Input(channel))
+        self.stdout = cast(BinaryIO, channel.makefile("rb", _CHUNK))
+        self._errors = bytearray()
+        # stderr shares its flow control with stdout: unread, it would stop both.
+        self._drain = threading.Thread(target=self._read_errors, daemon=True)
+        self._drain.start()
+
+    def _read_errors(self) -> None:
+        while chunk := self._channel.recv_stderr(_CHUNK):
+            self._errors += chunk
+
+    def wait(self, timeout_s: float) -> Completed:
+        """Raises UnreachableError when the command does not end in time or the connection breaks."""
+        if not self._channel.status_event.wait(timeout_s):
+            raise UnreachableError(f"{self._place}: a command did not end within {timeout_s:g} s")
+        self._drain.join(5)
+        code = self._channel.recv_exit_status()
+        if code == -1:
+            raise UnreachableError(f"{self._place}: the connection broke")
+        return Completed(code, "", bytes(self._errors).decode(errors="replace"))
+
+
+class _Input:
+    """A channel as a file to write to: closing it tells the command that its input ends."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._channel = channel
+
+    def write(self, data: bytes) -> int:
+        """Send everything, waiting while the other side does not read."""
+        self._channel.sendall(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Everything is sent as it is written."""
+
+    def close(self) -> None:
+        """End of input."""
+        self._channel.shutdown_write()
+
+
+class SshShell:
+    """Runs commands on `login` (`[user@]host[:port]`, or a name from `~/.ssh/config`) over one kept connection."""
+
+    def __init__(self, login: str, *, place: str = "", config_file: str = "") -> None:
+        self.place = place or login
+        self._login = login
+        self._config_file = config_file
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+
+    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+        """Raises UnreachableError when the machine cannot be reached or does not end the command in `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        channel = self._start(argv, timeout_s)
+        # Closed whatever happens: sshd ends a command whose channel is closed with a broken pipe or a hang-up.
+        try:
+            out, errors = bytearray(), bytearray()
+            data = stdin.encode() if isinstance(stdin, str) else stdin
+            channel.settimeout(timeout_s)
+            channel.sendall(data)
+            channel.shutdown_write()
+            for read, into in ((channel.recv, out), (channel.recv_stderr, errors)):
+                channel.settimeout(max(0.05, until - time.monotonic()))
+                while chunk := read(_CHUNK):
+                    into += chunk
+                    channel.settimeout(max(0.05, until - time.monotonic()))
+            if not channel.status_event.wait(max(0.05, until - time.monotonic())):
+                raise TimeoutError
+            code = channel.recv_exit_status()
+        except TimeoutError as error:
+            self.close()  # dead or merely slow: the next command must not wait behind this one
+            shown = " ".join(argv[:3]).splitlines()[0][:60]
+            raise UnreachableError(f"{self.place}: `{shown}` did not answer within {timeout_s:g} s") from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            self.close()
+            raise UnreachableError(f"{self.place}: the connection broke: {error}") from error
+        finally:
+            channel.close()
+        if code == -1:
+            self.close()
+            raise UnreachableError(f"{self.place}: the connection broke")
+        return Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
+
+    @contextmanager
+    def stream(self, argv: Sequence[str]) -> Iterator[SshStream]:
+        """Raises UnreachableError when the machine cannot be reached, or when the connection breaks inside."""
+        channel = self._start(argv, CONNECT_TIMEOUT_S)
+        try:
+            yield SshStream(channel, self.place)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            self.close()
+            raise UnreachableError(f"{self.place}: the connection broke: {error}") from error
+        finally:
+            channel.close()
+
+    def close(self) -> None:
+        """Close the connection; the next command opens another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _start(self, argv: Sequence[str], timeout_s: float) -> paramiko.Channel:
+        # A kept connection may have died unnoticed: then a new one is tried once.
+        for attempt in (1, 2):
+            transport, fresh = self._transport()
+            try:
+                channel = transport.open_session(timeout=min(timeout_s, CONNECT_TIMEOUT_S))
+                channel.exec_command(shlex.join(argv))
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                self.close()
+                if fresh or attempt == 2:
+                    raise UnreachableError(f"{self.place}: the connection broke: {error}") from error
+                continue
+            return channel
+        raise AssertionError("unreachable")
+
+    def _transport(self) -> tuple[paramiko.Transport, bool]:
+        with self._lock:
+            if self._connection is not None and self._connection.is_connected:
+                return self._connection.transport, False
+            self._connection = self._open()
+            return self._connection.transport, True
+
+    def _open(self) -> Connection:
+        connection = _connection(self._login, self._config_file)
+        where = f"{self.place} ({connection.user}@{connection.host}:{connection.port})"
+        scan = f"ssh-keyscan -p {connection.port} {connection.host}"
+        try:
+            connection.open()
+        except UnknownHostKey as error:
+            raise UnreachableError(
+                f"{where}: {error}",
+                "compare it with the machine's own (there: ssh-keygen -lf /etc/ssh/ssh_host_*.pub), "
+                f"then: {scan} >> ~/.ssh/known_hosts",
+            ) from error
+        except paramiko.BadHostKeyException as error:
+            raise UnreachableError(
+                f"{where}: its host key is not the one in known_hosts: another machine answers, or it was set up anew",
+                f"if that was you: ssh-keygen -R {error.hostname}, then {scan} >> ~/.ssh/known_hosts",
+            ) from error
+        except paramiko.PasswordRequiredException as error:
+            raise UnreachableError(
+                f"{where}: its key has a passphrase and no agent holds it", "eval $(ssh-agent) && ssh-add"
+            ) from error
+        except paramiko.AuthenticationException as error:
+            raise UnreachableError(
+                f"{where}: the login is refused ({error})",
+                f"try by hand: ssh -p {connection.port} {connection.user}@{connection.host}",
+            ) from error
+        except socket.gaierror as error:
+            raise UnreachableError(
+                f"{self.place}: the host name {connection.host} does not resolve",
+                f"check it with: getent hosts {connection.host}, or name its address in cluster.yaml",
+            ) from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            raise UnreachableError(
+                f"{where}: cannot be reached: {_why(error)}", f"try by hand: ssh -p {connection.port} {connection.host}"
+            ) from error
+        connection.transport.set_keepalive(_KEEPALIVE_S)
+        return connection
+
+
+def _connection(login: str, config_file: str) -> Connection:
+    config = Config(runtime_ssh_path=str(Path(config_file).expanduser()) if config_file else None)
+    connection = Connection(
+        login,
+        config=config,
+        connect_timeout=int(CONNECT_TIMEOUT_S),
+        connect_kwargs={"banner_timeout": CONNECT_TIMEOUT_S},
+    )
+    hop: Any = connection
+    while isinstance(hop, Connection):
+        _trust_only_known_hosts(hop)
+        hop = hop.gateway
+    return connection
+
+
+def _trust_only_known_hosts(connection: Connection) -> None:
+    """fabric accepts any key by default and reads no known_hosts file."""
+    client = connection.client
+    client.set_missing_host_key_policy(_Refuse())
+    options = connection.ssh_config
+    files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
+    files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2").split()
+    for file in files:
+        path = Path(file).expanduser()
+        if path.is_file():
+            client.load_system_host_keys(str(path))
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return "; ".join(dict.fromkeys(str(each) for each in error.errors.values()))
+    return str(error) or type(error).__name__

@@ -1,0 +1,76 @@
+"""A real sshd of the test's own, on loopback addresses, with keys made for it; nothing of the user's is touched."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+
+class Sshd:
+    """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them."""
+
+    def __init__(self, folder: Path, addresses: list[str], *, trusted: bool = True) -> None:
+        self.folder, self.addresses = folder, addresses
+        folder.mkdir(parents=True)
+        folder.chmod(0o700)
+        for name in ("host", "user"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+        shutil.copy(folder / "user.pub", folder / "authorized")
+        with socket.socket() as probe:
+            probe.bind((addresses[0], 0))
+            self.port = probe.getsockname()[1]
+        self.config, self.known_hosts = folder / "config", folder / "known_hosts"
+        key = " ".join((folder / "host.pub").read_text().split()[:2])
+        known = [f"[{address}]:{self.port} {key}\n" for address in addresses]
+        self.known_hosts.write_text("".join(known) if trusted else "")
+        hosts = [
+            f"Host h{index}\n  HostName {address}\n  Port {self.port}\n" for index, address in enumerate(addresses)
+        ]
+        self.config.write_text(
+            "".join(hosts) + f"Host h*\n  User {getpass.getuser()}\n  IdentityFile {folder / 'user'}\n"
+            f"  IdentitiesOnly yes\n  UserKnownHostsFile {self.known_hosts}\n"
+        )
+        (folder / "sshd_config").write_text(
+            "".join(f"ListenAddress {address}:{self.port}\n" for address in addresses)
+            + f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\nPidFile {folder / 'pid'}\n"
+            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nMaxStartups 10:30:100\n"
+        )
+        self.start()
+
+    def start(self) -> None:
+        Path("/run/sshd").mkdir(exist_ok=True)
+        server = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
+        assert server, "these tests need an sshd: apt-get install openssh-server"
+        subprocess.run([server, "-f", self.folder / "sshd_config", "-E", self.folder / "log"], check=True)
+        until = time.time() + 10
+        while time.time() < until:
+            with socket.socket() as probe:
+                if not probe.connect_ex((self.addresses[0], self.port)):
+                    return
+            time.sleep(0.02)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def stop(self) -> None:
+        """End the server and every session of it."""
+        pid = int((self.folder / "pid").read_text())
+        self.drop_sessions()
+        os.kill(pid, signal.SIGTERM)
+
+    def drop_sessions(self) -> None:
+        """Break every connection; the server goes on."""
+        pid = (self.folder / "pid").read_text().strip()
+        subprocess.run(["pkill", "-KILL", "-P", pid], check=False)
+
+
+@pytest.fixture
+def sshd(tmp_path):
+    """A server on 127.0.1.1 to 127.0.1.3, known to its own known_hosts file, as h0, h1 and h2."""
+    server = Sshd(tmp_path / "sshd", [f"127.0.1.{last}" for last in (1, 2, 3)])
+    yield server
+    server.stop()

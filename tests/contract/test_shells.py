@@ -1,0 +1,129 @@
+"""One suite over every way to reach a machine, against a real sshd; then what only SSH can meet."""
+
+import os
+import subprocess
+import threading
+import time
+
+import pytest
+
+from cluster.errors import UnreachableError
+from cluster.model import Node
+from cluster.shells import close_all, reach
+
+HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
+
+
+@pytest.fixture(params=["local", "ssh"])
+def shell(request):
+    if request.param == "local":
+        yield reach(Node("here", "127.0.0.1"))
+        return
+    server = request.getfixturevalue("sshd")
+    yield reach(Node("gpu-a", "127.0.1.1", login="h0", ssh_config=str(server.config)))
+    close_all()
+
+
+def test_arguments_input_output_and_exit_code_arrive_as_they_are(shell):
+    done = shell.run(["python3", "-c", "import sys; print(sys.argv[1:])", *HOSTILE])
+    assert (done.code, done.out, done.err) == (0, f"{HOSTILE}\n", "")
+    done = shell.run(["bash", "-c", "cat; echo oops >&2; exit 7"], stdin="first\nlast $HOME")
+    assert (done.code, done.out, done.err, done.last_line) == (7, "first\nlast $HOME", "oops\n", "oops")
+
+
+def test_a_megabyte_each_way_does_not_lock_up(shell):
+    done = shell.run(["bash", "-c", "cat; head -c 1000000 /dev/zero | tr '\\0' e >&2"], stdin="x" * 1_000_000)
+    assert (done.code, len(done.out), len(done.err)) == (0, 1_000_000, 1_000_000)
+
+
+def test_a_command_that_hangs_is_an_error_in_time_and_the_shell_goes_on(shell):
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match=r"`sleep 30` did not answer within 0.5 s"):
+        shell.run(["sleep", "30"], timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    assert shell.run(["echo", "still here"]).out == "still here\n"
+
+
+def test_a_stream_carries_bytes_both_ways(shell):
+    sent = os.urandom(3_000_000)
+    with shell.stream(["bash", "-c", "cat; echo done >&2; exit 3"]) as stream:
+
+        def write():
+            stream.stdin.write(sent)
+            stream.stdin.close()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        received = stream.stdout.read()
+        writer.join()
+        done = stream.wait(10)
+    assert received == sent
+    assert (done.code, done.err) == (3, "done\n")
+
+
+def test_a_stream_that_is_left_ends_its_command(shell, tmp_path):
+    mark = str(tmp_path / "mark")
+    with shell.stream(["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as stream:
+        assert stream.stdout.readline() == b"x\n"
+    until = time.time() + 5
+    pattern = f"loop {mark}"
+    while subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout and time.time() < until:
+        time.sleep(0.1)
+    assert not subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout
+
+
+def connect(server, login="h0"):
+    close_all()
+    return reach(Node("gpu-a", "127.0.1.1", login=login, ssh_config=str(server.config)))
+
+
+def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
+    shell = connect(sshd)
+    for _ in range(3):
+        shell.run(["true"])
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == 1
+    sshd.drop_sessions()
+    assert shell.run(["echo", "again"]).out == "again\n"
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
+
+
+def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):
+    fingerprint = subprocess.run(
+        ["ssh-keygen", "-lf", sshd.folder / "host.pub"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    sshd.known_hosts.write_text("")
+    with pytest.raises(UnreachableError) as refused:
+        connect(sshd).run(["true"])
+    assert refused.value.message.startswith("gpu-a (")
+    assert fingerprint in refused.value.message
+    assert f"ssh-keyscan -p {sshd.port} 127.0.1.1 >> ~/.ssh/known_hosts" in refused.value.hint
+
+
+def test_another_host_key_than_the_known_one_is_refused(sshd):
+    other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
+    sshd.known_hosts.write_text(f"[127.0.1.1]:{sshd.port} {other}\n")
+    with pytest.raises(UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts") as refused:
+        connect(sshd).run(["true"])
+    assert "ssh-keygen -R" in refused.value.hint
+
+
+def test_a_refused_login_a_locked_key_and_names_that_lead_nowhere_say_so(sshd):
+    (sshd.folder / "authorized").write_text("")
+    with pytest.raises(UnreachableError, match=r"gpu-a .*: the login is refused"):
+        connect(sshd).run(["true"])
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
+    with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
+        connect(sshd).run(["true"])
+    assert "ssh-add" in refused.value.hint
+    with pytest.raises(UnreachableError, match=r"gpu-a: the host name nowhere\.invalid does not resolve"):
+        connect(sshd, "nowhere.invalid").run(["true"])
+    with pytest.raises(UnreachableError, match=r"gpu-a .*127\.0\.1\.1:1\): cannot be reached: .*refused"):
+        connect(sshd, "127.0.1.1:1").run(["true"])
+
+
+def test_proxy_jump_is_honoured(sshd):
+    with sshd.config.open("a") as file:
+        file.write(f"Host inner\n  HostName 127.0.1.2\n  Port {sshd.port}\n  ProxyJump h0\n")
+        file.write(f"  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n")
+    assert connect(sshd, "inner").run(["echo", "through"]).out == "through\n"
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
