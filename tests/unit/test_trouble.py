@@ -20,7 +20,7 @@ from trainer import contract
 from trainer.config import interval
 from trainer.errors import TrainerError
 from trainer.training.advice import advice, slowest
-from trainer.training.watchdog import Beat, late
+from trainer.training.watchdog import Beat, hopeless, late
 
 PLAIN = "mosaic: 0\nhsv_h: 0\nhsv_s: 0\nhsv_v: 0\nscale: 0\ntranslate: 0\nfliplr: 0\nnbs: 4\n"
 
@@ -102,35 +102,69 @@ def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -
     assert run(int(fits[1])).returncode == 0
 
 
-def test_a_rank_that_stands_still_is_named_with_every_stack(tmp_path: Path) -> None:
-    data = squares(tmp_path / "set", train=12)
+def started(tmp_path: Path, errors: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """Two ranks under a launcher that have done their first steps; what they say to stderr goes into files."""
     run = tmp_path / "job"
     run.mkdir()
-    job = {contract.JOB_ID: "job-1", contract.RUN_DIR: str(run)}
-    with (tmp_path / "errors").open("w+") as errors:
-        processes = start(
-            tmp_path, ranks(2), *options(data, "--epochs", "1000", "--stall", "2", "--log-steps"), stderr=errors, **job
-        )
-        try:
-            until = time.monotonic() + 60
-            while not (run / "steps.csv").exists():
-                assert time.monotonic() < until
-                time.sleep(0.05)
-            processes[1].send_signal(signal.SIGSTOP)
-            while "stalled" not in Path(errors.name).read_text():
-                assert time.monotonic() < until
-                time.sleep(0.1)
-            time.sleep(0.5)
-        finally:
+    data = squares(tmp_path / "set", train=12)
+    arguments = options(data, "--epochs", "1000", "--log-steps", *more)
+    processes = []
+    for rank, place in enumerate(ranks(2)):
+        with errors.with_name(f"{errors.name}{rank}").open("w") as file:
+            job = {contract.JOB_ID: "job-1", contract.RUN_DIR: str(run), **place}
+            processes += start(tmp_path, [job], *arguments, stderr=file)
+    until = time.monotonic() + 60
+    while not (run / "steps.csv").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return processes
+
+
+@pytest.mark.parametrize("stopped", [1, 0])
+def test_a_rank_that_stands_still_is_named_with_every_stack_and_ends_the_other(stopped: int, tmp_path: Path) -> None:
+    """The ranks' store is rank 0's: where that one is frozen, no answer comes from anybody."""
+    errors = tmp_path / "errors"
+    processes = started(tmp_path, errors, "--stall", "2")
+    try:
+        processes[stopped].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        out, _ = processes[1 - stopped].communicate(timeout=30)
+        assert time.monotonic() - begin < 7
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    processes[stopped].communicate()
+    assert processes[1 - stopped].returncode == 1
+    said = errors.with_name(f"errors{1 - stopped}").read_text()
+    who = "rank 1 gave no sign of life" if stopped else "the ranks' common store, on the first machine, does not answer"
+    found = re.search(r"rank \d \(pid \d+\) stalled: no step for \d s after \d+ steps; (.*)", said)
+    assert found, said
+    assert found[1].startswith(who)
+    assert "training/run.py" in said  # where it waits
+    assert re.search(rf"error: no step for \d s, the end of rank {1 - stopped}: {who}", said)
+    assert '"event":"failed"' in out
+    if stopped:  # of a node's ranks only the first tells of the rest
+        assert '"event":"heartbeat"' in out
+        assert '"event":"stalled"' in out
+
+
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """Ctrl-Z and fg, `docker pause`: time that no rank has lived through is no stall."""
+    errors = tmp_path / "errors"
+    processes = started(tmp_path, errors, "--stall", "1")
+    try:
+        for by, wait_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 2.0)):
             for p in processes:
-                p.kill()
-    said = Path(errors.name).read_text()
-    assert re.search(r"rank 0 \(pid \d+\) stalled: no step for \d s after \d+ steps; rank 1 gave no sign of life", said)
-    assert "training/run.py" in said  # where rank 0 waits
-    events = processes[0].communicate()[0]
-    assert '"event":"heartbeat"' in events
-    assert '"event":"stalled"' in events
-    processes[1].communicate()
+                p.send_signal(by)
+            time.sleep(wait_s)
+        assert [p.poll() for p in processes] == [None, None]
+    finally:
+        for p in processes:
+            p.kill()
+            p.communicate()
+    said = errors.with_name("errors0").read_text() + errors.with_name("errors1").read_text()
+    assert not re.search(r"stalled: .* after [1-9]\d* steps", said), said
 
 
 def test_a_dead_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
@@ -185,27 +219,30 @@ def test_another_data_set_on_one_machine_is_an_error_on_all(tmp_path: Path) -> N
 
 def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
     """A data set whose pictures take their time: two ranks wait half as long, and find the same."""
-    squares(tmp_path / "set", train=4, val=24)
+    squares(tmp_path / "set", train=4, val=16)
     (tmp_path / "slow.py").write_text(
         "import time\n"
         "from trainer.data.yolo import Yolo\n\n"
         "class Slow(Yolo):\n"
         "    def image(self, index, min_side=0):\n"
-        "        time.sleep(0.1)\n"
+        "        time.sleep(0.2)\n"
         "        return super().image(index, min_side)\n\n"
         "def make(split, imgsz):\n"
         "    return Slow('set/data.yaml', split)\n"
     )
     seconds, scores = [], []
     for count in (1, 2):
-        arguments = [o for o in options(Path("slow:make"), "--epochs", "1", "--name", f"of{count}") if o != "--noval"]
+        # Longer than --stall, but a batch comes every now and then: not a stall, and no end.
+        more = ("--epochs", "1", "--batch", "2", "--stall", "3", "--name", f"of{count}")
+        arguments = [o for o in options(Path("slow:make"), *more) if o != "--noval"]
         done = wait(start(tmp_path, ranks(count), *arguments))
+        assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
         assert [code for code, _, _ in done] == [0] * count, done
         with (tmp_path / "runs" / f"of{count}" / "results.csv").open() as file:
             (row,) = csv.DictReader(file)
         seconds.append(float(row["val"]) * float(row["seconds"]))
         scores.append(row["map50"])
-    assert seconds[0] > 2.4
+    assert seconds[0] > 3.2
     assert seconds[1] < 0.75 * seconds[0]
 
 
@@ -240,6 +277,21 @@ def test_who_is_late() -> None:
     assert late(beats(waiting, (7, "step", 31.0)), 2, 10).startswith("rank 1 gave no sign of life")
     assert late(beats(waiting), 3, 10).startswith("ranks 1, 2 gave no sign of life")
     assert "the exchange itself stands still" in late(beats(waiting, waiting), 2, 10)
+    assert "common store" in late(beats((7, "step", 31.0), (7, "step", 31.0)), 2, 10)
+
+
+def test_who_waits_in_vain() -> None:
+    def beats(*silent_s: float) -> dict[int, Beat]:
+        return {k: Beat(7, "step", seconds) for k, seconds in enumerate(silent_s)}
+
+    assert hopeless(beats(0, 121), 2, 121, 120, "step")
+    assert hopeless(beats(121, 121), 2, 121, 120, "validation")  # not even its own word comes back
+    assert not hopeless(beats(0, 121), 2, 119, 120, "step")  # still at work
+    assert not hopeless(beats(0, 31), 2, 121, 120, "step")  # the other was heard of since
+    assert not hopeless(beats(0, 0), 2, 479, 120, "loading")  # slow, as far as one can know
+    assert hopeless(beats(0, 0), 2, 481, 120, "loading")
+    assert not hopeless(beats(0, 0), 2, 1e6, 120, "the start")
+    assert not hopeless(beats(0), 1, 1e6, 120, "loading")  # nobody waits for it
 
 
 def shares(**more: float) -> dict[str, float]:

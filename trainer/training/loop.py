@@ -52,12 +52,13 @@ def train(settings: Settings) -> None:
     backend = dist.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     store = dist.second_store()
-    with StopSignals(store) as signals, Watchdog(world, settings.stall_s, events, store) as watchdog:
-        course = Course(run, _agreed_folder(settings, world), signals, watchdog)
-        course.begin()
-        _introduce(run, backend)
-        course.run_epochs()
-        if world.rank == 0:
+    with StopSignals(store) as signals:
+        with Watchdog(world, settings.stall_s, events, store) as watchdog:
+            course = Course(run, _agreed_folder(settings, world), signals, watchdog)
+            course.begin()
+            _introduce(run, backend)
+            course.run_epochs()
+        if world.rank == 0:  # unwatched: the other ranks end meanwhile
             results.finish(run, time.monotonic() - begin)
         # Not after an error: where a rank is lost, leaving in good order can wait for it.
         dist.leave()
@@ -216,6 +217,7 @@ class Course:
         for batch in batches:
             if self.signals.received_anywhere():
                 return
+            self.watchdog.moved()
             yield batch
 
     def _train_epoch(self) -> tuple[Tensor, float]:
