@@ -7,7 +7,7 @@ GPUS ?= 2
 export BASE_IMAGE CI ENGINE PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help run venv image engine check test test-engine golden lock clean
+.PHONY: help run venv image engine check test test-engine test-real testbed testbed-down golden lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -41,6 +41,17 @@ test: venv check  ## all tests, setting up what they need (ENGINE=no: without th
 
 test-engine: venv  ## only the tests that need a Docker Engine
 	@packaging/test.sh $(IMAGE) engine-only
+
+test-real: venv  ## only the tests on the testbed's three hosts, which are brought up if they are not
+	@packaging/test.sh $(IMAGE) real-only
+
+testbed:  ## three hosts on this machine to try things on: n0, n1, n2 with sshd, Docker Engine and Slurm
+	@testbed/up.sh
+	@packaging/image.sh $(IMAGE)
+	@testbed/image.sh $(IMAGE)
+
+testbed-down:  ## take the three hosts away, without a trace (ARGS=--image: their image too)
+	@testbed/down.sh $(ARGS)
 
 golden: venv  ## rewrite the expected plans in tests/golden; the diff is the review
 	GOLDEN=write $(BIN)/python -m pytest tests/golden

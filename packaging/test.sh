@@ -1,18 +1,20 @@
 #!/bin/sh
-# Runs the tests: those that need nothing, then an engine, the image and the tests that need both. Nothing is left out
-# unsaid; in CI (CI=true) an engine that cannot be had is a failure.
+# Runs the tests: those that need nothing, then an engine, the image and the tests that need both, then three hosts (the
+# testbed) and the tests that need them. Nothing is left out unsaid; in CI (CI=true) an engine that cannot be had is a
+# failure.
 #
-#   packaging/test.sh IMAGE [engine-only]        ENGINE=no leaves the engine's tests out and names them
+#   packaging/test.sh IMAGE [engine-only | real-only]    ENGINE=no leaves the tests out that need an engine, and names them
 set -eu
 
 IMAGE=$1
 HERE=$(dirname "$0")
+ONLY=${2:-}
 PYTEST=".venv/bin/python -m pytest"
 
 name_tests_not_run() {
     echo
     echo "NOT RUN, $1. These tests need a Docker Engine:"
-    $PYTEST -m engine --collect-only -q | sed -n 's/^\(.*::.*\)/  \1/p'
+    $PYTEST -m "engine or real" --collect-only -q | sed -n 's/^\(.*::.*\)/  \1/p'
 }
 
 # The tests start an sshd of their own on loopback addresses; all they need is the program.
@@ -23,13 +25,22 @@ if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && co
         openssh-server rsync >/dev/null
 fi
 
-[ "${2:-}" = engine-only ] || $PYTEST -m "not engine"
+# A testbed that is up stays up, and so does one that was brought up for these tests alone: the next run is quicker.
+test_real() {
+    [ "$ONLY" = real-only ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
+    testbed/up.sh
+    testbed/image.sh "$IMAGE"
+    $PYTEST -m real --durations 10
+}
+
+[ -n "$ONLY" ] || $PYTEST -m "not engine and not real"
 
 if [ "${ENGINE:-yes}" = no ]; then
     name_tests_not_run "as asked (ENGINE=no)"
 elif "$HERE/engine.sh"; then
     "$HERE/image.sh" "$IMAGE"
-    $PYTEST -m engine
+    [ "$ONLY" = real-only ] || $PYTEST -m engine
+    [ "$ONLY" = engine-only ] || test_real
 else
     name_tests_not_run "no Docker Engine could be had (see above)"
     [ "${CI:-}" != true ] || exit 1

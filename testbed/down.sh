@@ -1,0 +1,16 @@
+#!/bin/sh
+# Takes every trace of the testbed away: hosts, network, disks, keys. Safe to repeat. The node image stays, for the next
+# time; `testbed/down.sh --image` removes that too.
+set -eu
+
+HERE=$(cd "$(dirname "$0")" && pwd)
+. "$HERE/settings.sh"
+
+docker ps --all --quiet --filter label="$NAME" | xargs --no-run-if-empty docker rm --force --volumes >/dev/null
+docker network ls --quiet --filter label="$NAME" | xargs --no-run-if-empty docker network rm >/dev/null
+docker volume ls --quiet --filter label="$NAME" | xargs --no-run-if-empty docker volume rm >/dev/null
+if [ "${1:-}" = --image ]; then
+    docker image ls --quiet $NODE_IMAGE | xargs --no-run-if-empty docker image rm >/dev/null
+fi
+rm -rf "$STATE"
+say "nothing is left$([ "${1:-}" = --image ] || echo ", except the image $NODE_IMAGE (make testbed-down ARGS=--image)")"

@@ -1,0 +1,125 @@
+#!/bin/bash
+# What runs inside a node's container.
+#
+#   testbed-node prepare n0 n1 n2    makes the keys and folders of all hosts on the testbed's volume, where they are missing
+#   testbed-node serve      starts this host's services: sshd, Docker Engine, Slurm
+#   testbed-node engine     starts the Docker Engine and waits until it answers
+#   testbed-node stop-engine
+#   testbed-node answers    exit 0 when all its services do
+#   testbed-node join | fast | empty | heal    undoes what testbed/fault.sh did inside this host
+#   testbed-node load       puts the image on stdin into the seed, an engine's folder that no host uses
+#   testbed-node seed n1    gives the engine of a host the images that the seed has, as hard links
+set -eu
+
+DISKS=/disks  # the testbed's volume: keys, the common folder, and what the hosts' engines hold
+
+fail() { echo "$(hostname): $*" >&2; exit 1; }
+
+prepare() {
+    umask 077
+    mkdir -p $DISKS/keys $DISKS/seed
+    chmod 755 $DISKS
+    [ -e $DISKS/keys/id_ed25519 ] || ssh-keygen -q -t ed25519 -N '' -C clusterctl-testbed -f $DISKS/keys/id_ed25519
+    [ -e $DISKS/keys/munge.key ] || head -c 128 /dev/urandom >$DISKS/keys/munge.key
+    for host in "$@"; do
+        mkdir -p "$DISKS/$host"
+        [ -e "$DISKS/keys/$host" ] || ssh-keygen -q -t ed25519 -N '' -C "$host" -f "$DISKS/keys/$host"
+    done
+    [ -d $DISKS/shared ] || install -d -m 1777 $DISKS/shared
+}
+
+# The volume is one file system, so that engines can share layers by hard links; a host sees its own part of it only.
+own_disks() {
+    mountpoint -q $DISKS || return 0
+    install -m 600 $DISKS/keys/"$(hostname)" /etc/ssh/ssh_host_ed25519_key
+    install -m 400 -o munge -g munge $DISKS/keys/munge.key /etc/munge/munge.key
+    for home in /root:root /home/ada:ada; do
+        install -d -m 700 -o "${home#*:}" -g "${home#*:}" "${home%:*}/.ssh"
+        install -m 600 -o "${home#*:}" -g "${home#*:}" $DISKS/keys/id_ed25519.pub "${home%:*}/.ssh/authorized_keys"
+    done
+    mkdir -p /var/lib/docker
+    mount --bind $DISKS/"$(hostname)" /var/lib/docker
+    mount --bind $DISKS/shared /shared
+    umount $DISKS
+}
+
+# cgroup v2 wants no process beside child groups: ours move into a leaf. On v1, where the host's groups are mounted, the
+# engine's containers go below this container's group, so that whoever freezes or ends the host does so to them too.
+engine_cgroup() {
+    if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
+        mkdir -p /sys/fs/cgroup/init
+        while read -r pid; do echo "$pid" >/sys/fs/cgroup/init/cgroup.procs 2>/dev/null || true; done </sys/fs/cgroup/cgroup.procs
+        sed 's/[^ ]*/+&/g' /sys/fs/cgroup/cgroup.controllers >/sys/fs/cgroup/cgroup.subtree_control
+        echo /engine
+    else
+        echo "$(sed -n 's/^[0-9]*:freezer://p' /proc/1/cgroup)/engine"
+    fi
+}
+
+engine() {
+    if docker info >/dev/null 2>&1; then return 0; fi
+    rm -f /run/docker.pid /run/docker/containerd/containerd.pid
+    (setsid dockerd "$@" --cgroup-parent "$(engine_cgroup)" >>/var/log/dockerd.log 2>&1 </dev/null &)  # init's child, not ours
+    for _ in $(seq 300); do
+        if docker info >/dev/null 2>&1; then return 0; fi
+        pidof dockerd >/dev/null || break
+        sleep 0.1
+    done
+    tail -n 15 /var/log/dockerd.log >&2
+    fail "its Docker Engine did not come up"
+}
+
+stop_engine() {
+    pid=$(pidof dockerd) || return 0
+    kill "$pid"
+    for _ in $(seq 300); do
+        if ! kill -0 "$pid" 2>/dev/null; then return 0; fi
+        sleep 0.1
+    done
+    fail "its Docker Engine did not stop"
+}
+
+answers() {
+    pidof sshd && docker info && scontrol ping && sinfo --noheader --nodes "$(hostname)" --states idle,alloc,mix | grep .
+}
+
+join() {
+    while iptables -t mangle -D PREROUTING -i eth0 -j DROP 2>/dev/null; do :; done
+    while iptables -t mangle -D POSTROUTING -o eth0 -j DROP 2>/dev/null; do :; done
+}
+fast() { tc qdisc del dev eth0 root 2>/dev/null || true; }
+empty() { rm -f /data/filler; }
+heal() { join && fast && empty && engine; }
+
+serve() {
+    own_disks
+    mkdir -p /run/sshd /run/munge
+    chown munge:munge /run/munge
+    setpriv --reuid munge --regid munge --init-groups munged
+    if [ "$(hostname)" = n0 ]; then slurmctld; fi
+    /usr/sbin/sshd
+    engine
+    slurmd
+    exec sleep infinity
+}
+
+# Reads an image as `docker save` writes it and keeps it in the seed, from which the hosts' engines take their layers.
+load() {
+    engine --data-root $DISKS/seed
+    docker load >/dev/null
+    docker image prune --force >/dev/null
+    stop_engine
+}
+
+# An image's layers are never written to again: the engines may share their files, and only folders are made anew.
+seed() {
+    mkdir -p "$DISKS/$1/image/overlay2" "$DISKS/$1/overlay2"
+    cp -aln $DISKS/seed/overlay2/. "$DISKS/$1/overlay2/"
+    cp -an $DISKS/seed/image/overlay2/. "$DISKS/$1/image/overlay2/"
+}
+
+case ${1:-} in
+    prepare | serve | answers | join | fast | empty | heal | engine | load | seed) "$@" ;;
+    stop-engine) stop_engine ;;
+    *) fail "unknown: ${1:-nothing}" ;;
+esac

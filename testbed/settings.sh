@@ -1,0 +1,38 @@
+# shellcheck shell=sh disable=SC2034
+# What the testbed's scripts agree on; they source it with HERE set to this folder. A second testbed beside the first is
+# one with another name, network and folder.
+NAME=${TESTBED_NAME:-clusterctl-testbed}    # of the network and the volume, and the label of everything
+HOSTS=${TESTBED_HOSTS:-n0 n1 n2}
+NET=${TESTBED_NET:-172.30.0}
+STATE=${TESTBED_STATE:-$HERE/.state}
+NODE_IMAGE=clusterctl-testbed-node
+address() { echo "$NET.1${1#n}"; }
+container() { echo "$NAME-$1"; }
+
+say() { echo "testbed: $*"; }
+fail() { echo "testbed: $*" >&2; exit 1; }
+
+# running, paused, exited, or nothing where there is no such container.
+state_of() { docker ps --all --filter "name=^/$(container "$1")\$" --format '{{.State}}'; }
+
+# `docker run` with everything that a container may be given, less what this machine itself may lack (--privileged would
+# ask for that too).
+run_node() {
+    if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
+        set -- --cgroupns private "$@"
+    else
+        set -- --cgroupns host --volume /sys/fs/cgroup:/sys/fs/cgroup:rw "$@"
+    fi
+    docker run --label "$NAME" --volume "$NAME:/disks" --cap-add ALL --cap-drop SYS_RESOURCE --security-opt seccomp=unconfined \
+        --security-opt apparmor=unconfined --security-opt systempaths=unconfined --device /dev/fuse --tmpfs /run \
+        --tmpfs /data:size=300m,mode=1777 --shm-size 1g "$@"
+}
+
+UP_TIMEOUT_S=60
+wait_until_up() {
+    until=$(($(date +%s) + UP_TIMEOUT_S))
+    until docker exec "$(container "$1")" testbed-node answers >/dev/null 2>&1; do
+        [ "$(date +%s)" -lt "$until" ] || fail "$1 is not up after $UP_TIMEOUT_S s; see: docker logs $(container "$1")"
+        sleep 0.2
+    done
+}

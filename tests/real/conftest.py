@@ -1,0 +1,92 @@
+"""The testbed: three hosts on this machine, each with sshd, a Docker Engine and Slurm, and what can befall them."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster.config import DEFAULT_IMAGE
+from tests.conftest import ROOT
+
+TESTBED = ROOT / "testbed"
+
+
+def script(name, *arguments, env=None, timeout_s=280):
+    """Run one of testbed's scripts; what it says fails the test when it fails."""
+    done = subprocess.run(
+        [TESTBED / name, *arguments], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, f"{name} {arguments}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of the three, as somebody sees it who logs in over SSH."""
+
+    name: str
+    address: str
+    ssh_config: Path
+
+    def ssh(self, command, user="root"):
+        """The argv that runs `command` (one text, for the host's shell)."""
+        return ["ssh", "-F", str(self.ssh_config), "-o", "ConnectTimeout=3", f"{user}@{self.name}", command]
+
+    def try_run(self, command, user="root", timeout_s=60):
+        """Exit code and all that it printed; 255 where the host does not answer."""
+        done = subprocess.run(self.ssh(command, user), capture_output=True, text=True, timeout=timeout_s, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def run(self, command, user="root", timeout_s=60):
+        """What it printed; the test fails where the command does."""
+        code, text = self.try_run(command, user, timeout_s)
+        assert code == 0, f"{self.name}: exit {code}: {command}\n{text}"
+        return text.strip()
+
+    def start(self, command, user="root"):
+        """The command as a process whose output can be read while it runs."""
+        return subprocess.Popen(
+            self.ssh(command, user),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """The hosts, how to reach them, and what can be done to them."""
+
+    hosts: dict[str, Host]
+    ssh_config: Path
+
+    def __getitem__(self, name):
+        return self.hosts[name]
+
+    def fault(self, *arguments):
+        """One of the commands of testbed/fault.sh: `fault("freeze", "n1")`."""
+        script("fault.sh", *arguments)
+
+
+@pytest.fixture(scope="session")
+def testbed():
+    """The three hosts, brought up if they are not, without any image."""
+    script("up.sh")
+    config = TESTBED / ".state" / "ssh_config"
+    return Testbed({f"n{i}": Host(f"n{i}", f"172.30.0.{10 + i}", config) for i in range(3)}, config)
+
+
+@pytest.fixture(scope="session")
+def image_on_hosts(testbed):
+    """The name of the trainer's image, which every host's engine has."""
+    script("image.sh", DEFAULT_IMAGE)
+    return DEFAULT_IMAGE
+
+
+@pytest.fixture(autouse=True)
+def healed(testbed):
+    """Whatever a test does to the hosts, the next one finds them well."""
+    yield
+    testbed.fault("heal")
