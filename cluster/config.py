@@ -61,7 +61,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     Raises UsageError for what makes no sense.
     """
     device, notes = _device(request, here)
-    mounts = [_mount(text, here.cwd) for text in request.mounts]
+    mounts = [mount(text, here.cwd) for text in request.mounts]
     arguments: list[str] = []
     for argument in _split(request.arguments):
         path = _absolute(argument, here.cwd)
@@ -179,7 +179,8 @@ def _port(text: str) -> int:
         raise UsageError(f"--master-port {text!r}: not a number", "for example: --master-port 29500, or auto") from None
 
 
-def _mount(text: str, cwd: str) -> Mount:
+def mount(text: str, cwd: str) -> Mount:
+    """The folder that `SOURCE[:TARGET[:rw]]` means, a relative source seen from `cwd`; raises UsageError."""
     source, *rest = text.split(":")
     if not source or len(rest) > 2 or (len(rest) == 2 and rest[1] not in ("ro", "rw")):
         raise UsageError(f"--mount {text!r}", "SOURCE[:TARGET[:rw]], for example: --mount ./data:/data")

@@ -1,0 +1,1 @@
+"""What `clusterctl` prints for each group of verbs: one file a group, only options and printing."""
