@@ -20,6 +20,7 @@ from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.ranks import Line, run_ranks
+from trainer.training.optim import CLIP_NORM
 from trainer.training.run import Run
 
 # Relative. An untrained network enlarges rounding: a gradient's about a thousandfold, and again with each step that
@@ -35,7 +36,7 @@ class Difference:
     ranks: int
     step: int  # from 1
     loss: float
-    gradient_norm: float  # as the optimizer gets it, clipped to at most 10
+    gradient_norm: float  # before it is clipped, which would hide a wrong scale
     loss_off: float  # relative
     gradient_off: float  # norm of the difference over the norm
     greatest: float  # difference of a single value of the gradient
@@ -127,9 +128,9 @@ def record(asked: Path, path: Path) -> None:
     taken: list[Tensor] = []
 
     def take(*_: object) -> None:
-        # What the optimizer is about to use: reduced over the ranks and clipped.
+        # What the optimizer is about to use: reduced over the ranks, and here as it was before it was clipped.
         flat = [p.grad.flatten() for p in run.parameters if p.grad is not None]
-        taken.append(torch.cat(flat).double().cpu())
+        taken.append((torch.cat(flat).double() * (run.norm.double() / CLIP_NORM).clamp(min=1)).cpu())
 
     run.optimizer.register_step_pre_hook(take)
     run.net.train()

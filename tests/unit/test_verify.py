@@ -39,6 +39,7 @@ def test_uneven_shares_of_a_batch_train_as_one_rank_does(
     else:
         assert (code, said["agree"]) == (0, True)
         assert first["gradient_off"] < 1e-6
+        assert first["gradient_norm"] > 10  # not clipped, which would hide a wrong scale
         assert moved["loss"] != first["loss"]  # another batch, other weights
         assert moved["gradient_off"] < 1e-4
 
