@@ -8,7 +8,6 @@ import sys
 import traceback
 
 from trainer import contract
-from trainer.cli import app
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.training.signals import Stopped
@@ -26,7 +25,11 @@ def main() -> None:
         # runs ten times slower as soon as anything else wants a core. Read once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     try:
+        from trainer.cli import app  # takes a moment, in which Ctrl-C may come
+
         app()
+    except KeyboardInterrupt:
+        _exit(EXIT_INTERRUPTED)
     except TrainerError as error:
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:

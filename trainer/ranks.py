@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -30,13 +30,17 @@ class Line:
 
 
 def run_ranks(
-    arguments: Sequence[str], count: int, environment: Mapping[str, str], tell: Callable[[Line], None]
+    arguments: Sequence[str],
+    count: int,
+    environment: Mapping[str, str],
+    tell: Callable[[Line], None],
+    pass_on: Sequence[signal.Signals] = (),
 ) -> dict[int, int]:
     """Run `python -m trainer ARGUMENTS` as `count` ranks, handing every line to `tell`.
 
     Returns the exit codes of the ranks that failed by themselves, negative for a signal; none when all is well. When
     one fails, the others get LOST_GRACE_S to end; on an exception (Ctrl-C) all are asked to stop, and killed after
-    STOP_GRACE_S. None is left when this returns or raises.
+    STOP_GRACE_S. The signals `pass_on` go to the ranks, whose answer counts. None is left when this returns or raises.
     """
     clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES}
     # A rank finds the packages that this process finds, also those that were put on its path while it ran.
@@ -65,7 +69,8 @@ def run_ranks(
                 )
                 reader.start()
                 threads.append(reader)
-        failed = _follow(processes, lines, tell)
+        with _passing_on(pass_on, processes):
+            failed = _follow(processes, lines, tell)
     except BaseException:
         _stop(processes)
         raise
@@ -112,6 +117,20 @@ def _follow(
         if until == float("inf") and any(process.poll() for process in processes):
             until = time.monotonic() + LOST_GRACE_S
     return {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+
+
+@contextlib.contextmanager
+def _passing_on(signals: Sequence[signal.Signals], processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    def pass_on(number: int, _frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _stop(processes: list[subprocess.Popen[str]]) -> None:

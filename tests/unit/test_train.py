@@ -2,8 +2,10 @@
 
 import csv
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from tests.unit.trainer_process import environment, ranks, squares
 from trainer import contract
 from trainer.__main__ import main
+from trainer.dist import usable_cores
 from trainer.training.timing import SHARES
 
 
@@ -253,6 +256,95 @@ def test_it_starts_its_own_ranks(data: Path, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         assert done.returncode == 2
         assert done.stderr.count("--device 0,1: no GPU can be used on this machine") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "times", "after", "code"),
+    [
+        ("SIGINT", 1, "steps.csv", 130),
+        ("SIGINT", 2, "steps.csv", 130),
+        ("SIGINT", 1, "libtorch", 130),
+        ("SIGTERM", 1, "steps.csv", 75),
+    ],
+)
+def test_a_signal_to_its_own_ranks_leaves_none(
+    data: Path, tmp_path: Path, name: str, times: int, after: str, code: int
+) -> None:
+    """In the middle of the training, or while the ranks still load torch."""
+    run = tmp_path / "runs" / "train"
+    process = subprocess.Popen(
+        command(data, tmp_path / "runs", "--ranks", "2", "--epochs", "1000", "--noval", "--log-steps"),
+        cwd=tmp_path,
+        env=environment(MARK=str(tmp_path)),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell starts what stands in the background with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+    def own() -> list[int]:
+        mark = f"MARK={tmp_path}".encode()
+        return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/environ") if mark in read(p)]
+
+    def read(path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError:  # ended meanwhile
+            return b""
+
+    def reached() -> bool:
+        if after == "steps.csv":
+            return (run / after).exists()
+        return any(after.encode() in read(Path(f"/proc/{pid}/maps")) for pid in own())
+
+    try:
+        until = time.monotonic() + 60
+        while not reached():
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        for _ in range(times):
+            process.send_signal(getattr(signal, name))
+            time.sleep(0.05)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert not own()
+    if after == "steps.csv" and times == 1:
+        assert "a checkpoint is written, --resume goes on from it" in err
+        assert (run / "last.pt").exists()
+        assert not (run / "best.pt").exists()  # without a validation, that is the last epoch
+
+
+def test_without_validation_nothing_ends_early_and_the_last_is_the_best(data: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(data, tmp_path / "runs", "--epochs", "3", "--noval", "--patience", "1"),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "train"
+    best, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
+    assert best["epoch"] == last["epoch"] == 3
+
+
+def test_more_workers_than_cores_are_our_words_not_torchs(data: Path, tmp_path: Path) -> None:
+    workers = str(usable_cores() + 1)
+    done = subprocess.run(
+        command(data, tmp_path / "runs", "--epochs", "1", "--workers", workers),
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"--workers {workers}: this machine has {usable_cores()} cores") == 1
+    assert "Warning" not in done.stderr
 
 
 def test_help_names_the_defaults_and_loads_no_torch() -> None:

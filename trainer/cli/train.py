@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from trainer import contract
 from trainer.config import DIGITS, PRESETS, STANDARD, Settings, interval, layers, load_hyp, preset_for, smoothed
 from trainer.ranks import Line, run_ranks
+from trainer.training.signals import SIGNALS
 
 _D, _S = PRESETS[DIGITS], STANDARD
 
@@ -312,7 +314,8 @@ def run_here(arguments: Sequence[str], count: int) -> int:
             said.add(line.text)
             print(line.text, file=sys.stderr, flush=True)
 
-    codes = sorted(run_ranks(arguments, count, os.environ, tell).values())
+    pass_on = [number for number in SIGNALS if number != signal.SIGINT]
+    codes = sorted(run_ranks(arguments, count, os.environ, tell, pass_on).values())
     known = [code for code in codes if code in (contract.EXIT_BAD_INPUT, contract.EXIT_RUN_ME_AGAIN)]
     return known[0] if known else int(bool(codes))
 

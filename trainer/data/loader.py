@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +42,7 @@ from trainer.data.order import (
 from trainer.data.picture_cache import Exchange, cache_pictures
 from trainer.data.recent import Recent
 from trainer.data.shared_memory import fit_workers, room
-from trainer.dist import World
+from trainer.dist import World, usable_cores
 from trainer.errors import TrainerError
 
 Floats32 = npt.NDArray[np.float32]
@@ -211,7 +213,9 @@ class _Stream(Generic[BatchType]):
 
     def __init__(self, maker: _Maker[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
         self._maker: Any = maker  # a map-style data set whose keys are shares
-        self._workers, self._ahead, self.note = fit_workers(workers, batch_bytes, local_size, room())
+        self._workers, self._ahead, note = fit_workers(workers, batch_bytes, local_size, room())
+        # What the user should be told once.
+        self.notes = [text for text in (note, _too_many(self._workers, local_size, usable_cores())) if text]
         self._shares = _Shares()
         self._loader = self._open()
         self._batches: Iterator[Any] = iter(())
@@ -227,19 +231,21 @@ class _Stream(Generic[BatchType]):
                 "prefetch_factor": self._ahead,
                 "worker_init_fn": _leave_with_the_trainer,
             }
-        return DataLoader(
-            self._maker,
-            batch_size=None,
-            sampler=self._shares,
-            num_workers=self._workers,
-            generator=torch.Generator(),  # else every epoch would draw from the run's global generator
-            **options,
-        )
+        with _own_words():
+            return DataLoader(
+                self._maker,
+                batch_size=None,
+                sampler=self._shares,
+                num_workers=self._workers,
+                generator=torch.Generator(),  # else every epoch would draw from the run's global generator
+                **options,
+            )
 
     def run(self, shares: Iterable[_Share]) -> Iterator[BatchType]:
         """The batches of `shares`, in their order; an error of a worker is raised here."""
         self._shares.coming = shares
-        self._batches = iter(self._loader)
+        with _own_words():
+            self._batches = iter(self._loader)
         if self._workers and not self._ends:
             # After torch's own, so before it: that waits 5 s for each worker, as it has not told it to end.
             self._ends = atexit.register(_close, weakref.ref(self))
@@ -257,6 +263,22 @@ class _Stream(Generic[BatchType]):
         """
         self._batches = iter(())
         self._loader, self._ends = self._open(), None
+
+
+def _too_many(workers: int, local_size: int, cores: int) -> str:
+    """What to say of more loading processes than cores, as they were asked for; "" where they are not."""
+    if workers * local_size <= cores:
+        return ""
+    ranks = f" on each of {local_size} ranks" if local_size > 1 else ""
+    return f"--workers {workers}{ranks}: this machine has {cores} cores, and more processes take turns on them"
+
+
+@contextlib.contextmanager
+def _own_words() -> Iterator[None]:
+    """Inside, torch does not warn of many workers: `_too_many` has said it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        yield
 
 
 def _close(stream: weakref.ref[_Stream[Any]]) -> None:
@@ -388,7 +410,7 @@ class TrainLoader:
         batch_bytes = -(-batch // world) * self.min_side**2 * 3
         self._maker = _TrainMaker(dataset, self.min_side, seed, hyp, plain_from)
         self._stream = _Stream(self._maker, workers, batch_bytes, local_size)
-        self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
+        self.notes = list(self._stream.notes)
         if hyp.copy_paste and not any(len(outline) for k in range(count) for outline in dataset.segments(k)):
             self.notes.append("copy_paste has no effect here: it moves objects by their outlines, and these are boxes")
 
@@ -460,7 +482,7 @@ class ValLoader:
         self._shares = shares[rank::world]
         batch_bytes = max((len(s.ids) * s.shape[0] * s.shape[1] * 3 for s in shares), default=1)
         self._stream = _Stream(_ValMaker(dataset, imgsz), workers, batch_bytes, local_size)
-        self.notes = [self._stream.note] if self._stream.note else []  # what the user should be told once
+        self.notes = self._stream.notes
 
     def __len__(self) -> int:
         return len(self._shares)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,11 @@ def validate(settings: ValSettings) -> Validation | None:
     check_names(dataset.names, trained, s)
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
     workers = dist.default_workers(device, world) if s.workers is None else s.workers
-    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "workers": workers, "stride": trained.stride}
+    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
+    share |= {"workers": workers, "stride": trained.stride}
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
+    for note in loader.notes if world.rank == 0 else ():
+        print(note, file=sys.stderr)  # stdout may be JSON
 
     backend = dist.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)

@@ -172,13 +172,12 @@ class Course:
                 continue
             shares = dist.all_gather({**run.clock.shares(), "seconds": run.clock.seconds(), "images_per_s": rate})
             fitness = 0.1 * scores.map50 + 0.9 * scores.map if scores else math.nan
-            # Without a validation the newest is the best.
-            best = fitness > run.at.best if scores else run.at.best < 0
-            if best:
-                if run.record and scores:
+            best = scores is not None and fitness > run.at.best
+            if scores and best:
+                if run.record:
                     run.record.best(run.metric, scores)
-                run.at.best, run.at.best_epoch = (fitness if scores else -1.0), run.at.epoch
-                run.at.best_scores = (scores.map50, scores.map) if scores else (math.nan, math.nan)
+                run.at.best, run.at.best_epoch = fitness, run.at.epoch
+                run.at.best_scores = scores.map50, scores.map
             if scores:
                 scored = (scores.per_class.get(name) for name in run.task.names)
                 run.weigh([score.map if score else math.nan for score in scored])
@@ -188,9 +187,10 @@ class Course:
             ended = run.at.epoch
             run.begin_epoch()
             self._save(
-                best=best, keep=f"epoch{ended + 1}.pt" if s.save_period and not (ended + 1) % s.save_period else ""
+                best=best or (not s.val and run.at.epoch == s.epochs),
+                keep=f"epoch{ended + 1}.pt" if s.save_period and not (ended + 1) % s.save_period else "",
             )
-            if s.patience and ended - run.at.best_epoch >= s.patience and run.at.epoch < s.epochs:
+            if scores and s.patience and ended - run.at.best_epoch >= s.patience and run.at.epoch < s.epochs:
                 run.screen.say(
                     f"no better score for {s.patience} epochs (--patience): the best was epoch {run.at.best_epoch + 1}"
                 )

@@ -9,7 +9,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 # Schedulers announce the end with one of these: Slurm's --signal, a container engine's stop, a spot instance's agent.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT") if hasattr(signal, name))
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT")
+SIGNALS: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
 _KEY = "stop"
 
 
