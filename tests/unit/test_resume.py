@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -155,6 +156,26 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Pat
     ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "runs", "--ranks", "1"))
     assert code == 0, err
     assert "goes on in epoch 1 after step 6 of 6" in out
+
+
+def test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away(tmp_path: Path) -> None:
+    """Boxes too small to be hit: no later epoch is better than the first. What is printed is run."""
+    data = squares(tmp_path / "set", train=8)
+    for label in (tmp_path / "set" / "labels" / "val").iterdir():
+        label.write_text("0 0.5 0.5 0.02 0.02\n")
+    run = tmp_path / "runs" / "train"
+    processes = start(tmp_path, ranks(1), *options(data, "--save-every", "1steps"))
+    kill_after(processes, run, 3)  # of two steps an epoch
+    wait(processes)
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train"))
+    assert code == 0, err
+    assert not (run / "PR_curve.png").exists()
+    said = re.search(r"the best was epoch 1, before the interruption; its curves: trainer (val .*)", out)
+    assert said, out
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *shlex.split(said[1])))
+    assert code == 0, err
+    assert "green" in out
+    assert (tmp_path / "runs" / "val" / "PR_curve.png").exists()
 
 
 def test_going_on_with_another_batch_is_refused(data: Path, tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ class Record:
         """Keep the metric of the best epoch so far: the curves and the table at the end are its."""
         self._best = metric, scores
 
+    @property
+    def knows_best(self) -> bool:
+        """Whether the best epoch was one of this process's, so that there is something to draw of it."""
+        return self._best is not None
+
     def finish(self, epoch: int) -> str:
         """Draw everything after the last epoch (from 1); returns the best epoch's table, "" if that is too long."""
         from trainer.plots import draw_metric, plot_results

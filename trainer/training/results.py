@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -92,12 +93,24 @@ class StepLog:
             file.write(",".join((str(number), *(repr(t) for t in terms))) + "\n")
 
 
+def _validation(run: Run) -> list[str]:
+    """The command line that scores best.pt anew, with the table and the curves."""
+    s = run.settings
+    command = ["trainer", "val", "--weights", str(run.folder / "best.pt"), "--data", s.data]
+    command += ["--cfg", s.cfg] if "import" in run.cfg else []
+    command += ["--single-cls"] if s.single_cls else []
+    return command + (["--allow-bad-labels"] if s.allow_bad_labels else [])
+
+
 def finish(run: Run, seconds: float) -> None:
     """Draw the run's pictures and say how it ended."""
     assert run.record
     table = run.record.finish(run.at.epoch)
     if table:
         run.screen.say(table)
+    if run.at.best_epoch >= 0 and not run.record.knows_best and math.isfinite(run.at.best_scores[0]):
+        again = shlex.join(_validation(run))
+        run.screen.say(f"the best was epoch {run.at.best_epoch + 1}, before the interruption; its curves: {again}")
     map50, map_ = run.at.best_scores
     run.events.emit(contract.DONE, seconds=seconds, map50=map50, map=map_, best=str(run.folder / "best.pt"))
     if not run.events.listening:  # a launcher says this itself, with the paths of the machine that it runs on

@@ -96,8 +96,12 @@ class Run:
         self.task = Detection(self.cfg, where, train.names, s.hyp, s.imgsz)
         self.model = self.task.build()
         if self.weights:
-            fit, of = checkpoint.transfer(self.model, self.weights["ema"], s.weights)
-            self.screen.say(f"weights from {s.weights}: {fit}/{of} tensors")
+            taken, kept = self.weights["ema"], other_anchors(self.model, self.weights["ema"]) if s.cfg else ()
+            fit, of = checkpoint.transfer(self.model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
+            self.screen.say(
+                f"weights from {s.weights}: {fit}/{of} tensors"
+                + (f"; the anchors are those of {where}" if kept else "")
+            )
         if s.freeze:
             count = freeze(self.model, s.freeze)
             self.screen.say(f"frozen: layers {', '.join(map(str, s.freeze))} with {count:,} parameters")
@@ -119,7 +123,7 @@ class Run:
             **share,
         )
         self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
-        for note in self.train.notes or self.val.notes:
+        for note in dict.fromkeys((*self.train.notes, *self.val.notes)):
             self.screen.say(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.cos_lr)
         self.clock = Clock(device)
@@ -363,6 +367,12 @@ class Run:
             self.pending.copy_(ranks[self.world.rank]["pending"])
         else:
             self.pending.copy_(sum(rank["pending"] for rank in ranks) / self.world.size)
+
+
+def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """The names of the model's anchors, where those of `state` are others of the same number."""
+    own = {k: v for k, v in model.state_dict().items() if k.endswith(".anchors") and k in state}
+    return [k for k, v in own.items() if v.shape == state[k].shape and not torch.allclose(v, state[k].to(v), rtol=1e-3)]
 
 
 def seed_generators(seed: int, number: int, rank: int) -> None:

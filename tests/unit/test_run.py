@@ -1,0 +1,61 @@
+"""What a run is made of before its first step: the weights that it takes over, and what it tells of the loaders."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.trainer_process import squares
+from trainer.config import Hyp, Settings
+from trainer.dist import World
+from trainer.events import Events
+from trainer.models.yolo import build_yolo, load_cfg
+from trainer.training.run import Run
+from trainer.weights import checkpoint
+
+WIDE = [[20.0, 10.0, 32.0, 16.0, 66.0, 23.0]] * 3
+
+
+def made(data: Path, **more: Any) -> Run:
+    values: dict[str, Any] = {"cfg": "", "weights": "", "hyp": Hyp(), "epochs": 2, "batch": 4, "imgsz": 64, "seed": 0}
+    values |= {"device": "cpu", "optimizer": "SGD", "workers": 0, "cos_lr": False, "precision": "fp32", "val": True}
+    values |= {"project": "runs", "name": "train", "exist_ok": False}
+    return Run(Settings(data=str(data), **{**values, **more}), World(), torch.device("cpu"), Events({}))
+
+
+def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = squares(tmp_path / "set", train=6)
+    cfg = {**load_cfg("yolov5n.yaml"), "anchors": WIDE}
+    state = build_yolo(cfg, nc=2).state_dict()
+    content = {"format": 1, "model": state, "ema": state, "optimizer": None, "epoch": 1, "step": 1, "hyp": {}}
+    checkpoint.save(tmp_path / "x.pt", {**content, "cfg": cfg, "names": ["green", "red"], "imgsz": 64})
+
+    def pixels(**more: Any) -> torch.Tensor:
+        run = made(data, weights=str(tmp_path / "x.pt"), **more)
+        assert run.cfg["anchors"] == (load_cfg("yolov5n.yaml") if more else cfg)["anchors"]
+        assert torch.equal(run.model.state_dict()["model.0.conv.weight"], state["model.0.conv.weight"])
+        return run.model.detect.anchors * torch.tensor([8, 16, 32]).view(3, 1, 1)
+
+    assert pixels().flatten(1).tolist() == WIDE
+    assert "349/349 tensors\n" in capsys.readouterr().out
+    assert pixels(cfg="yolov5n.yaml")[0].flatten().tolist() == [10, 13, 16, 30, 33, 23]
+    assert "348/349 tensors; the anchors are those of yolov5n.yaml\n" in capsys.readouterr().out
+
+
+def test_what_both_loaders_have_to_say_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with one core and little shared memory, and with a set without outlines."""
+    data = squares(tmp_path / "set", train=6)
+    monkeypatch.setattr("trainer.data.loader.room", lambda: 200 << 10)
+    monkeypatch.setattr("trainer.data.loader.usable_cores", lambda: 1)
+    made(data, hyp=dataclasses.replace(Hyp(), copy_paste=0.5), workers=3)
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("copy_paste has no effect here") for line in said) == 1
+    # The batches of the two have not the same size.
+    assert sum(line.startswith("/dev/shm has room for 0 MiB, 3 workers") for line in said) == 2
+    assert sum("and more processes take turns on them" in line for line in said) == 1
