@@ -33,7 +33,10 @@ def cells(level: Level, anchor: int = 1) -> set[tuple[int, int]]:
     ],
 )
 def test_a_box_takes_its_cell_and_the_nearest_neighbours(x: float, y: float, expected: set[tuple[int, int]]) -> None:
-    assert cells(positives([[0, 0, x, y, 4, 4]])) == expected
+    level = positives([[0, 0, x, y, 4, 4]])
+    assert cells(level) == expected
+    # No cell twice, but on the border, where its own is clamped onto the neighbour.
+    assert int((level.anchor == 1).sum()) == len(expected) + (x == GRID)
 
 
 def test_an_interior_box_gives_three_cells_for_each_matching_anchor() -> None:

@@ -104,6 +104,17 @@ def test_more_than_100_detections_per_class_are_cut_as_in_coco():
     assert ours.map50 > 0
 
 
+def test_the_limit_of_100_is_each_classs_own():
+    rng = np.random.default_rng(6)
+    pictures = [random_picture(rng, 9, 500, classes=3) for _ in range(4)]
+    for _, _, classes, _, _ in pictures:
+        classes[:] = np.arange(500) % 3  # 166 and more of each
+    ours = score(pictures)
+    assert (ours.map50, ours.map) == pytest.approx(judge(pictures), abs=1e-6)
+    first = [tuple(part[np.argsort(-p[1])[:100]] for part in p[:3]) + p[3:] for p in pictures]
+    assert ours.map50 > score(first).map50 > 0
+
+
 def crowded_pictures(seed, count=30):
     """Pictures in which large boxes are crowds, with many small detections inside; some have over 100 of a class."""
     rng = np.random.default_rng(seed)
@@ -189,6 +200,12 @@ def test_yolov5_mode_follows_its_rules_and_differs_from_coco():
     rng = np.random.default_rng(11)
     pictures = [random_picture(rng, 8, 60) for _ in range(12)]
     pictures.append(random_picture(rng, 5, 280, classes=1))  # not cut at 100
+    # Two boxes overlap; the second detection prefers the one that the first has, and goes for no other.
+    truth = np.array([[0.0, 0, 100, 100], [0, 30, 100, 130]])
+    found = np.array([[0.0, 0, 100, 100], [0, 10, 100, 110]])
+    pictures.append((found, np.array([0.99, 0.98]), np.zeros(2, int), truth, np.zeros(2, int)))
+    assert score(pictures[-1:], yolov5=True).recall == pytest.approx(0.5)
+    assert score(pictures[-1:]).recall == 1
     ours = score(pictures, yolov5=True)
     assert (ours.map50, ours.map) == pytest.approx(yolov5_by_hand(pictures), abs=1e-9)
     assert abs(ours.map - score(pictures).map) > 1e-4

@@ -127,8 +127,9 @@ def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.Complet
 
 
 @pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
-def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
-    """Eight pictures on one rank, and 5 + 3 on two with all boxes on the first: same loss, same gradients.
+@pytest.mark.parametrize("second", [0, 1])
+def test_two_ranks_train_like_one(tmp_path: Path, cfg: str, second: int) -> None:
+    """Eight pictures on one rank, and 5 + 3 on two with most or all boxes on the first: same loss, same gradients.
 
     Batch norm is frozen: its statistics are each rank's own.
     """
@@ -148,6 +149,9 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
                 p.mul_(0.2)  # running variances: keeps the signal alive through the layers
         images = torch.rand(8, 3, 64, 64)
         targets = torch.tensor([[0, 1, .4, .4, .3, .2], [0, 2, .7, .3, .5, .5], [4, 0, .5, .6, .9, .8]])
+        if SECOND:
+            targets = torch.cat((targets, torch.tensor([[6, 1, .3, .5, .4, .4]])))
+        after = targets[3:] - torch.tensor([5, 0, 0, 0, 0, 0])
 
         def losses(net, images, targets):
             loss = task.loss_of(model)
@@ -172,9 +176,9 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
         clock = Clock(torch.device("cpu"))
         clock.watch(net)
         if world.rank == 0:
-            parts, split = losses(net, images[:5], targets)
+            parts, split = losses(net, images[:5], targets[:3])
         else:
-            parts, split = losses(net, images[5:], targets[:0])
+            parts, split = losses(net, images[5:], after)
         clock.after_backward()
         assert clock.shares()["sync"] > 0
         assert whole[0] > 0.1 and whole[2] > 0.001, whole
@@ -183,7 +187,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max()) + 1e-7)
         dist.leave()
     """
-    for result in run_ranks(program.replace("CFG", cfg), 2, tmp_path):
+    for result in run_ranks(program.replace("CFG", cfg).replace("SECOND", str(second)), 2, tmp_path):
         assert result.returncode == 0, result.stderr
 
 

@@ -53,6 +53,22 @@ def test_ciou_against_the_formula_by_hand() -> None:
     assert ciou(torch.tensor([a]), torch.tensor([b])).item() == pytest.approx(expected, abs=1e-6)
 
 
+def test_ciou_holds_the_weight_of_the_aspect_constant() -> None:
+    box, other = (1.0, 1.0, 2.0, 2.0), torch.tensor([[2.0, 1.5, 2.0, 1.0]])
+    v = 4 / math.pi**2 * (math.atan(2.0) - math.atan(1.0)) ** 2
+    a = torch.tensor([box], requires_grad=True)
+    ciou(a, other).sum().backward()
+    w = torch.tensor(2.0, requires_grad=True)
+    intersection = (w / 2 + 1 - 1) * 1.0
+    iou = intersection / (w * 2 + 2 - intersection)
+    distance = (1.0**2 + 0.5**2) / ((w / 2 + 1 + 1) ** 2 + 2.0**2)
+    aspect = 4 / math.pi**2 * (math.atan(2.0) - torch.atan(w / 2)) ** 2
+    (iou - distance - v / (v - iou.item() + 1) * aspect).backward()
+    assert a.grad is not None
+    assert w.grad is not None
+    assert a.grad[0, 2].item() == pytest.approx(w.grad.item(), abs=1e-5)
+
+
 def test_ciou_of_boxes_apart_is_negative_and_pulls_them_together() -> None:
     a = torch.tensor([[0.0, 0.0, 1.0, 1.0]], requires_grad=True)
     value = ciou(a, torch.tensor([[10.0, 0.0, 1.0, 1.0]]))

@@ -50,6 +50,12 @@ def test_parameter_counts_are_those_of_the_published_models(size: str) -> None:
     assert parameters(fuse(model)) == fused
 
 
+def test_batch_norm_has_the_published_constants() -> None:
+    norms = [m for m in build_yolo(load_cfg("yolov5n.yaml"), nc=80).modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    assert len(norms) == 57
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.03)}
+
+
 @pytest.mark.parametrize("size", TABLE_P6)
 def test_p6_models_have_four_levels_and_the_published_size(size: str) -> None:
     with torch.device("meta"):

@@ -16,6 +16,7 @@ def test_warmup_at_its_beginning_middle_and_end() -> None:
     assert begin == Rates(accumulate=1, lr_bias=0.1, lr=0.0, momentum=0.8)
     lr1 = 0.01 * (0.99 * 0.99 + 0.01)  # epoch 1
     assert middle.accumulate == round(2.5)
+    assert SCHEDULE.at(45).accumulate == round(1.9)
     assert middle.lr == pytest.approx(lr1 / 2)
     assert middle.lr_bias == pytest.approx((0.1 + lr1) / 2)
     assert middle.momentum == pytest.approx((0.8 + 0.937) / 2)
