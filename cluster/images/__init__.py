@@ -1,0 +1,244 @@
+"""The same image on every node: which nodes lack which of its layers, and how those get there.
+
+An engine can use a layer only on top of the very layers that it was built on. So a node lacks those above the longest
+run of layers, from the lowest on, that any image there has. `docker load` takes an archive without the layers that it
+has: what is sent is the image's configuration and the missing layers, each read and compressed once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster import fanout
+from cluster.errors import ClusterError, LaunchError, UsageError
+from cluster.images import engine, layer
+from cluster.images.compare import chain_ids, difference, file_name, head, missing, short
+from cluster.images.delivery import Blob, Delivery, Show, SourceError
+from cluster.images.engine import HERE, Engine
+from cluster.model import Node
+from cluster.shells import reach
+
+__all__ = ["Pushed", "Show", "difference", "ids", "push", "short"]
+
+#: Room needed on a node as a multiple of the unpacked layers: the engine first copies what it is given.
+_ROOM = 1.5
+_NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push did for one node: `sent` bytes over the wire, as `missing` of its `layers` layers, in `seconds`.
+
+    All are 0 where the image was there already. `whole`: an engine, here or there, handles only whole images.
+    """
+
+    id: str
+    layers: int
+    missing: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+    compression: str = ""
+    whole: bool = False
+
+
+def ids(nodes: Sequence[Node], image: str) -> dict[str, str]:
+    """The image's full id on every node by its name, "" where it is not; raises ClusterError naming all that fail."""
+    _refuse_name(image)
+    return fanout.all_of(nodes, lambda node: engine.image_id(node, image))
+
+
+def push(nodes: Sequence[Node], image: str, show: Show) -> dict[str, Pushed]:
+    """Give every node the image that this machine has; returns what that took, by node.
+
+    Nothing is sent unless all nodes can take it; when sending fails for some, the others still get theirs. Raises
+    ClusterError that names the nodes. Interrupted, it leaves on them only parts, from which the next push goes on.
+    """
+    _refuse_name(image)
+    here = engine.look(HERE, image)
+    if not here.id:
+        raise UsageError(f"this machine: no image {image}", "make image   (or name one that is there: --image NAME)")
+    seen = fanout.all_of(nodes, lambda node: engine.look(node, image))
+    lacking = [node for node in nodes if seen[node.name].id != here.id]
+    done = {node.name: Pushed(here.id, len(here.layers)) for node in nodes}
+    if lacking:
+        try:
+            layers = _Layers.of(here) if here.takes_layers else None
+            done |= _Push(image, here, seen, layers, show).to(lacking)
+        except SourceError as error:
+            show.note(f"this machine: the layers cannot be read one by one ({error}): sending the whole image")
+            done |= _Push(image, here, seen, None, show).to(lacking)
+    return done
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """An image's layers in this machine's engine: their unpacked `sizes` in bytes, and the command that prints one."""
+
+    config: str
+    sizes: tuple[int, ...]
+    chains: tuple[str, ...]
+    program: tuple[str, ...]
+
+    @classmethod
+    def of(cls, here: Engine) -> _Layers:
+        """Raises SourceError: another storage driver, no rights, no Python in the image."""
+        text = Path(layer.__file__).read_text(encoding="utf-8")
+        chains = tuple(chain_ids(here.layers))
+        if os.geteuid() == 0 and Path(here.root, "image", here.driver, "layerdb").is_dir():
+            program: tuple[str, ...] = (sys.executable, "-c", text, here.root, here.driver)
+        else:  # whoever may use the engine may do this
+            mount = f"type=bind,source={here.root},target=/engine,readonly"
+            as_root = ("--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
+            program = (
+                "docker",
+                "run",
+                *as_root,
+                "--entrypoint",
+                "python3",
+                here.id,
+                "-c",
+                text,
+                "/engine",
+                here.driver,
+            )
+        answer = reach(HERE).run([*program, "image", here.id, *chains], timeout_s=120)
+        if answer.code:
+            raise SourceError(answer.last_line)
+        about = json.loads(answer.out)
+        return cls(about["config"], tuple(about["sizes"]), chains, program)
+
+
+@dataclass
+class _Push:
+    """One image on its way to nodes that lack it: as layers where `layers` are given and the node takes them."""
+
+    image: str
+    here: Engine
+    seen: Mapping[str, Engine]
+    layers: _Layers | None
+    show: Show
+
+    def to(self, nodes: Sequence[Node]) -> dict[str, Pushed]:
+        """Raises ClusterError, and SourceError when this machine's engine does not give what it should."""
+        fanout.together({node.name: self._refusal(node) for node in nodes})
+        zstd = shutil.which("zstd") is not None and all(self.seen[node.name].takes_zstd for node in nodes)
+        blobs = self._blobs(nodes, zstd)
+        files = {node.name: self._files(node, zstd) for node in nodes}
+        deliveries = {
+            node.name: Delivery(node, [blobs[name] for name in files[node.name]], self.show) for node in nodes
+        }
+        began = time.monotonic()
+
+        def one(node: Node) -> Pushed:
+            count, total = self._missing(node), len(self.here.layers)
+            what = "the whole image" if count is None else f"{count} of {total} layers"
+            self.show.note(f"{node.name}: to send: {what}")
+            deliveries[node.name].send()
+            begin = b""
+            if count is not None and self.layers is not None:
+                begin = head(self.layers.config, self.image, self.here.layers, _ending(zstd))
+            became = engine.load(node, self.image, files[node.name], begin)
+            if became != self.here.id:
+                raise LaunchError(f"{node.name}: {self.image} is {short(became)} there and {short(self.here.id)} here")
+            return Pushed(
+                id=became,
+                layers=total,
+                missing=total if count is None else count,
+                sent=deliveries[node.name].wire,
+                seconds=time.monotonic() - began,
+                compression="zstd" if zstd else "gzip",
+                whole=count is None,
+            )
+
+        try:
+            return self._watched(nodes, one, deliveries)
+        finally:
+            for blob in blobs.values():
+                blob.close()
+
+    def _watched(
+        self, nodes: Sequence[Node], work: Callable[[Node], Pushed], deliveries: Mapping[str, Delivery]
+    ) -> dict[str, Pushed]:
+        """What `work` gave for all nodes, with an eye on those that take nothing, and on Ctrl-C."""
+        with ThreadPoolExecutor(1) as background:
+            working = background.submit(fanout.all_of, nodes, work)
+            try:
+                while not wait([working], timeout=1.0).done:
+                    for delivery in deliveries.values():
+                        if delivery.is_stuck():
+                            reach(delivery.node).close()
+                return working.result()
+            except KeyboardInterrupt:
+                for delivery in deliveries.values():
+                    delivery.stop()
+                raise
+
+    def _missing(self, node: Node) -> int | None:
+        """How many layers the node lacks; None when it must be given the whole image."""
+        if self.layers is None or not self.seen[node.name].takes_layers:
+            return None
+        return missing(self.here.layers, self.seen[node.name].held)
+
+    def _files(self, node: Node, zstd: bool) -> list[str]:
+        """What the node must be sent, by the names of the files."""
+        count = self._missing(node)
+        if count is None:
+            return [f"whole-{file_name(self.here.id, _ending(zstd))}"]
+        lacks = self.here.layers[len(self.here.layers) - count :]
+        return list(dict.fromkeys(file_name(digest, _ending(zstd)) for digest in lacks))
+
+    def _blobs(self, nodes: Sequence[Node], zstd: bool) -> dict[str, Blob]:
+        """Everything that any node may need, by file name; none is made before it is asked for."""
+        packer = ("zstd", "-q", "-3", "-T0", "-c") if zstd else ("gzip", "-n", "-1", "-c")
+        here, blobs = self.here, {}
+        if self.layers is not None:
+            for digest, size, chain in zip(here.layers, self.layers.sizes, self.layers.chains, strict=True):
+                name = file_name(digest, _ending(zstd))
+                blobs[name] = Blob(name, size, (*self.layers.program, "layer", chain), packer, digest)
+        name = f"whole-{file_name(here.id, _ending(zstd))}"
+        blobs[name] = Blob(name, here.size, (here.program, "save", self.image), packer)
+        return blobs
+
+    def _refusal(self, node: Node) -> ClusterError | None:
+        """Why the node cannot take the image."""
+        here, there = self.here, self.seen[node.name]
+        if there.platform != here.platform:
+            return UsageError(
+                f"{node.name}: the image is for {here.platform}, the machine is {there.platform}",
+                "build the image on such a machine, and push it from there",
+            )
+        if there.containerd != here.containerd:
+            where = "there, but not here" if there.containerd else "here, but not there"
+            return UsageError(
+                f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids",
+                'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json',
+            )
+        count = self._missing(node)
+        size = here.size
+        if count is not None and self.layers is not None:
+            size = sum(self.layers.sizes[len(self.layers.sizes) - count :])
+        if there.free is not None and there.free < _ROOM * size:
+            need = f"the image needs {_ROOM * size / 1e9:.1f} GB there"
+            return LaunchError(
+                f"{node.name}: {there.root} has {there.free / 1e9:.1f} GB free: {need}",
+                f"make room, for example there: {there.program} image prune",
+            )
+        return None
+
+
+def _ending(zstd: bool) -> str:
+    return "zst" if zstd else "gz"
+
+
+def _refuse_name(image: str) -> None:
+    if not _NAME.fullmatch(image):
+        raise UsageError(f"--image {image!r}: not an image's name", "for example: --image trainer:0.1")
