@@ -14,6 +14,7 @@ import typer
 
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
+from cluster.verbs.init import init
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
 
 # Imports of the verbs stand in the functions: `clusterctl --help` and completion must answer at once.
 

@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster import inventory
-from cluster.errors import UsageError
-from cluster.model import Inventory
+from cluster import addresses, fanout, inventory
+from cluster.errors import ClusterError, LaunchError, UsageError
+from cluster.model import Inventory, Node
+from cluster.shells import reach
 
 DEFAULT_FILE = "cluster.yaml"
+
+_TIMEOUT_S = 45.0
+_MARK = "clusterctl found:"
+# Prints names and values, each ended by NUL. $1 and $2: the run and the data directory.
+_LOOK = r"""
+PATH=$PATH:/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib
+say() { printf '%s\0' "$@"; }
+limited() { if command -v timeout >/dev/null; then timeout 10 "$@"; else "$@"; fi; }
+say "" "$0"
+say hostname "$(uname -n)" user "$(id -un)" ssh "$SSH_CONNECTION"
+say addresses "$(ip -o addr show up 2>&1)"
+for device in /sys/class/net/*; do say "speed ${device##*/}" "$(cat "$device/speed" 2>/dev/null)"; done
+if command -v nvidia-smi >/dev/null; then gpus=$(limited nvidia-smi -L 2>&1); say gpus "$gpus" gpus_code $?; fi
+if command -v docker >/dev/null; then
+  say docker "$(limited docker info --format 'answers {{.ServerVersion}} {{.SecurityOptions}}' 2>&1)"
+fi
+if command -v podman >/dev/null; then
+  say podman "$(limited podman info --format 'answers {{.Version.Version}} rootless={{.Host.Security.Rootless}}' 2>&1)"
+fi
+for name in run_dir data_dir; do
+  case $1 in "~/"*) folder=$HOME/${1#"~/"} ;; *) folder=$1 ;; esac
+  there=$folder
+  while [ ! -e "$there" ]; do there=${there%/*}; there=${there:-/}; done
+  if [ -d "$there" ] && [ -w "$there" ]; then writable=yes; else writable=no; fi
+  say $name "$folder" $name.there "$there" $name.writable $writable $name.disk "$(df -Pk -- "$there" 2>&1)"
+  shift
+done
+"""
+_ROUTES = r"""
+PATH=$PATH:/usr/sbin:/sbin
+for number; do printf '%s\0' "$number" "$(ip -o route get "$number" 2>&1)"; done
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a machine has: `node` is complete, `notes` are what to know.
+
+    `network` is the device that has the address, `why` tells why it is that one. `gpus` are their models, `engine` is
+    the runtime with its version, or why there is none.
+    """
+
+    node: Node
+    hostname: str
+    gpus: tuple[str, ...]
+    engine: str
+    free_gb: float
+    network: str
+    why: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Seen:
+    """One machine's answer."""
+
+    said: Mapping[str, str]
+    addresses: tuple[addresses.Address, ...]
+    gpus: dict[int, str]
+    runtime: str
+    engine: str
+    notes: list[str] = field(default_factory=list)
 
 
 def load(
@@ -45,8 +110,156 @@ def load(
 
 
 def complete(found: Inventory) -> Inventory:
-    """The inventory with what its text leaves open looked for on the machines."""
-    return found
+    """The inventory with what its text leaves open looked for on the machines, all at once; `look`'s errors."""
+    if inventory.is_complete(found):
+        return found
+    return replace(found, nodes=tuple(each.node for each in look(found).values()))
+
+
+def look(asked: Inventory) -> dict[str, Found]:
+    """What every machine has, by its node's name; what `asked` says of a node is kept.
+
+    Raises one ClusterError that names every machine that does not answer or cannot be used as it is.
+    """
+    needs_gpus = asked.device == "cuda"
+    seen = fanout.all_of(asked.nodes, lambda node: _seen(node, needs_gpus=needs_gpus))
+    open_ = [node for node in asked.nodes if not node.address]
+    chosen = _addresses(asked.nodes, seen) if open_ else {}
+    runtimes = {node.name: node.runtime or seen[node.name].runtime for node in asked.nodes}
+    _refuse_mixed(runtimes, seen)
+    made = {}
+    for node in asked.nodes:
+        of = seen[node.name]
+        choice = chosen.get(node.name) if not node.address else None
+        notes = [*of.notes, *([choice.warning] if choice and choice.warning else [])]
+        if runtimes[node.name] == "none" and not node.runtime:
+            notes.append(f"{of.engine}: jobs run without a container, with the machine's own python3")
+        made[node.name] = Found(
+            node=replace(
+                node,
+                address=choice.address.number if choice else node.address,
+                gpus=node.gpus or tuple(of.gpus),
+                run_dir=of.said["run_dir"],
+                data_dir=of.said["data_dir"],
+                runtime=runtimes[node.name],
+            ),
+            hostname=of.said["hostname"],
+            gpus=tuple(of.gpus.values()),
+            engine=of.engine,
+            free_gb=_free_gb(of.said["run_dir.disk"]),
+            network=choice.address.device if choice else "",
+            why=choice.why if choice else "as given",
+            notes=tuple(notes),
+        )
+    return made
+
+
+def _seen(node: Node, *, needs_gpus: bool) -> _Seen:
+    folders = (node.run_dir or inventory.RUN_DIR, node.data_dir or inventory.DATA_DIR)
+    done = reach(node).run(["bash", "-c", _LOOK, _MARK, *folders], timeout_s=_TIMEOUT_S)
+    # What a login script prints stands in front.
+    _, mark, text = done.out.partition(f"\0{_MARK}\0")
+    words = text.split("\0")
+    if done.code or not mark:
+        raise LaunchError(f"{node.name}: cannot look at it: {done.last_line}", "it needs bash and the usual tools")
+    said = dict(zip(words[0::2], words[1::2], strict=False))
+    for name in ("run_dir", "data_dir"):
+        if said[f"{name}.writable"] != "yes":
+            raise LaunchError(
+                f"{node.name}: {name} {said[name]}: {said['user']} may not write in {said[f'{name}.there']}",
+                f"another --{name.replace('_', '-')}, or there: sudo install -d -o {said['user']} {said[name]}",
+            )
+    speeds = {name[6:]: int(value) for name, value in said.items() if name[:6] == "speed " and value.isdigit()}
+    if not node.address and "inet" not in said["addresses"]:
+        raise LaunchError(
+            f"{node.name}: cannot see its addresses: {said['addresses'].strip() or 'none'}", "apt-get install iproute2"
+        )
+    gpus, notes = _gpus(node, said, needed=needs_gpus)
+    runtime, engine = _runtime(node, said)
+    return _Seen(said, addresses.addresses(said["addresses"], speeds), gpus, runtime, engine, notes)
+
+
+def _gpus(node: Node, said: Mapping[str, str], *, needed: bool) -> tuple[dict[int, str], list[str]]:
+    """The machine's GPUs by id, and what to know."""
+    if said.get("gpus_code", "0") != "0":
+        last = (said["gpus"].strip().splitlines() or ["no answer in 10 s"])[-1]
+        if needed:
+            raise LaunchError(
+                f"{node.name}: nvidia-smi fails: {last}",
+                "mend its driver, or --device cpu (in cluster.yaml: device: cpu)",
+            )
+        return {}, [f"nvidia-smi fails: {last}"]
+    found = {
+        int(number): model
+        for number, model in re.findall(r"(?m)^GPU (\d+): (.*?)(?: \(UUID.*)?$", said.get("gpus", ""))
+    }
+    missing = [str(each) for each in node.gpus if each not in found]
+    if found and missing:
+        raise LaunchError(f"{node.name}: no GPU {', '.join(missing)}: it has {len(found)}", "fewer gpus (slots) for it")
+    return found, []
+
+
+def _runtime(node: Node, said: Mapping[str, str]) -> tuple[str, str]:
+    """docker if it answers, else podman, else none; and what to call that."""
+    answers = {name: re.search(r"(?m)^answers (\d\S*) (.*)", said.get(name, "")) for name in ("docker", "podman")}
+    for name, match in answers.items():
+        if match:
+            return name, f"{name} {match[1]}{' rootless' if re.search('rootless(?!=false)', match[2]) else ''}"
+    if not node.runtime and "permission denied" in said.get("docker", "").lower():
+        raise LaunchError(
+            f"{node.name}: {said['user']} may not use its Docker Engine",
+            f"there: sudo usermod -aG docker {said['user']} (and log in anew), or --runtime none",
+        )
+    if "docker" in said or "podman" in said:
+        name = "docker" if "docker" in said else "podman"
+        return "none", f"{name} does not answer ({(said[name].strip().splitlines() or ['silent for 10 s'])[-1]})"
+    return "none", "neither docker nor podman is there"
+
+
+def _refuse_mixed(runtimes: Mapping[str, str], seen: Mapping[str, _Seen]) -> None:
+    without = [name for name, runtime in runtimes.items() if runtime == "none"]
+    if without and len(without) < len(runtimes):
+        engine = next(runtime for runtime in runtimes.values() if runtime != "none")
+        raise LaunchError(
+            "\n       ".join(f"{name}: {seen[name].engine}" for name in without),
+            f"the other nodes have {engine}: start it there, leave the machine out, or --runtime none for all",
+        )
+
+
+def _addresses(nodes: tuple[Node, ...], seen: Mapping[str, _Seen]) -> dict[str, addresses.Choice]:
+    """Ask every machine for its route to every address of the others, and choose."""
+    numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in seen.items()}
+
+    def routes(node: Node) -> dict[str, addresses.Route]:
+        wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
+        done = reach(node).run(["bash", "-c", _ROUTES, "routes", *wanted], timeout_s=_TIMEOUT_S)
+        words = done.out.split("\0")
+        return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
+
+    known = fanout.all_of(nodes, routes) if len(nodes) > 1 else {nodes[0].name: {}}
+    logins = {name: (of.said["ssh"].split() + [""] * 4)[2] for name, of in seen.items()}
+    return addresses.choose({name: of.addresses for name, of in seen.items()}, known, logins)
+
+
+def _free_gb(text: str) -> float:
+    match = re.search(r"\s\d+\s+\d+\s+(\d+)\s+\d+%", text)
+    return int(match[1]) / 1e6 * 1.024 if match else 0.0
+
+
+def device(found: Mapping[str, Found], asked: str) -> str:
+    """`cuda` where every node has GPUs, `cpu` where none has; raises ClusterError where only some have."""
+    without = [name for name, each in found.items() if not each.gpus]
+    if asked != "auto":
+        if asked == "cuda" and without:
+            raise ClusterError(f"no GPU on {', '.join(without)}", "their drivers (nvidia-smi), or --device cpu")
+        return asked
+    if without and len(without) < len(found):
+        others = [name for name in found if name not in without]
+        raise ClusterError(
+            f"no GPU on {', '.join(without)}, but on {', '.join(others)}",
+            f"leave them out: clusterctl init {' '.join(others)}; or --device cpu for all",
+        )
+    return "cpu" if without else "cuda"
 
 
 def _text(here: Path, path: str, option: str) -> str:

@@ -1,0 +1,189 @@
+"""`clusterctl init` as a user types it, against a real sshd; of what machines have only GPUs are made up."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cluster import discovery, inventory
+from cluster.errors import ClusterError
+from cluster.shells import close_all
+
+# `nvidia-smi -L` of a machine with two GPUs, one of them in parts
+GPUS = """\
+GPU 0: NVIDIA H200 (UUID: GPU-5b1ab3a4-3b02-0be4-1c5c-f43f06c4a1c4)
+  MIG 1g.18gb     Device  0: (UUID: MIG-41b1ab3a-0000-0000-0000-000000000000)
+GPU 1: NVIDIA H200 (UUID: GPU-6b1ab3a4-3b02-0be4-1c5c-f43f06c4a1c4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _connections():
+    yield
+    close_all()
+
+
+def program(sshd, name, text):
+    """Every login from now on finds this program first."""
+    folder = sshd.folder / "bin"
+    if not folder.exists():
+        folder.mkdir()
+        with (sshd.folder / "sshd_config").open("a") as file:
+            file.write(f"SetEnv PATH={folder}:{os.environ['PATH']}\n")
+        sshd.stop()
+        sshd.start()
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+def machine(sshd, yaml):
+    """The completed inventory of a cluster.yaml."""
+    path = sshd.folder / "cluster.yaml"
+    path.write_text(f"ssh_config: {sshd.config}\n{yaml}")
+    return discovery.complete(discovery.load(str(path)))
+
+
+def test_init_writes_what_was_found_and_the_file_needs_nothing_more(sshd, clusterctl):
+    code, text = clusterctl.run("init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs")
+    assert code == 0, text
+    file = clusterctl.folder / "cluster.yaml"
+    made = inventory.from_yaml(file.read_text(), "cluster.yaml")
+    assert inventory.is_complete(made)
+    (node,) = made.nodes
+    assert (node.name, node.login, node.ssh_config) == ("h0", "h0", str(sshd.config))
+    assert node.run_dir == f"{Path.home()}/it's here/runs"
+    own = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
+    assert f" {node.address}/" in own
+    assert node.address not in ("172.17.0.1", "127.0.0.1")
+    assert node.address in text
+    assert f"# {os.uname().nodename}: " in file.read_text()
+    assert not list(clusterctl.folder.glob(".*.tmp"))
+
+
+def test_a_file_that_is_there_is_overwritten_only_when_asked(sshd, clusterctl):
+    file = clusterctl.folder / "cluster.yaml"
+    file.write_text("mine")
+    arguments = ("init", "h0", "--ssh-config", str(sshd.config))
+    code, text = clusterctl.run(*arguments)
+    assert (code, file.read_text()) == (2, "mine")
+    assert "--force overwrites it" in text
+    code, text = clusterctl.run(*arguments, "--force", "--json")
+    assert code == 0, text
+    (node,) = json.loads(text)["nodes"]
+    assert node["address"] in file.read_text()
+    assert node["free_gb"] > 0
+    code, text = clusterctl.run(*arguments, "-o", "no/folder/x.yaml")
+    assert (code, "no/folder/x.yaml: No such file" in text) == (2, True)
+
+
+def test_one_machine_under_three_names_is_refused_and_nothing_is_written(sshd, clusterctl):
+    code, text = clusterctl.run("init", "h0", "h1", "h2", "--ssh-config", str(sshd.config))
+    assert code == 3, text
+    assert "h1: it has the same address as h0" in text
+    assert not (clusterctl.folder / "cluster.yaml").exists()
+
+
+def test_every_machine_that_fails_is_named_with_what_to_do_and_nothing_is_written(sshd, clusterctl):
+    sshd.known_hosts.write_text("".join(sshd.known_hosts.read_text().splitlines(keepends=True)[:1]))
+    code, text = clusterctl.run("init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config))
+    assert code == 5, text
+    assert "h1 (" in text
+    assert f"ssh-keyscan -p {sshd.port} 127.0.1.2" in text
+    assert "nowhere.invalid: the host name nowhere.invalid does not resolve" in text
+    assert "h0 (" not in text
+    assert not (clusterctl.folder / "cluster.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "which machines"),
+        (("a", "a"), "a stands there twice"),
+        (("a;reboot",), "'a;reboot' is not a machine"),
+        (("a", "--hostfile", "x"), "exclude each other"),
+        (("--hostfile", "nowhere"), "--hostfile nowhere: No such file"),
+        (("a", "--ssh-config", "nowhere"), "--ssh-config"),
+        (("a", "--device", "tpu"), "--device 'tpu'"),
+        (("a", "--runtime", "lxc"), "--runtime 'lxc'"),
+        (("a", "--run-dir", "runs"), "--run-dir 'runs': not an absolute path"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_before_anybody_is_asked(clusterctl, arguments, message):
+    code, text = clusterctl.run("init", *arguments)
+    assert code == 2, text
+    assert message in text
+
+
+def test_the_schema_is_printed_for_editors(clusterctl):
+    code, text = clusterctl.run("init", "--schema")
+    assert (code, json.loads(text)) == (0, inventory.schema())
+
+
+def test_without_a_gpu_anywhere_the_file_says_cpu_loudly_and_cuda_is_an_error(sshd, clusterctl):
+    program(sshd, "nvidia-smi", "#!/bin/sh\nexit 0\n")
+    arguments = ("init", "h0", "--ssh-config", str(sshd.config))
+    code, text = clusterctl.run(*arguments)
+    assert code == 0, text
+    assert "no GPU on any node: device is cpu" in text
+    assert "device: cpu" in (clusterctl.folder / "cluster.yaml").read_text()
+    code, text = clusterctl.run(*arguments, "-o", "other.yaml", "--device", "cuda")
+    assert (code, "no GPU on h0" in text) == (3, True)
+    assert not (clusterctl.folder / "other.yaml").exists()
+
+
+def test_gpus_are_counted_and_a_driver_that_fails_is_an_error_with_its_own_words(sshd, clusterctl):
+    program(sshd, "nvidia-smi", f"#!/bin/sh\necho 'Welcome' >&2\ncat <<'END'\n{GPUS}END\n")
+    arguments = ("init", "--ssh-config", str(sshd.config), "h0")
+    code, text = clusterctl.run(*arguments)
+    assert code == 0, text
+    assert "2 x NVIDIA H200" in text
+    made = inventory.from_yaml((clusterctl.folder / "cluster.yaml").read_text(), "cluster.yaml")
+    assert (made.device, made.nodes[0].gpus) == ("cuda", (0, 1))
+    (clusterctl.folder / "hosts").write_text("h0 slots=4\n")
+    code, text = clusterctl.run("init", "--ssh-config", str(sshd.config), "--hostfile", "hosts", "-o", "x.yaml")
+    assert (code, "h0: no GPU 2, 3: it has 2" in text) == (3, True)
+    program(sshd, "nvidia-smi", "#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")
+    code, text = clusterctl.run(*arguments, "-o", "x.yaml")
+    assert (code, "h0: nvidia-smi fails: Driver/library version mismatch" in text) == (3, True)
+
+
+def test_what_a_cluster_yaml_leaves_open_is_looked_for_and_what_it_says_is_kept(sshd):
+    program(sshd, "nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
+    made = machine(
+        sshd,
+        "defaults: {runtime: none, data_dir: /var/tmp/data}\n"
+        "nodes:\n  h0: {address: 127.0.1.1, gpus: [1]}\n  h1: {address: 127.0.1.2, run_dir: ~/r}\n",
+    )
+    assert [node.address for node in made.nodes] == ["127.0.1.1", "127.0.1.2"]
+    assert [node.gpus for node in made.nodes] == [(1,), (0, 1)]
+    home = Path.home()
+    assert [node.run_dir for node in made.nodes] == [f"{home}/clusterctl/runs", f"{home}/r"]
+    assert {(node.runtime, node.data_dir) for node in made.nodes} == {("none", "/var/tmp/data")}
+
+
+def test_a_machine_that_answers_in_words_of_its_login_script_is_understood(sshd):
+    program(sshd, "bash", "#!/bin/sh\necho 'Welcome to h0!'\nprintf 'a\\0b\\0'\nexec /bin/bash \"$@\"\n")
+    made = machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1, runtime: none}}")
+    assert made.nodes[0].run_dir.endswith("/clusterctl/runs")
+
+
+def test_docker_on_some_nodes_only_and_a_folder_that_cannot_be_made_are_errors(sshd):
+    program(sshd, "docker", "#!/bin/sh\necho 'Cannot connect to the Docker daemon'; exit 1\n")
+    with pytest.raises(ClusterError, match=r"h1: docker does not answer \(Cannot connect") as caught:
+        machine(
+            sshd,
+            "device: cpu\nnodes:\n  h0: {address: 127.0.1.1, runtime: docker}\n  h1: {address: 127.0.1.2}\n",
+        )
+    assert "--runtime none for all" in caught.value.hint
+    with pytest.raises(ClusterError, match=r"h0: run_dir /dev/null/runs: .* may not write in /dev/null"):
+        machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1, runtime: none, run_dir: /dev/null/runs}}")
+    program(
+        sshd,
+        "docker",
+        "#!/bin/sh\necho 'Got permission denied while trying to connect to the Docker daemon socket' >&2; exit 1\n",
+    )
+    with pytest.raises(ClusterError, match=r"h0: .* may not use its Docker Engine") as caught:
+        machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1}}")
+    assert "sudo usermod -aG docker" in caught.value.hint
