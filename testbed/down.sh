@@ -10,7 +10,7 @@ docker ps --all --quiet --filter label="$NAME" | xargs --no-run-if-empty docker 
 docker network ls --quiet --filter label="$NAME" | xargs --no-run-if-empty docker network rm >/dev/null
 docker volume ls --quiet --filter label="$NAME" | xargs --no-run-if-empty docker volume rm >/dev/null
 if [ "${1:-}" = --image ]; then
-    docker image ls --quiet $NODE_IMAGE | xargs --no-run-if-empty docker image rm >/dev/null
+    docker image ls --quiet "${NODE_IMAGE%:*}" | xargs --no-run-if-empty docker image rm --force >/dev/null
 fi
 rm -rf "$STATE"
-say "nothing is left$([ "${1:-}" = --image ] || echo ", except the image $NODE_IMAGE (make testbed-down ARGS=--image)")"
+say "nothing is left$([ "${1:-}" = --image ] || echo ", except the image ${NODE_IMAGE%:*} (make testbed-down ARGS=--image)")"

@@ -1,17 +1,45 @@
 #!/bin/sh
 # Gives every host's engine an image that this machine's engine has: testbed/image.sh trainer:0.1. Hosts that have it
-# already are left alone; the engines of the others are started anew, which ends what runs on them.
+# already are left alone.
 #
-# The image is loaded once, into an engine's folder that serves as the seed; the hosts' engines then share its layers as
-# hard links: seconds, and no room on the disk. (`docker save | ssh n1 docker load` takes minutes, and 6 GB per host.)
+# An engine that keeps layers as folders on one file system with the testbed's volume (overlay2, the usual way) shares them
+# with the hosts' engines as hard links: a few seconds, and no room on the disk. The hosts' engines are restarted for that,
+# which ends what runs on them. Any other engine, and `testbed/image.sh --load trainer:0.1`, sends the image to each host
+# as `docker save | docker load` would: minutes, and 6 GB, a host.
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)
 . "$HERE/settings.sh"
+LOAD=
+[ "${1:-}" != --load ] || { LOAD=yes; shift; }
+[ $# = 1 ] || fail "name one image: testbed/image.sh trainer:0.1"
 IMAGE=$1
 
 id=$(docker image inspect --format '{{.Id}}' "$IMAGE" 2>/dev/null) || fail "this machine's engine has no image $IMAGE; make image"
-id_on() { docker exec "$(container "$1")" docker image inspect --format '{{.Id}}' "$IMAGE" 2>/dev/null || true; }
+layers=$(docker image inspect --format '{{join .RootFS.Layers " "}}' "$IMAGE")
+engine=$(docker info --format '{{.DockerRootDir}}')
+volume=$(docker volume inspect --format '{{.Mountpoint}}' "$NAME" 2>/dev/null) || fail "no host is up; make testbed"
+on() { host=$1; shift; docker exec "$(container "$host")" "$@"; }
+id_on() { on "$1" docker image inspect --format '{{.Id}}' "$IMAGE" 2>/dev/null || true; }
+of_engine() { run_node --rm --volume "$engine:/engine" "$@"; }
+
+shareable() {
+    [ "$(docker info --format '{{.Driver}}')" = overlay2 ] && [ "${volume#"$engine"/}" != "$volume" ] &&
+        of_engine --entrypoint test "$NODE_IMAGE" -e "/engine/image/overlay2/imagedb/content/sha256/${id#sha256:}"
+}
+
+give() {
+    if [ -n "$LOAD" ]; then
+        docker save "$IMAGE" | docker exec --interactive "$(container "$1")" docker load >/dev/null
+    else
+        on "$1" testbed-node stop-engine
+        # shellcheck disable=SC2086
+        of_engine "$NODE_IMAGE" share /engine "/engine/${volume#"$engine"/}/$1" "$id" $layers || true
+        on "$1" testbed-node engine
+        on "$1" docker tag "$id" "$IMAGE"
+    fi
+    on "$1" docker image prune --force --filter label=org.opencontainers.image.title=clusterctl-trainer >/dev/null
+}
 
 lacking=
 for host in $HOSTS; do
@@ -21,17 +49,8 @@ done
 [ -n "$lacking" ] || { say "$IMAGE is on $HOSTS"; exit 0; }
 
 started=$(date +%s)
-if ! run_node --rm --entrypoint test $NODE_IMAGE -e "/disks/seed/image/overlay2/imagedb/content/sha256/${id#sha256:}"; then
-    say "loading $IMAGE once for all hosts (a minute or two)"
-    docker save "$IMAGE" | run_node --rm --interactive $NODE_IMAGE load
-fi
-give() {
-    docker exec "$(container "$1")" testbed-node stop-engine
-    run_node --rm $NODE_IMAGE seed "$1"
-    docker exec "$(container "$1")" testbed-node engine
-    docker exec "$(container "$1")" docker tag "$id" "$IMAGE"
-    docker exec "$(container "$1")" docker image prune --force --filter label=org.opencontainers.image.title=clusterctl-trainer >/dev/null
-}
+if [ -z "$LOAD" ] && ! shareable; then LOAD=yes; fi
+[ -z "$LOAD" ] || say "loading $IMAGE on$lacking (minutes, if it is large)"
 for host in $lacking; do give "$host" & done
 wait
 for host in $lacking; do [ "$(id_on "$host")" = "$id" ] || fail "$host: its engine did not get $IMAGE"; done

@@ -7,8 +7,7 @@
 #   testbed-node stop-engine
 #   testbed-node answers    exit 0 when all its services do
 #   testbed-node join | fast | empty | heal    undoes what testbed/fault.sh did inside this host
-#   testbed-node load       puts the image on stdin into the seed, an engine's folder that no host uses
-#   testbed-node seed n1    gives the engine of a host the images that the seed has, as hard links
+#   testbed-node share FROM INTO ID LAYER...   gives an engine an image that another engine has, without copying
 set -eu
 
 DISKS=/disks  # the testbed's volume: keys, the common folder, and what the hosts' engines hold
@@ -17,7 +16,7 @@ fail() { echo "$(hostname): $*" >&2; exit 1; }
 
 prepare() {
     umask 077
-    mkdir -p $DISKS/keys $DISKS/seed
+    mkdir -p $DISKS/keys
     chmod 755 $DISKS
     [ -e $DISKS/keys/id_ed25519 ] || ssh-keygen -q -t ed25519 -N '' -C clusterctl-testbed -f $DISKS/keys/id_ed25519
     [ -e $DISKS/keys/munge.key ] || head -c 128 /dev/urandom >$DISKS/keys/munge.key
@@ -59,7 +58,7 @@ engine_cgroup() {
 engine() {
     if docker info >/dev/null 2>&1; then return 0; fi
     rm -f /run/docker.pid /run/docker/containerd/containerd.pid
-    (setsid dockerd "$@" --cgroup-parent "$(engine_cgroup)" >>/var/log/dockerd.log 2>&1 </dev/null &)  # init's child, not ours
+    (setsid dockerd --cgroup-parent "$(engine_cgroup)" >>/var/log/dockerd.log 2>&1 </dev/null &)  # init's child, not ours
     for _ in $(seq 300); do
         if docker info >/dev/null 2>&1; then return 0; fi
         pidof dockerd >/dev/null || break
@@ -103,23 +102,36 @@ serve() {
     exec sleep infinity
 }
 
-# Reads an image as `docker save` writes it and keeps it in the seed, from which the hosts' engines take their layers.
-load() {
-    engine --data-root $DISKS/seed
-    docker load >/dev/null
-    docker image prune --force >/dev/null
-    stop_engine
-}
-
-# An image's layers are never written to again: the engines may share their files, and only folders are made anew.
-seed() {
-    mkdir -p "$DISKS/$1/image/overlay2" "$DISKS/$1/overlay2"
-    cp -aln $DISKS/seed/overlay2/. "$DISKS/$1/overlay2/"
-    cp -an $DISKS/seed/image/overlay2/. "$DISKS/$1/image/overlay2/"
+# Gives the engine whose folder is $2, stopped, an image that the engine whose folder is $1 has: id $3, layers $4... .
+# A layer is never written to again once it is there, so the two share its files as hard links; folders are made anew.
+share() {
+    from=$1 into=$2 id=${3#sha256:} chain='' below='' name=''
+    shift 3
+    mkdir -p "$into"/overlay2/l "$into"/image/overlay2/{layerdb,imagedb/content}/sha256
+    for layer in "$@"; do
+        if [ -n "$chain" ]; then layer=sha256:$(printf 'sha256:%s %s' "$chain" "$layer" | sha256sum | cut -d ' ' -f 1); fi
+        chain=${layer#sha256:}
+        entry=image/overlay2/layerdb/sha256/$chain
+        if [ ! -e "$into/$entry" ]; then
+            name=$(cat "$from/$entry/cache-id")
+            rm -rf "${into:?}/overlay2/$name" "$into/new"
+            mkdir -m 710 "$into/overlay2/$name" "$into/overlay2/$name/work"
+            cp -al "$from/overlay2/$name/diff" "$into/overlay2/$name/"
+            cp "$from/overlay2/$name/link" "$into/overlay2/$name/"
+            ln -sfn "../$name/diff" "$into/overlay2/l/$(cat "$from/overlay2/$name/link")"
+            [ -z "$below" ] || printf %s "$below" >"$into/overlay2/$name/lower"
+            touch "$into/overlay2/$name/committed"
+            cp -a "$from/$entry" "$into/new"
+            mv "$into/new" "$into/$entry"
+        fi
+        name=$into/overlay2/$(cat "$into/$entry/cache-id")
+        below=l/$(cat "$name/link")$([ ! -e "$name/lower" ] || echo ":$(cat "$name/lower")")
+    done
+    cp "$from/image/overlay2/imagedb/content/sha256/$id" "$into/image/overlay2/imagedb/content/sha256/"
 }
 
 case ${1:-} in
-    prepare | serve | answers | join | fast | empty | heal | engine | load | seed) "$@" ;;
+    prepare | serve | answers | join | fast | empty | heal | engine | share) "$@" ;;
     stop-engine) stop_engine ;;
     *) fail "unknown: ${1:-nothing}" ;;
 esac

@@ -5,12 +5,22 @@ NAME=${TESTBED_NAME:-clusterctl-testbed}    # of the network and the volume, and
 HOSTS=${TESTBED_HOSTS:-n0 n1 n2}
 NET=${TESTBED_NET:-172.30.0}
 STATE=${TESTBED_STATE:-$HERE/.state}
-NODE_IMAGE=clusterctl-testbed-node
+# Named for what it is made of: checkouts that differ do not overwrite each other's.
+NODE_IMAGE=clusterctl-testbed-node:$(cd "$HERE" && cat Dockerfile node.sh docker/* slurm/* | sha256sum | cut -c 1-12)
 address() { echo "$NET.1${1#n}"; }
 container() { echo "$NAME-$1"; }
 
 say() { echo "testbed: $*"; }
 fail() { echo "testbed: $*" >&2; exit 1; }
+
+# What the node image stands on; once it is built, no registry is asked again.
+base_image() {
+    if base=$(docker image inspect --format '{{index .Config.Labels "testbed.base"}}' "$NODE_IMAGE" 2>/dev/null); then
+        echo "$base"
+    else
+        BASE_IMAGE=${TESTBED_BASE_IMAGE:-} "$HERE/../packaging/base-image.sh"
+    fi
+}
 
 # running, paused, exited, or nothing where there is no such container.
 state_of() { docker ps --all --filter "name=^/$(container "$1")\$" --format '{{.State}}'; }

@@ -8,7 +8,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 "$HERE/../packaging/engine.sh" --check >/dev/null || fail "this needs a Docker Engine; to set one up: make engine"
 
 build_node_image() {
-    base=$(BASE_IMAGE=${TESTBED_BASE_IMAGE:-} "$HERE/../packaging/base-image.sh")
+    base=$(base_image)
     log=$(mktemp)
     say "building $NODE_IMAGE on $base (two minutes at first, seconds later)"
     if ! docker buildx build --load --progress plain --build-arg BASE_IMAGE="$base" --tag "$NODE_IMAGE" "$HERE" >"$log" 2>&1; then
@@ -16,7 +16,6 @@ build_node_image() {
         fail "the build of $NODE_IMAGE failed; its log is $log"
     fi
     rm -f "$log"
-    docker image prune --force --filter label=org.opencontainers.image.title=$NODE_IMAGE >/dev/null
 }
 
 start_host() {
@@ -26,14 +25,14 @@ start_host() {
         [ "$other" = "$host" ] || set -- "$@" --add-host "$other:$(address "$other")"
     done
     run_node --detach --init --name "$(container "$host")" --hostname "$host" --network "$NAME" --ip "$(address "$host")" "$@" \
-        $NODE_IMAGE serve >/dev/null
+        "$NODE_IMAGE" serve >/dev/null
 }
 
 # What a user, and the tests, need to log in: the key, the hosts' keys, and an ssh_config that names both.
 write_state() {
     mkdir -p "$STATE"
     chmod 700 "$STATE"
-    (umask 077 && run_node --rm --entrypoint cat $NODE_IMAGE /disks/keys/id_ed25519 >"$STATE/id_ed25519.new")
+    (umask 077 && run_node --rm --entrypoint cat "$NODE_IMAGE" /disks/keys/id_ed25519 >"$STATE/id_ed25519.new")
     mv "$STATE/id_ed25519.new" "$STATE/id_ed25519"
     for host in $HOSTS; do
         docker exec "$(container "$host")" ssh-keygen -y -f /etc/ssh/ssh_host_ed25519_key |
@@ -52,10 +51,11 @@ Host $HOSTS
 EOF
 }
 
-build_node_image
+docker image inspect "$NODE_IMAGE" >/dev/null 2>&1 || build_node_image
 docker network inspect "$NAME" >/dev/null 2>&1 || docker network create --label "$NAME" --subnet "$NET.0/24" "$NAME" >/dev/null
 docker volume inspect "$NAME" >/dev/null 2>&1 || docker volume create --label "$NAME" "$NAME" >/dev/null
-run_node --rm $NODE_IMAGE prepare $HOSTS
+# shellcheck disable=SC2086
+run_node --rm "$NODE_IMAGE" prepare $HOSTS
 started=$(date +%s)
 for host in $HOSTS; do
     case $(state_of "$host") in
@@ -67,4 +67,8 @@ for host in $HOSTS; do
 done
 for host in $HOSTS; do wait_until_up "$host"; done
 write_state
+for host in $HOSTS; do
+    of=$(docker container inspect --format '{{.Config.Image}}' "$(container "$host")")
+    [ "$of" = "$NODE_IMAGE" ] || say "$host is from another version of testbed/ ($of); to renew it: make testbed-down testbed"
+done
 say "$HOSTS up after $(($(date +%s) - started)) s; log in: ssh -F $STATE/ssh_config n0 (or ada@n0)"

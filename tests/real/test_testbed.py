@@ -6,10 +6,11 @@ import shlex
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.real.conftest import TESTBED, script
+from tests.real.conftest import TESTBED, Host, script
 
 pytestmark = pytest.mark.real
 
@@ -183,36 +184,53 @@ def test_an_unknown_host_and_an_unknown_fault_are_refused(testbed):
         assert said in done.stderr
 
 
-def test_down_leaves_nothing_and_up_and_down_may_be_repeated(tmp_path):
+@pytest.fixture
+def second(tmp_path):
+    """The environment of another testbed beside the first, of one host; taken away after the test."""
     name = f"clusterctl-testbed-{os.getpid()}"
-    state = tmp_path / "state"
-    env = {
-        **os.environ,
-        "TESTBED_NAME": name,
-        "TESTBED_NET": "172.30.9",
-        "TESTBED_HOSTS": "n0",
-        "TESTBED_STATE": str(state),
-    }
+    state = str(tmp_path / "state")
+    env = {**os.environ, "TESTBED_NAME": name, "TESTBED_NET": "172.30.9", "TESTBED_HOSTS": "n0", "TESTBED_STATE": state}
+    yield env
+    script("down.sh", env=env)
+
+
+def docker(*arguments):
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def test_down_leaves_nothing_and_up_and_down_may_be_repeated(second):
+    name, state = second["TESTBED_NAME"], Path(second["TESTBED_STATE"])
+    kinds = (["ps", "-a"], ["network", "ls"], ["volume", "ls"])
 
     def traces():
-        kinds = (["ps", "-a"], ["network", "ls"], ["volume", "ls"])
-        return [
-            subprocess.run(
-                ["docker", *kind, "-q", "--filter", f"label={name}"], capture_output=True, text=True, check=True
-            ).stdout
-            for kind in kinds
-        ]
+        return [docker(*kind, "-q", "--filter", f"label={name}") for kind in kinds]
 
-    try:
-        script("up.sh", env=env)
-        script("up.sh", env=env)
-        assert all(traces())
-        answer = subprocess.run(
-            ["ssh", "-F", state / "ssh_config", "n0", "hostname"], capture_output=True, text=True, check=True
-        )
-        assert answer.stdout == "n0\n"
-    finally:
-        script("down.sh", env=env)
-    script("down.sh", env=env)
+    script("up.sh", env=second)
+    script("up.sh", env=second)
+    assert all(traces())
+    login = ["ssh", "-F", state / "ssh_config", "n0", "hostname"]
+    assert subprocess.run(login, capture_output=True, text=True, check=True).stdout == "n0\n"
+    script("down.sh", env=second)
+    script("down.sh", env=second)
     assert traces() == ["", "", ""]
     assert not state.exists()
+
+
+def test_an_image_reaches_the_hosts_whole_shared_or_sent_and_only_where_it_differs(second):
+    image = f"{second['TESTBED_NAME']}:1"
+    script("up.sh", env=second)
+    n0 = Host("n0", "172.30.9.10", Path(second["TESTBED_STATE"]) / "ssh_config")
+    ids = []
+    try:
+        for options, text in (([], "one"), (["--load"], "two"), ([], "three")):
+            ids.append(script("small-image.sh", image, text).strip())
+            script("image.sh", *options, image, env=second)
+            assert n0.run(f"docker image inspect --format '{{{{.Id}}}}' {image}") == ids[-1]
+            assert n0.run(f"docker run --rm {image} tail -n 1 /opt/project/trainer/__init__.py") == text
+        # what was shared is an image like any other: it can be sent on
+        assert int(n0.run(f"docker save {image} | wc -c")) > 20_000_000
+        engine = n0.run("pidof dockerd")
+        script("image.sh", image, env=second)
+        assert n0.run("pidof dockerd") == engine
+    finally:
+        docker("image", "rm", *ids)
