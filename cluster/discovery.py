@@ -205,14 +205,15 @@ def _runtime(node: Node, said: Mapping[str, str]) -> tuple[str, str]:
     for name, match in answers.items():
         if match:
             return name, f"{name} {match[1]}{' rootless' if re.search('rootless(?!=false)', match[2]) else ''}"
-    if not node.runtime and "permission denied" in said.get("docker", "").lower():
+    if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", said.get("docker", "")):
         raise LaunchError(
             f"{node.name}: {said['user']} may not use its Docker Engine",
             f"there: sudo usermod -aG docker {said['user']} (and log in anew), or --runtime none",
         )
     if "docker" in said or "podman" in said:
         name = "docker" if "docker" in said else "podman"
-        return "none", f"{name} does not answer ({(said[name].strip().splitlines() or ['silent for 10 s'])[-1]})"
+        words = [line for line in said[name].splitlines() if line.strip() and not line.startswith("answers")]
+        return "none", f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
     return "none", "neither docker nor podman is there"
 
 

@@ -170,7 +170,7 @@ def test_a_machine_that_answers_in_words_of_its_login_script_is_understood(sshd)
 
 
 def test_docker_on_some_nodes_only_and_a_folder_that_cannot_be_made_are_errors(sshd):
-    program(sshd, "docker", "#!/bin/sh\necho 'Cannot connect to the Docker daemon'; exit 1\n")
+    program(sshd, "docker", "#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2; echo 'answers  []'; exit 1\n")
     with pytest.raises(ClusterError, match=r"h1: docker does not answer \(Cannot connect") as caught:
         machine(
             sshd,
@@ -182,7 +182,8 @@ def test_docker_on_some_nodes_only_and_a_folder_that_cannot_be_made_are_errors(s
     program(
         sshd,
         "docker",
-        "#!/bin/sh\necho 'Got permission denied while trying to connect to the Docker daemon socket' >&2; exit 1\n",
+        "#!/bin/sh\necho 'answers  []'\necho 'permission denied while trying to connect to the Docker daemon socket at "
+        "unix:///var/run/docker.sock: dial unix /var/run/docker.sock: connect: permission denied' >&2; exit 1\n",
     )
     with pytest.raises(ClusterError, match=r"h0: .* may not use its Docker Engine") as caught:
         machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1}}")

@@ -28,3 +28,17 @@ def test_a_host_that_is_cut_off_is_named_and_nothing_is_written(testbed, cluster
     code, text = clusterctl.run("init", *testbed.hosts, "--ssh-config", str(testbed.ssh_config))
     assert (code, "n2 (root@172.30.0.12:22): cannot be reached" in text) == (5, True), text
     assert not (clusterctl.folder / "cluster.yaml").exists()
+
+
+def test_an_engine_that_the_user_may_not_use_is_an_error_with_the_group_to_join(testbed, clusterctl):
+    arguments = ("init", "ada@n0", "ada@n1", "--ssh-config", str(testbed.ssh_config))
+    testbed["n1"].run("gpasswd -d ada docker")
+    try:
+        code, text = clusterctl.run(*arguments)
+    finally:
+        testbed["n1"].run("gpasswd -a ada docker")
+    assert (code, "n1: ada may not use its Docker Engine" in text) == (3, True), text
+    assert "sudo usermod -aG docker ada" in text
+    assert "n0:" not in text
+    code, text = clusterctl.run(*arguments)
+    assert code == 0, text

@@ -224,3 +224,16 @@ def test_a_file_that_was_named_and_is_not_there_is_never_one_machine(tmp_path):
 def test_the_committed_schema_is_current():
     committed = Path(__file__).parents[2] / "docs" / "cluster.schema.json"
     assert json.loads(committed.read_text()) == inventory.schema()
+
+
+def test_the_examples_are_read():
+    examples = Path(__file__).parents[2] / "examples"
+    full = discovery.load(str(examples / "cluster.yaml"))
+    assert inventory.is_complete(discovery.load(str(examples / "cluster.yaml"), only="gpu-a")) is False  # data_dir
+    assert [(node.login, len(node.gpus), node.run_dir) for node in full.nodes] == [
+        ("ann@gpu-a", 4, "/data/runs"),
+        ("ann@gpu-b", 3, "/data/runs"),
+        ("root@10.20.0.7:2222", 4, "/mnt/disk/runs"),
+    ]
+    assert [node.name for node in discovery.load(str(examples / "cluster-cpu.yaml")).nodes] == ["worker-1", "worker-2"]
+    assert [len(node.gpus) for node in discovery.load(hostfile=str(examples / "hostfile")).nodes] == [4, 4]
