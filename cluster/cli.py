@@ -15,6 +15,7 @@ import typer
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
 from cluster.verbs.init import init
+from cluster.verbs.sync import sync
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 
 app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
+app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)
 
 # Imports of the verbs stand in the functions: `clusterctl --help` and completion must answer at once.
 

@@ -1,0 +1,33 @@
+"""How the `ssh` program reaches the machine that a shell reaches: for rsync, which starts it by itself. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from cluster.model import Node
+
+
+def destination(node: Node) -> str:
+    """`user@host` of a node's login, without its port."""
+    user, mark, rest = node.login.rpartition("@")
+    return f"{user}{mark}{_split(rest)[0]}"
+
+
+def remote_shell(node: Node, connect_timeout_s: int = 8) -> str:
+    """The value of rsync's `-e`: never asks, trusts only known host keys, reads the node's ssh_config."""
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+    words += ["-o", f"ConnectTimeout={connect_timeout_s}", "-o", "ServerAliveInterval=5"]
+    if node.ssh_config:
+        words += ["-F", str(Path(node.ssh_config).expanduser())]
+    if port := _split(node.login.rpartition("@")[2])[1]:
+        words += ["-p", port]
+    return shlex.join(words)
+
+
+def _split(host: str) -> tuple[str, str]:
+    # As fabric reads it: more than one colon is an IPv6 address, which has no port here.
+    if host.count(":") == 1:
+        name, _, port = host.partition(":")
+        return name, port
+    return (f"[{host}]" if ":" in host and not host.startswith("[") else host), ""

@@ -1,0 +1,371 @@
+"""Folders brought to nodes and back, both ways of transfer, against a real sshd."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import files
+from cluster.errors import ClusterError, UsageError
+from cluster.manifest import Difference
+from cluster.model import Node
+from cluster.shells import close_all
+
+NAMES = [
+    "plain.txt",
+    "a'; echo foo",
+    'a"=0"',
+    "one\ntwo",
+    "$HOME `id` \\",
+    "-n",
+    "--delete",
+    "ünïcode/ß",
+    " x ",
+    "*",
+    "tab\there",
+    "deep/er/and er/-rf",
+    ":remote:path",
+    os.fsdecode(b"latin-\xe9"),
+]
+
+
+@pytest.fixture(params=["rsync", "tar"])
+def transport(request, sshd, monkeypatch, tmp_path):
+    """With rsync on both sides, and with none on this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if request.param == "tar":
+        bare = tmp_path / "bin"
+        bare.mkdir()
+        for program in ("bash", "cat", "find", "gzip", "mktemp", "pkill", "rm", "ssh", "tar"):
+            (bare / program).symlink_to(shutil.which(program))
+        monkeypatch.setenv("PATH", str(bare))
+    yield request.param
+    close_all()
+
+
+@pytest.fixture
+def nodes(sshd, tmp_path):
+    return [
+        Node(
+            f"gpu-{letter}",
+            f"127.0.1.{at + 1}",
+            login=f"h{at}",
+            data_dir=f"{tmp_path}/{letter} d'",
+            ssh_config=str(sshd.config),
+        )
+        for at, letter in enumerate("ab")
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with every kind of name."""
+    root = tmp_path / "my $data"
+    for index, name in enumerate(NAMES):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(f"content {index}".encode() * (index * 100))
+    (root / "run.sh").write_text("#!/bin/sh\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("plain.txt")
+    return root
+
+
+def contents(root):
+    """Every file's bytes, mode and link target by its relative path."""
+    found = {}
+    for path in sorted(Path(root).rglob("*")):
+        name = str(path.relative_to(root))
+        if path.is_symlink():
+            found[name] = ("link", str(path.readlink()))
+        elif path.is_file():
+            found[name] = (path.read_bytes(), path.stat().st_mode & 0o777)
+    return found
+
+
+def sync(nodes, folder, **options):
+    return files.sync(nodes, str(folder), copy=True, **options)
+
+
+def test_a_folder_arrives_as_it_is_and_a_second_sync_sends_nothing(transport, nodes, folder):
+    first = sync(nodes, folder)
+    assert {name: (done.how, done.files) for name, done in first.items()} == {
+        "gpu-a": (transport, len(NAMES) + 2),
+        "gpu-b": (transport, len(NAMES) + 2),
+    }
+    for node in nodes:
+        assert files.mirror(node, str(folder)) == f"{node.data_dir}{folder}"
+        assert contents(files.mirror(node, str(folder))) == contents(folder)
+    files.check(nodes, [str(folder)])
+    again = sync(nodes, folder)
+    assert {(done.how, done.files, done.bytes) for done in again.values()} == {("same", 0, 0)}
+
+
+def test_only_what_changed_is_sent(transport, nodes, folder):
+    (folder / "big").write_bytes(os.urandom(3_000_000))
+    sync(nodes[:1], folder)
+    (folder / "plain.txt").write_text("changed")
+    (folder / "new").write_text("new")
+    done = sync(nodes[:1], folder)["gpu-a"]
+    assert (done.how, done.files) == (transport, 2)
+    assert done.bytes < 100_000
+    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+
+
+def test_check_names_the_node_the_folder_and_the_first_files_that_differ(transport, nodes, folder):
+    with pytest.raises(ClusterError, match=r"gpu-a: .*my \$data is not there\n +gpu-b: .* is not there") as absent:
+        files.check(nodes, [str(folder)])
+    assert absent.value.hint == f"clusterctl sync '{folder}'"
+    sync(nodes, folder)
+    there = Path(files.mirror(nodes[1], str(folder)))
+    (there / "plain.txt").write_text("other")
+    (there / "one\ntwo").unlink()
+    (there / "left over").write_text("x")
+    with pytest.raises(ClusterError) as differs:
+        files.check(nodes, [str(folder)])
+    assert differs.value.message == (
+        f"gpu-b: {folder} differs: 1 file missing ('one\\ntwo'), 1 different (plain.txt), 1 only there (left over)"
+    )
+    assert differs.value.hint == f"clusterctl sync '{folder}' --delete"
+
+
+def test_files_that_are_only_there_stay_until_delete(transport, nodes, folder):
+    sync(nodes, folder)
+    there = Path(files.mirror(nodes[0], str(folder)))
+    for name in ("-only\nthere", "sub/der/old"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text("x")
+    done = sync(nodes, folder)
+    assert done["gpu-a"].left == Difference(extra=("-only\nthere", "sub/der/old"))
+    assert (there / "sub/der/old").exists()
+    done = sync(nodes, folder, delete=True)
+    assert (done["gpu-a"].removed, done["gpu-a"].left) == (2, Difference())
+    assert contents(there) == contents(folder)
+    assert not (there / "sub").exists()
+    files.check(nodes, [str(folder)])
+
+
+def test_a_file_in_place_of_a_folder_is_replaced_only_with_delete(transport, nodes, folder):
+    sync(nodes[:1], folder)
+    shutil.rmtree(folder / "deep")
+    (folder / "deep").write_text("a file now")
+    refused = sync(nodes[:1], folder)["gpu-a"]
+    assert "gpu-a: " in refused.message
+    assert "deep/er/and er/-rf" in refused.message
+    assert "--delete" in refused.hint
+    sync(nodes[:1], folder, delete=True)
+    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+
+
+def test_a_change_that_keeps_size_and_time_is_seen_by_a_fresh_look(transport, nodes, folder):
+    sync(nodes[:1], folder)
+    there = Path(files.mirror(nodes[0], str(folder))) / "ünïcode/ß"
+    seen = there.stat()
+    with there.open("r+b") as file:
+        file.write(b"CONTENT")
+    os.utime(there, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert files.differences(nodes[:1], str(folder), fresh=True) == {"gpu-a": Difference(different=("ünïcode/ß",))}
+    done = sync(nodes[:1], folder, fresh=True)["gpu-a"]
+    assert done.files == 1
+    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+
+
+def test_one_file_is_synced_alone(transport, nodes, folder, tmp_path):
+    (tmp_path / "real.yaml").write_text("path: .\n")
+    (tmp_path / "my.yaml").symlink_to("real.yaml")
+    done = sync(nodes[:1], tmp_path / "my.yaml")["gpu-a"]
+    assert done.files == 1
+    there = Path(files.mirror(nodes[0], f"{tmp_path}/my.yaml"))
+    assert there.read_text() == "path: .\n"
+    assert not there.is_symlink()
+    assert [path.name for path in there.parent.iterdir()] == ["my.yaml"]
+    files.check(nodes[:1], [f"{tmp_path}/my.yaml"])
+    (tmp_path / "real.yaml").write_text("path: x\n")
+    with pytest.raises(ClusterError, match=r"1 file different \(my\.yaml\)"):
+        files.check(nodes[:1], [f"{tmp_path}/my.yaml"])
+
+
+def test_a_common_folder_is_linked_not_copied(nodes, folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    done = files.sync(nodes, str(folder))
+    assert {each.how for each in done.values()} == {"common"}
+    there = Path(files.mirror(nodes[0], str(folder)))
+    assert there.readlink() == folder
+    files.check(nodes, [str(folder)])
+    (folder / "new").write_text("x")
+    files.check(nodes, [str(folder)])
+    assert not [path for path in folder.iterdir() if path.name.startswith(".clusterctl")]
+    sync(nodes[:1], folder)
+    assert not there.is_symlink()
+    assert contents(there) == contents(folder)
+    close_all()
+
+
+def test_a_link_to_another_folder_is_never_written_through(transport, nodes, folder, tmp_path):
+    elsewhere = tmp_path / "precious"
+    elsewhere.mkdir()
+    there = Path(files.mirror(nodes[0], str(folder)))
+    there.parent.parent.mkdir(parents=True)
+    there.parent.symlink_to(elsewhere)
+    refused = sync(nodes[:1], folder)["gpu-a"]
+    assert refused.message.startswith("gpu-a: ")
+    assert "link" in refused.message
+    assert not list(elsewhere.iterdir())
+
+
+def test_an_unwritable_place_and_a_missing_folder_are_named(transport, nodes, folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    blocked = Node("gpu-c", "127.0.1.3", login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config)
+    done = sync([*nodes, blocked], folder)
+    assert done["gpu-a"].how == transport
+    assert done["gpu-c"].message == f"gpu-c: {tmp_path}/file/x{folder} cannot be written: Not a directory"
+    with pytest.raises(UsageError, match="nowhere: no such file or folder"):
+        sync(nodes, tmp_path / "nowhere")
+
+
+def test_a_transfer_that_breaks_leaves_whole_files_and_goes_on(transport, sshd, nodes, tmp_path):
+    root = tmp_path / "large"
+    root.mkdir()
+    for index in range(6):
+        (root / f"{index}.bin").write_bytes(os.urandom(10_000_000))
+    there = Path(files.mirror(nodes[0], str(root)))
+    begun = threading.Event()
+
+    def report(node, what, now, total):
+        if what == "sending" and now > 25_000_000 and not begun.is_set():
+            begun.set()
+            sshd.drop_sessions()
+
+    broken = sync(nodes[:1], root, report=report)["gpu-a"]
+    assert begun.is_set()
+    assert isinstance(broken, ClusterError)
+    assert broken.message.startswith("gpu-a")
+    for path in there.rglob("*"):
+        assert path.read_bytes() == (root / path.name).read_bytes()
+    done = sync(nodes[:1], root)["gpu-a"]
+    assert contents(there) == contents(root)
+    if transport == "rsync":
+        assert done.bytes < 55_000_000
+        assert done.files < 6
+
+
+INTERRUPTED = """
+import sys, threading, _thread
+from cluster import files
+from cluster.model import Node
+begun = threading.Event()
+def report(node, what, now, total):
+    if what == "sending" and now > 20_000_000 and not begun.is_set():
+        begun.set()
+        _thread.interrupt_main()
+node = Node("gpu-a", "127.0.1.1", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
+try:
+    files.sync([node], sys.argv[3], copy=True, report=report)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_at_once_and_leaves_no_half_file(transport, nodes, tmp_path):
+    root = tmp_path / "large"
+    root.mkdir()
+    for index in range(6):
+        (root / f"{index}.bin").write_bytes(os.urandom(10_000_000))
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, nodes[0].data_dir, nodes[0].ssh_config, str(root)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+    assert time.monotonic() - began < 20
+    there = Path(files.mirror(nodes[0], str(root)))
+    for path in there.rglob("*"):
+        assert path.read_bytes() == (root / path.name).read_bytes()
+
+
+def test_results_come_back_whole_without_what_is_excluded(transport, nodes, folder, tmp_path):
+    target = tmp_path / "results"
+    done = files.collect(nodes[0], str(folder), str(target), exclude=["deep", "*.txt"])
+    assert (done.how, done.files) == (transport, len(NAMES))
+    expected = {name: what for name, what in contents(folder).items() if not name.startswith("deep/")}
+    del expected["plain.txt"]
+    assert contents(target) == expected
+    assert files.collect(nodes[0], str(folder), str(target), exclude=["deep", "*.txt"]).how == "same"
+    (folder / "run.sh").write_text("#!/bin/sh\nexit 3\n")
+    assert files.collect(nodes[0], str(folder), str(target), exclude=["deep", "*.txt"]).files == 1
+    assert (target / "run.sh").read_text() == "#!/bin/sh\nexit 3\n"
+    with pytest.raises(ClusterError, match="gpu-a: /nowhere/x: no such folder"):
+        files.collect(nodes[0], "/nowhere/x", str(target))
+
+
+def test_results_come_from_this_machine_too(transport, folder, tmp_path):
+    done = files.collect(Node("here", "127.0.0.1"), str(folder), str(tmp_path / "results"))
+    assert done.files == len(NAMES) + 2
+    assert contents(tmp_path / "results") == contents(folder)
+
+
+def test_checkpoints_are_placed_whole_and_over_old_ones(transport, nodes, tmp_path):
+    (tmp_path / "last it's.pt").write_bytes(os.urandom(2_000_000))
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "-best.pt").write_bytes(b"best")
+    target = tmp_path / "node run" / "weights"
+    target.mkdir(parents=True)
+    (target / "last it's.pt").write_bytes(b"old")
+    done = files.place(nodes[0], [tmp_path / "last it's.pt", tmp_path / "sub" / "-best.pt"], str(target))
+    assert (done.how, done.files) == (transport, 2)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == {
+        "last it's.pt": (tmp_path / "last it's.pt").read_bytes(),
+        "-best.pt": b"best",
+    }
+    with pytest.raises(UsageError, match=r"none\.pt: no such file"):
+        files.place(nodes[0], [tmp_path / "none.pt"], str(target))
+
+
+def clusterctl(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "cluster", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def test_the_verb_prints_a_line_per_node_and_ends_with_an_error_while_files_differ(
+    nodes, folder, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "cluster.yaml").write_text(
+        f"device: cpu\nssh_config: {nodes[0].ssh_config}\nnodes:\n"
+        + "".join(f'  {node.name}:\n    login: {node.login}\n    data_dir: "{node.data_dir}"\n' for node in nodes)
+    )
+    words = ["sync", folder, "--copy", "-i", tmp_path / "cluster.yaml"]
+    done = clusterctl(*words)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        f"gpu-a: {len(NAMES) + 2} files",
+        f"gpu-b: {len(NAMES) + 2} files",
+    ]
+    assert "sent with rsync" in lines[0]
+    (Path(files.mirror(nodes[1], str(folder))) / "left over").write_text("x")
+    done = clusterctl(*words, "--json")
+    assert done.returncode == 3
+    rows = {row["node"]: row for row in json.loads(done.stdout)}
+    assert (rows["gpu-a"]["how"], rows["gpu-b"]["left"]["extra"]) == ("same", ["left over"])
+    assert done.stderr == (
+        f"error: gpu-b: {folder} differs: 1 file only there (left over)\n"
+        f"hint: clusterctl sync '{folder}' --delete removes what is only there\n"
+    )
+    assert clusterctl(*words, "--delete").returncode == 0
+    done = clusterctl("sync", tmp_path / "nowhere", "-i", tmp_path / "cluster.yaml")
+    assert (done.returncode, done.stderr) == (2, f"error: this machine: {tmp_path}/nowhere: no such file or folder\n")
