@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import shlex
 import socket
 import threading
@@ -28,6 +29,8 @@ CONNECT_TIMEOUT_S = 8.0
 #: paramiko sends something this often, so that a connection whose other end has gone is noticed.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+# What goes wrong becomes an error here; without a handler paramiko's tracebacks would stand on the screen beside it.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class UnknownHostKey(paramiko.SSHException):
@@ -178,7 +181,13 @@ class SshShell:
             return self._connection.transport, True
 
     def _open(self) -> Connection:
-        connection = _connection(self._login, self._config_file)
+        try:
+            connection = _connection(self._login, self._config_file)
+        except (paramiko.ssh_exception.ConfigParseError, ValueError, OSError) as error:
+            file = self._config_file or "~/.ssh/config"
+            raise UnreachableError(
+                f"{self.place}: {file}: {error}", f"check it: ssh -F {file} -G {self._login}"
+            ) from error
         where = f"{self.place} ({connection.user}@{connection.host}:{connection.port})"
         scan = f"ssh-keyscan -p {connection.port} {connection.host}"
         try:

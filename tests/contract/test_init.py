@@ -2,7 +2,9 @@
 
 import json
 import os
+import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,21 @@ def test_every_machine_that_fails_is_named_with_what_to_do_and_nothing_is_writte
     assert "nowhere.invalid: the host name nowhere.invalid does not resolve" in text
     assert "h0 (" not in text
     assert not (clusterctl.folder / "cluster.yaml").exists()
+
+
+def test_a_port_where_no_sshd_is_leaves_one_error_and_no_traceback(clusterctl):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        code, text = clusterctl.run("init", f"127.0.0.1:{server.getsockname()[1]}")
+    assert (code, "Traceback" in text, "error: 127.0.0.1 (" in text) == (5, False, True), text
+
+
+@pytest.mark.parametrize("text", ["garbage", "Host h0\n  Port abc\n", "Match wrong\n  Port 22\n"])
+def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
+    (clusterctl.folder / "my config").write_text(text)
+    code, said = clusterctl.run("init", "h0", "--ssh-config", "my config")
+    assert (code, "Traceback" in said) == (5, False), said
+    assert f"error: h0: {clusterctl.folder}/my config: " in said
 
 
 @pytest.mark.parametrize(
