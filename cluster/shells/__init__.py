@@ -12,7 +12,7 @@ from cluster.model import Node
 from cluster.shells.local import LocalShell
 from cluster.shells.result import Completed
 
-__all__ = ["Completed", "Shell", "Stream", "close_all", "reach"]
+__all__ = ["Completed", "LocalShell", "Shell", "Stream", "close_all", "reach"]
 
 
 class Stream(Protocol):

@@ -1,0 +1,131 @@
+"""`clusterctl doctor`: a line per check, a command to type with every failure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.errors import ClusterError, UsageError
+from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, Only, SshConfig, needed_inventory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.doctor import Finding, Report
+
+_SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red")}
+
+
+def doctor(
+    inventory: InventoryFile = "",
+    hosts: Hosts = "",
+    hostfile: Hostfile = "",
+    ssh_config: SshConfig = "",
+    only: Only = "",
+    image: Annotated[
+        str,
+        typer.Option("--image", help="The image that a job will use; by default the inventory's.", show_default=False),
+    ] = "",
+    skip: Annotated[
+        list[str], typer.Option("--skip", metavar="CHECK", help="Leave a check out: --skip link; repeatable.")
+    ] = [],  # noqa: B006 (typer reads the default and never changes it)
+    port: Annotated[
+        int, typer.Option("--master-port", help="Try this port too, beside a random one.", show_default=False)
+    ] = 0,
+    model: Annotated[str, typer.Option("--model", help="Forecast for: yolov5n, s, m, l or x.")] = "yolov5s",
+    step_ms: Annotated[
+        float,
+        typer.Option(
+            "--step-time", metavar="MS", help="Milliseconds of a training step on one node.", show_default=False
+        ),
+    ] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would go wrong on the nodes, before it does.
+
+    Looks at every node, tries a connection from each to each, measures how fast they sum gradients. Changes nothing.
+
+    Exit codes: 0 nothing would stop a launch, 3 something would, 5 a node cannot be reached.
+    """
+    from rich.console import Console
+
+    from cluster import discovery
+    from cluster import doctor as checks
+    from cluster.records import Records
+
+    if step_ms < 0:
+        raise UsageError(f"--step-time {step_ms:g}: must be more than 0 milliseconds")
+    machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    with suppress(ClusterError):  # what keeps a machine from answering is what the checks are for
+        machines = discovery.complete(machines)
+    running = frozenset(record.plan.job_id for record in Records() if not record.outcome)
+    waiting = Console(stderr=True)
+    with waiting.status("looking") if waiting.is_terminal else nullcontext() as shown:
+        report = checks.examine(
+            machines,
+            image=image,
+            skip=skip,
+            port=port,
+            model=model,
+            step_s=step_ms / 1000 or None,
+            jobs=running,
+            say=shown.update if shown is not None else lambda text: None,
+        )
+    if as_json:
+        print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
+    else:
+        _print(report, Console(highlight=False), [node.name for node in machines.nodes], model)
+    raise typer.Exit(checks.exit_code(report.findings))
+
+
+def _print(report: Report, out: Console, names: Sequence[str], model: str) -> None:
+    lines = [(_who(nodes, names), finding) for nodes, finding in _grouped(report.findings)]
+    wide = max((len(who) for who, _ in lines), default=0)
+    broad = max((len(finding.check) for _, finding in lines), default=0)
+    for who, finding in lines:
+        sign, style = _SIGNS[finding.level]
+        out.print(f"{sign:<5}", style=style, end="")
+        _say(out, f"{finding.check:<{broad}}  {who:<{wide}}  {finding.detail}")
+        if finding.fix:
+            _say(out, f"{'':5}{'':{broad}}  fix: {finding.fix}")
+    _print_forecasts(report, out, model)
+    counts = {level: sum(finding.level == level for finding in report.findings) for level in _SIGNS}
+    verdict = "nothing would stop a launch" if not counts["failure"] else f"{counts['failure']} would stop a launch"
+    warned = f", {counts['warning']} to know" if counts["warning"] else ""
+    _say(out, f"\n{verdict}{warned}   ({len(names)} nodes, {report.seconds:.1f} s)")
+
+
+def _print_forecasts(report: Report, out: Console, model: str) -> None:
+    if report.link is None:
+        return
+    _say(out, f"\n{model} on this link, per step:")
+    for forecast in report.forecasts:
+        line = f"  {forecast.nodes} nodes, {'bf16' if forecast.compressed else 'fp32'}: "
+        line += f"{forecast.all_reduce_s * 1000:.0f} ms of sums"
+        if forecast.worst is not None and forecast.best is not None:
+            line += f", {forecast.worst:.0%} to {forecast.best:.0%} of {forecast.nodes} times one node's speed"
+        _say(out, line)
+    if all(forecast.worst is None for forecast in report.forecasts):
+        _say(out, "  (--step-time MS, of one node, makes an efficiency of it; bf16: train --grad-compress bf16)")
+
+
+def _grouped(findings: Sequence[Finding]) -> list[tuple[list[str], Finding]]:
+    """Findings that say the same in one line, in their order."""
+    groups: dict[tuple[str, str, str, str], tuple[list[str], Finding]] = {}
+    for finding in findings:
+        key = (finding.check, finding.level, finding.detail, finding.fix)
+        groups.setdefault(key, ([], finding))[0].append(finding.node)
+    return list(groups.values())
+
+
+def _who(nodes: Sequence[str], names: Sequence[str]) -> str:
+    return "all" if len(nodes) == len(names) > 1 else " ".join(nodes)
+
+
+def _say(out: Console, text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)

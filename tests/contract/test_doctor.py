@@ -1,0 +1,170 @@
+"""doctor against a real sshd on three loopback addresses: what it sees there, and what its command prints."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import doctor
+from cluster.errors import UsageError
+from cluster.model import Inventory, Node
+from cluster.shells import close_all
+
+REPOSITORY = Path(__file__).parents[2]
+WITHOUT_IMAGE = ("runtime", "versions", "link")
+
+
+@pytest.fixture
+def inventory(sshd, tmp_path):
+    nodes = [
+        Node(
+            f"h{index}",
+            address,
+            login=f"h{index}",
+            run_dir=str(tmp_path / f"runs of h{index}"),
+            ssh_config=str(sshd.config),
+        )
+        for index, address in enumerate(sshd.addresses)
+    ]
+    yield Inventory(tuple(nodes), device="cpu")
+    close_all()
+
+
+def found(report, check):
+    return {finding.node: finding for finding in report.findings if finding.check == check}
+
+
+def test_it_sees_the_machine_and_tries_a_connection_from_each_node_to_each(inventory, tmp_path):
+    began = time.monotonic()
+    report = doctor.examine(inventory, skip=WITHOUT_IMAGE)
+    assert time.monotonic() - began < 30
+    assert {finding.level for finding in found(report, "login").values()} == {"ok"}
+    assert found(report, "reachable")["h1"].detail == "from h0, h2"
+    assert {finding.level for finding in found(report, "run_dir").values()} == {"ok"}
+    assert {finding.level for finding in found(report, "clock").values()} == {"ok"}
+    # loopback addresses are what a launch on several machines must not have
+    assert {finding.level for finding in found(report, "address").values()} == {"failure"}
+    assert "127.0.1.1 is on lo" in found(report, "address")["h0"].detail
+    assert list(tmp_path.glob("**/.clusterctl-doctor*")) == []
+    assert list(tmp_path.glob("runs of *")) == []
+
+
+def test_nothing_listens_when_it_is_over(inventory):
+    doctor.examine(inventory, skip=WITHOUT_IMAGE)
+    until = time.time() + 10
+    while (left := _listeners()) and time.time() < until:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _listeners():
+    mine = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0].endswith(b"python3") and any(b"create_server" in word for word in words):
+            mine.append(folder.name)
+    return mine
+
+
+def test_a_master_port_is_tried_too_and_one_that_is_taken_does_not_count_as_blocked(inventory):
+    report = doctor.examine(inventory, skip=WITHOUT_IMAGE, port=29555)
+    # one machine plays three: the first to listen has the port, on all its addresses
+    assert {finding.level for finding in found(report, "reachable").values()} <= {"ok", "failure"}
+    assert "29555" not in found(report, "reachable")["h0"].detail
+
+
+def test_a_machine_that_answers_for_another_is_noticed(inventory):
+    """Two nodes whose addresses lead to one machine: the word that the listener says is another one's."""
+    h0, h1, h2 = inventory.nodes
+    report = doctor.examine(Inventory((h0, h1, h2), device="cpu"), skip=WITHOUT_IMAGE, port=29556)
+    said = [finding.detail for finding in found(report, "reachable").values() if finding.level == "failure"]
+    assert all("another machine answered" in detail for detail in said)
+
+
+def test_a_changed_host_key_and_a_refused_login_are_findings_of_that_node_and_the_others_are_judged(inventory, sshd):
+    other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
+    lines = sshd.known_hosts.read_text().splitlines()
+    sshd.known_hosts.write_text("\n".join([lines[0], f"[127.0.1.2]:{sshd.port} {other}", lines[2], ""]))
+    report = doctor.examine(inventory, skip=WITHOUT_IMAGE)
+    login = found(report, "login")
+    assert [node for node, finding in login.items() if finding.level == "failure"] == ["h1"]
+    assert "its host key is not the one in known_hosts" in login["h1"].detail
+    assert "ssh-keygen -R" in login["h1"].fix
+    assert found(report, "reachable")["h0"].detail == "from h2"
+    assert doctor.exit_code(report.findings) == 5
+
+
+def test_a_run_dir_that_cannot_be_made_and_hostile_names_of_it(inventory, tmp_path):
+    (tmp_path / "a file").write_text("")
+    h0, h1, h2 = inventory.nodes
+    runs = [str(tmp_path / "a file" / "runs"), str(tmp_path / "a'; touch $HOME `id` \\"), str(tmp_path)]
+    nodes = [
+        Node(n.name, n.address, (), n.login, run, ssh_config=n.ssh_config)
+        for n, run in zip((h0, h1, h2), runs, strict=True)
+    ]
+    report = doctor.examine(Inventory(tuple(nodes), device="cpu"), skip=(*WITHOUT_IMAGE, "reachable"))
+    levels = {node: finding.level for node, finding in found(report, "run_dir").items()}
+    assert levels == {"h0": "failure", "h1": "ok", "h2": "ok"}
+    assert "Not a directory" in found(report, "run_dir")["h0"].detail
+
+
+def test_processes_of_a_job_that_nobody_knows_are_left_over(inventory):
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": "lost-7"})
+    try:
+        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"))
+        assert "lost-7" in found(report, "leftovers")["h0"].detail
+        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), jobs=frozenset({"lost-7"}))
+        assert "left of lost-7" not in found(report, "leftovers")["h0"].detail
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_unknown_checks_and_models_are_refused_with_those_that_are_there(inventory):
+    with pytest.raises(UsageError, match="--skip 'links'") as refused:
+        doctor.examine(inventory, skip=["links"])
+    assert "link" in refused.value.hint
+    with pytest.raises(UsageError, match="--model 'yolov9'"):
+        doctor.examine(inventory, model="yolov9")
+
+
+def command(folder, *arguments):
+    environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / "state"), "PYTHONPATH": str(REPOSITORY)}
+    skipped = [word for check in WITHOUT_IMAGE for word in ("--skip", check)]
+    argv = [sys.executable, "-m", "cluster", "doctor", *skipped, *arguments]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+
+
+def test_the_command_prints_equal_results_once_and_a_fix_below_every_failure(sshd, tmp_path):
+    names = "".join(f"  h{index}: {{address: {address}}}\n" for index, address in enumerate(sshd.addresses))
+    where = f"ssh_config: {sshd.config}\ndevice: cpu\ndefaults: {{runtime: none, run_dir: {tmp_path}}}\n"
+    (tmp_path / "cluster.yaml").write_text(f"{where}nodes:\n{names}")
+    done = command(tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("ok   login")]) == 1
+    assert "all" in next(line for line in lines if line.startswith("ok   login"))
+    failures = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
+    assert len(failures) == 3
+    assert all(lines[index + 1].lstrip().startswith("fix: ") for index in failures)
+    assert "3 would stop a launch" in lines[-1]
+    assert "\x1b" not in done.stdout
+
+    told = json.loads(command(tmp_path, "--json", "--only", "h0").stdout)
+    assert (told["exit_code"], {finding["node"] for finding in told["findings"]}) == (0, {"h0"})
+    sshd.known_hosts.write_text("")
+    assert command(tmp_path, "--json").returncode == 5
+
+
+def test_without_machines_the_command_says_how_to_name_them(tmp_path):
+    done = command(tmp_path)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "hint: clusterctl init" in done.stderr
