@@ -92,6 +92,7 @@ heal() { join && fast && empty && engine; }
 
 serve() {
     own_disks
+    chmod 666 /dev/fuse  # as udev would: Apptainer mounts images with it for ordinary users
     mkdir -p /run/sshd /run/munge
     chown munge:munge /run/munge
     setpriv --reuid munge --regid munge --init-groups munged

@@ -87,6 +87,15 @@ def test_batch_jobs_read_and_write_the_common_folder(testbed):
     assert testbed["n0"].run(f"ls {name}; rm -r {name}") == "log\nn0\nn1\nn2"
 
 
+def test_an_ordinary_user_runs_an_apptainer_image_on_all_hosts(testbed):
+    name = f"/shared/sif-{os.getpid()}"
+    shell_alone = "mkdir -p root && cp --parents -L /bin/sh $(ldd /bin/sh | grep -o '/[^ ]*') root"
+    testbed["n0"].run(f"mkdir {name} && cd {name} && {shell_alone} && apptainer build sh.sif root", user="ada")
+    said = testbed["n0"].run(f"srun -N3 apptainer -s exec {name}/sh.sif /bin/sh -c 'echo $SLURMD_NODENAME'", user="ada")
+    assert sorted(said.split()) == ["n0", "n1", "n2"]
+    testbed["n0"].run(f"rm -r {name}")
+
+
 def test_every_host_has_the_image_and_runs_it_at_its_own_address(testbed, image_on_hosts):
     ids = {host.run(f"docker image inspect --format '{{{{.Id}}}}' {image_on_hosts}") for host in testbed.hosts.values()}
     here = ["docker", "image", "inspect", "--format", "{{.Id}}", image_on_hosts]
