@@ -6,7 +6,8 @@ import json
 import signal
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,6 +15,7 @@ import typer
 
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
+from cluster.verbs import options
 from cluster.verbs.doctor import doctor
 from cluster.verbs.init import init
 from cluster.verbs.sync import sync
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cluster.commands import Watched
-    from cluster.model import Plan, Record
+    from cluster.model import Inventory, Job, Plan, Record
     from cluster.records import Records
     from cluster.view import Screen
 
@@ -54,14 +56,23 @@ def _job_names(incomplete: str) -> list[str]:
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="As `clusterctl ps` shows it.", autocompletion=_job_names)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-Nodes = Annotated[int, typer.Option("--nodes", "-n", help="How many nodes.", show_default=True)]
+Nodes = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        "-n",
+        help="How many nodes; 2:4 takes four and goes on with as few as two. By default one, or the whole inventory.",
+        show_default=False,
+    ),
+]
 Gpus = Annotated[int, typer.Option("--gpus", "-g", help="Processes per node, one per GPU.", show_default=True)]
 BackendName = Annotated[
     str,
     typer.Option(
         "--backend",
         "-b",
-        help="[b]compose[/b]: containers; [b]local[/b]: process groups; [b]auto[/b]: compose where an engine answers.",
+        help="[b]ssh[/b]: the machines of the inventory; [b]compose[/b]: containers on this machine; [b]local[/b]: "
+        "process groups on it; [b]auto[/b]: ssh with an inventory, else compose where an engine answers, else local.",
     ),
 ]
 Name = Annotated[
@@ -75,7 +86,9 @@ DeviceName = Annotated[
         "[b]cpu[/b]; [b]any[/b]: leave it to the program.",
     ),
 ]
-Image = Annotated[str, typer.Option("--image", help="The container image (compose).")]
+Image = Annotated[
+    str, typer.Option("--image", help=f"The container image; by default {DEFAULT_IMAGE}.", show_default=False)
+]
 Build = Annotated[
     str, typer.Option("--build", help="A folder that `docker compose` builds the image from.", show_default=False)
 ]
@@ -89,7 +102,34 @@ Command = Annotated[
         "--command", help="Run this torchrun program instead of our trainer: 'train.py --lr 0.1'.", show_default=False
     ),
 ]
-Env = Annotated[list[str], typer.Option("--env", "-e", help="NAME=VALUE for the program; repeatable.")]
+Env = Annotated[
+    list[str],
+    typer.Option(
+        "--env",
+        "-e",
+        help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment and stands on "
+        "no command line, in no plan, record or log. Repeatable.",
+    ),
+]
+EnvFile = Annotated[
+    str, typer.Option("--env-file", help="A file of NAME=VALUE lines, all of them secrets.", show_default=False)
+]
+Python = Annotated[
+    str,
+    typer.Option("--python", help="The interpreter that has torch, where no container is used.", show_default=False),
+]
+Spares = Annotated[int, typer.Option("--spares", help="Nodes of the inventory to keep for those that are lost.")]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        help="Starts after a failure, each from the newest checkpoint; by default 3, with --command 0.",
+        show_default=False,
+    ),
+]
+StallTimeout = Annotated[
+    float, typer.Option("--stall-timeout", help="Seconds without a step that count as a failure; 0: never.")
+]
 Mounts = Annotated[
     list[str],
     typer.Option(
@@ -113,12 +153,17 @@ Arguments = Annotated[
 @app.command(epilog="Example: clusterctl launch --nodes 2 --gpus 2 -- train --epochs 3")
 def launch(
     arguments: Arguments = [],  # noqa: B006 (typer reads the default and never changes it)
-    nodes: Nodes = 1,
+    nodes: Nodes = "",
     gpus: Gpus = 1,
     backend: BackendName = "auto",
+    inventory: options.InventoryFile = "",
+    hosts: options.Hosts = "",
+    hostfile: options.Hostfile = "",
+    ssh_config: options.SshConfig = "",
+    only: options.Only = "",
     name: Name = "",
     device: DeviceName = "auto",
-    image: Image = DEFAULT_IMAGE,
+    image: Image = "",
     user: User = "",
     run_root: RunRoot = "",
     command: Command = "",
@@ -126,6 +171,11 @@ def launch(
     mounts: Mounts = [],  # noqa: B006
     master_port: Port = "auto",
     timeout_s: Timeout = 300.0,
+    env_file: EnvFile = "",
+    python: Python = "",
+    spares: Spares = 0,
+    max_restarts: MaxRestarts = None,
+    stall_timeout_s: StallTimeout = 300.0,
     logs: Annotated[str, typer.Option("--logs", help="Show the log of: master, all.")] = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the nodes are started.")] = False,
 ) -> None:
@@ -135,13 +185,12 @@ def launch(
 
     Exit codes: 0 done, 1 failed, 2 wrong request, 3 could not be started, 4 nodes did not come.
     """
-    from cluster import commands
+    from cluster import commands, secrets
     from cluster.records import Records
 
     if logs not in ("master", "all"):
         raise UsageError(f"--logs {logs!r}", "one of: master, all")
     request = Request(
-        nodes=nodes,
         gpus=gpus,
         name=name,
         device=device,
@@ -154,11 +203,19 @@ def launch(
         mounts=tuple(mounts),
         master_port=master_port,
         timeout_s=timeout_s,
+        python=python,
+        spares=spares,
+        max_restarts=max_restarts,
+        stall_timeout_s=stall_timeout_s,
     )
-    job, chosen, notes = _resolve(request, backend)
+    file_secrets = secrets.read(env_file)
+    request = replace(request, env_names=tuple(file_secrets))
+    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)
+    job, chosen, notes = _resolve(request, nodes, backend, machines)
+    values = secrets.values(job.secrets, file_secrets)
     records = Records()
     out = _console()
-    record = commands.launch(job, chosen, records, numbered=not name)
+    record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
     _say(out, _header(record.plan))
     for note in notes:
         _say(out, note)
@@ -166,14 +223,8 @@ def launch(
         _say(out, f"running; see it with: clusterctl attach {record.plan.job_id}")
         return
     _say(out, "")
-    while True:
-        watched = _follow(record, records, out, all_nodes=logs == "all", stops=True)
-        again = commands.another_port(record, job, watched, records)
-        if again is None:
-            break
-        record = again
-        _say(out, f"the port was taken meanwhile: attempt {record.plan.attempt} with {record.plan.master_port}")
-    raise typer.Exit(_end(watched, records, out))
+    watched, refused = _follow(record, records, out, all_nodes=logs == "all", stops=True, values=values)
+    raise typer.Exit(_end(watched, refused, records, out))
 
 
 @app.command(
@@ -181,12 +232,17 @@ def launch(
 )
 def plan(
     arguments: Arguments = [],  # noqa: B006
-    nodes: Nodes = 1,
+    nodes: Nodes = "",
     gpus: Gpus = 1,
     backend: BackendName = "auto",
+    inventory: options.InventoryFile = "",
+    hosts: options.Hosts = "",
+    hostfile: options.Hostfile = "",
+    ssh_config: options.SshConfig = "",
+    only: options.Only = "",
     name: Name = "",
     device: DeviceName = "auto",
-    image: Image = DEFAULT_IMAGE,
+    image: Image = "",
     build: Build = "",
     user: User = "",
     run_root: RunRoot = "",
@@ -195,14 +251,18 @@ def plan(
     mounts: Mounts = [],  # noqa: B006
     master_port: Port = "auto",
     timeout_s: Timeout = 300.0,
+    env_file: EnvFile = "",
+    python: Python = "",
+    spares: Spares = 0,
+    max_restarts: MaxRestarts = None,
+    stall_timeout_s: StallTimeout = 300.0,
     output: Annotated[str, typer.Option("--output", "-o", help="Write it to this file (a folder for several).")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Print what launch would do, node by node, and do nothing."""
-    from cluster import commands
+    from cluster import commands, secrets
 
     request = Request(
-        nodes=nodes,
         gpus=gpus,
         name=name,
         device=device,
@@ -216,8 +276,14 @@ def plan(
         mounts=tuple(mounts),
         master_port=master_port,
         timeout_s=timeout_s,
+        python=python,
+        spares=spares,
+        max_restarts=max_restarts,
+        stall_timeout_s=stall_timeout_s,
+        env_names=tuple(secrets.read(env_file)),
     )
-    job, chosen, notes = _resolve(request, backend)
+    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    job, chosen, notes = _resolve(request, nodes, backend, machines)
     made = commands.plan(job, chosen)
     for note in notes:
         print(note, file=sys.stderr)
@@ -250,13 +316,14 @@ def attach(
     if record.outcome:
         raise typer.Exit(_ended(record, out))
     _say(out, _header(record.plan))
-    raise typer.Exit(_end(_follow(record, records, out, all_nodes=logs == "all", stops=False), records, out))
+    watched, refused = _follow(record, records, out, all_nodes=logs == "all", stops=False)
+    raise typer.Exit(_end(watched, refused, records, out))
 
 
 @app.command()
 def wait(job: JobName) -> None:
     """Wait until a job ends, silently; the exit code is the job's."""
-    from cluster import commands
+    from cluster import commands, supervise
     from cluster.records import Records
 
     records, out = Records(), _console()
@@ -264,10 +331,10 @@ def wait(job: JobName) -> None:
     if record.outcome:
         raise typer.Exit(_ended(record, out))
     try:
-        watched = commands.follow(record, commands.Quiet())
+        watched, refused = supervise.run(record, records, commands.Quiet())
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(_end(watched, records, out))
+    raise typer.Exit(_end(watched, refused, records, out))
 
 
 @app.command()
@@ -388,10 +455,12 @@ def logs(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _resolve(request: Request, backend: str) -> tuple[Any, str, list[str]]:
+def _resolve(request: Request, nodes: str, backend: str, inventory: Inventory | None) -> tuple[Job, str, list[str]]:
     from cluster import commands, config
 
-    chosen, why = commands.choose_backend(backend)
+    chosen, why = commands.choose_backend(backend, inventory)
+    fewest, most = config.node_range(nodes, len(inventory.nodes) - request.spares if inventory else 1)
+    request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
     job, notes = config.job(request, commands.here(request), chosen)
     return job, chosen, [*([why] if why else []), *notes]
 
@@ -408,17 +477,25 @@ def _write_plan(output: Path, files: list[tuple[str, str]]) -> None:
     print(f"wrote {', '.join(str(target) for target in targets)}", file=sys.stderr)
 
 
-def _follow(record: Record, records: Records, out: Console, *, all_nodes: bool, stops: bool) -> Watched:
-    """Follow on the screen; Ctrl-C stops the job (launch) or leaves it (attach)."""
-    from cluster import commands
+def _follow(
+    record: Record,
+    records: Records,
+    out: Console,
+    *,
+    all_nodes: bool,
+    stops: bool,
+    values: Mapping[str, str] | None = None,
+) -> tuple[Watched, str]:
+    """Follow on the screen, over restarts; Ctrl-C stops the job (launch) or leaves it (attach)."""
+    from cluster import commands, supervise
     from cluster.view import Screen
 
-    screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skip_old_s=0.0 if stops else 1.0)
+    screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skips_past=not stops)
     job_id = record.plan.job_id
     try:
         signal.signal(signal.SIGTERM, _interrupt)
         with screen:
-            return commands.follow(record, screen)
+            return supervise.run(record, records, screen, secrets=values)
     except KeyboardInterrupt:
         if not stops:
             _say(out, f"left; {job_id} goes on. Stop it with: clusterctl stop {job_id}")
@@ -438,13 +515,15 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _end(watched: Watched, records: Records, out: Console) -> int:
+def _end(watched: Watched, refused: str, records: Records, out: Console) -> int:
     """Clean up after a job, tell how it ended, return the exit code."""
     from cluster import commands, report
 
     plan, view, verdict = watched.plan, watched.view, watched.verdict
     began = time.time()
-    outcome = commands.finish(watched, records)
+    outcome, undone = commands.finish(watched, records)
+    for text in undone:
+        _say(out, text)
     if outcome == "stopped":
         _say(out, f"{plan.job_id} was stopped")
         return report.EXIT_FAILED
@@ -456,6 +535,8 @@ def _end(watched: Watched, records: Records, out: Console) -> int:
         _error(out, f"{plan.job_id}: {view.ready_count} of {len(view.nodes)} nodes met in {plan.timeout_s:g} s")
         cause = f"missing: {cause}"
     _error(out, cause)
+    if refused and plan.attempt > 1:
+        _say(out, f"not started again: {refused}")
     for line in report.last_words(view, verdict, watched.tails):
         _say(out, line)
     _say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {plan.attempt_dir}")

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, logs, rendezvous, report
+from cluster import config, files, logs, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
+from cluster.backends.hosts import HostsBackend
 from cluster.config import Here, Request
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
-from cluster.model import Job, Plan, Record
+from cluster.model import Inventory, Job, Plan, Record
 from cluster.records import Outcome, Records
 from cluster.rendezvous import JobView, Verdict
 from cluster.shells.local import LocalShell
@@ -125,8 +126,15 @@ def here(request: Request) -> Here:
     )
 
 
-def choose_backend(wanted: str) -> tuple[str, str]:
-    """The backend to use, and a sentence on why when `auto` fell on process groups; raises UsageError for others."""
+def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str, str]:
+    """The backend to use, and a sentence on why when `auto` fell on process groups; raises UsageError for others.
+
+    Where there is an inventory, `auto` means its machines.
+    """
+    if wanted == "ssh" and inventory is None:
+        raise UsageError("--backend ssh: no machines are named", "clusterctl init gpu-a gpu-b, or --hosts gpu-a,gpu-b")
+    if inventory is not None and wanted == "auto":
+        return "ssh", ""
     if wanted in BACKENDS:
         return wanted, ""
     if wanted != "auto":
@@ -143,22 +151,40 @@ def plan(job: Job, backend: str) -> Plan:
     return BACKENDS[backend].plan(job, attempt=1, port=job.port or config.auto_port(job.name))
 
 
-def launch(job: Job, backend: str, records: Records, *, numbered: bool) -> Record:
-    """Check, record, start: the job runs on all nodes when this returns, or on none when it raises ClusterError."""
-    made = _free_plan(_unused_name(job, records) if numbered else job, backend, attempt=1)
+def launch(
+    job: Job, backend: str, records: Records, *, numbered: bool, secrets: Mapping[str, str] | None = None
+) -> Record:
+    """Check, record, start: the job runs on all nodes when this returns, or on none when it raises ClusterError.
+
+    `secrets` has the values of the job's secrets, which are in no plan and no record.
+    """
+    if numbered:
+        job = _unused_name(job, records)
+    check_files(job)
+    made = free_plan(job, backend, attempt=1)
     if not numbered and Path(made.run_dir).exists():
         raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
-    record = Record(made, created_at=time.time())
+    record = Record(made, created_at=time.time(), job=replace(job, hosts=made.nodes if job.hosts else ()))
     records.reserve(record)
-    start(record, records)
+    start(record, records, secrets)
     return record
 
 
-def start(record: Record, records: Records) -> None:
+def check_files(job: Job) -> None:
+    """Raise a ClusterError naming the first differing files when a host has not what is synced from here."""
+    files.check([node for node in job.hosts if node.data_dir], [mount.source for mount in job.mounts if mount.synced])
+
+
+def start(record: Record, records: Records, secrets: Mapping[str, str] | None = None) -> None:
     """Start a recorded job's nodes; notes the failure before it raises."""
+    lost = [name for name in record.plan.secrets if name not in (secrets or {})]
     try:
+        if lost:
+            raise LaunchError(
+                f"the values of {', '.join(lost)} are kept nowhere, so only the launcher can start this job"
+            )
         _make_folder(record.plan)
-        BACKENDS[record.plan.backend].submit(record.plan)
+        BACKENDS[record.plan.backend].submit(record.plan, secrets)
     except ClusterError as error:
         records.end(record.plan.job_id, "failed", error.message)
         raise
@@ -179,49 +205,54 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             if silent == 5:
                 raise
             lines = []
-        verdict = rendezvous.judge(follower.view, now, plan.timeout_s)
+        verdict = rendezvous.judge(follower.view, now, plan.timeout_s, record.job.stall_timeout_s)
         if verdict == "failed":
             # One node's end makes the others fail within moments: look again, so that the first is named and not the
             # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
             lines = _before_tracebacks([*lines, *follower.step(time.time())])
         show.show(follower.view, lines)
-        if verdict in ("done", "failed", "late"):
+        if verdict in ("done", "failed", "late", "stalled"):
             return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost)
         wait(TICK_S)
 
 
-def another_port(record: Record, job: Job, watched: Watched, records: Records) -> Record | None:
+def another_port(
+    record: Record, watched: Watched, records: Records, secrets: Mapping[str, str] | None = None
+) -> Record | None:
     """The next attempt when the port was lost between the check and the start, started; None for any other failure."""
     lost = watched.verdict == "failed" and watched.port_was_lost
-    if job.port or not lost or watched.view.progress is not None or record.plan.attempt > 3:
+    if record.job.port or not lost or watched.view.progress is not None or record.plan.attempt > 3:
         return None
     backend = BACKENDS[record.plan.backend]
     backend.cancel(record.plan, grace_s=FAILED_GRACE_S)
-    named = replace(job, name=record.plan.job_id)
-    made = _free_plan(named, record.plan.backend, attempt=record.plan.attempt + 1, after=record.plan.master_port)
+    made = free_plan(record.job, record.plan.backend, attempt=record.plan.attempt + 1, after=record.plan.master_port)
     record = replace(record, plan=made, created_at=time.time())
     records.update(record)
-    start(record, records)
+    start(record, records, secrets)
     return record
 
 
-def finish(watched: Watched, records: Records) -> Outcome:
-    """Remove what the job left on the machines, and note how it ended."""
-    job_id = watched.plan.job_id
+def finish(watched: Watched, records: Records) -> tuple[Outcome, list[str]]:
+    """Remove what the job left on the machines, bring its results here, note how it ended.
+
+    Gives also what could not be done, a sentence each: a machine that is gone is no reason to lose the others' results.
+    """
+    record = records.load(watched.plan.job_id)
     outcome: Outcome = "done" if watched.verdict == "done" else "failed"
-    grace_s = 0.0 if watched.verdict == "done" else FAILED_GRACE_S
-    BACKENDS[watched.plan.backend].cancel(watched.plan, grace_s=grace_s)
-    records.end(job_id, outcome, report.cause(watched.view, watched.verdict))
-    return records.load(job_id).outcome or outcome
+    undone = _remove(record, grace_s=0.0 if watched.verdict == "done" else FAILED_GRACE_S)
+    undone += _collect(watched.plan)
+    records.end(watched.plan.job_id, outcome, report.cause(watched.view, watched.verdict))
+    return records.load(watched.plan.job_id).outcome or outcome, undone
 
 
 def stop(job_id: str, records: Records) -> Record:
     """End a job on every node and wait for that; safe to repeat, also for a job that has ended."""
-    record = records.load(job_id)
     # Noted first, so that a launcher that follows the job sees a stop and not a failure.
     records.end(job_id, "stopped")
-    BACKENDS[record.plan.backend].cancel(record.plan, grace_s=STOP_GRACE_S)
+    record = records.load(job_id)
+    BACKENDS[record.plan.backend].cancel(_everywhere(record), grace_s=STOP_GRACE_S)
+    _collect(record.plan)
     return records.load(job_id)
 
 
@@ -236,6 +267,31 @@ def look(record: Record) -> tuple[str, JobView]:
         return record.outcome, follower.view
     words = {"done": "done", "failed": "failed", "met": "running", "waiting": "joining", "late": "joining"}
     return words[rendezvous.judge(follower.view, now, record.plan.timeout_s)], follower.view
+
+
+def survey(job: Job, plan: Plan) -> dict[str, ClusterError | None]:
+    """What keeps each of the job's hosts from running the next attempt after `plan`; None for those that can."""
+    backend = BACKENDS[plan.backend]
+    assert isinstance(backend, HostsBackend)
+    return backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port))
+
+
+def _everywhere(record: Record) -> Plan:
+    """The plan, on the nodes of the earlier attempts too."""
+    return replace(record.plan, nodes=(*record.plan.nodes, *record.retired))
+
+
+def _remove(record: Record, *, grace_s: float) -> list[str]:
+    try:
+        BACKENDS[record.plan.backend].cancel(_everywhere(record), grace_s=grace_s)
+    except UnreachableError as error:
+        return [f"not cleaned up: {error.message}\nhint: once it answers: clusterctl gc"]
+    return []
+
+
+def _collect(plan: Plan) -> list[str]:
+    backend = BACKENDS[plan.backend]
+    return backend.collect(plan) if isinstance(backend, HostsBackend) else []
 
 
 def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -266,7 +322,7 @@ def _unused_name(job: Job, records: Records) -> Job:
     raise UsageError(f"10 000 jobs are called {job.name}", "choose another --name")
 
 
-def _free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
+def free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
     """The plan with the first port that is free on the master; raises PortTakenError for a taken one asked for."""
     if job.port:
         made = BACKENDS[backend].plan(job, attempt=attempt, port=job.port)

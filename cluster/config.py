@@ -10,11 +10,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
+from typing import cast
 
 from cluster.errors import UsageError
-from cluster.model import Device, Job, Mount
+from cluster.model import Device, Inventory, Job, Mount, Node
 
 DEFAULT_IMAGE = "trainer:0.1"
+DEFAULT_RESTARTS = 3
 
 #: Ports that `auto` chooses from: below the ephemeral range of Linux, so that no outgoing connection sits on one.
 _AUTO_PORTS = range(20000, 30000)
@@ -43,7 +45,7 @@ class Request:
     gpus: int = 1
     name: str = ""
     device: str = "auto"
-    image: str = DEFAULT_IMAGE
+    image: str = ""
     build: str = ""
     user: str = ""
     run_root: str = ""
@@ -51,8 +53,15 @@ class Request:
     arguments: tuple[str, ...] = ()
     env: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
+    env_names: tuple[str, ...] = ()
     master_port: str = "auto"
     timeout_s: float = 300.0
+    python: str = ""
+    inventory: Inventory | None = None
+    spares: int = 0
+    min_nodes: int = 0
+    max_restarts: int | None = None
+    stall_timeout_s: float = 300.0
 
 
 def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
@@ -60,14 +69,16 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
 
     Raises UsageError for what makes no sense.
     """
-    device, notes = _device(request, here)
+    inventory = request.inventory if backend == "ssh" else None
+    hosts, spares, device, notes = _places(request, here, inventory)
     mounts = [mount(text, here.cwd) for text in request.mounts]
+    mounts = [replace(each, synced=bool(hosts) and each.source in here.existing) for each in mounts]
     arguments: list[str] = []
     for argument in _split(request.arguments):
         path = _absolute(argument, here.cwd)
         if path in here.existing and ("/" in argument or "." in argument):
             folder = path if path in here.folders else str(PurePosixPath(path).parent)
-            mounts.append(Mount(folder, folder))
+            mounts.append(Mount(folder, folder, synced=bool(hosts)))
             argument = path
         elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"looked for {path}")
@@ -79,7 +90,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
             command = tuple(shlex.split(request.command))
         except ValueError as error:
             raise UsageError(f"--command {request.command!r}: {error}", "quote it for a shell") from error
-        mounts.append(Mount(here.cwd, here.cwd, read_only=False))
+        mounts.append(Mount(here.cwd, here.cwd, read_only=bool(hosts), synced=bool(hosts)))
     else:
         if not arguments or arguments[0].startswith("-"):
             arguments.insert(0, "train")
@@ -93,16 +104,22 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         procs_per_node=request.gpus,
         run_root=_run_root(request.run_root, here.cwd),
         device=device,
-        image=request.image if backend == "compose" else "",
+        image="" if backend == "local" else request.image or (inventory.image if inventory else "") or DEFAULT_IMAGE,
         build=request.build,
         user=(request.user or here.user) if backend == "compose" else "",
-        python="python3" if backend == "compose" else here.python,
+        python=(request.python if backend != "compose" else "") or (here.python if backend == "local" else "python3"),
         workdir=here.cwd if request.command or backend == "local" else "",
-        env=dict(_variable(text) for text in request.env),
-        mounts=tuple(dict.fromkeys(mounts)) if backend == "compose" else (),
+        env={**(inventory.env if inventory else {}), **dict(_variable(text) for text in request.env if "=" in text)},
+        secrets=tuple(dict.fromkeys([*request.env_names, *(_name(text) for text in request.env if "=" not in text)])),
+        mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
         port=_port(request.master_port),
         timeout_s=request.timeout_s,
         says_ready=not request.command,
+        hosts=hosts,
+        spares=spares,
+        min_nodes=request.min_nodes,
+        max_restarts=_max_restarts(request),
+        stall_timeout_s=request.stall_timeout_s,
     )
     return (made if request.name else replace(made, name=default_name(made))), notes
 
@@ -125,8 +142,69 @@ def auto_port(name: str, nth: int = 0) -> int:
 
 
 def named_paths(request: Request, cwd: str) -> list[str]:
-    """The absolute paths that arguments might name; which of them exist is for `Here` to say."""
-    return [_absolute(argument, cwd) for argument in _split(request.arguments) if not argument.startswith("-")]
+    """The absolute paths that arguments and mounts might name; which of them exist is for `Here` to say."""
+    arguments = [_absolute(argument, cwd) for argument in _split(request.arguments) if not argument.startswith("-")]
+    return arguments + [mount(text, cwd).source for text in request.mounts]
+
+
+def _places(
+    request: Request, here: Here, inventory: Inventory | None
+) -> tuple[tuple[Node, ...], tuple[Node, ...], Device, list[str]]:
+    """The inventory's nodes that the job takes and its spares (none: this machine), the device, and notes."""
+    if inventory is None:
+        if request.spares:
+            raise UsageError("--spares: this machine has none", "name machines: clusterctl init gpu-a gpu-b gpu-c")
+        return (), (), *_device(request, here)
+    known = ", ".join(node.name for node in inventory.nodes)
+    wanted = request.nodes + request.spares
+    if len(inventory.nodes) < wanted:
+        asked = f"--nodes {request.nodes}" + (f" --spares {request.spares}" if request.spares else "")
+        raise UsageError(
+            f"{asked}: {inventory.path or 'the inventory'} has {len(inventory.nodes)}: {known}",
+            "fewer --nodes, or add machines to it: clusterctl init",
+        )
+    device = inventory.device if request.device == "auto" else request.device
+    if device not in ("cpu", "cuda", "any"):
+        raise UsageError(f"--device {device!r}", "one of: cuda, cpu, any")
+    hosts = []
+    for node in inventory.nodes[:wanted]:
+        if (device == "cuda" or node.gpus) and len(node.gpus) < request.gpus:
+            has = f"{len(node.gpus)} GPU{'s' if len(node.gpus) != 1 else ''}" if node.gpus else "no GPU"
+            raise UsageError(
+                f"{node.name}: it has {has}, and --gpus {request.gpus} asks for more",
+                "fewer --gpus, other nodes, or --device cpu (CPU processes instead)",
+            )
+        hosts.append(replace(node, gpus=node.gpus[: request.gpus]))
+    notes = [f"{_count(request.gpus, 'CPU process', 'CPU processes')} per node over gloo"] if device == "cpu" else []
+    return tuple(hosts[: request.nodes]), tuple(hosts[request.nodes :]), cast(Device, device), notes
+
+
+def node_range(text: str, all_nodes: int) -> tuple[int, int]:
+    """`--nodes 2:4` as (2, 4), `4` as (4, 4), nothing given as all; raises UsageError for anything else."""
+    if not text:
+        return all_nodes, all_nodes
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip())
+    if match is None:
+        raise UsageError(f"--nodes {text!r}: not a number of nodes", "for example: --nodes 2, or --nodes 2:4")
+    most = int(match[2])
+    fewest = int(match[1] or most)
+    if not 1 <= fewest <= most:
+        raise UsageError(f"--nodes {text}: a job needs at least one", "for example: --nodes 2, or --nodes 2:4")
+    return fewest, most
+
+
+def _max_restarts(request: Request) -> int:
+    if request.max_restarts is not None:
+        return request.max_restarts
+    return 0 if request.command else DEFAULT_RESTARTS  # only our trainer is known to go on from a checkpoint
+
+
+def _name(text: str) -> str:
+    if not _ENV_NAME.fullmatch(text):
+        raise UsageError(
+            f"--env {text!r}", "NAME=VALUE, or NAME alone to take the value from your environment without showing it"
+        )
+    return text
 
 
 def _device(request: Request, here: Here) -> tuple[Device, list[str]]:

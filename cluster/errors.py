@@ -22,6 +22,10 @@ class PortTakenError(UsageError):
     """Another program holds the master port."""
 
 
+class GpusHeldError(UsageError):
+    """Another job has the GPUs."""
+
+
 class LaunchError(ClusterError):
     """A place could not be started; those that had been are stopped again."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from collections.abc import Mapping
@@ -29,6 +30,16 @@ def read(plan: Plan, offsets: Mapping[str, int]) -> dict[str, bytes]:
         except FileNotFoundError:
             found[node] = b""
     return found
+
+
+def append(copy: Path, at: int, chunk: bytes) -> None:
+    """Add to the copy of a log what follows its first `at` bytes, unless another follower has done so already."""
+    if not chunk:
+        return
+    with copy.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if file.tell() == at:
+            file.write(chunk)
 
 
 def event(line: str) -> Event | None:

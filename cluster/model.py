@@ -18,11 +18,12 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 
 @dataclass(frozen=True)
 class Mount:
-    """A folder of the machine as the job sees it."""
+    """A folder of the machine as the job sees it; `synced`: one of this machine, of which nodes have copies."""
 
     source: str
     target: str
     read_only: bool = True
+    synced: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Job:
     """What shall run: `command` is what torchrun is given, on `nodes` nodes, as `procs_per_node` processes each.
 
     `run_root` holds one folder per job. `says_ready` tells whether the program writes the contract's events.
+    `secrets` are names of variables whose values are in no plan. `hosts` are the machines, none for the one at hand.
+    After a failure it is started again `max_restarts` times, on `spares` where hosts are lost, on fewer nodes down to
+    `min_nodes` (0: never fewer); `stall_timeout_s` without progress is a failure (0: never).
     Raises UsageError when a field makes no sense.
     """
 
@@ -76,10 +80,16 @@ class Job:
     python: str = "python3"
     workdir: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()
     port: int = 0
     timeout_s: float = 300.0
     says_ready: bool = True
+    hosts: tuple[Node, ...] = ()
+    spares: tuple[Node, ...] = ()
+    min_nodes: int = 0
+    max_restarts: int = 0
+    stall_timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what no backend could run."""
@@ -95,8 +105,16 @@ class Job:
             raise UsageError(f"--master-port {self.port}: not between 1024 and 65535", "or: --master-port auto")
         if not self.command:
             raise UsageError("nothing to run: the command is empty", "for example: --command 'train.py --lr 0.1'")
-        if self.timeout_s <= 0:
-            raise UsageError(f"--timeout {self.timeout_s:g}: must be more than 0 seconds")
+        for option, seconds in (("--timeout", self.timeout_s), ("--stall-timeout", self.stall_timeout_s or 1)):
+            if seconds <= 0:
+                raise UsageError(f"{option} {seconds:g}: must be more than 0 seconds")
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts {self.max_restarts}: must be 0 or more")
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that the job runs on."""
+        return self.min_nodes or self.nodes
 
     @property
     def world_size(self) -> int:
@@ -106,11 +124,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing done in one place: files to write there (path to text), then a command to run."""
+    """One thing done in one place: files to write there (path to text), then a command to run.
+
+    `needs` are the paths that must be there before.
+    """
 
     place: str
     files: Mapping[str, str]
     argv: tuple[str, ...]
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,30 +152,46 @@ class Plan:
     says_ready: bool
     image: str = ""
     command: tuple[str, ...] = ()
+    device: Device = "any"
+    secrets: tuple[str, ...] = ()
 
     @property
     def attempt_dir(self) -> str:
         """The folder of this attempt's scripts, logs and exit codes, on the launching machine."""
         return f"{self.run_dir}/attempt-{self.attempt}"
 
+    def dir_on(self, node: Node) -> str:
+        """The job's folder on a node's own disk."""
+        return f"{node.run_dir}/{self.job_id}" if node.run_dir else self.run_dir
+
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What a backend saw of one node: `ended_at` is in seconds since 1970, None while it runs or unknown."""
+    """What a backend saw of one node: `ended_at` is in seconds since 1970, None while it runs or unknown.
+
+    `silent` says why and for how long its machine has not answered.
+    """
 
     node: str
     phase: Phase
     exit_code: int | None = None
     detail: str = ""
     ended_at: float | None = None
+    silent: str = ""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is remembered of a job: the plan, and how it ended ("" while nobody has seen the end)."""
+    """What is remembered of a job: the plan of its newest attempt, and how it ended ("" while nobody has seen the end).
+
+    `retired` are the nodes of earlier attempts that the plan has no more, `past` how each earlier attempt failed.
+    """
 
     plan: Plan
     created_at: float
+    job: Job
+    retired: tuple[Node, ...] = ()
+    past: tuple[str, ...] = ()
     outcome: Literal["", "done", "failed", "stopped"] = ""
     detail: str = ""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.errors import ClusterError, UsageError
-from cluster.model import NAME, Node, Plan, Record, Step
+from cluster.model import NAME, Job, Mount, Node, Plan, Record, Step
 
 Outcome = Literal["done", "failed", "stopped"]
 
@@ -41,6 +43,19 @@ class Records:
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         partial.write_text(_text(record))
         partial.replace(path)
+
+    @contextmanager
+    def watch(self, job_id: str) -> Iterator[bool]:
+        """Be the one that restarts the job when it fails; gives False where another process is that already."""
+        path = self._path(job_id).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "") -> None:
         """Note how a job ended; the first end counts."""
@@ -84,15 +99,17 @@ def _text(record: Record) -> str:
 def _load(path: Path) -> Record:
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        plan = values.pop("plan")
-        nodes = tuple(_node(node) for node in plan.pop("nodes"))
-        steps = tuple(Step(step["place"], step["files"], tuple(step["argv"])) for step in plan.pop("steps"))
-        command = tuple(plan.pop("command"))
-        return Record(plan=Plan(nodes=nodes, steps=steps, command=command, **plan), **values)
+        plan, job = values.pop("plan"), values.pop("job")
+        plan["steps"] = [Step(**_tuples(step)) for step in plan["steps"]]
+        job["mounts"] = [Mount(**mount) for mount in job["mounts"]]
+        for holder, fields in ((plan, ("nodes",)), (job, ("hosts", "spares")), (values, ("retired",))):
+            for field in fields:
+                holder[field] = [Node(**_tuples(node)) for node in holder[field]]
+        return Record(plan=Plan(**_tuples(plan)), job=Job(**_tuples(job)), **_tuples(values))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"cannot read the job record {path}: {error}", f"rm {path}") from error
 
 
-def _node(values: Mapping[str, Any]) -> Node:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return Node(**fields)
+def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where the nouns have tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

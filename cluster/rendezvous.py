@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster import contract
+from cluster import contract, logs
 from cluster.logs import Event
 from cluster.model import NodeStatus, Phase, Plan
 
-Verdict = Literal["waiting", "met", "late", "failed", "done"]
+Verdict = Literal["waiting", "met", "late", "stalled", "failed", "done"]
 
 #: A phase never goes back to an earlier one, except to lost or exited.
 _ORDER: dict[Phase, int] = {"pending": 0, "pulling": 1, "starting": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
@@ -27,6 +27,7 @@ class NodeView:
     exit_code: int | None = None
     ended_at: float | None = None
     reached: bool = False
+    silent: str = ""
     progress: Event | None = None
     failed: Event | None = None
 
@@ -44,6 +45,7 @@ class JobView:
     metric: Event | None = None
     done: Event | None = None
     heard: frozenset[str] = field(default_factory=frozenset)
+    moved_at: float | None = None
 
     @property
     def ready_count(self) -> int:
@@ -71,14 +73,18 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
     return view
 
 
-def judge(view: JobView, now: float, timeout_s: float) -> Verdict:
-    """What the view means: `late` is a rendezvous that has lasted longer than `timeout_s`."""
+def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0) -> Verdict:
+    """What the view means: `late` is a rendezvous that has lasted longer than `timeout_s`.
+
+    `stalled` is a job that has made steps and then none for `stall_timeout_s` (0: never).
+    """
     if failing(view):
         return "failed"
     if all(_ended_well(node) for node in view.nodes):
         return "done"
     if view.met_after_s is not None:
-        return "met"
+        still_s = now - view.moved_at if view.moved_at is not None else 0.0
+        return "stalled" if stall_timeout_s and still_s > stall_timeout_s else "met"
     return "late" if now - view.started > timeout_s else "waiting"
 
 
@@ -108,6 +114,8 @@ def _ended_well(node: NodeView) -> bool:
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
+    if node.silent != status.silent:
+        node = replace(node, silent=status.silent)
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return node
@@ -123,6 +131,11 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
 def _fold_event(view: JobView, event: Event, now: float) -> JobView:
     kind = event["event"]
     view = replace(view, heard=view.heard | {str(kind)})
+    if kind in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+        view = replace(view, moved_at=now)
+    elif kind == contract.HEARTBEAT and view.moved_at is not None:
+        # also steps that make no progress event: the batches of a validation
+        view = replace(view, moved_at=max(view.moved_at, now - logs.number(event, "idle_s")))
     index = event.get("node")
     if isinstance(index, int) and 0 <= index < len(view.nodes):
         node = _node_heard(view.nodes[index], event, now, ready_on_port=not view.says_ready)

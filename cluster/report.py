@@ -50,9 +50,15 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
 
 
 def cause(view: JobView, verdict: Verdict) -> str:
-    """Why a job ended badly, in one line: the first failing node, or the nodes that did not come; "" if it did not."""
+    """Why a job ended badly, in one line: the first failing node, or those that did not come or move; else ""."""
     if verdict == "failed":
         return _failure(failing(view)[0])
+    if verdict == "stalled":
+        quiet = [node for node in view.nodes if node.phase == "ready"]
+        where = (
+            f"epoch {view.progress.get('epoch')}, step {view.progress.get('step')}" if view.progress else "the start"
+        )
+        return f"{', '.join(node.name for node in quiet)}: no step since {where}"
     if verdict == "late":
         late = missing(view)
         return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
@@ -61,7 +67,7 @@ def cause(view: JobView, verdict: Verdict) -> str:
 
 def last_words(view: JobView, verdict: Verdict, tails: Mapping[str, Sequence[str]]) -> list[str]:
     """The last lines of the nodes to blame, each with its node's name, and what to do where a node knew."""
-    nodes = missing(view) if verdict == "late" else failing(view)[:1]
+    nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
     refused = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
@@ -76,6 +82,8 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
     """What the launcher ends with: the trainer's own 2 for a refused input, which torchrun turns into a 1."""
     if verdict == "late":
         return EXIT_LATE
+    if verdict == "stalled":
+        return EXIT_FAILED
     if verdict != "failed":
         return EXIT_DONE
     said = failing(view)[0].failed or {}

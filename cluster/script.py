@@ -1,13 +1,13 @@
-"""The node script: the one text that every backend runs on a node, and the only place that quotes for a shell."""
+"""The node script: the one text that every backend runs on a node."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
-from cluster import contract
-from cluster.model import Job, Node
+from cluster import contract, quoting, torchrun
+from cluster.model import Job, Mount, Node
+from cluster.runtimes import Runtime
 
 _TEMPLATE = r"""#!/usr/bin/env bash
 # Node @rank@ of @nodes@ of the job @job_id@, attempt @attempt@.
@@ -15,7 +15,7 @@ set -u
 @prologue@
 # exports: torchrun reads each of its options from PET_*
 @exports@
-cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
+@secrets@cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 
 # log: everything to the run directory, and to the screen what is meant for people
@@ -45,7 +45,7 @@ probe &
 probe=$!
 
 # body
-run=
+@setup@run=
 trap 'kill -TERM $run 2>/dev/null' INT TERM
 @body@ &
 run=$!
@@ -65,37 +65,23 @@ exit "$code"
 """
 
 
-def exports(values: Mapping[str, str]) -> str:
-    """One `export NAME=value` line each, in the given order, quoted for any POSIX shell."""
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
-
-
-def environment(
-    job: Job, node: Node, rank: int, *, attempt: int, run_dir: str, master: tuple[str, int]
-) -> dict[str, str]:
-    """The contract's variables for one node; only NODE, the rank, the log folder and the GPUs differ between nodes."""
-    values = {
-        "NODE": node.name,
-        "PET_NNODES": str(job.nodes),
-        "PET_NODE_RANK": str(rank),
-        "PET_NPROC_PER_NODE": str(job.procs_per_node),
-        "PET_MASTER_ADDR": master[0],
-        "PET_MASTER_PORT": str(master[1]),
-        "PET_RDZV_BACKEND": "static",
-        "PET_RDZV_ID": job.name,
-        "PET_LOG_DIR": f"{run_dir}/attempt-{attempt}/ranks/{node.name}",
-        "PET_REDIRECTS": "3",
-        "PET_TEE": "3",
-        "PYTHONUNBUFFERED": "1",
-        contract.JOB_ID: job.name,
-        contract.ATTEMPT: str(attempt),
-        contract.RUN_DIR: run_dir,
-    }
-    if job.device == "cuda":
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in node.gpus)
-    elif job.device == "cpu":
-        values["CUDA_VISIBLE_DEVICES"] = ""
-    return values
+#: gloo and NCCL guess a device, and take docker0 or lo: the one that carries this node's address is known.
+_DEVICE = r"""
+case $NODE_ADDRESS in
+    127.*|::1) device=lo ;;
+    *)
+        device=$(ip -o addr show to "$NODE_ADDRESS" | awk '{ print $2; exit }')
+        [ -n "$device" ] || device=$(ip -o route get "$PET_MASTER_ADDR" | sed -n 's/.* dev \([^ ]*\) .*/\1/p')
+        ;;
+esac
+if [ -z "$device" ]; then echo "$NODE: no network device has the address $NODE_ADDRESS" >&2; exit 71; fi
+export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$device}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$device}"
+"""
+#: Values that stand in no plan: written beside the script for its owner's eyes, and gone once they are read.
+_SECRETS = r"""
+out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
+. "$out/$NODE.secrets" && rm -f -- "$out/$NODE.secrets" || exit 73
+"""
 
 
 def render(
@@ -107,28 +93,41 @@ def render(
     run_dir: str,
     master: tuple[str, int],
     nodes_on_host: int,
-    body: Sequence[str],
+    runtime: Runtime,
+    mounts: Sequence[Mount] = (),
     extra: Mapping[str, str],
+    finds_device: bool = False,
 ) -> str:
     """The whole script of one node.
 
     `run_dir` is the job's folder as the node sees it. `extra` are the backend's own variables: the user's `job.env`
-    wins over them, the contract's win over both.
+    wins over them, the contract's win over both. `finds_device`: the network device is looked up on the node.
     """
     values = {
         **extra,
         **job.env,
-        **environment(job, node, rank, attempt=attempt, run_dir=run_dir, master=master),
+        **torchrun.environment(
+            job, node, rank, attempt=attempt, run_dir=run_dir, master=master, gpus=runtime.gpus(node)
+        ),
         contract.NODES_ON_HOST: str(nodes_on_host),
+        contract.GLOBAL_WORLD_SIZE: str(job.world_size),
     }
+    if finds_device:
+        values["NODE_ADDRESS"] = node.address
+    names = [*values, "OMP_NUM_THREADS", *(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if finds_device else ())]
+    body = runtime.run(job, node, mounts, list(dict.fromkeys([*names, *job.secrets])))
     parts = {
         "rank": str(rank),
         "nodes": str(job.nodes),
         "job_id": job.name,
         "attempt": str(attempt),
-        "prologue": f"cd -- {shlex.quote(job.workdir)} || exit 72\n" if job.workdir else "",
-        "exports": exports(values),
-        "body": shlex.join(body),
+        "prologue": f"{quoting.line(['cd', '--', job.workdir])} || exit 72\n"
+        if job.workdir and not runtime.setup
+        else "",
+        "exports": quoting.exports(values) + (_DEVICE.rstrip() if finds_device else ""),
+        "secrets": _SECRETS.strip() + "\n" if job.secrets else "",
+        "setup": runtime.setup,
+        "body": quoting.line(body),
     }
     # One pass over the template, so that a value which looks like a marker stays a value.
     return re.sub(r"@(\w+)@", lambda marker: parts[marker[1]], _TEMPLATE)

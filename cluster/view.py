@@ -39,6 +39,8 @@ def header(plan: Plan, image_id: str) -> str:
     ]
     if plan.image:
         words.append(f"image {plan.image}" + (f" ({image_id})" if image_id else ""))
+    if plan.attempt > 1:
+        words.append(f"attempt {plan.attempt}")
     return "   ".join(words)
 
 
@@ -60,8 +62,13 @@ def node_table(view: JobView, plan: Plan, now: float) -> Table:
     table.add_column("for", justify="right")
     table.add_column("note", overflow="fold")
     for index, node in enumerate(view.nodes):
-        note = node.note
-        if index == 0 and node.phase in ("starting", "joining", "ready") and not note.startswith("cannot"):
+        note = node.silent or node.note
+        if (
+            not node.silent
+            and index == 0
+            and node.phase in ("starting", "joining", "ready")
+            and not note.startswith("cannot")
+        ):
             note = f"master {plan.master_addr}:{plan.master_port}"
         lasted = node.since - view.started if node.phase == "ready" else now - node.since
         phase = Text(node.phase, _STYLES[node.phase])
@@ -84,13 +91,13 @@ def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
 class Screen:
     """Draws a job on the console; `all_nodes` shows every node's lines, each with its name."""
 
-    def __init__(self, console: Console, plan: Plan, *, all_nodes: bool, skip_old_s: float = 0.0) -> None:
+    def __init__(self, console: Console, plan: Plan, *, all_nodes: bool, skips_past: bool = False) -> None:
         self._console = console
         self._plan = plan
         self._all_nodes = all_nodes
         self._said: dict[str, str] = {}
         self._met = False
-        self._first = skip_old_s > 0
+        self._first = skips_past
         self._width = max(len(node.name) for node in plan.nodes)
         self._live: Live | None = None
         self._view: JobView | None = None
@@ -134,7 +141,8 @@ class Screen:
 
     def _changes(self, view: JobView) -> None:
         for node in view.nodes:
-            said = f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "")
+            note = node.silent or node.note
+            said = f"{node.name}: {node.phase}" + (f": {note}" if note else "")
             if self._said.get(node.name) != said:
                 self._said[node.name] = said
                 self._print(said)
@@ -148,6 +156,7 @@ class Screen:
         if self._view.met_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
             return Group(node_table(self._view, self._plan, time.time()), Text(f"  {ready}", "dim"))
+        silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
         if self._view.progress is None or self._view.done is not None:
-            return Text("")
-        return progress_line(self._view.progress, self._console.width)
+            return Group(*silent)
+        return Group(*silent, progress_line(self._view.progress, self._console.width))

@@ -8,6 +8,7 @@ from typing import Protocol
 from cluster.backends.compose import ComposeBackend
 from cluster.backends.hosts import HostsBackend
 from cluster.model import Job, NodeStatus, Plan
+from cluster.shells import reach
 from cluster.shells.local import LocalShell
 
 
@@ -22,8 +23,11 @@ class Backend(Protocol):
         """Raise a ClusterError when the plan cannot work here: a taken port, a missing image, no engine."""
         ...
 
-    def submit(self, plan: Plan) -> None:
-        """Start every node; on any failure stop those that had started and raise LaunchError."""
+    def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
+        """Start every node; on any failure stop those that had started and raise LaunchError.
+
+        `secrets` has the values of the plan's.
+        """
         ...
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
@@ -40,6 +44,7 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {
-    "local": HostsBackend(LocalShell()),
+    "local": HostsBackend("local", reach),
+    "ssh": HostsBackend("ssh", reach),
     "compose": ComposeBackend(LocalShell()),
 }

@@ -17,7 +17,7 @@ import yaml
 from cluster import contract, logs, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box
-from cluster.runtimes import RUNTIMES
+from cluster.runtimes.none import NoRuntime
 from cluster.shells import Completed, Shell
 
 #: Where the job's run root is inside a container.
@@ -35,6 +35,13 @@ _PHASES: dict[str, Phase] = {
     "exited": "exited",
     "dead": "exited",
 }
+
+
+class _InContainer(NoRuntime):
+    """compose makes the container, so the script is in it already and sees its GPUs counted from 0."""
+
+    def gpus(self, node: Node) -> tuple[int, ...]:
+        return tuple(range(len(node.gpus)))
 
 
 class ComposeBackend:
@@ -63,13 +70,12 @@ class ComposeBackend:
             "-d",
             "--no-build",
         )
-        body = RUNTIMES["none"].run(job)
         return Plan(
             job_id=job.name,
             attempt=attempt,
             backend=self.name,
             nodes=nodes,
-            steps=(Step("this machine", {file: render(job, nodes, body, attempt=attempt, port=port)}, argv),),
+            steps=(Step("this machine", {file: render(job, nodes, attempt=attempt, port=port)}, argv),),
             run_dir=run_dir,
             master_addr=nodes[0].address,
             master_port=port,
@@ -77,7 +83,9 @@ class ComposeBackend:
             timeout_s=job.timeout_s,
             says_ready=job.says_ready,
             image=job.image,
-            command=body,
+            command=(job.python, *job.command),
+            device=job.device,
+            secrets=job.secrets,
         )
 
     def check(self, plan: Plan) -> None:
@@ -97,10 +105,12 @@ class ComposeBackend:
         found = self._docker("image", "inspect", "--format", "{{.Id}}", image)
         return found.out.strip().removeprefix("sha256:")[:7] if found.code == 0 else ""
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
         """Bring the project up; take it down again when any container does not start."""
         (step,) = plan.steps
         (text,) = step.files.values()
+        if plan.secrets:
+            text = _with_secrets(text, {name: (secrets or {})[name] for name in plan.secrets})
         # The file is the command's input, so that what runs is what the plan says and not a file that changed since.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
         up = self._shell.run(argv, stdin=text, timeout_s=300)
@@ -177,7 +187,7 @@ def engine_problem(shell: Shell) -> tuple[str, str] | None:
     return None
 
 
-def render(job: Job, nodes: Sequence[Node], body: Sequence[str], *, attempt: int, port: int) -> str:
+def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> str:
     """The compose file: one service per node, whose script is an inline config."""
     run_dir = f"{RUNS}/{job.name}"
     services, configs = {}, {}
@@ -190,7 +200,7 @@ def render(job: Job, nodes: Sequence[Node], body: Sequence[str], *, attempt: int
             run_dir=run_dir,
             master=(nodes[0].address, port),
             nodes_on_host=job.nodes,
-            body=body,
+            runtime=_InContainer(),
             extra={},
         )
         configs[node.name] = {"content": _Block(text.replace("$", "$$"))}
@@ -201,6 +211,13 @@ def render(job: Job, nodes: Sequence[Node], body: Sequence[str], *, attempt: int
     )
     document = {"name": job.name, "services": services, "configs": configs}
     return head + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _with_secrets(text: str, secrets: Mapping[str, str]) -> str:
+    document = yaml.safe_load(text)
+    for service in document["services"].values():
+        service["environment"] = {name: _escaped(value) for name, value in secrets.items()}
+    return yaml.safe_dump(document, sort_keys=False)
 
 
 def gpu_reservation(node: Node) -> dict[str, Any]:

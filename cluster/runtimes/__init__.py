@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from cluster.model import Job
-from cluster.runtimes import none
+from cluster.model import Job, Mount, Node
+from cluster.runtimes import containers, none
 
 
 class Runtime(Protocol):
     """Spells command lines and does nothing else."""
 
-    def run(self, job: Job) -> tuple[str, ...]:
-        """The command that starts torchrun for one node; torchrun's options come from the environment."""
+    @property
+    def setup(self) -> str:
+        """Bash that runs on the node before the command; the array `options` that it sets is put into the command."""
+        ...
+
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """The command that starts torchrun on one node; torchrun's options come from the variables `names`."""
+        ...
+
+    def gpus(self, node: Node) -> tuple[int, ...]:
+        """The node's GPUs as the program sees them: a container counts those it was given from 0."""
+        ...
+
+    def stop(self, job_id: str, grace_s: int) -> str:
+        """Bash that removes whatever of a job the runtime still holds, and prints what it could not remove."""
         ...
 
 
-RUNTIMES: dict[str, Runtime] = {"none": none.NoRuntime()}
+RUNTIMES: dict[str, Runtime] = {
+    "none": none.NoRuntime(),
+    "docker": containers.ContainerRuntime("docker"),
+    "podman": containers.ContainerRuntime("podman"),
+}

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from cluster.model import Job
+from collections.abc import Sequence
+
+from cluster import torchrun
+from cluster.model import Job, Mount, Node
 
 
 class NoRuntime:
     """The interpreter of the job, as it is."""
 
-    def run(self, job: Job) -> tuple[str, ...]:
-        """`python -m torch.distributed.run ...`: the `torchrun` script may belong to another interpreter."""
-        # torchrun fills `${local_rank}` into the program's arguments and takes `$$` for `$`, so `$` is doubled for it.
-        return (job.python, "-m", "torch.distributed.run", *(word.replace("$", "$$") for word in job.command))
+    setup = ""
+
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """torchrun as it is."""
+        return torchrun.command(job)
+
+    def gpus(self, node: Node) -> tuple[int, ...]:
+        """As the machine counts them."""
+        return node.gpus
+
+    def stop(self, job_id: str, grace_s: int) -> str:
+        """Processes are found and ended without us."""
+        return ""

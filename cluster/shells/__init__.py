@@ -49,6 +49,10 @@ class Shell(Protocol):
         """Start a command whose input or output is large; leaving the block ends it. Raises UnreachableError."""
         ...
 
+    def ping(self) -> bool:
+        """Whether the machine gives a sign of life; waits for it as long as the connection holds."""
+        ...
+
     def close(self) -> None:
         """Let go of the machine; the next command reaches for it again."""
         ...

@@ -126,7 +126,6 @@ class SshShell:
                 raise TimeoutError
             code = channel.recv_exit_status()
         except TimeoutError as error:
-            self.close()  # dead or merely slow: the next command must not wait behind this one
             shown = " ".join(argv[:3]).splitlines()[0][:60]
             raise UnreachableError(f"{self.place}: `{shown}` did not answer within {timeout_s:g} s") from error
         except (OSError, EOFError, paramiko.SSHException) as error:
@@ -151,6 +150,18 @@ class SshShell:
         finally:
             channel.close()
 
+    def ping(self) -> bool:
+        """Ask the other side's sshd itself, which answers also where starting a command takes long."""
+        with self._lock:
+            connection = self._connection
+        if connection is None or not connection.is_connected:
+            return False
+        try:
+            connection.transport.global_request("keepalive@openssh.com", wait=True)
+        except (OSError, EOFError, paramiko.SSHException):
+            return False
+        return bool(connection.transport.is_active())
+
     def close(self) -> None:
         """Close the connection; the next command opens another."""
         with self._lock:
@@ -161,7 +172,7 @@ class SshShell:
     def _start(self, argv: Sequence[str], timeout_s: float) -> paramiko.Channel:
         # A kept connection may have died unnoticed: then a new one is tried once.
         for attempt in (1, 2):
-            transport, fresh = self._transport()
+            transport, fresh = self._transport(min(timeout_s, CONNECT_TIMEOUT_S))
             try:
                 channel = transport.open_session(timeout=min(timeout_s, CONNECT_TIMEOUT_S))
                 channel.exec_command(shlex.join(argv))
@@ -173,16 +184,16 @@ class SshShell:
             return channel
         raise AssertionError("unreachable")
 
-    def _transport(self) -> tuple[paramiko.Transport, bool]:
+    def _transport(self, timeout_s: float) -> tuple[paramiko.Transport, bool]:
         with self._lock:
             if self._connection is not None and self._connection.is_connected:
                 return self._connection.transport, False
-            self._connection = self._open()
+            self._connection = self._open(timeout_s)
             return self._connection.transport, True
 
-    def _open(self) -> Connection:
+    def _open(self, timeout_s: float) -> Connection:
         try:
-            connection = _connection(self._login, self._config_file)
+            connection = _connection(self._login, self._config_file, timeout_s)
         except (paramiko.ssh_exception.ConfigParseError, ValueError, OSError) as error:
             file = self._config_file or "~/.ssh/config"
             raise UnreachableError(
@@ -225,13 +236,13 @@ class SshShell:
         return connection
 
 
-def _connection(login: str, config_file: str) -> Connection:
+def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
     config = Config(runtime_ssh_path=str(Path(config_file).expanduser()) if config_file else None)
     connection = Connection(
         login,
         config=config,
-        connect_timeout=int(CONNECT_TIMEOUT_S),
-        connect_kwargs={"banner_timeout": CONNECT_TIMEOUT_S},
+        connect_timeout=timeout_s,
+        connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
     hop: Any = connection
     while isinstance(hop, Connection):

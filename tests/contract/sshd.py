@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 
 class Sshd:
@@ -66,6 +67,20 @@ class Sshd:
         """Break every connection; the server goes on."""
         pid = (self.folder / "pid").read_text().strip()
         subprocess.run(["pkill", "-KILL", "-P", pid], check=False)
+
+
+def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path:
+    """A cluster.yaml of the server's machines as node-0, node-1, ...; processes without containers."""
+    nodes = {
+        f"node-{index}": {"login": f"h{index}", "address": address, "run_dir": str(run_dir), **keys}
+        for index, address in enumerate(server.addresses)
+    }
+    nodes = {
+        name: {"runtime": "none", "gpus": 0, "data_dir": f"{run_dir}/data", **node} for name, node in nodes.items()
+    }
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump({"ssh_config": str(server.config), "device": "cpu", "nodes": nodes}))
+    return file
 
 
 @pytest.fixture

@@ -5,12 +5,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT, processes_of
+from tests.contract.sshd import inventory
 
 
 class Local:
@@ -32,6 +34,12 @@ class Local:
         raise AssertionError(f"no torchrun of node {rank}")
 
 
+class Ssh(Local):
+    """Three addresses of this machine behind a real sshd; the processes are this machine's."""
+
+    name = "ssh"
+
+
 class Compose:
     """Looks at the engine's containers and networks."""
 
@@ -48,18 +56,23 @@ class Compose:
         return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False).stdout.split()
 
 
-@pytest.fixture(params=[Local(), pytest.param(Compose(), marks=pytest.mark.engine)], ids=lambda backend: backend.name)
+@pytest.fixture(
+    params=[Local(), Ssh(), pytest.param(Compose(), marks=pytest.mark.engine)], ids=lambda backend: backend.name
+)
 def backend(request):
     return request.param
 
 
 @pytest.fixture
-def start(clusterctl, backend):
+def start(clusterctl, backend, request):
     """Starts the example program on two nodes."""
     shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
+    if backend.name == "ssh":
+        inventory(clusterctl.folder, request.getfixturevalue("sshd"), clusterctl.folder / "remote")
 
     def start(job, *more, program="--ticks 100"):
         command = ["launch", "--backend", backend.name, "--name", job, "--nodes", "2"]
+        command += ["--python", sys.executable] if backend.name == "ssh" else []
         return clusterctl.start(*command, "--command", f"all_reduce.py {program}", *more)
 
     return start

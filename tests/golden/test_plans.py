@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 from cluster.backends import BACKENDS
 from cluster.backends.compose import gpu_reservation
-from cluster.model import Job, Mount
+from cluster.model import Job, Mount, Node
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -31,10 +32,31 @@ JOBS = {
 }
 
 
+RUNTIMES = {"trainer": "docker", "cuda": "podman", "foreign": "none"}
+
+
+def hosts(job, runtime):
+    return tuple(
+        Node(
+            f"gpu-{letter}",
+            f"10.0.0.{rank}",
+            gpus=tuple(range(rank, rank + job.procs_per_node)),
+            login=f"ann@gpu-{letter}",
+            run_dir="/home/ann/clusterctl/runs",
+            data_dir="" if runtime == "none" else "/home/ann/clusterctl/data",
+            runtime=runtime,
+        )
+        for rank, letter in zip(range(job.nodes), "abc", strict=False)
+    )
+
+
 def plan(backend, name):
     job = JOBS[name]
     if backend == "compose":
-        job = Job(**{**vars(job), "image": "trainer:0.1", "user": "1000:1000"})
+        job = replace(job, image="trainer:0.1", user="1000:1000")
+    if backend == "ssh":
+        mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))
+        job = replace(job, image="trainer:0.1", hosts=hosts(job, RUNTIMES[name]), mounts=mounts, secrets=("TOKEN",))
     return BACKENDS[backend].plan(job, attempt=1, port=29500)
 
 

@@ -102,7 +102,7 @@ def test_automatic_ports_are_fixed_by_the_name_and_outside_the_ephemeral_range()
         ({"master_port": "http"}, "--master-port 'http'"),
         ({"master_port": "80"}, "--master-port 80"),
         ({"device": "gpu"}, "--device 'gpu'"),
-        ({"env": ("FOO",)}, "--env 'FOO'"),
+        ({"env": ("1FOO",)}, "--env '1FOO'"),
         ({"env": ("A;B=1",)}, "--env 'A;B=1'"),
         ({"mounts": ("a:b",)}, "absolute"),
         ({"mounts": ("/a:/b:rx",)}, "--mount"),

@@ -8,7 +8,7 @@ from cluster.records import Records
 
 def record(name, created_at=1.0, backend="compose"):
     job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1")
-    return Record(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at)
+    return Record(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at, job)
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))

@@ -1,0 +1,120 @@
+"""The small bash texts that run on a node, whichever way it is reached; values reach them as arguments or input."""
+
+#: The exit code of START when another job holds the GPUs.
+HELD = 74
+
+# Who holds which of our GPUs: one line `JOB IDS` per running node script.
+_HOLDERS = r"""
+holders() {
+    local file job ids
+    for file in $(grep -lzs '^CLUSTER_GPUS=.' /proc/[0-9]*/environ); do
+        job=$(tr '\0' '\n' < "$file" 2>/dev/null | sed -n 's/^CLUSTER_JOB_ID=//p')
+        ids=$(tr '\0' '\n' < "$file" 2>/dev/null | sed -n 's/^CLUSTER_GPUS=//p')
+        [ -z "$ids" ] || echo "$job $ids"
+    done | sort -u
+}
+"""
+# `$1` is the attempt's folder, `$2` the node, `$3` the job, `$4` its GPUs, `$5` how many lines of the input are secrets
+# (the script follows them). Under a lock, so that of two launches at once one finds the other.
+START = (
+    _HOLDERS
+    + r"""
+umask 077
+mkdir -p -- "$1" || exit 1
+head -n "$5" > "$1/$2.secrets" && { [ "$5" -gt 0 ] || rm -f -- "$1/$2.secrets"; } && cat > "$1/$2.sh" || exit 1
+chmod 644 -- "$1/$2.sh"; chmod 755 -- "$1"
+exec 9> "${TMPDIR:-/tmp}/clusterctl-$(id -u).lock" && flock -w 20 9 || exit 1
+if [ -n "$4" ]; then
+    holders | while read -r job ids; do
+        for id in ${4//,/ }; do
+            case ",$ids," in *",$id,"*) [ "$job" = "$3" ] || { echo "$job"; break 2; } ;; esac
+        done
+    done > "$1/$2.held"
+    held=$(cat "$1/$2.held"); rm -f -- "$1/$2.held"
+    if [ -n "$held" ]; then rm -f -- "$1/$2.secrets"; echo "$held"; exit 74; fi
+fi
+umask 022
+env "CLUSTER_JOB_ID=$3" "CLUSTER_GPUS=$4" setsid bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" 9>&- &
+"""
+)
+# Arguments: the job, how much of a log at once, then for each node its attempt's folder, its name, where to go on in
+# its log ("": it is read otherwise). Two lines for each node: its state, then that part of the log in base64, so
+# that bytes stay bytes. The state comes first: what has exited by then has written its last line.
+LOOK = """
+ended() {
+    local end; end=$(cat "$1.exit")
+    # the runtime's own refusals: nothing that we run says why
+    case $end in 12[567]" "*) end="$end $(tail -n 1 "$1.log")" ;; esac
+    echo "exited $end"
+}
+job=$1 most=$2; shift 2
+while [ $# -gt 0 ]; do
+    dir=$1 node=$2 at=$3; shift 3
+    if [ -f "$dir/$node.exit" ]; then ended "$dir/$node"
+    elif ! [ -d "$dir" ]; then echo lost
+    elif ! [ -f "$dir/$node.pid" ]; then
+        if [ -s "$dir/$node.err" ]; then echo "lost $(head -n 1 "$dir/$node.err")"; else echo starting; fi
+    elif grep -qzxs "CLUSTER_JOB_ID=$job" "/proc/$(cat "$dir/$node.pid")/environ"; then echo alive
+    elif [ -f "$dir/$node.exit" ]; then ended "$dir/$node"
+    else echo lost; fi
+    if [ -n "$at" ] && [ -f "$dir/$node.log" ]; then
+        tail -c "+$((at + 1))" -- "$dir/$node.log" | head -c "$most" | base64 -w 0
+    fi
+    echo
+done
+"""
+# Signals everything at once, then kills what is left after `$2` tenths of a second; prints how many survived that.
+CANCEL = """
+pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
+left=$(pids "$1")
+[ -z "$left" ] || kill -TERM $left 2>/dev/null
+for _ in $(seq "$2"); do left=$(pids "$1"); [ -z "$left" ] && break; sleep 0.1; done
+for _ in 1 2 3 4 5; do
+    left=$(pids "$1"); [ -z "$left" ] && break
+    kill -KILL $left 2>/dev/null; sleep 0.2
+done
+for pid in $left; do echo "process $pid"; done
+"""
+# Prints who listens on port `$1`, or nothing; `ss` names the program when we may know it. `$2` is a Python, if there is
+# one: it sees also a port that is bound and not listened on.
+PORT = """
+if command -v "$2" >/dev/null; then
+    "$2" - "$1" <<'END'
+import socket, sys
+with socket.socket() as probe:
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind(("", int(sys.argv[1])))
+    except OSError:
+        sys.exit(1)
+END
+    [ $? -eq 1 ] || exit 0
+elif [ -z "$(ss -Hltn "sport = :$1")" ]; then exit 0; fi
+holder=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:.*' | head -n 1)
+echo "taken ${holder:-by a program that this user may not see}"
+"""
+# What must be so on a node before anything is started: one line `word text` for each thing that is not, or is to be
+# compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python; then paths.
+PREPARE = (
+    _HOLDERS
+    + r"""
+runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6; shift 6
+test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
+[ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
+case $runtime in
+none) "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch ;;
+*)
+    if ! command -v "$runtime" >/dev/null; then echo "no_runtime $runtime"
+    elif ! why=$("$runtime" version --format '{{.Server.Version}}' 2>&1 >/dev/null); then echo "engine ${why##*$'\n'}"
+    elif ! id=$("$runtime" image inspect --format '{{.Id}}' "$image" 2>/dev/null); then echo "no_image"
+    else echo "image $id"; fi ;;
+esac
+for path; do test -e "$path" || echo "missing $path"; done
+if [ "$device" = cuda ]; then
+    found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | tr '\n' ' ')
+    for id in ${gpus//,/ }; do case " $found " in *" $id "*) ;; *) echo "no_gpu $id" ;; esac; done
+fi
+[ -z "$gpus" ] || holders | sed 's/^/held /'
+exit 0
+"""
+)

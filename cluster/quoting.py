@@ -1,0 +1,19 @@
+"""Words into bash text: the only shell quoting of what a plan holds."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+#: A word that stands for the array `options`, which the runtime's setup fills on the node.
+OPTIONS = "@options@"
+
+
+def exports(values: Mapping[str, str]) -> str:
+    """One `export NAME=value` line each, in the given order, quoted for any POSIX shell."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
+
+
+def line(words: Sequence[str]) -> str:
+    """The words as one command."""
+    return " ".join('"${options[@]}"' if word == OPTIONS else shlex.quote(word) for word in words)

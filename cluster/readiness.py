@@ -1,0 +1,91 @@
+"""Whether the nodes can run a plan: pure, from what `errands.PREPARE` printed on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster.errors import GpusHeldError
+from cluster.model import Node, Plan
+
+
+def place(node: Node) -> str:
+    """What messages call the machine of a node."""
+    return node.name if node.login else "this machine"
+
+
+def ids(node: Node) -> str:
+    """The GPUs of a node's machine that a job holds alone: none where the nodes share one machine."""
+    return ",".join(str(gpu) for gpu in node.gpus) if node.login else ""
+
+
+def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str]]:
+    """What stops a launch on one node, as (message, hint)."""
+    where, python = place(node), plan.command[0]
+    found = []
+    for line in seen:
+        word, _, text = line.partition(" ")
+        if word == "tools":
+            why = "process groups need Linux with bash, setsid, flock and base64"
+            hint = "use containers: --backend compose" if not node.login else "install util-linux and coreutils there"
+        elif word == "run_dir":
+            why, hint = f"cannot write to the run directory {text}", f"run_dir of {where} in cluster.yaml"
+        elif word == "torch":
+            why = f"{python} has no torch, so it cannot run a node"
+            hint = "in the project's folder: pip install '.[trainer]'"
+        elif word == "no_runtime":
+            why, hint = f"there is no {text}", f"install it on {where}, or look anew: clusterctl init"
+        elif word == "engine":
+            why, hint = f"{node.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
+        elif word == "no_image":
+            why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
+        elif word == "missing":
+            why, hint = f"{text} is not there", _sync_hint(node, text)
+        elif word == "no_gpu":
+            why, hint = f"it has no GPU {text}", f"gpus of {where} in cluster.yaml, or --device cpu"
+        else:
+            continue
+        found.append((f"{where}: {why}", hint))
+    return found
+
+
+def _sync_hint(node: Node, path: str) -> str:
+    return f"clusterctl sync {path.removeprefix(node.data_dir)}" if node.data_dir else ""
+
+
+def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """The nodes whose image is not the first node's."""
+    images = {name: line.split()[1] for name, lines in seen.items() for line in lines if line.startswith("image ")}
+    first = next(iter(images.items()), ("", ""))
+    return [
+        (
+            f"{name}: its image {plan.image} is {_short(image)}, that of {first[0]} is {_short(first[1])}",
+            f"clusterctl image push {' '.join(images)}   (or launch with --push)",
+        )
+        for name, image in images.items()
+        if image != first[1]
+    ]
+
+
+def _short(image_id: str) -> str:
+    return image_id.removeprefix("sha256:")[:7]
+
+
+def held(plan: Plan, node: Node, seen: Sequence[str]) -> set[str]:
+    """The other jobs that hold GPUs of this node."""
+    jobs = set()
+    for line in seen:
+        if line.startswith("held "):
+            _, job, theirs = line.split()
+            if job != plan.job_id and set(theirs.split(",")) & set(ids(node).split(",")):
+                jobs.add(job)
+    return jobs
+
+
+def held_error(held: Mapping[str, Sequence[str]]) -> GpusHeldError:
+    """The error that names, for every node, the jobs that hold its GPUs."""
+    jobs = sorted({job for each in held.values() for job in each})
+    lines = [f"{name}: its GPUs are held by the job {' and '.join(each)}" for name, each in held.items()]
+    return GpusHeldError(
+        "\n       ".join(lines),
+        f"clusterctl stop {jobs[0]}, other nodes (--only a,b), or wait for it: clusterctl wait {jobs[0]}",
+    )

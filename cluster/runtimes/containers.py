@@ -1,0 +1,88 @@
+"""Docker and podman: one container per node, on the machine's own network, no value on a command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from cluster import contract, torchrun
+from cluster.model import Job, Mount, Node
+from cluster.quoting import OPTIONS
+
+#: RDMA and NCCL want memory that stays in place, which only an engine that may raise limits (bit 24) can give.
+_LIMITS = """
+[ ! -d /dev/infiniband ] || options+=(--device /dev/infiniband)
+rights=$(sed -n 's/^CapBnd:[[:space:]]*//p' /proc/self/status)
+if [ -z "$rootless" ] && [ $((0x${rights:-0} >> 24 & 1)) = 1 ]; then
+    options+=(--ulimit memlock=-1 --ulimit stack=67108864)
+fi
+"""
+#: In a rootless engine root inside is the caller outside, so files belong to the caller without our doing.
+_SETUP = {
+    "docker": """
+options=(--user "$(id -u):$(id -g)") rootless=
+case $(docker info --format '{{.SecurityOptions}}' 2>/dev/null) in
+    *rootless*) rootless=yes options=(--user 0:0) ;;
+esac
+"""
+    + _LIMITS.lstrip(),
+    "podman": """
+options=(--user "$(id -u):$(id -g)") rootless=
+[ "$(id -u)" = 0 ] || { rootless=yes; options+=(--userns keep-id); }
+"""
+    + _LIMITS.lstrip(),
+}
+
+
+class ContainerRuntime:
+    """`program` is docker or podman, which take the same words here except for GPUs."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+        self.setup = _SETUP[program].lstrip()
+
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """`docker run --network host --ipc host ...`, variables by name, ended by the signals that the script gets."""
+        words = [self._program, "run", "--rm", "--init", OPTIONS]
+        words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
+        words += ["--network", "host", "--ipc", "host"]
+        words += ["--pull", "never", "--log-driver", "none"] if self._program == "docker" else ["--pull", "never"]
+        if job.device == "cuda":
+            words += self._gpu_words(node)
+        for mount in mounts:
+            words += ["--mount", _mount(mount)]
+        if job.workdir:
+            words += ["--workdir", job.workdir]
+        for name in names:
+            words += ["--env", name]
+        return (*words, job.image, *torchrun.command(job))
+
+    def gpus(self, node: Node) -> tuple[int, ...]:
+        """From 0: the container sees no others."""
+        return tuple(range(len(node.gpus)))
+
+    def stop(self, job_id: str, grace_s: int) -> str:
+        """Stops and removes every container that carries the job's label."""
+        listed = shlex.join([self._program, "ps", "-aq", "--filter", f"label={contract.JOB_ID}={job_id}"])
+        return f"""
+left=$({listed})
+[ -z "$left" ] || {self._program} stop -t {grace_s} $left >/dev/null 2>&1
+left=$({listed})
+[ -z "$left" ] || {self._program} rm -f $left >/dev/null 2>&1
+for container in $({listed}); do echo "container $container"; done
+"""
+
+    def _gpu_words(self, node: Node) -> list[str]:
+        if self._program == "podman":
+            return [word for gpu in node.gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
+        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in node.gpus) + '"']  # the quotes are docker's CSV
+
+
+def _mount(mount: Mount) -> str:
+    """The long form is CSV: a path may hold ':', ',' and quotes."""
+    fields = ["type=bind", f"source={mount.source}", f"target={mount.target}"]
+    if mount.read_only:
+        fields.append("readonly")
+    return ",".join(
+        f'"{field.replace(chr(34), chr(34) * 2)}"' if set(field) & set(',"\n') else field for field in fields
+    )

@@ -1,0 +1,135 @@
+"""Keeps a job going: follows an attempt; after a failure stops every place, chooses nodes, starts the next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from cluster import commands, restarts
+from cluster.backends import BACKENDS
+from cluster.commands import FAILED_GRACE_S, Show, Watched
+from cluster.errors import ClusterError, UnreachableError
+from cluster.model import Node, Plan, Record
+from cluster.records import Records
+from cluster.restarts import Failure
+
+#: How long to wait for lost machines to come back, when without them there are too few.
+RETURN_S = 60.0
+_RETURN_TICK_S = 3.0
+
+
+def run(
+    record: Record,
+    records: Records,
+    show: Show,
+    *,
+    secrets: Mapping[str, str] | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> tuple[Watched, str]:
+    """Follow the job to its end, over all its attempts; the last attempt, and why there is no further one ("": done).
+
+    Where another process of this machine keeps the job going already, its restarts are followed.
+    """
+    past: list[Failure] = []
+    with records.watch(record.plan.job_id) as ours:
+        while True:
+            watched = commands.follow(record, show, wait=wait)
+            if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
+                return watched, ""
+            if not ours:
+                newer = _theirs(record, records, wait)
+                if newer is None:
+                    return watched, ""
+                record = newer
+                continue
+            again = commands.another_port(record, watched, records, secrets)
+            if again is not None:
+                show.note(f"the port was taken meanwhile: attempt {again.plan.attempt} with {again.plan.master_port}")
+                record = again
+                continue
+            past.append(restarts.failure(watched.view, watched.verdict))
+            refused = restarts.refusal(record.job, watched.view, watched.verdict, past)
+            if refused:
+                return watched, refused
+            show.note(f"{past[-1].why}; restart {len(past)} of {record.job.max_restarts}")
+            began = time.time()
+            try:
+                record = _next_attempt(record, records, past[-1], show, secrets, wait)
+            except ClusterError as error:
+                return watched, f"it could not be started again: {error.message}"
+            places = ", ".join(node.name for node in record.plan.nodes)
+            show.note(
+                f"attempt {record.plan.attempt} on {places}, {time.time() - began:.1f} s after the failure was seen"
+            )
+
+
+def _next_attempt(
+    record: Record,
+    records: Records,
+    last: Failure,
+    show: Show,
+    secrets: Mapping[str, str] | None,
+    wait: Callable[[float], None],
+) -> Record:
+    plan = record.plan
+    backend = BACKENDS[plan.backend]
+    _cancel(plan, show)
+    nodes = _nodes(record, wait) if record.job.hosts else ()
+    job = replace(record.job, name=plan.job_id, nodes=len(nodes) or record.job.nodes, hosts=nodes)
+    commands.check_files(job)
+    made = commands.free_plan(job, plan.backend, attempt=plan.attempt + 1)
+    gone = tuple(node for node in plan.nodes if record.job.hosts and node not in made.nodes)
+    record = replace(
+        record,
+        plan=made,
+        created_at=time.time(),
+        retired=tuple(dict.fromkeys((*record.retired, *gone))),
+        past=(*record.past, last.why),
+    )
+    if records.load(plan.job_id).outcome:
+        raise ClusterError("it was stopped meanwhile")
+    records.update(record)
+    # A machine that was away may still run the attempt that the others have left behind.
+    backend.cancel(made, grace_s=0)
+    commands.start(record, records, secrets)
+    return record
+
+
+def _cancel(plan: Plan, show: Show) -> None:
+    try:
+        BACKENDS[plan.backend].cancel(plan, grace_s=FAILED_GRACE_S)
+    except UnreachableError as error:
+        # What runs there ends by itself: ranks that wait for lost ones in vain do.
+        show.note(f"not stopped, as it does not answer: {error.message}")
+
+
+def _nodes(record: Record, wait: Callable[[float], None]) -> tuple[Node, ...]:
+    """The nodes of the next attempt; waits a while for lost ones where there are too few."""
+    job, until = record.job, time.time() + RETURN_S
+    wanted = tuple(dict.fromkeys((*record.plan.nodes, *job.hosts, *job.spares)))
+    everyone = replace(job, name=record.plan.job_id, hosts=wanted, nodes=len(wanted))
+    while True:
+        state = commands.survey(everyone, record.plan)
+        chosen = restarts.choose(job, job.hosts, state)
+        if len(chosen) == job.nodes or (chosen and time.time() > until):
+            return chosen
+        if time.time() > until:
+            raise ClusterError("; ".join(error.message for error in state.values() if error is not None))
+        if chosen and job.least_nodes < job.nodes:
+            return chosen
+        wait(_RETURN_TICK_S)
+
+
+def _theirs(record: Record, records: Records, wait: Callable[[float], None]) -> Record | None:
+    """The next attempt that the process which keeps the job going has started; None when the job has ended."""
+    while True:
+        newer = records.load(record.plan.job_id)
+        if newer.outcome:
+            return None
+        if newer.plan.attempt > record.plan.attempt:
+            return newer
+        with records.watch(record.plan.job_id) as free:
+            if free and records.load(record.plan.job_id).plan.attempt == record.plan.attempt:
+                return None
+        wait(commands.TICK_S)
