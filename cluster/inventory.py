@@ -6,21 +6,21 @@ on the machines.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
-
-import yaml
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, WithJsonSchema
+from typing import TYPE_CHECKING
 
 from cluster import config
 from cluster.errors import UsageError
-from cluster.model import Device, Inventory, Node
-from cluster.source import Source, dotted
+from cluster.model import Inventory, Node
+
+# pydantic and yaml take longer to import than everything else here, and only a cluster.yaml needs them.
+if TYPE_CHECKING:
+    from cluster.keys import Defaults, File, Machine
+    from cluster.source import Source
 
 RUN_DIR = "~/clusterctl/runs"
 DATA_DIR = "~/clusterctl/data"
@@ -32,72 +32,6 @@ _HOST = r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f.]*"
 _LOGIN = re.compile(rf"(?:(?P<user>[^\s@:/-][^\s@:/]*)@)?(?P<host>{_HOST})(?::(?P<port>[0-9]{{1,5}}))?")
 _LOGIN_FORM = "[USER@]HOST[:PORT], or a name from ~/.ssh/config"
 
-Gpus = Annotated[
-    Annotated[int, Tag("a number")] | Annotated[list[int], Tag("ids")],
-    Discriminator(lambda value: "ids" if isinstance(value, list) else "a number"),
-]
-#: Any scalar, taken as it is written.
-_Value = Annotated[str, WithJsonSchema({"type": ["string", "number", "boolean", "null"]})]
-
-
-class _Keys(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class _Place(_Keys):
-    gpus: Gpus | None = Field(
-        default=None, description="How many GPUs jobs may use (the first ones), or a list of their ids."
-    )
-    run_dir: str | None = Field(default=None, description=f"One folder per job is made here; {RUN_DIR} unless said.")
-    data_dir: str | None = Field(
-        default=None, description=f"What `clusterctl sync` sends goes here; {DATA_DIR} unless said."
-    )
-    runtime: Literal["docker", "podman", "none"] | None = Field(
-        default=None, description="What starts the job's containers."
-    )
-
-
-class _Defaults(_Place):
-    """What holds for every node that does not say otherwise."""
-
-    user: str | None = Field(default=None, description="The user to log in as.")
-    port: int | None = Field(default=None, description="The port of the nodes' sshd.", ge=1, le=65535)
-
-
-class _Machine(_Place):
-    """A node: everything that is left out is looked for on the machine."""
-
-    login: str | None = Field(
-        default=None, description=f'{_LOGIN_FORM}; the node\'s name unless said. "": this machine.'
-    )
-    address: str | None = Field(default=None, description="The number that the other nodes dial, for example 10.0.0.5.")
-    labels: list[str] = Field(default=[], description="Words to choose nodes by.")
-
-
-class _File(_Keys):
-    """The machines that clusterctl may run jobs on."""
-
-    model_config = ConfigDict(title="cluster.yaml")
-
-    backend: Literal["ssh"] = Field(default="ssh", description="How the machines are reached.")
-    image: str = Field(default="", description="The container image of jobs that name none.")
-    device: Device = Field(default="cuda", description="cuda: GPUs or an error; cpu; any: leave it to the program.")
-    ssh_config: str = Field(default="", description="A file to read instead of ~/.ssh/config.")
-    env: dict[str, _Value] = Field(
-        default={}, description="Variables of every job. Not for secrets: use launch --env NAME."
-    )
-    mounts: list[str] = Field(default=[], description="SOURCE[:TARGET[:rw]] for the containers of every job.")
-    defaults: _Defaults = _Defaults()
-    nodes: Annotated[
-        Annotated[dict[str, _Machine | None], Tag("by name")] | Annotated[list[str], Tag("names")],
-        Discriminator(lambda value: "names" if isinstance(value, list) else "by name"),
-    ]
-
-
-def schema() -> dict[str, Any]:
-    """The JSON Schema of cluster.yaml, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_File.model_json_schema()}
-
 
 def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
     """The inventory that a cluster.yaml means; relative paths in it are seen from its own folder.
@@ -106,8 +40,11 @@ def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
 
     Raises UsageError that names the file, the line and the key.
     """
+    from cluster.keys import Machine, validated
+    from cluster.source import Source
+
     source = Source(path)
-    read = _validated(text, source)
+    read = validated(text, source)
     folder = posixpath.dirname(posixpath.join(cwd, path))
     for name, value in read.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -131,7 +68,7 @@ def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
             raise source.error(("mounts", index), what, hint) from None
     made = Inventory(
         nodes=tuple(
-            replace(_node(name, machine or _Machine(), read, source), ssh_config=ssh_config)
+            replace(_node(name, machine or Machine(), read, source), ssh_config=ssh_config)
             for name, machine in machines.items()
         ),
         image=read.image,
@@ -232,7 +169,7 @@ def write(inventory: Inventory, notes: Mapping[str, Sequence[str]] | None = None
     return "\n".join(lines) + "\n"
 
 
-def _node(name: str, machine: _Machine, read: _File, source: Source) -> Node:
+def _node(name: str, machine: Machine, read: File, source: Source) -> Node:
     """A node with what it says itself, else with what `defaults` says, else with nothing."""
     key = ("nodes", name)
     _refuse_name(name, source.where(key))
@@ -271,7 +208,7 @@ def _node(name: str, machine: _Machine, read: _File, source: Source) -> Node:
     )
 
 
-def _login(text: str, defaults: _Defaults, source: Source, key: tuple[str, ...]) -> str:
+def _login(text: str, defaults: Defaults, source: Source, key: tuple[str, ...]) -> str:
     if not text:
         return ""
     match = _LOGIN.fullmatch(text)
@@ -348,44 +285,10 @@ def _refuse_addresses(nodes: Sequence[Node], source: Source) -> None:
             )
 
 
-def _validated(text: str, source: Source) -> _File:
-    content = source.read(text, lambda key: key[:1] == ("env",) or (len(key) == 2 and isinstance(key[1], int)))
-    if not isinstance(content, dict):
-        raise UsageError(
-            f"{source.path}: " + ("it is empty" if content is None else "not a file of keys and values"),
-            "clusterctl init gpu-a gpu-b writes one",
-        )
-    try:
-        return _File.model_validate(content)
-    except ValidationError as error:
-        found = [_explained(each, source) for each in error.errors(include_url=False)]
-        hints = list(dict.fromkeys(hint for _, hint in found if hint))
-        raise UsageError("\n       ".join(what for what, _ in found), "; ".join(hints)) from None
-
-
-def _explained(error: Any, source: Source) -> tuple[str, str]:
-    key = [part for part in error["loc"] if part not in ("by name", "names", "ids", "a number")]
-    where, shown = source.where(key), dotted(key)
-    if error["type"] == "extra_forbidden":
-        kind: type[_Keys] = _File
-        if len(key) > 1:
-            kind = _Defaults if key[0] == "defaults" else _Machine
-        near = difflib.get_close_matches(str(key[-1]), kind.model_fields, 1)
-        known = ", ".join(kind.model_fields)
-        return f"{where}: {shown}: unknown key", f"did you mean {near[0]}?" if near else f"there are: {known}"
-    if error["type"] == "missing":
-        return f"{where}: {shown} is missing", "for example: nodes: [gpu-a, gpu-b]" if shown == "nodes" else ""
-    if error["type"] in ("dict_type", "model_type"):
-        return (
-            f"{where}: {shown}: {error['input']!r}: must be keys and values",
-            f"for example: {key[-1]}: {{key: value}}",
-        )
-    hint = 'in quotes it is a text: "..."' if error["type"] == "string_type" and error["input"] is not None else ""
-    return f"{where}: {shown}: {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}", hint
-
-
 def _scalar(text: str) -> str:
     """One YAML scalar that reads back as this text, whatever is in it."""
+    import yaml
+
     dumped: str = yaml.safe_dump(text, width=2**20, allow_unicode=True, default_style='"')
     plain = re.fullmatch(r"[A-Za-z/~][A-Za-z0-9/._@-]*", text) and isinstance(yaml.safe_load(text), str)
     return text if plain else dumped.rstrip("\n")

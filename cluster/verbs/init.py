@@ -61,11 +61,13 @@ def init(
     Finds GPUs, the container runtime, the address that the machines reach each other at, and free disk. Nothing is
     changed on the machines, and nothing is written unless all of them answer.
     """
-    from cluster import discovery, inventory
-
     if schema:
-        print(json.dumps(inventory.schema(), indent=1))
+        from cluster import keys
+
+        print(json.dumps(keys.schema(), indent=1))
         return
+    from cluster import discovery
+
     asked = _asked(hosts, hostfile, ssh_config)
     for option, value, values in (
         ("--device", device, ("auto", "cuda", "cpu", "any")),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import discovery, inventory
+from cluster import discovery, inventory, keys
 from cluster.errors import ClusterError
 from cluster.shells import close_all
 
@@ -135,7 +135,7 @@ def test_a_request_that_makes_no_sense_is_refused_before_anybody_is_asked(cluste
 
 def test_the_schema_is_printed_for_editors(clusterctl):
     code, text = clusterctl.run("init", "--schema")
-    assert (code, json.loads(text)) == (0, inventory.schema())
+    assert (code, json.loads(text)) == (0, keys.schema())
 
 
 def test_without_a_gpu_anywhere_the_file_says_cpu_loudly_and_cuda_is_an_error(sshd, clusterctl):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import discovery, inventory
+from cluster import discovery, inventory, keys
 from cluster.errors import UsageError
 from cluster.model import Inventory, Mount, Node
 
@@ -223,7 +223,7 @@ def test_a_file_that_was_named_and_is_not_there_is_never_one_machine(tmp_path):
 
 def test_the_committed_schema_is_current():
     committed = Path(__file__).parents[2] / "docs" / "cluster.schema.json"
-    assert json.loads(committed.read_text()) == inventory.schema()
+    assert json.loads(committed.read_text()) == keys.schema()
 
 
 def test_the_examples_are_read():
