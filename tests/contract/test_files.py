@@ -255,17 +255,17 @@ def test_a_transfer_that_breaks_leaves_whole_files_and_goes_on(transport, sshd, 
 
 
 INTERRUPTED = """
-import sys, threading, _thread
+import os, signal, sys, threading
 from cluster import files
 from cluster.model import Node
 begun = threading.Event()
 def report(node, what, now, total):
     if what == "sending" and now > 20_000_000 and not begun.is_set():
         begun.set()
-        _thread.interrupt_main()
+        os.kill(os.getpid(), signal.SIGINT)
 node = Node("gpu-a", "127.0.1.1", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
 try:
-    files.sync([node], sys.argv[3], copy=True, report=report)
+    print(files.sync([node], sys.argv[3], copy=True, report=report), begun)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 """
@@ -289,6 +289,11 @@ def test_ctrl_c_ends_at_once_and_leaves_no_half_file(transport, nodes, tmp_path)
     there = Path(files.mirror(nodes[0], str(root)))
     for path in there.rglob("*"):
         assert path.read_bytes() == (root / path.name).read_bytes()
+    assert sync(nodes[:1], root)["gpu-a"].how == transport
+    assert contents(there) == contents(root)
+    kept = Path(nodes[0].data_dir) / ".clusterctl"
+    assert [path for path in kept.glob("*/*/*") if path.is_file()] == []
+    assert list(kept.glob("*/incoming.*")) == []
 
 
 def test_results_come_back_whole_without_what_is_excluded(transport, nodes, folder, tmp_path):

@@ -1,6 +1,7 @@
 """Folders brought to machines of their own, whose disks can be full."""
 
 import os
+import shutil
 
 import pytest
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.real
 def nodes(testbed, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     users = {"n0": "root", "n1": "ada", "n2": "ada"}
+    for name, user in users.items():
+        testbed[name].run(f"install -d -o {user} '/data/sync test'")
     yield [
         Node(
             name,
@@ -72,11 +75,11 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_leaves_whole_files(
 ):
     if transport == "tar":
         (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "docker").symlink_to("/usr/bin/docker")
-        monkeypatch.setattr(os, "environ", {**os.environ, "PATH": str(tmp_path / "bin")})
+        (tmp_path / "bin" / "ssh").symlink_to(shutil.which("ssh"))
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     host = testbed["n0"]
     # Room for the bytes, but not for so many files.
-    host.run("mkdir -p '/data/sync test' && mount -t tmpfs -o size=100m,nr_inodes=60 none '/data/sync test'")
+    host.run("mount -t tmpfs -o size=100m,nr_inodes=60 none '/data/sync test'")
     try:
         failed = files.sync(nodes[:1], str(folder))["n0"]
         there = files.mirror(nodes[0], str(folder))
