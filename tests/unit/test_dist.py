@@ -156,7 +156,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str, second: int) -> None
         def losses(net, images, targets):
             loss = task.loss_of(model)
             assigned = loss.assign(targets, len(images), 64, 64)
-            counts = assigned.counts
+            counts = assigned.counts.clone()  # summed in place
             work = dist.start_sum(counts)
             raw = net(images)
             matched, late = loss.match(raw, assigned)

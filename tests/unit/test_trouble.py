@@ -1,6 +1,5 @@
 """What a training says and does when something goes wrong: numbers, memory, a rank that stands still."""
 
-import csv
 import re
 import resource
 import signal
@@ -113,7 +112,7 @@ def started(tmp_path: Path, errors: Path, *more: str) -> list[subprocess.Popen[s
         with errors.with_name(f"{errors.name}{rank}").open("w") as file:
             job = {contract.JOB_ID: "job-1", contract.RUN_DIR: str(run), **place}
             processes += start(tmp_path, [job], *arguments, stderr=file)
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while not (run / "steps.csv").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -128,7 +127,7 @@ def test_a_rank_that_stands_still_is_named_with_every_stack_and_ends_the_other(s
     try:
         processes[stopped].send_signal(signal.SIGSTOP)
         begin = time.monotonic()
-        out, _ = processes[1 - stopped].communicate(timeout=30)
+        out, _ = processes[1 - stopped].communicate(timeout=60)
         assert time.monotonic() - begin < 7
     finally:
         for p in processes:
@@ -170,12 +169,12 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
 def test_a_dead_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=12)
     processes = start(tmp_path, ranks(2), *options(data, "--epochs", "1000", "--log-steps"))
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while not (tmp_path / "runs" / "train" / "steps.csv").exists():
         assert time.monotonic() < until
         time.sleep(0.05)
     processes[1].kill()
-    (code, _, err), _ = wait(processes, timeout_s=60)
+    (code, _, err), _ = wait(processes)
     assert code == 1
     assert "error: another rank ended: " in err
     assert "Traceback" not in err
@@ -187,7 +186,7 @@ def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", int(first["MASTER_PORT"])))
         taken.listen()
-        ((code, _, err),) = wait(start(tmp_path, [first], *options(data, "--epochs", "1")), timeout_s=60)
+        ((code, _, err),) = wait(start(tmp_path, [first], *options(data, "--epochs", "1")))
     assert code == 2, err
     assert f"error: MASTER_PORT {first['MASTER_PORT']} is taken" in err
     assert "Traceback" not in err
@@ -212,38 +211,42 @@ def test_another_data_set_on_one_machine_is_an_error_on_all(tmp_path: Path) -> N
         for place, folder in zip(ranks(2), ("one", other), strict=True):
             (run,) = start(tmp_path / folder, [place], *options(Path("data.yaml"), "--epochs", "1"))
             processes.append(run)
-        for code, _, err in wait(processes, timeout_s=60):
+        for code, _, err in wait(processes):
             assert code == 2, err
             assert said + what in err
 
 
 def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
-    """A data set whose pictures take their time: two ranks wait half as long, and find the same."""
+    """Each picture is looked at by one rank, so that it takes two of them half the time; these pictures are slow."""
     squares(tmp_path / "set", train=4, val=16)
     (tmp_path / "slow.py").write_text(
-        "import time\n"
+        "import os, time\n"
         "from trainer.data.yolo import Yolo\n\n"
         "class Slow(Yolo):\n"
         "    def image(self, index, min_side=0):\n"
         "        time.sleep(0.2)\n"
+        "        if self.split == 'val':\n"
+        "            print(index, file=open(f'seen-{os.getpid()}', 'a'))\n"
         "        return super().image(index, min_side)\n\n"
         "def make(split, imgsz):\n"
-        "    return Slow('set/data.yaml', split)\n"
+        "    made = Slow('set/data.yaml', split)\n"
+        "    made.split = split\n"
+        "    return made\n"
     )
-    seconds, scores = [], []
     for count in (1, 2):
         # Longer than --stall, but a batch comes every now and then: not a stall, and no end.
-        more = ("--epochs", "1", "--batch", "2", "--stall", "3", "--name", f"of{count}")
+        more = ("--epochs", "1", "--batch", "2", "--stall", "5", "--name", f"of{count}")
         arguments = [o for o in options(Path("slow:make"), *more) if o != "--noval"]
         done = wait(start(tmp_path, ranks(count), *arguments))
-        assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
         assert [code for code, _, _ in done] == [0] * count, done
-        with (tmp_path / "runs" / f"of{count}" / "results.csv").open() as file:
-            (row,) = csv.DictReader(file)
-        seconds.append(float(row["val"]) * float(row["seconds"]))
-        scores.append(row["map50"])
-    assert seconds[0] > 3.2
-    assert seconds[1] < 0.75 * seconds[0]
+        assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
+        assert re.search(r"all +16 +30 ", done[0][1]), done[0][1]  # pictures and boxes of all ranks together
+        assert "advice: " in done[0][1]  # most of the time goes to loading
+        seen = [set(path.read_text().split()) for path in tmp_path.glob("seen-*")]
+        assert sorted(map(len, seen)) == [16 // count] * count
+        assert len(set.union(*seen)) == 16
+        for path in tmp_path.glob("seen-*"):
+            path.unlink()
 
 
 def test_gradients_in_half_the_bytes_and_scaled_losses_train_nearly_the_same(tmp_path: Path) -> None:

@@ -100,6 +100,13 @@ def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
     assert judged(data, results) == pytest.approx((one["map50"], one["map"]), abs=1e-4)
 
 
+def test_yolov5s_map_is_another_one(data, weights, tmp_path):
+    common = ("--weights", weights, "--data", data, "--no-plots", "--json", "--imgsz", 128, "--iou", 0.95)
+    (coco, yolov5) = (json.loads(run(tmp_path, *common, *more)[1][0]) for more in ((), ("--v5-map",)))
+    assert yolov5["map"] == pytest.approx(coco["map"], rel=0.5)
+    assert yolov5["map"] != pytest.approx(coco["map"], rel=1e-3)
+
+
 def judged(data, results, crowds=()):
     """(map50, map) that pycocotools gives for a file of results and the data set's own labels."""
     coco = COCO()
