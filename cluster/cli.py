@@ -15,6 +15,7 @@ import typer
 
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import ClusterError, UsageError
+from cluster.verbs import image as image_verbs
 from cluster.verbs import options
 from cluster.verbs.doctor import doctor
 from cluster.verbs.init import init
@@ -43,6 +44,7 @@ app = typer.Typer(
 app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
 app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)
 app.command(epilog="Example: clusterctl doctor --skip link")(doctor)
+app.add_typer(image_verbs.app, name="image")
 
 # Imports of the verbs stand in the functions: `clusterctl --help` and completion must answer at once.
 

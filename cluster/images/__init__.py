@@ -38,10 +38,12 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 class Pushed:
     """What a push did for one node: `sent` bytes over the wire, as `missing` of its `layers` layers, in `seconds`.
 
-    All are 0 where the image was there already. `whole`: an engine, here or there, handles only whole images.
+    These are 0 where the image was there already. `size` is the image's, unpacked, in bytes. `whole`: an engine, here
+    or there, handles only whole images.
     """
 
     id: str
+    size: int
     layers: int
     missing: int = 0
     sent: int = 0
@@ -68,7 +70,7 @@ def push(nodes: Sequence[Node], image: str, show: Show) -> dict[str, Pushed]:
         raise UsageError(f"this machine: no image {image}", "make image   (or name one that is there: --image NAME)")
     seen = fanout.all_of(nodes, lambda node: engine.look(node, image))
     lacking = [node for node in nodes if seen[node.name].id != here.id]
-    done = {node.name: Pushed(here.id, len(here.layers)) for node in nodes}
+    done = {node.name: Pushed(here.id, here.size, len(here.layers)) for node in nodes}
     if lacking:
         try:
             layers = _Layers.of(here) if here.takes_layers else None
@@ -143,6 +145,7 @@ class _Push:
             what = "the whole image" if count is None else f"{count} of {total} layers"
             self.show.note(f"{node.name}: to send: {what}")
             deliveries[node.name].send()
+            self.show.note(f"{node.name}: all there; the engine unpacks it")
             begin = b""
             if count is not None and self.layers is not None:
                 begin = head(self.layers.config, self.image, self.here.layers, _ending(zstd))
@@ -151,6 +154,7 @@ class _Push:
                 raise LaunchError(f"{node.name}: {self.image} is {short(became)} there and {short(self.here.id)} here")
             return Pushed(
                 id=became,
+                size=self.here.size,
                 layers=total,
                 missing=total if count is None else count,
                 sent=deliveries[node.name].wire,

@@ -1,0 +1,169 @@
+"""`clusterctl image`: the same image on every node."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.config import DEFAULT_IMAGE
+from cluster.errors import ClusterError, UsageError
+from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, SshConfig, needed_inventory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from cluster.images import Pushed
+    from cluster.model import Node
+
+app = typer.Typer(help="Send the job's image to the nodes, and see which one they have.", no_args_is_help=True)
+
+_EXIT_INTERRUPTED = 130
+#: Where there is no terminal, a node's progress is a line this often.
+_EVERY_S = 10.0
+
+Names = Annotated[
+    list[str], typer.Argument(metavar="[NODES]", help="By default all of the inventory.", show_default=False)
+]
+Image = Annotated[
+    str,
+    typer.Option("--image", help=f"By default the inventory's, or {DEFAULT_IMAGE}.", show_default=False),
+]
+
+
+@app.command(epilog="Example: clusterctl image push gpu-b --image trainer:0.1")
+def push(
+    names: Names = [],  # noqa: B006 (typer reads the default and never changes it)
+    image: Image = "",
+    inventory: InventoryFile = "",
+    hosts: Hosts = "",
+    hostfile: Hostfile = "",
+    ssh_config: SshConfig = "",
+    as_json: AsJson = False,
+) -> None:
+    """Give every node the image that this machine has: only the layers that it lacks, compressed.
+
+    Interrupted (Ctrl-C, a lost connection), it goes on from there the next time.
+    """
+    from rich.console import Console
+
+    from cluster import images
+
+    nodes, image = _chosen(names, image, inventory, hosts, hostfile, ssh_config)
+    out = Console(highlight=False, stderr=as_json)
+    try:
+        with _Screen(out) as screen:
+            done = images.push(nodes, image, screen)
+    except KeyboardInterrupt:
+        print("interrupted; what has arrived is kept: clusterctl image push goes on from there", file=sys.stderr)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    if as_json:
+        print(json.dumps({name: asdict(pushed) for name, pushed in done.items()}, indent=1))
+        return
+    for name, pushed in done.items():
+        out.print(_line(name, image, pushed), markup=False, soft_wrap=True)
+
+
+@app.command()
+def ls(
+    names: Names = [],  # noqa: B006
+    image: Image = "",
+    inventory: InventoryFile = "",
+    hosts: Hosts = "",
+    hostfile: Hostfile = "",
+    ssh_config: SshConfig = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the image's id on every node.
+
+    Exit codes: 0 all nodes have the same, 1 they have not, 5 a node or its engine does not answer.
+    """
+    from cluster import fanout, images
+
+    nodes, image = _chosen(names, image, inventory, hosts, hostfile, ssh_config)
+    found = fanout.each(nodes, lambda node: images.ids([node], image)[node.name])
+    ids = {name: image_id for name, image_id in found.items() if not isinstance(image_id, ClusterError)}
+    if as_json:
+        print(json.dumps({name: ids.get(name) for name in found}, indent=1))
+    else:
+        width = max(len(name) for name in found)
+        for name in found:
+            print(f"{name:<{width}}   {image}   {_shown(ids[name]) if name in ids else 'no answer'}")
+    fanout.together(found)
+    if images.difference(ids, image):
+        raise typer.Exit(1)
+
+
+def _chosen(
+    names: list[str], image: str, inventory: str, hosts: str, hostfile: str, ssh_config: str
+) -> tuple[list[Node], str]:
+    """The nodes and the image that are meant."""
+    found = needed_inventory(inventory, hosts, hostfile, ssh_config, complete=False)
+    known = {node.name: node for node in found.nodes}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no node {name!r}", f"there are: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names or known)], image or found.image or DEFAULT_IMAGE
+
+
+def _shown(image_id: str) -> str:
+    return image_id.removeprefix("sha256:")[:12] or "not there"
+
+
+def _line(name: str, image: str, pushed: Pushed) -> str:
+    """`gpu-b: has trainer:0.1 (99074e3c7b21): 1 of 6 layers, 0.7 MB by zstd (0.01 % of the image), 2.1 s`."""
+    from rich.filesize import decimal
+
+    has = f"{name}: has {image} ({_shown(pushed.id)})"
+    if not pushed.missing and not pushed.seconds:
+        return f"{has} already"
+    what = "the whole image" if pushed.whole else f"{pushed.missing} of {pushed.layers} layers"
+    share = 100 * pushed.sent / max(1, pushed.size)
+    cost = f"{decimal(pushed.sent)} by {pushed.compression} ({share:.2f} % of the image)"
+    return f"{has}: {what}, {cost}, {pushed.seconds:.1f} s"
+
+
+class _Screen:
+    """A bar for every node on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, out: Console) -> None:
+        self._out = out
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _Screen:
+        """Take the last lines of the terminal, where there is one."""
+        if self._out.is_terminal:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            self._bars = Progress(*columns, console=self._out, transient=True).__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the terminal as it was."""
+        if self._bars is not None:
+            self._bars.__exit__(None, None, None)
+
+    def note(self, text: str) -> None:
+        """One line."""
+        self._out.print(text, markup=False, soft_wrap=True)
+
+    def sent(self, node: str, done: int, total: int) -> None:
+        """Move the node's bar, or say how far it is."""
+        with self._lock:
+            if self._bars is not None:
+                if node not in self._tasks:
+                    self._tasks[node] = self._bars.add_task(node)
+                self._bars.update(self._tasks[node], completed=done, total=total)
+            elif time.monotonic() - self._said.setdefault(node, time.monotonic()) > _EVERY_S:
+                self._said[node] = time.monotonic()
+                self.note(f"{node}: {done / 1e6:.0f} MB of about {total / 1e6:.0f} MB")

@@ -1,0 +1,202 @@
+"""`clusterctl image push` to engines of other machines: what it sends, and what is left when it is disturbed."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import uuid
+
+import pytest
+
+pytestmark = pytest.mark.real
+
+LAYERS = "~/.cache/clusterctl/layers"
+
+
+def docker(*argv, stdin=None):
+    done = subprocess.run(["docker", *argv], input=stdin, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, f"docker {argv}\n{done.stderr.decode()}"
+    return done.stdout.decode().strip()
+
+
+class Image:
+    """An image of this machine: a base that does not compress, and a last layer with our code."""
+
+    def __init__(self, folder, megabytes):
+        self.name, self.folder = f"clusterctl-test-{uuid.uuid4().hex[:8]}:1", folder
+        (folder / "base").write_bytes(os.urandom(megabytes << 20))
+        tar = subprocess.run(["tar", "-c", "-C", folder, "base"], capture_output=True, check=True).stdout
+        self.base = docker("import", "-", self.name.replace(":1", ":base"), stdin=tar)
+        (folder / "base").unlink()
+        self.ids = []
+        self.build("first")
+
+    def build(self, text):
+        """Change a line of our code; returns the image's id."""
+        (self.folder / "code").write_text(text)
+        (self.folder / "Dockerfile").write_text(f"FROM {self.name.replace(':1', ':base')}\nCOPY code /code\nCMD x\n")
+        docker("build", "--quiet", "--tag", self.name, str(self.folder))
+        self.ids.append(docker("image", "inspect", "--format", "{{.Id}}", self.name))
+        return self.ids[-1]
+
+    def code_on(self, host):
+        """What a container of it would see."""
+        name = self.name.split(":")[0]
+        text = f"docker create --name {name} {self.name} >/dev/null; docker cp {name}:/code - | tar -xO"
+        return host.run(f"{text}; docker rm {name} >/dev/null")
+
+    def id_on(self, host):
+        """The id that the host's engine knows it by, "" when it does not."""
+        code, text = host.try_run(f"docker image inspect --format '{{{{.Id}}}}' {self.name}")
+        return text.strip() if code == 0 else ""
+
+
+@pytest.fixture
+def make_image(tmp_path, testbed):
+    made = []
+
+    def make(megabytes):
+        folder = tmp_path / f"image-{len(made)}"
+        folder.mkdir()
+        made.append(Image(folder, megabytes))
+        return made[-1]
+
+    yield make
+    testbed.fault("heal")
+    for image in made:
+        subprocess.run(["docker", "image", "rm", "--force", *image.ids, image.base], capture_output=True, check=False)
+        for name in ("n0", "n1"):
+            testbed[name].try_run(f"docker image rm {image.name}; rm -rf {LAYERS} ~ada/.cache/clusterctl")
+
+
+@pytest.fixture
+def push(clusterctl, testbed):
+    """Runs `clusterctl image push`; with `start` it is not waited for."""
+
+    def run(image, hosts, *options, start=False):
+        argv = ["image", "push", "--image", image.name, "--hosts", hosts, "--ssh-config", str(testbed.ssh_config)]
+        return clusterctl.start(*argv, *options) if start else clusterctl.run(*argv, *options)
+
+    return run
+
+
+def json_of(text):
+    return json.loads(text[text.index("{\n") :])
+
+
+def wait_until_some_has_arrived(host):
+    """Wait on the host itself, so that there is little time between its seeing and our doing."""
+    enough = f'[ "$(cat {LAYERS}/*.part 2>/dev/null | wc -c)" -gt 4000000 ]'
+    host.run(f"until {enough}; do sleep 0.02; done")
+
+
+def test_after_a_changed_line_only_the_last_layer_is_sent(make_image, push, testbed):
+    image = make_image(20)
+    code, text = push(image, "n0,ada@n1", "--json")
+    assert code == 0, text
+    first = json_of(text)
+    assert [first[name]["missing"] for name in ("n0", "n1")] == [2, 2]
+    old = image.ids[-1]
+    new = image.build("second")
+    assert new != old
+    code, text = push(image, "n0,ada@n1", "--json")
+    assert code == 0, text
+    for name, pushed in json_of(text).items():
+        assert pushed["missing"] == 1
+        assert 0 < pushed["sent"] < 0.02 * pushed["size"]
+        assert image.id_on(testbed[name]) == new
+        assert image.code_on(testbed[name]) == "second"
+        assert testbed[name].try_run(f"docker image inspect {old}")[0] != 0, "the replaced image is still there"
+        assert testbed[name].run(f"ls {LAYERS} ~ada/.cache/clusterctl/layers 2>/dev/null || true") == ""
+    code, text = push(image, "n0,ada@n1")
+    assert code == 0
+    assert text.count("already") == 2
+
+
+def test_an_interrupted_push_goes_on_where_it_was(make_image, push, testbed):
+    image = make_image(100)
+    process = push(image, "n1", start=True)
+    wait_until_some_has_arrived(testbed["n1"])
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    assert image.id_on(testbed["n1"]) == ""
+    arrived = int(testbed["n1"].run(f"cat {LAYERS}/*.part | wc -c"))
+    assert arrived > 4_000_000
+    code, text = push(image, "n1", "--json")
+    assert code == 0, text
+    pushed = json_of(text)["n1"]
+    assert pushed["sent"] <= (100 << 20) + 100_000 - arrived
+    assert image.id_on(testbed["n1"]) == image.ids[-1]
+    assert testbed["n1"].run(f"ls {LAYERS} 2>/dev/null || true") == ""
+
+
+def test_a_push_outlives_a_broken_connection(make_image, push, testbed):
+    image = make_image(100)
+    process = push(image, "n0,n1", "--json", start=True)
+    wait_until_some_has_arrived(testbed["n1"])
+    testbed.fault("drop-ssh", "n1")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "n1: the connection broke" in text
+    assert image.id_on(testbed["n0"]) == image.id_on(testbed["n1"]) == image.ids[-1]
+    assert json_of(text)["n1"]["sent"] < (100 << 20) + 40_000_000, "sent again from the beginning"
+
+
+def test_a_node_without_room_for_what_arrives_says_so_and_the_others_get_theirs(make_image, push, testbed):
+    image = make_image(10)
+    folder = "~ada/.cache/clusterctl"
+    testbed["n1"].run(f"install -d -o ada ~ada/.cache {folder} && mount -t tmpfs -o size=1m,uid=ada none {folder}")
+    try:
+        code, text = push(image, "n0,ada@n1")
+        assert code == 3, text
+        assert "error: n1: cannot keep the image's layers: " in text
+        assert "No space left on device" in text
+        assert image.id_on(testbed["n1"]) == ""
+        assert image.id_on(testbed["n0"]) == image.ids[-1]
+    finally:
+        testbed["n1"].run(f"umount {folder}")
+
+
+def test_nothing_is_sent_when_an_engine_does_not_answer(make_image, push, testbed):
+    image = make_image(1)
+    testbed["n1"].run("testbed-node stop-engine")
+    code, text = push(image, "n0,n1")
+    assert code == 5, text
+    assert "error: n1: no engine answers: " in text
+    assert "hint: there: docker info" in text
+    assert image.id_on(testbed["n0"]) == ""
+
+
+def test_a_user_without_rights_is_told_how_to_get_them(make_image, push, testbed):
+    image = make_image(1)
+    keys = shlex.quote("/home/eve/.ssh")
+    testbed["n1"].run(
+        f"useradd --create-home --shell /bin/bash eve && usermod --password '*' eve && cp -r ~/.ssh {keys} && "
+        f"chown -R eve: {keys}"
+    )
+    try:
+        code, text = push(image, "eve@n1")
+        assert code == 5, text
+        assert "error: n1: no engine answers: " in text
+        assert "hint: there: sudo usermod -aG docker" in text
+    finally:
+        testbed["n1"].run("userdel --remove eve")
+
+
+def test_ls_shows_who_has_which(make_image, push, testbed, clusterctl):
+    image = make_image(1)
+    argv = ["image", "ls", "--image", image.name, "--hosts", "n0,n1", "--ssh-config", str(testbed.ssh_config)]
+    push(image, "n0")
+    code, text = clusterctl.run(*argv)
+    assert code == 1, text
+    assert [line.split()[0] + " " + " ".join(line.split()[2:]) for line in text.splitlines()] == [
+        f"n0 {image.ids[0].removeprefix('sha256:')[:12]}",
+        "n1 not there",
+    ]
+    push(image, "n1")
+    code, text = clusterctl.run(*argv, "--json")
+    assert code == 0
+    assert json.loads(text) == {"n0": image.ids[0], "n1": image.ids[0]}
