@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.doctor import data as data_check
 from cluster.doctor import engine, forecast, link, machine, network, peers, probe, windows
 from cluster.doctor.findings import Finding, Seen, exit_code
 from cluster.doctor.forecast import Forecast, Link
@@ -37,7 +38,7 @@ CHECKS: dict[str, Callable[[Seen], list[Finding]]] = {
     "wsl": windows.wsl,
 }
 #: All of them, with those that need a second look.
-ORDER = ("login", *CHECKS, "versions", "reachable", "link")
+ORDER = ("login", *CHECKS, "versions", "data", "reachable", "link")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def examine(
     inventory: Inventory,
     *,
     image: str = "",
+    data: Sequence[str] = (),
     skip: Sequence[str] = (),
     port: int = 0,
     model: str = "yolov5s",
@@ -64,12 +66,14 @@ def examine(
     """Look at all nodes and judge; `say` is told what is being done. Raises UsageError for an unknown check or model.
 
     `jobs` are those known to run: what they have on the nodes is not left over. `step_s` is the time of a step on one
-    node, without the sums. Nothing is changed on the nodes.
+    node, without the sums; `data` are folders of this machine. Nothing is changed on the nodes.
     """
     began = time.monotonic()
     _refuse_unknown("--skip", skip, ORDER)
     _refuse_unknown("--model", [model], list(forecast.PARAMETERS))
     image = image or inventory.image
+    nodes = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
+    inventory = replace(inventory, nodes=nodes)
     say(f"looking at {len(inventory.nodes)} nodes")
     seen, findings = _look(inventory, image, jobs)
     for check, judge in CHECKS.items():
@@ -79,6 +83,9 @@ def examine(
     if able.nodes and "versions" not in skip:
         say("reading what the image holds")
         findings += engine.versions(_with_versions(able))
+    if data and "data" not in skip:
+        say(f"comparing {', '.join(data)}")
+        findings += data_check.data(seen, data)
     if "reachable" not in skip:
         say("connecting every node to every other")
         findings += network.reachable(seen, *peers.dial(seen, port))

@@ -15,9 +15,13 @@ from cluster.model import Node
 _INWARD = re.compile(r"lo|(docker|podman|virbr|lxcbr|lxdbr|cni|flannel|cali|veth|vnet|tap)[\w.-]*|br-[0-9a-f]{12}")
 
 
+#: What a node says of a port that it could not listen on.
+TAKEN = "another program holds it"
+
+
 @dataclass(frozen=True)
 class Dialled:
-    """One connection that a node tried to a peer's address: `said` is "" when the right machine answered."""
+    """One connection that a node tried to an address: `said` is "" when the right machine answered."""
 
     source: str
     target: str
@@ -117,8 +121,12 @@ def reachable(seen: Seen, dialled: Sequence[Dialled], silent: Mapping[str, str])
         if node.name in silent:
             fix = typed_on(node, seen.facts[node.name], "apt-get install python3", root=True)
             found.append(Finding("reachable", node.name, "warning", f"not tried: {silent[node.name]}", fix))
-        elif failed := [each for each in tried if each.said]:
+        elif failed := [each for each in tried if each.said not in ("", TAKEN)]:
             found.append(_blocked(node, failed, seen))
+        elif held := [each for each in tried if each.said == TAKEN]:
+            fix = typed_on(node, seen.facts[node.name], f"ss -ltnp sport = :{held[0].port}", root=True)
+            fix = f"another one (--master-port auto), or see who: {fix}"
+            found.append(Finding("reachable", node.name, "warning", f"port {held[0].port}: {TAKEN}", fix))
         elif tried:
             sources = ", ".join(dict.fromkeys(each.source for each in tried))
             found.append(Finding("reachable", node.name, "ok", f"from {sources}"))

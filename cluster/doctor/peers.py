@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.doctor.findings import Seen
-from cluster.doctor.network import Dialled
+from cluster.doctor.network import TAKEN, Dialled
 from cluster.errors import ClusterError, UnreachableError
 from cluster.fanout import each
 from cluster.model import Node
@@ -65,10 +65,11 @@ wait
 
 @dataclass(frozen=True)
 class _Listener:
-    """A node that waits for its peers: `ports` it took, `word` it answers."""
+    """A node that waits for its peers: `ports` it took, those that others hold, the `word` it answers."""
 
     held: contextlib.AbstractContextManager[Stream]
     ports: tuple[int, ...]
+    busy: tuple[int, ...]
     word: str
 
 
@@ -88,7 +89,8 @@ def dial(seen: Seen, port: int = 0) -> tuple[list[Dialled], dict[str, str]]:
             stack.callback(listener.held.__exit__, None, None, None)
         results = each(seen.nodes, lambda node: _dial(node, seen.nodes, listeners))
     dialled = [one for found in results.values() if isinstance(found, list) for one in found]
-    return dialled, silent
+    held = [Dialled(name, name, busy, TAKEN) for name, listener in listeners.items() for busy in listener.busy]
+    return [*dialled, *held], silent
 
 
 def _listen(node: Node, image: str, ports: Sequence[str]) -> _Listener:
@@ -96,12 +98,14 @@ def _listen(node: Node, image: str, ports: Sequence[str]) -> _Listener:
     argv = ["bash", "-c", _ANY_PYTHON, "listen", node.runtime, image, _LISTEN, word, *ports]
     held = reach(node).stream(argv)
     stream = held.__enter__()
-    taken = []
+    taken, busy = [], []
     while line := stream.stdout.readline().decode(errors="replace").split():
         if line[0] == "port":
             taken.append(int(line[1]))
+        elif line[0] == "busy":
+            busy.append(int(line[1]))
         elif line[0] == "all":
-            return _Listener(held, tuple(taken), word)
+            return _Listener(held, tuple(taken), tuple(busy), word)
     ended = stream.wait(10)
     held.__exit__(None, None, None)
     raise UnreachableError(f"{node.name}: it could not listen: {ended.last_line}")

@@ -31,6 +31,10 @@ def doctor(
         str,
         typer.Option("--image", help="The image that a job will use; by default the inventory's.", show_default=False),
     ] = "",
+    data: Annotated[
+        list[str],
+        typer.Option("--data", metavar="FOLDER", help="A folder that must be the same everywhere; repeatable."),
+    ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
         list[str], typer.Option("--skip", metavar="CHECK", help="Leave a check out: --skip link; repeatable.")
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
@@ -69,6 +73,7 @@ def doctor(
         report = checks.examine(
             machines,
             image=image,
+            data=data,
             skip=skip,
             port=port,
             model=model,
