@@ -42,6 +42,11 @@ _RSYNC_VANISHED = 24
 #: rsync and ssh: the connection, not a file, is what failed.
 _RSYNC_BROKEN = (10, 12, 30, 35, 255)
 
+_HINTS = {
+    "No space left on device": "make room there, or choose another data_dir in the inventory; what has arrived stays",
+    "Permission denied": "choose a data_dir in the inventory that the login may write to",
+}
+
 _MAKE_ROOM = r"""
 set -u
 target=$1 beside=$2
@@ -218,7 +223,8 @@ def why(errors: str) -> str:
 
 
 def _cannot_write(node: Node, target: str, errors: str) -> ClusterError:
-    return ClusterError(f"{node.name}: {target} cannot be written: {why(errors)}")
+    reason = why(errors)
+    return ClusterError(f"{node.name}: {target} cannot be written: {reason}", _HINTS.get(reason, ""))
 
 
 def _rsync_here() -> bool:
