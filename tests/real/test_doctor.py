@@ -1,0 +1,236 @@
+"""Ten faults planted in machines of their own, one at a time: doctor names each with its node and what to type."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster import doctor, files
+from cluster.model import Inventory, Node
+from cluster.shells import close_all
+
+pytestmark = pytest.mark.real
+
+#: An image of one small file, so that no test waits for gigabytes: what an image holds is not looked at here.
+IMAGE = "doctor-test:1"
+SKIP = ("versions", "link")
+
+
+def make_image(host, text):
+    host.run(
+        f"cd $(mktemp -d) && echo {text} > file && touch -d 2026-01-01 file && "
+        f"tar -c --sort=name --mtime=2026-01-01 file | docker import - {IMAGE} > made && cat made"
+    )
+
+
+@pytest.fixture(scope="session")
+def addresses(testbed):
+    return {name: address_on(testbed[name], "eth0") for name in testbed.hosts}
+
+
+def address_on(host, device):
+    return host.run(f"ip -o -4 addr show {device}").split()[3].partition("/")[0]
+
+
+@pytest.fixture(scope="session")
+def inventory(testbed, addresses):
+    """The three hosts, one image on all, nobody's job on them."""
+    make_image(testbed["n0"], "new")
+    saved = subprocess.run(testbed["n0"].ssh(f"docker save {IMAGE}"), capture_output=True, check=True).stdout
+    for name in ("n1", "n2"):
+        subprocess.run(testbed[name].ssh("docker load"), input=saved, capture_output=True, check=True)
+    nodes = tuple(
+        Node(
+            name,
+            address,
+            (),
+            name,
+            "/root/doctor test/runs",
+            "/root/doctor test/data",
+            "docker",
+            str(testbed.ssh_config),
+        )
+        for name, address in addresses.items()
+    )
+    yield Inventory(nodes, image=IMAGE, device="cpu")
+    close_all()
+    for name in addresses:
+        testbed[name].run(f"docker image rm {IMAGE}; rm -rf '/root/doctor test'")
+
+
+@pytest.fixture(autouse=True)
+def fresh_logins():
+    """Groups and keys count from the next login on."""
+    close_all()
+
+
+def changed(inventory, name, **fields):
+    nodes = tuple(replace(node, **fields) if node.name == name else node for node in inventory.nodes)
+    return replace(inventory, nodes=nodes)
+
+
+def failures(inventory, *skip, **options):
+    """(check, node): the finding, for everything that would stop a launch."""
+    report = doctor.examine(inventory, skip=(*SKIP, *skip), **options)
+    assert report.seconds < 60
+    return {(each.check, each.node): each for each in report.findings if each.level == "failure"}
+
+
+def test_machines_that_are_well_have_no_failure_within_a_minute(inventory):
+    assert failures(inventory) == {}
+
+
+def test_1_a_wrong_key_of_the_host_and_of_the_user(inventory, testbed, tmp_path):
+    config = testbed.ssh_config.read_text()
+    known = next(line.split()[1] for line in config.splitlines() if "UserKnownHostsFile" in line)
+    key = next(line.split()[1] for line in config.splitlines() if "IdentityFile" in line)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
+    other = " ".join((tmp_path / "other.pub").read_text().split()[:2])
+    address = next(node.address for node in inventory.nodes if node.name == "n1")
+    lines = [line for line in Path(known).read_text().splitlines() if not line.startswith("n1,")]
+    (tmp_path / "known").write_text("\n".join([*lines, f"{address} {other}", ""]))
+    (tmp_path / "config").write_text(config.replace(known, str(tmp_path / "known")))
+    found = failures(changed(inventory, "n1", ssh_config=str(tmp_path / "config")))
+    assert list(found) == [("login", "n1")]
+    assert "its host key is not the one in known_hosts" in found["login", "n1"].detail
+    assert f"ssh-keygen -R {address}" in found["login", "n1"].fix
+
+    (tmp_path / "config").write_text(config.replace(key, str(tmp_path / "other")))
+    found = failures(changed(inventory, "n1", ssh_config=str(tmp_path / "config")))
+    assert list(found) == [("login", "n1")]
+    assert "the login is refused" in found["login", "n1"].detail
+
+
+def test_2_a_closed_port(inventory, testbed):
+    n1 = testbed["n1"]
+    n1.run("iptables -I INPUT -p tcp -i eth0 --dport 1024:65535 -m conntrack --ctstate NEW -j DROP")
+    try:
+        found = failures(inventory)
+    finally:
+        n1.run("iptables -D INPUT -p tcp -i eth0 --dport 1024:65535 -m conntrack --ctstate NEW -j DROP")
+    assert list(found) == [("reachable", "n1")]
+    assert "from n0, n2: no answer within 5 s" in found["reachable", "n1"].detail
+    network = f"{address_on(n1, 'eth0').rpartition('.')[0]}.0/24"
+    assert f'n1 "iptables -I INPUT -s {network} -j ACCEPT"' in found["reachable", "n1"].fix
+    assert failures(inventory) == {}
+
+
+def test_3_an_old_image_under_the_same_name(inventory, testbed):
+    n1 = testbed["n1"]
+    right = n1.run(f"docker image inspect --format '{{{{.Id}}}}' {IMAGE}")
+    n1.run(f"docker tag {IMAGE} kept:1")
+    make_image(n1, "old")
+    try:
+        found = failures(inventory)
+    finally:
+        n1.run(f"docker image rm {IMAGE} && docker tag kept:1 {IMAGE} && docker image rm kept:1")
+    assert list(found) == [("image", "n1")]
+    assert right.removeprefix("sha256:")[:12] in found["image", "n1"].detail
+    assert found["image", "n1"].fix == f"clusterctl image push {IMAGE} --only n1"
+
+
+def test_4_a_runtime_that_does_not_run(inventory, testbed):
+    testbed["n1"].run("testbed-node stop-engine")
+    found = failures(inventory)
+    assert list(found) == [("runtime", "n1")]
+    assert "its engine does not run" in found["runtime", "n1"].detail
+    assert 'n1 "service docker start"' in found["runtime", "n1"].fix
+    testbed.fault("heal", "n1")
+    close_all()
+    assert failures(inventory) == {}
+
+
+def test_4b_a_runtime_that_is_not_installed(inventory, testbed):
+    found = failures(changed(inventory, "n1", runtime="podman"))
+    assert list(found) == [("runtime", "n1")]
+    assert "podman is not installed" in found["runtime", "n1"].detail
+
+
+def test_5_data_that_differ(inventory, testbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"{index}.jpg").write_bytes(os.urandom(1000))
+    files.sync(inventory.nodes, str(folder))
+    assert failures(inventory, data=[str(folder)]) == {}
+    testbed["n1"].run(f"printf x >> '{files.mirror(inventory.nodes[1], str(folder))}/7.jpg'")
+    found = failures(inventory, data=[str(folder)])
+    assert list(found) == [("data", "n1")]
+    assert "1 file different (7.jpg)" in found["data", "n1"].detail
+    assert found["data", "n1"].fix == f"clusterctl sync {folder}"
+
+
+def test_6_a_small_shared_memory(inventory, testbed):
+    testbed["n1"].run("mount -o remount,size=64m /dev/shm")
+    try:
+        found = failures(inventory)
+    finally:
+        testbed["n1"].run("mount -o remount,size=1g /dev/shm")
+    assert list(found) == [("shm", "n1")]
+    assert "/dev/shm has 64 MB free of 64 MB" in found["shm", "n1"].detail
+    assert '/dev/shm"' in found["shm", "n1"].fix
+
+
+def test_7_a_full_disk(inventory, testbed):
+    testbed.fault("fill", "n1")
+    found = failures(changed(inventory, "n1", run_dir="/data/runs"))
+    assert sorted(found) == [("disk", "n1"), ("run_dir", "n1")]
+    assert found["disk", "n1"].detail == "0 MB free for /data/runs (run_dir)"
+    assert "No space left on device" in found["run_dir", "n1"].detail
+    assert "make room" in found["disk", "n1"].fix
+
+
+def test_8_a_clock_that_is_wrong(inventory, testbed):
+    """The hosts share this machine's clock, so the host's `date` is what is wrong here: a simulation."""
+    n1 = testbed["n1"]
+    n1.run(r"""printf '#!/bin/sh\nexec /usr/bin/date -d "100 seconds" "$@"\n' > /usr/local/bin/date""")
+    n1.run("chmod 755 /usr/local/bin/date")
+    try:
+        found = failures(inventory)
+    finally:
+        n1.run("rm /usr/local/bin/date")
+    assert list(found) == [("clock", "n1")]
+    assert found["clock", "n1"].detail.startswith(("100 s ahead", "99 s ahead", "101 s ahead"))
+    assert "chronyd" in found["clock", "n1"].fix
+
+
+def test_9_a_user_who_may_not_use_the_engine(inventory, testbed):
+    mine = changed(inventory, "n1", login="ada@n1", run_dir="/home/ada/clusterctl/runs")
+    assert failures(mine) == {}
+    testbed["n1"].run("gpasswd -d ada docker")
+    close_all()
+    try:
+        found = failures(mine)
+    finally:
+        testbed["n1"].run("usermod -aG docker ada")
+    assert list(found) == [("runtime", "n1")]
+    assert found["runtime", "n1"].detail == "ada may not use docker: not in the group docker"
+    assert 'ada@n1 "sudo usermod -aG docker ada"' in found["runtime", "n1"].fix
+
+
+def test_10_the_address_of_docker0(inventory, testbed, addresses):
+    wrong = address_on(testbed["n1"], "docker0")
+    found = failures(changed(inventory, "n1", address=wrong))
+    assert ("address", "n1") in found
+    assert f"{wrong} is on docker0, which no other machine can reach" in found["address", "n1"].detail
+    assert found["address", "n1"].fix == f"in cluster.yaml, n1: address: {addresses['n1']}"
+
+
+def test_the_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
+    trained = replace(inventory, image=image_on_hosts)
+    report = doctor.examine(trained, model="yolov5n", step_s=0.5)
+    assert report.seconds < 120  # 60 on machines of their own; here three share two cores
+    assert report.link is not None, [each for each in report.findings if each.level != "ok"]
+    assert report.link.nodes == 3
+    assert 0 < report.link.latency_s < 1
+    assert {(each.nodes, each.compressed) for each in report.forecasts} == {
+        (nodes, compressed) for nodes in (2, 4, 8) for compressed in (False, True)
+    }
+    held = [each.detail for each in report.findings if each.check == "versions"]
+    assert all(detail.startswith("torch 2.") and "NCCL" in detail for detail in held)
+    assert len(held) == 3
+    for name in testbed.hosts:
+        assert testbed[name].run("docker ps -aq --filter label=CLUSTER_JOB_ID") == ""
