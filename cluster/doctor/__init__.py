@@ -5,6 +5,7 @@ What a node says is read in `probe`; what it means is decided by the functions o
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -123,7 +124,8 @@ def _look(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[Seen,
     findings, facts, clock_s = [], {}, {}
     for name, result in each(inventory.nodes, one).items():
         if isinstance(result, ClusterError):
-            why = result.message.removeprefix(f"{name}: ").removeprefix(f"{name} ")
+            # of "gpu-a (ann@10.0.0.5:22): ..." the name has a column of its own
+            why = re.sub(r"^\((\S+)\): ", r"\1: ", result.message.removeprefix(f"{name}: ").removeprefix(f"{name} "))
             findings.append(Finding("login", name, "failure", why, result.hint or "clusterctl doctor, once more"))
         else:
             facts[name], clock_s[name] = result

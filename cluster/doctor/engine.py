@@ -125,11 +125,11 @@ def image(seen: Seen) -> list[Finding]:
     wanted = _short(seen.image_id) if seen.image_id and not by_layers else _usual(each for each in ids.values() if each)
     found = []
     for node in nodes:
-        fix = f"clusterctl image push {seen.image} --only {node.name}"
+        fix = f"clusterctl image push {node.name} --image {seen.image}"
+        if not seen.image_id:
+            fix = f"have it on this machine (make image, or docker pull {seen.image}), then: {fix}"
         if not ids[node.name]:
             said = f"{seen.image} is not on it"
-            if not wanted:
-                fix = f"make image, then: {fix}"
             found.append(Finding("image", node.name, "failure", said, fix))
         elif ids[node.name] != wanted:
             whose = "this machine's" if seen.image_id and not by_layers else "the others'"

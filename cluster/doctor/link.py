@@ -118,8 +118,7 @@ def _slowest_card_bits_per_s(seen: Seen) -> float:
     for node in seen.nodes:
         facts = seen.facts[node.name]
         speed = dict(facts.pairs("speed")).get(_device(node, seen), "")
-        # devices without a wire say -1 or a number that means nothing
-        if speed.isdigit() and not facts.every("wsl_networking"):
+        if speed.isdigit():  # -1 without a wire
             speeds.append(int(speed) * 1e6)
     return min(speeds, default=0.0)
 

@@ -51,7 +51,8 @@ if command -v ip >/dev/null; then
     ip -o addr show up | while read -r _ device _ address _; do say address "$device $address"; done
 fi
 for folder in /sys/class/net/*; do
-    speed=$(cat "$folder/speed" 2>/dev/null) && say speed "${folder##*/} $speed"
+    # a virtual device says a number that means nothing
+    [ -e "$folder/device" ] && speed=$(cat "$folder/speed" 2>/dev/null) && say speed "${folder##*/} $speed"
 done
 for peer; do
     number=$({ getent ahostsv4 "$peer" || getent ahosts "$peer"; } | { read -r number _; echo "$number"; })

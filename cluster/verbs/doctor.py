@@ -36,7 +36,10 @@ def doctor(
         typer.Option("--data", metavar="FOLDER", help="A folder that must be the same everywhere; repeatable."),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
-        list[str], typer.Option("--skip", metavar="CHECK", help="Leave a check out: --skip link; repeatable.")
+        list[str],
+        typer.Option(
+            "--skip", metavar="CHECK", help="Leave out a check, as the first column names it: --skip link; repeatable."
+        ),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     port: Annotated[
         int, typer.Option("--master-port", help="Try this port too, beside a random one.", show_default=False)
@@ -67,7 +70,9 @@ def doctor(
     machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
     with suppress(ClusterError):  # what keeps a machine from answering is what the checks are for
         machines = discovery.complete(machines)
-    running = frozenset(record.plan.job_id for record in Records() if not record.outcome)
+    running: frozenset[str] = frozenset()
+    with suppress(ClusterError):  # a record that cannot be read is no fault of the machines
+        running = frozenset(record.plan.job_id for record in Records() if not record.outcome)
     waiting = Console(stderr=True)
     with waiting.status("looking") if waiting.is_terminal else nullcontext() as shown:
         report = checks.examine(
@@ -108,15 +113,18 @@ def _print(report: Report, out: Console, names: Sequence[str], model: str) -> No
 def _print_forecasts(report: Report, out: Console, model: str) -> None:
     if report.link is None:
         return
-    _say(out, f"\n{model} on this link, per step:")
+    by_nodes: dict[int, list[str]] = {}
     for forecast in report.forecasts:
-        line = f"  {forecast.nodes} nodes, {'bf16' if forecast.compressed else 'fp32'}: "
-        line += f"{forecast.all_reduce_s * 1000:.0f} ms of sums"
+        text = f"{forecast.all_reduce_s * 1000:.0f} ms"
         if forecast.worst is not None and forecast.best is not None:
-            line += f", {forecast.worst:.0%} to {forecast.best:.0%} of {forecast.nodes} times one node's speed"
-        _say(out, line)
+            text += f", {forecast.worst:.0%} to {forecast.best:.0%}"
+        by_nodes.setdefault(forecast.nodes, []).append(text)
+    _say(out, f"\n{model}'s sums per step on this link, and the share of N nodes' speed that they leave")
+    _say(out, f"  {'nodes':<7}{'fp32':<24}bf16")
+    for nodes, (plain, compressed) in by_nodes.items():
+        _say(out, f"  {nodes:<7}{plain:<24}{compressed}")
     if all(forecast.worst is None for forecast in report.forecasts):
-        _say(out, "  (--step-time MS, of one node, makes an efficiency of it; bf16: train --grad-compress bf16)")
+        _say(out, "  (the share needs --step-time MS, a step's time on one node; bf16: train --grad-compress bf16)")
 
 
 def _grouped(findings: Sequence[Finding]) -> list[tuple[list[str], Finding]]:

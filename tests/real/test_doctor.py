@@ -128,7 +128,7 @@ def test_3_an_old_image_under_the_same_name(inventory, testbed):
         n1.run(f"docker image rm {IMAGE} && docker tag kept:1 {IMAGE} && docker image rm kept:1")
     assert list(found) == [("image", "n1")]
     assert right.removeprefix("sha256:")[:12] in found["image", "n1"].detail
-    assert found["image", "n1"].fix == f"clusterctl image push {IMAGE} --only n1"
+    assert found["image", "n1"].fix.endswith(f"clusterctl image push n1 --image {IMAGE}")
 
 
 def test_4_a_runtime_that_does_not_run(inventory, testbed):

@@ -229,9 +229,12 @@ def test_an_image_that_differs_or_is_missing_is_named_with_the_push():
     node, level, detail, fix = one("image", seen([], [old], count=3))
     assert (node, level) == ("n2", "failure")
     assert detail == "trainer:0.1 is 0123456789ab, the others' is 99074e3c7b21"
-    assert fix == "clusterctl image push trainer:0.1 --only n2"
+    assert fix.endswith("then: clusterctl image push n2 --image trainer:0.1")
     mine = "sha256:fedcba9876543210fedc"
-    assert [node for node, *_ in bad("image", seen(image_id=mine))] == ["n1", "n2"]
+    stale = bad("image", seen(image_id=mine))
+    assert [(node, fix) for node, _, _, fix in stale] == [
+        (name, f"clusterctl image push {name} --image trainer:0.1") for name in ("n1", "n2")
+    ]
     assert one("image", seen([("image_id",)]))[2] == "trainer:0.1 is not on it"
 
 
