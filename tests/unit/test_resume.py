@@ -65,7 +65,7 @@ def untimed(run: Path) -> list[dict[str, str]]:
 
 def kill_after(processes: list[subprocess.Popen[str]], run: Path, rows: int, by: int = signal.SIGKILL) -> None:
     """Send every process a signal as soon as the log of steps has so many rows."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 180
     while not (run / "steps.csv").exists() or len(steps(run)) < rows + 1:
         assert time.monotonic() < until
         assert all(p.poll() is None for p in processes), wait(processes)
@@ -76,10 +76,22 @@ def kill_after(processes: list[subprocess.Popen[str]], run: Path, rows: int, by:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path, tmp_path: Path, count: int) -> None:
-    """Two kills, at steps that nothing announced; all numbers of the run are those of an undisturbed one."""
-    whole = wait(start(tmp_path, ranks(count), *options(data, "--name", "whole")))
+    """Two kills, at steps that nothing announced; all numbers of the run are those of an undisturbed one.
+
+    The network draws random numbers, too, but of four ranks, for the time that they take: it has a dropout.
+    """
+    cfg = "drop:build" if count < 4 else "yolov5n.yaml"
+    (tmp_path / "drop.py").write_text(
+        "import torch.nn.functional as F\n"
+        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
+        "def build(nc):\n"
+        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        "    model.model[4].register_forward_hook(lambda layer, _, out: F.dropout(out, 0.1, layer.training))\n"
+        "    return model\n"
+    )
+    whole = wait(start(tmp_path, ranks(count), *options(data, "--cfg", cfg, "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--name", "cut"), "--save-every", "2steps", "--exist-ok"]
+    cut = [*options(data, "--cfg", cfg, "--name", "cut"), "--save-every", "2steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
@@ -107,7 +119,7 @@ def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, n
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(run), contract.NODES_ON_HOST: "1"}
     processes = start(tmp_path, ranks(2), *options(data, "--epochs", "100", "--workers", "1"), **job)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while not (run / "steps.csv").exists() or len(steps(run)) < 3:
             assert time.monotonic() < until
             time.sleep(0.01)
@@ -128,10 +140,15 @@ def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, n
 
 
 def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> None:
-    """From two ranks to four and to one: the losses stay those of the undisturbed run, but for rounding."""
-    wait(start(tmp_path, ranks(2), *options(data, "--name", "whole", "--precision", "fp32")))
+    """From two ranks to four and to one: the losses stay those of the undisturbed run, but for rounding.
+
+    The weights hardly move and batch norm is over all ranks, so that a loss tells of the step's pictures alone.
+    """
+    (tmp_path / "still.yaml").write_text("nbs: 10\nwarmup_epochs: 0\nlr0: 1e-12\nmixup: 0.5\n")
+    still = ["--hyp", "still.yaml", "--precision", "fp32", "--sync-bn"]
+    wait(start(tmp_path, ranks(2), *options(data, "--name", "whole", *still)))
     run = tmp_path / "runs" / "cut"
-    cut = [*options(data, "--name", "cut", "--precision", "fp32", "--save-every", "1steps", "--exist-ok")]
+    cut = [*options(data, "--name", "cut", *still, "--save-every", "1steps", "--exist-ok")]
     for count, rows, more in ((2, 4, []), (4, 9, ["--resume", str(run)]), (1, 99, ["--resume", str(run)])):
         processes = start(tmp_path, ranks(count), *cut, *more)
         if rows < 99:
@@ -142,9 +159,8 @@ def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> No
         [[float(x) for x in row.split(",")] for row in steps(tmp_path / "runs" / n)[1:]] for n in ("whole", "cut")
     )
     assert [row[0] for row in one] == [row[0] for row in other] == [float(k) for k in range(1, 19)]
-    # Batch norm sees other shares of the batch, so that the losses are near but not equal; another order is far off.
     for a, b in zip(one, other, strict=True):
-        assert b[1:] == pytest.approx(a[1:], rel=0.35, abs=0.02)
+        assert b[1:] == pytest.approx(a[1:], rel=1e-4)
 
 
 def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:

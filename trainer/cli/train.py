@@ -137,7 +137,10 @@ OnNan = Annotated[
 ]
 Stall = Annotated[
     float,
-    typer.Option(help="Seconds without a step until every rank tells what it is doing, and which is late; 0: never."),
+    typer.Option(
+        help="Seconds without a step until every rank tells what it is doing, and which is late, and until those end "
+        "that wait for one that gives no sign of life; 0: never."
+    ),
 ]
 LogSteps = Annotated[
     bool, typer.Option("--log-steps", help="Write every step's loss to steps.csv, with all its digits.")
