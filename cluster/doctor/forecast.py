@@ -6,8 +6,13 @@ A ring's all-reduce sends `bytes x 2 (n - 1) / n` over every node's link in `2 (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from cluster import contract
 
 #: Parameters of the models (`trainer info`), 80 classes: each is one gradient of 4 bytes.
 PARAMETERS = {
@@ -63,6 +68,23 @@ def efficiency(step_s: float, reduce_s: float) -> tuple[float, float]:
     worst = step_s / (step_s + reduce_s)
     best = step_s / (step_s + max(0.0, reduce_s - BACKWARD_SHARE * step_s))
     return worst, best
+
+
+def step_s(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """A step's time without the sums, from the events that one node of a job wrote; None where they tell nothing.
+
+    The median of what lies between two reports of an epoch, less the share that the epochs' sums took.
+    """
+    progress = [event for event in events if event.get("event") == contract.PROGRESS]
+    steps = [
+        (after["time"] - before["time"]) / (after["step"] - before["step"])
+        for before, after in pairwise(progress)
+        if before.get("epoch") == after.get("epoch") and after.get("step", 0) > before.get("step", 0)
+    ]
+    waits = [event["shares"].get("sync", 0.0) for event in events if isinstance(event.get("shares"), Mapping)]
+    if not steps:
+        return None
+    return float(statistics.median(steps)) * (1 - float(waits[-1] if waits else 0.0))
 
 
 def forecasts(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -51,6 +53,9 @@ def doctor(
             "--step-time", metavar="MS", help="Milliseconds of a training step on one node.", show_default=False
         ),
     ] = 0.0,
+    job: Annotated[
+        str, typer.Option("--job", help="Take the step's time from what this job reported.", show_default=False)
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Say what would go wrong on the nodes, before it does.
@@ -67,6 +72,7 @@ def doctor(
 
     if step_ms < 0:
         raise UsageError(f"--step-time {step_ms:g}: must be more than 0 milliseconds")
+    step_s = _measured(job) if job else step_ms / 1000 or None
     machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
     with suppress(ClusterError):  # what keeps a machine from answering is what the checks are for
         machines = discovery.complete(machines)
@@ -75,22 +81,60 @@ def doctor(
         running = frozenset(record.plan.job_id for record in Records() if not record.outcome)
     waiting = Console(stderr=True)
     with waiting.status("looking") if waiting.is_terminal else nullcontext() as shown:
-        report = checks.examine(
-            machines,
-            image=image,
-            data=data,
-            skip=skip,
-            port=port,
-            model=model,
-            step_s=step_ms / 1000 or None,
-            jobs=running,
-            say=shown.update if shown is not None else lambda text: None,
+        report = _interruptible(
+            lambda say: checks.examine(
+                machines,
+                image=image,
+                data=data,
+                skip=skip,
+                port=port,
+                model=model,
+                step_s=step_s,
+                jobs=running,
+                say=say,
+            ),
+            shown.update if shown is not None else lambda text: None,
         )
     if as_json:
         print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
     else:
         _print(report, Console(highlight=False), [node.name for node in machines.nodes], model)
     raise typer.Exit(checks.exit_code(report.findings))
+
+
+def _interruptible(work: Callable[[Callable[[str], None]], Report], show: Callable[[str], None]) -> Report:
+    """What `work` returns; Ctrl-C ends what runs on the nodes, waits for that, and goes on as KeyboardInterrupt."""
+    from cluster.shells import close_all
+
+    stopped = threading.Event()
+
+    def say(text: str) -> None:
+        if stopped.is_set():
+            raise ClusterError("interrupted")
+        show(text)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work, say)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            stopped.set()
+            close_all()  # a command that somebody waits for ends with its connection
+            raise
+
+
+def _measured(job: str) -> float:
+    from cluster import logs
+    from cluster.doctor.forecast import step_s
+    from cluster.records import Records
+
+    plan = Records().load(job).plan
+    first = plan.nodes[0].name
+    lines = logs.read(plan, {first: 0})[first].decode(errors="replace").splitlines()
+    found = step_s([event for line in lines if (event := logs.event(line)) is not None])
+    if found is None:
+        raise UsageError(f"--job {job}: it has not reported steps", "give the time of a step: --step-time 500")
+    return found
 
 
 def _print(report: Report, out: Console, names: Sequence[str], model: str) -> None:

@@ -1,7 +1,10 @@
 """Ten faults planted in machines of their own, one at a time: doctor names each with its node and what to type."""
 
 import os
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from cluster import doctor, files
 from cluster.model import Inventory, Node
 from cluster.shells import close_all
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.real
 
@@ -234,3 +238,30 @@ def test_the_link_is_measured_inside_the_image(inventory, image_on_hosts, testbe
     assert len(held) == 3
     for name in testbed.hosts:
         assert testbed[name].run("docker ps -aq --filter label=CLUSTER_JOB_ID") == ""
+
+
+def test_ctrl_c_while_the_link_is_measured_leaves_nothing(inventory, image_on_hosts, testbed, tmp_path):
+    nodes = "".join(f"  {node.name}: {{address: {node.address}}}\n" for node in inventory.nodes)
+    text = f"ssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {image_on_hosts}\n"
+    text += f"defaults: {{runtime: docker, run_dir: /root/runs, data_dir: /root/data}}\nnodes:\n{nodes}"
+    (tmp_path / "cluster.yaml").write_text(text)
+    environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "cluster", "doctor", "--skip", "reachable", "--skip", "versions"]
+    process = subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    ours = "docker ps -aq --filter label=CLUSTER_JOB_ID"
+    try:
+        wait_for(lambda: testbed["n2"].run(ours))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, b"Traceback" in errors) == (130, False)
+    for name in testbed.hosts:
+        wait_for(lambda name=name: not testbed[name].run(ours))
+
+
+def wait_for(true, timeout_s=30):
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.2)

@@ -5,7 +5,7 @@ import pytest
 from cluster.doctor import CHECKS, exit_code, link
 from cluster.doctor.engine import versions
 from cluster.doctor.findings import Finding, Seen
-from cluster.doctor.forecast import PARAMETERS, Link, all_reduce_s, bus_bytes_per_s, efficiency, forecasts
+from cluster.doctor.forecast import PARAMETERS, Link, all_reduce_s, bus_bytes_per_s, efficiency, forecasts, step_s
 from cluster.doctor.network import Dialled, reachable
 from cluster.doctor.probe import Facts, parse
 from cluster.errors import ClusterError
@@ -378,3 +378,14 @@ def test_the_link_is_what_the_sums_took_and_a_node_that_could_not_is_named():
     assert (said.level, "the slowest card says 10 Gbit/s" in said.detail) == ("warning", True)
     measured, (said,) = link.judge(what, {"n1": text, "n2": ClusterError("n2: no connection")}, "gloo")
     assert (measured, said.node, said.level, said.detail) == (None, "n2", "failure", "no connection")
+
+
+def test_a_steps_time_is_read_from_a_jobs_events_without_what_the_sums_took():
+    def progress(epoch, step, time):
+        return {"event": "progress", "epoch": epoch, "step": step, "time": time}
+
+    seconds = [progress(1, 1, 100.0), progress(1, 3, 101.0), progress(1, 6, 102.5), progress(2, 1, 190.0)]
+    assert step_s(seconds) == 0.5
+    metric = {"event": "metric", "shares": {"data": 0.1, "sync": 0.2}}
+    assert step_s([*seconds, metric]) == pytest.approx(0.4)
+    assert step_s([metric]) is None
