@@ -31,13 +31,12 @@ def run(*argv: str, **options: object) -> str:
     return str(done.stdout).strip()
 
 
-def built(project: Path, base: str, nth: int) -> str:
-    """The image's name, with one line more than the last."""
+def built(project: Path, nth: int) -> str:
+    """The name of an image with one line more than the last, built as `make image` does it."""
     with (project / "trainer" / "__init__.py").open("a") as file:
         file.write(f"# change {nth}\n")
     image = f"{NAME}:{nth}"
-    build = ("docker", "buildx", "build", "--load", "--build-arg", f"BASE_IMAGE={base}", "--tag", image)
-    run(*build, str(project))
+    run("packaging/image.sh", image, cwd=project)
     return image
 
 
@@ -74,32 +73,33 @@ def main() -> None:
     parser.add_argument("--ssh-config", default=str(Path.home() / ".ssh" / "config"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-rounds", type=int, default=2, help="of docker save | ssh docker load: minutes each")
+    parser.add_argument("--revision", default="HEAD", help="of this project; one whose image is in the build cache")
     options = parser.parse_args()
     ssh_config = str(Path(options.ssh_config).resolve())
-    base = run(str(ROOT / "packaging" / "base-image.sh")).splitlines()[-1]
     print(f"{time.strftime('%Y-%m-%d')}  {platform.platform()}  {os.cpu_count()} cores", flush=True)
     names = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             project = Path(folder)
-            tracked = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+            archive = ("git", "-c", "tar.umask=022", "archive")  # the modes are part of what the build cache compares
+            tracked = subprocess.run([*archive, options.revision], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", folder], input=tracked, check=True)
-            names.append(built(project, base, 0))
+            names.append(built(project, 0))
             sent, seconds = ours(names[0], options.host, ssh_config)
             print(f"the host is given the image first: {sent / 1e6:.1f} MB, {seconds:.1f} s", flush=True)
             for nth in range(options.rounds):
                 for who, send in (("ours", ours), ("save | load", theirs)):
                     if who != "ours" and nth >= options.peer_rounds:
                         continue
-                    names.append(built(project, base, len(names)))
+                    names.append(built(project, len(names)))
                     size = int(run("docker", "image", "inspect", "--format", "{{.Size}}", names[-1]))
                     sent, seconds = send(names[-1], options.host, ssh_config)
                     share = 100 * sent / size
                     print(f"{who:<12} {sent / 1e6:9.1f} MB  {share:7.3f} % of the image  {seconds:7.1f} s", flush=True)
     finally:
-        subprocess.run(["docker", "image", "rm", *names], stdout=subprocess.DEVNULL, check=False)
-        there = ["ssh", "-F", ssh_config, options.host, "docker", "image", "rm", *names]
-        subprocess.run(there, stdout=subprocess.DEVNULL, check=False)
+        remove = ["docker", "image", "rm", "--force", *names]
+        for argv in (remove, ["ssh", "-F", ssh_config, options.host, *remove]):
+            subprocess.run(argv, capture_output=True, check=False)
 
 
 if __name__ == "__main__":
