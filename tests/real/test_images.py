@@ -6,8 +6,14 @@ import shlex
 import signal
 import subprocess
 import uuid
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from cluster import images
+from cluster.model import Node
+from cluster.shells import close_all
 
 pytestmark = pytest.mark.real
 
@@ -200,3 +206,31 @@ def test_ls_shows_who_has_which(make_image, push, testbed, clusterctl):
     code, text = clusterctl.run(*argv, "--json")
     assert code == 0
     assert json.loads(text) == {"n0": image.ids[0], "n1": image.ids[0]}
+
+
+def test_without_zstd_here_the_layers_go_as_gzip(make_image, push, testbed, clusterctl, tmp_path):
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for folder in os.environ["PATH"].split(":"):
+        for program in Path(folder).glob("*"):
+            if program.name != "zstd" and not (programs / program.name).exists():
+                (programs / program.name).symlink_to(program)
+    clusterctl.env["PATH"] = str(programs)
+    image = make_image(1)
+    code, text = push(image, "n0", "--json")
+    assert code == 0, text
+    assert json_of(text)["n0"]["compression"] == "gzip"
+    assert image.id_on(testbed["n0"]) == image.ids[0]
+
+
+def test_layers_that_cannot_be_read_here_make_it_the_whole_image(make_image, testbed, monkeypatch):
+    # A user who is not root reads them in a container of the image, and this image has no Python.
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    image, notes = make_image(5), []
+    show = SimpleNamespace(note=notes.append, sent=lambda *_: None)
+    pushed = images.push([Node("n0", "", login="n0", runtime="", ssh_config=str(testbed.ssh_config))], image.name, show)
+    close_all()
+    assert pushed["n0"].whole
+    assert pushed["n0"].sent >= 5 << 20
+    assert notes[0].startswith("this machine: the layers cannot be read one by one (")
+    assert image.id_on(testbed["n0"]) == image.ids[0]
