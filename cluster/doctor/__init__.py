@@ -49,6 +49,7 @@ class Report:
     findings: tuple[Finding, ...]
     seconds: float
     link: Link | None = None
+    step_s: float | None = None
     forecasts: tuple[Forecast, ...] = ()
 
 
@@ -98,7 +99,7 @@ def examine(
         if measured is not None:
             forecasts = forecast.forecasts(4 * forecast.PARAMETERS[model], measured, step_s)
     findings.sort(key=lambda finding: ORDER.index(finding.check))
-    return Report(tuple(findings), time.monotonic() - began, measured, tuple(forecasts))
+    return Report(tuple(findings), time.monotonic() - began, measured, step_s, tuple(forecasts))
 
 
 def _refuse_unknown(option: str, values: Sequence[str], known: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ def _runtime(node: Node, facts: Facts, seen: Seen) -> Finding:
             return failure(f"{user} may not use {kind}: not in the group {group}", f"{command}   (as an administrator)")
         start = "systemctl start docker" if facts.has("systemd") else "service docker start"
         start = typed_on(node, facts, start, root=True)
-        if "cannot connect" in said.lower() or "daemon running" in said.lower():
+        if re.search("cannot connect|failed to connect", said, re.I):
             return failure(f"{kind} is installed, but its engine does not run", start)
         return failure(f"{kind}: {said or 'no answer'}", typed_on(node, facts, f"{kind} info"))
     rootless = "rootless" in facts.text("engine_security")

@@ -163,7 +163,8 @@ def _print_forecasts(report: Report, out: Console, model: str) -> None:
         if forecast.worst is not None and forecast.best is not None:
             text += f", {forecast.worst:.0%} to {forecast.best:.0%}"
         by_nodes.setdefault(forecast.nodes, []).append(text)
-    _say(out, f"\n{model}'s sums per step on this link, and the share of N nodes' speed that they leave")
+    step = f"a step of {report.step_s * 1000:.0f} ms" if report.step_s else "a step"
+    _say(out, f"\n{model}'s sums in {step} on this link, and the share of N nodes' speed that they leave")
     _say(out, f"  {'nodes':<7}{'fp32':<24}bf16")
     for nodes, (plain, compressed) in by_nodes.items():
         _say(out, f"  {nodes:<7}{plain:<24}{compressed}")

@@ -161,6 +161,11 @@ DENIED = (
 )
 STOPPED = "ERROR: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
 
+STOPPED_29 = (
+    "failed to connect to the docker API at unix:///var/run/docker.sock; check if the path is correct and if the "
+    "daemon is running: dial unix /var/run/docker.sock: connect: no such file or directory"
+)
+
 
 @pytest.mark.parametrize(
     ("facts", "detail", "fix"),
@@ -174,6 +179,11 @@ STOPPED = "ERROR: Cannot connect to the Docker daemon at unix:///var/run/docker.
             [("engine_version",), ("engine_says", STOPPED)],
             "docker is installed, but its engine does not run",
             'ssh -t n1 "sudo systemctl start docker"',
+        ),
+        (
+            [("engine_version",), ("engine_says", STOPPED_29), ("has", "ip", "docker")],
+            "docker is installed, but its engine does not run",
+            'ssh -t n1 "sudo service docker start"',
         ),
         ([("has", "ip")], "docker is not installed", "https://docs.docker.com/engine/install/"),
         (
