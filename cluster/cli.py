@@ -18,6 +18,7 @@ from cluster.errors import ClusterError, UsageError
 from cluster.verbs import image as image_verbs
 from cluster.verbs import options
 from cluster.verbs.doctor import doctor
+from cluster.verbs.gc import gc
 from cluster.verbs.init import init
 from cluster.verbs.sync import sync
 
@@ -41,6 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.command(epilog="Example: clusterctl gc --only gpu-b")(gc)
 app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
 app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)
 app.command(epilog="Example: clusterctl doctor --skip link")(doctor)
@@ -519,7 +521,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _end(watched: Watched, refused: str, records: Records, out: Console) -> int:
     """Clean up after a job, tell how it ended, return the exit code."""
-    from cluster import commands, report
+    from cluster import commands, report, restarts
 
     plan, view, verdict = watched.plan, watched.view, watched.verdict
     began = time.time()
@@ -537,7 +539,7 @@ def _end(watched: Watched, refused: str, records: Records, out: Console) -> int:
         _error(out, f"{plan.job_id}: {view.ready_count} of {len(view.nodes)} nodes met in {plan.timeout_s:g} s")
         cause = f"missing: {cause}"
     _error(out, cause)
-    if refused and plan.attempt > 1:
+    if refused and not (plan.attempt == 1 and refused == restarts.NOT_ASKED):
         _say(out, f"not started again: {refused}")
     for line in report.last_words(view, verdict, watched.tails):
         _say(out, line)

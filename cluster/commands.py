@@ -16,7 +16,7 @@ from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
 from cluster.backends.hosts import HostsBackend
 from cluster.config import Here, Request
-from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
+from cluster.errors import ClusterError, LaunchError, NameTakenError, PortTakenError, UnreachableError, UsageError
 from cluster.model import Inventory, Job, Plan, Record
 from cluster.records import Outcome, Records
 from cluster.rendezvous import JobView, Verdict
@@ -158,10 +158,17 @@ def launch(
 
     `secrets` has the values of the job's secrets, which are in no plan and no record.
     """
-    if numbered:
-        job = _unused_name(job, records)
     check_files(job)
-    made = free_plan(job, backend, attempt=1)
+    nth = 0
+    while True:
+        named, nth = _unused_name(job, records, nth + 1) if numbered else (job, 0)
+        try:
+            made = free_plan(named, backend, attempt=1)
+            break
+        except NameTakenError:  # on a machine that another launching machine has used
+            if not numbered:
+                raise
+    job = named
     if not numbered and Path(made.run_dir).exists():
         raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
     record = Record(made, created_at=time.time(), job=replace(job, hosts=made.nodes if job.hosts else ()))
@@ -314,11 +321,11 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.out.splitlines()) if listed.code == 0 else 0
 
 
-def _unused_name(job: Job, records: Records) -> Job:
-    for nth in range(1, 10_000):
+def _unused_name(job: Job, records: Records, first: int) -> tuple[Job, int]:
+    for nth in range(first, 10_000):
         named = replace(job, name=config.numbered(job.name, nth))
         if not records.taken(named.name) and not Path(named.run_root, named.name).exists():
-            return named
+            return named, nth
     raise UsageError(f"10 000 jobs are called {job.name}", "choose another --name")
 
 

@@ -44,7 +44,12 @@ LOOK = """
 ended() {
     local end; end=$(cat "$1.exit")
     # the runtime's own refusals: nothing that we run says why
-    case $end in 12[567]" "*) end="$end $(tail -n 1 "$1.log")" ;; esac
+    case $end in
+        12[567]" "*) end="$end $(tail -n 1 "$1.log")" ;;
+        # torchrun says 1 for whatever ended its ranks; it logs the signal that ended one
+        1" "*) signal=$(sed -n 's/^ *exitcode *: -[0-9]* .*(\\(SIG[A-Z]*\\)).*/\\1/p' "$1.log" | head -n 1)
+            [ -z "$signal" ] || end="$end a rank was ended by $signal" ;;
+    esac
     echo "exited $end"
 }
 job=$1 most=$2; shift 2
@@ -75,6 +80,27 @@ for _ in 1 2 3 4 5; do
 done
 for pid in $left; do echo "process $pid"; done
 """
+# What runs here for jobs, one `kind job what` a line: the node script of a job that is well, else what is left of one.
+PRESENT = r"""
+for file in $(grep -lzs '^CLUSTER_JOB_ID=' /proc/[0-9]*/environ); do
+    pid=${file#/proc/} pid=${pid%/environ}
+    job=$(tr '\0' '\n' < "$file" 2>/dev/null | sed -n 's/^CLUSTER_JOB_ID=//p')
+    case $(tr '\0' '\n' < "/proc/$pid/cmdline" 2>/dev/null | sed -n '1p;2p' | tr '\n' ' ') in
+        "bash "*/attempt-*.sh" ") echo "script $job $pid" ;;
+        *) [ -z "$job" ] || echo "process $job $pid" ;;
+    esac
+done
+for runtime in docker podman; do
+    command -v "$runtime" >/dev/null || continue
+    for container in $(timeout 15 "$runtime" ps -aq --filter label=CLUSTER_JOB_ID 2>/dev/null); do
+        about='{{index .Config.Labels "CLUSTER_JOB_ID"}} {{index .Config.Labels "com.docker.compose.project"}}'
+        about="$about {{.State.Status}}"
+        read -r job rest <<< "$("$runtime" inspect --format "$about" "$container" 2>/dev/null)"
+        # compose starts the script inside the container
+        case $rest in ?*" running") echo "script $job $container" ;; *) echo "container $job $container" ;; esac
+    done
+done
+"""
 # Prints who listens on port `$1`, or nothing; `ss` names the program when we may know it. `$2` is a Python, if there is
 # one: it sees also a port that is bound and not listened on.
 PORT = """
@@ -93,12 +119,13 @@ elif [ -z "$(ss -Hltn "sport = :$1")" ]; then exit 0; fi
 holder=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:.*' | head -n 1)
 echo "taken ${holder:-by a program that this user may not see}"
 """
-# What must be so on a node before anything is started: one line `word text` for each thing that is not, or is to be
-# compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python; then paths.
+# What must be so on a node before anything is started: a line `word text` for each thing that is not, or is to be
+# compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python, `$7` the
+# job's folder if it must not be there yet; then paths.
 PREPARE = (
     _HOLDERS
     + r"""
-runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6; shift 6
+runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7; shift 7
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
 [ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
 case $runtime in
@@ -109,6 +136,7 @@ none) "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('t
     elif ! id=$("$runtime" image inspect --format '{{.Id}}' "$image" 2>/dev/null); then echo "no_image"
     else echo "image $id"; fi ;;
 esac
+[ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 for path; do test -e "$path" || echo "missing $path"; done
 if [ "$device" = cuda ]; then
     found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | tr '\n' ' ')

@@ -22,6 +22,10 @@ class PortTakenError(UsageError):
     """Another program holds the master port."""
 
 
+class NameTakenError(UsageError):
+    """There is a job of this name already."""
+
+
 class GpusHeldError(UsageError):
     """Another job has the GPUs."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.errors import GpusHeldError
+from cluster.errors import GpusHeldError, NameTakenError
 from cluster.model import Node, Plan
 
 
@@ -64,6 +64,17 @@ def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, 
         for name, image in images.items()
         if image != first[1]
     ]
+
+
+def refuse_taken(seen: Mapping[str, Sequence[str]]) -> None:
+    """Raise NameTakenError when a node has a folder of this job already: its files are another job's."""
+    for name, lines in seen.items():
+        for line in lines:
+            if line.startswith("exists "):
+                raise NameTakenError(
+                    f"{name}: {line.removeprefix('exists ')} is there already",
+                    "choose another --name, or remove the folder",
+                )
 
 
 def _short(image_id: str) -> str:

@@ -89,9 +89,12 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
 
 
 def failing(view: JobView) -> list[NodeView]:
-    """The nodes that failed, first failure first: it is the cause, and the others mostly its consequence."""
+    """The nodes that failed, first failure first: it is the cause, and the others mostly its consequence.
+
+    A node that only noticed another one's failure comes last, whenever it said so.
+    """
     bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
-    return sorted(bad, key=_failed_at)
+    return sorted(bad, key=lambda node: (bool((node.failed or {}).get("echo")), _failed_at(node)))
 
 
 def missing(view: JobView) -> list[NodeView]:

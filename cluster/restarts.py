@@ -11,6 +11,8 @@ from cluster.model import Job, Node
 from cluster.rendezvous import JobView, Verdict, failing, missing
 from cluster.report import cause, exit_code
 
+NOT_ASKED = "--max-restarts 0"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -50,7 +52,7 @@ def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) 
         where = f"epoch {last.step[0]}, step {last.step[1]}" if last.step[0] else "the start"
         return f"it failed in the same way at the same place ({where}) twice"
     if len(past) > job.max_restarts:
-        return f"it was restarted {job.max_restarts} times (--max-restarts)" if job.max_restarts else "--max-restarts 0"
+        return f"it was restarted {job.max_restarts} times (--max-restarts)" if job.max_restarts else NOT_ASKED
     return ""
 
 

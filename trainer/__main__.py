@@ -46,7 +46,7 @@ def main() -> None:
         if any(sign in first for sign in LOST):
             print(f"error: another rank ended: {first}", file=sys.stderr)
             print(f"hint: {LOST_HINT}", file=sys.stderr)
-            _tell_failure(f"another rank ended: {first}", LOST_HINT, 1)
+            _tell_failure(f"another rank ended: {first}", LOST_HINT, 1, echo=True)
         else:  # a defect: the traceback stays, the launcher gets its last line
             _tell_failure(f"{type(error).__name__}: {first}", "", 1)
             traceback.print_exc()
@@ -63,10 +63,10 @@ def _exit(code: int) -> None:
     sys.exit(code)
 
 
-def _tell_failure(error: str, hint: str, exit_code: int) -> None:
+def _tell_failure(error: str, hint: str, exit_code: int, *, echo: bool = False) -> None:
     rank = os.environ.get("RANK", "0")
     number = int(rank) if rank.isdigit() else 0
-    Events(os.environ).emit(contract.FAILED, rank=number, error=error, hint=hint, exit_code=exit_code)
+    Events(os.environ).emit(contract.FAILED, rank=number, error=error, hint=hint, exit_code=exit_code, echo=echo)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,12 @@ def world_of(environment: Mapping[str, str]) -> World:
             f"RANK {world.rank} of WORLD_SIZE {world.size}, LOCAL_RANK {world.local_rank} of "
             f"LOCAL_WORLD_SIZE {world.local_size}: a rank must be below its size"
         )
+    wanted_size = environment.get(contract.GLOBAL_WORLD_SIZE)
+    if wanted_size is not None and wanted_size != str(world.size):
+        raise TrainerError(
+            f"this process is one of {world.size}, and the job has {wanted_size}: its node would train alone",
+            f"something between launcher and torchrun lost variables: compare PET_* and {contract.GLOBAL_WORLD_SIZE}",
+        )
     return world
 
 

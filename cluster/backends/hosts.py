@@ -78,6 +78,7 @@ class HostsBackend:
         if errors:
             hints = "\n      ".join(dict.fromkeys(hint for _, hint in errors if hint))
             raise UsageError("\n       ".join(dict.fromkeys(message for message, _ in errors)), hints)
+        readiness.refuse_taken(seen)
         held = {
             node.name: holder for node in _machines(plan) if (holder := readiness.held(plan, node, seen[node.name]))
         }
@@ -175,6 +176,7 @@ class HostsBackend:
     def _prepare(self, plan: Plan, node: Node) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
         words = [node.runtime, plan.image, node.run_dir, plan.device, readiness.ids(node), plan.command[0], *step.needs]
+        words.insert(6, plan.dir_on(node) if node.login and plan.attempt == 1 else "")
         done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=30)
         if done.code:
             raise UnreachableError(

@@ -1,5 +1,6 @@
 """The testbed: three hosts on this machine, each with sshd, a Docker Engine and Slurm, and what can befall them."""
 
+import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,10 @@ class Testbed:
 def testbed():
     """The three hosts, brought up if they are not, without any image."""
     script("up.sh")
-    config = TESTBED / ".state" / "ssh_config"
-    return Testbed({f"n{i}": Host(f"n{i}", f"172.30.0.{10 + i}", config) for i in range(3)}, config)
+    # the same variables as testbed/settings.sh reads: a second testbed beside the first
+    config = Path(os.environ.get("TESTBED_STATE", TESTBED / ".state")) / "ssh_config"
+    net = os.environ.get("TESTBED_NET", "172.30.0")
+    return Testbed({f"n{i}": Host(f"n{i}", f"{net}.{10 + i}", config) for i in range(3)}, config)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,260 @@
+"""What can befall a job on three hosts, done to it for real: it ends well, says what happened, and leaves nothing.
+
+Where a job goes on after a fault on as many ranks, its weights are those of a run that nothing happened to.
+"""
+
+import re
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, Clusterctl
+from tests.unit.yolo_folder import make_yolo_set
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+SMALLEST = ROOT / "trainer" / "models" / "yolov5n.yaml"
+HOSTS = ("n0", "n1", "n2")
+
+
+class Cluster:
+    """One folder with a cluster.yaml of the three hosts and a small data set that they all have."""
+
+    def __init__(self, clusterctl, testbed, run_dir="/root/clusterctl/runs"):
+        self.clusterctl, self.testbed = clusterctl, testbed
+        self.folder = clusterctl.folder
+        nodes = {
+            name: {"address": testbed[name].address, "gpus": 2, "runtime": "docker", "run_dir": run_dir}
+            | {"data_dir": "/root/clusterctl/data"}
+            for name in HOSTS
+        }
+        text = yaml.safe_dump({"ssh_config": str(testbed.ssh_config), "device": "cpu", "nodes": nodes})
+        (self.folder / "cluster.yaml").write_text(text)
+        self.data = make_yolo_set(self.folder / "set", train=32, val=2)
+        tiny = yaml.safe_load((SMALLEST).read_text()) | {"width_multiple": 0.05, "depth_multiple": 0.1}
+        (self.folder / "set" / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+        code, text = clusterctl.run("sync", str(self.folder / "set"))
+        assert code == 0, text
+
+    def launch(self, job, *options, epochs=4):
+        """Start training on two nodes; 8 steps an epoch, a checkpoint every third."""
+        arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
+        arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--save-every", "3steps"]
+        arguments += ["--noval", "--seed", "1", "--stall", "20"]
+        command = ["launch", "--name", job, "--nodes", "2", "--gpus", "1", "--env", "OMP_NUM_THREADS=1", *options]
+        self.process = self.clusterctl.start(*command, "--", "train", *arguments)
+        self.job = job
+        return self.process
+
+    def log(self, node="n0", attempt=1):
+        path = self.folder / "runs" / self.job / f"attempt-{attempt}" / f"{node}.log"
+        return path.read_text() if path.exists() else ""
+
+    def until_step(self, attempt=1, timeout_s=150):
+        """Wait until an attempt has made some steps."""
+        until = time.time() + timeout_s
+        while '"checkpoint"' not in self.log(attempt=attempt):
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert time.time() < until, f"no step: {self.log(attempt=attempt)}"
+            time.sleep(0.1)
+
+    def end(self, timeout_s=240):
+        """The launcher's exit code and all that it printed."""
+        text, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, text
+
+    def left(self, hosts=HOSTS):
+        """What of the job runs on the hosts, looked for without the launcher."""
+        look = (
+            f"docker ps -aq --filter label=CLUSTER_JOB_ID={self.job};"
+            f"grep -lzxs CLUSTER_JOB_ID={self.job} /proc/[0-9]*/environ; true"
+        )
+        return {host: text for host in hosts if (text := self.testbed[host].run(look))}
+
+    def weights(self):
+        """The tensors of the newest checkpoint, here on the launching machine."""
+        kept = torch.load(self.folder / "runs" / self.job / "last.pt", weights_only=True, map_location="cpu")
+        return {f"{part}.{name}": value for part in ("model", "ema") for name, value in kept[part].items()}
+
+
+@pytest.fixture
+def cluster(clusterctl, testbed, image_on_hosts):
+    made = Cluster(clusterctl, testbed)
+    yield made
+    if getattr(made, "process", None) and made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, testbed, image_on_hosts):
+    """The weights of a run that nothing happened to."""
+    made = Cluster(Clusterctl(tmp_path_factory.mktemp("undisturbed")), testbed)
+    made.launch("undisturbed")
+    code, text = made.end()
+    assert code == 0, text
+    return made.weights()
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def kill_rank(cluster):
+    pids = cluster.testbed["n1"].run("pgrep -f 'python3 -u -m trainer'").split()
+    cluster.testbed["n1"].run(f"kill -9 {pids[-1]}")
+
+
+def restart_engine(cluster):
+    cluster.testbed.fault("restart-engine", "n1")
+
+
+#: What happens, what the launcher says of it, and which nodes the next attempt has.
+FAULTS = {
+    "a rank is killed": (kill_rank, r"n1: ", "n0, n1"),
+    "a container is killed": (
+        lambda cluster: cluster.testbed["n1"].run(f"docker kill {cluster.job}-n1"),
+        r"n1: exit 137 \(killed\)",
+        "n0, n1",
+    ),
+    "the engine is restarted": (restart_engine, r"n1: ", "n0, n1"),
+    "a host is killed": (lambda cluster: cluster.testbed.fault("kill", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
+    "the master's host is killed": (
+        lambda cluster: cluster.testbed.fault("kill", "n0"),
+        r"n0: lost: .*no sign of life",
+        "n2, n1",
+    ),
+    "a host freezes": (lambda cluster: cluster.testbed.fault("freeze", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
+    "a host is cut off": (lambda cluster: cluster.testbed.fault("cut", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_a_job_goes_on_after(fault, cluster, undisturbed):
+    act, said, places = FAULTS[fault]
+    cluster.launch(f"ft-{list(FAULTS).index(fault)}", "--spares", "1")
+    cluster.until_step()
+    began = time.time()
+    act(cluster)
+    acted_s = time.time() - began
+    seen_s = None
+    lines = []
+    for line in cluster.process.stdout:
+        lines.append(line)
+        if seen_s is None and "restart 1 of 3" in line:
+            seen_s = time.time() - began
+        if "attempt 2 on" in line:
+            again_s = time.time() - began
+    text = "".join(lines)
+    assert cluster.process.wait(30) == 0, text
+    assert re.search(said + r".*; restart 1 of 3", text), text
+    assert f"attempt 2 on {places}" in text
+    print(f"FAULT {fault}: done in {acted_s:.1f} s, seen after {seen_s:.1f} s, next attempt after {again_s:.1f} s")
+    assert same(cluster.weights(), undisturbed)
+    cluster.testbed.fault("heal")
+    cluster.clusterctl.run("gc", "--yes")
+    assert cluster.left() == {}
+
+
+@pytest.mark.parametrize("fault", ["cut off for 5 s", "every SSH connection drops"])
+def test_a_job_outlives_a_short_break_without_a_restart(fault, cluster, undisturbed):
+    cluster.launch("ft-short")
+    cluster.until_step()
+    if fault == "cut off for 5 s":
+        cluster.testbed.fault("cut", "n1")
+        time.sleep(5)
+        cluster.testbed.fault("join", "n1")
+    else:
+        for host in HOSTS:
+            cluster.testbed.fault("drop-ssh", host)
+    code, text = cluster.end()
+    assert code == 0, text
+    assert "restart" not in text
+    assert same(cluster.weights(), undisturbed)
+    for node in ("n0", "n1"):  # no line lost, none doubled
+        there = cluster.testbed[node].run(f"cat /root/clusterctl/runs/ft-short/attempt-1/{node}.log")
+        assert cluster.log(node).strip() == there
+    assert cluster.left() == {}
+
+
+def test_a_full_disk_is_named_and_leaves_no_half_written_checkpoint(clusterctl, testbed, image_on_hosts):
+    cluster = Cluster(clusterctl, testbed, run_dir="/data/runs")
+    cluster.launch("ft-full", "--max-restarts", "0", epochs=50)
+    cluster.until_step()
+    testbed.fault("fill", "n0")
+    code, text = cluster.end()
+    assert code == 1, text
+    assert re.search(r"n0: .*(No space left|disk)", text), text
+    testbed.fault("empty", "n0")
+    assert testbed["n0"].run("find /data/runs/ft-full -name '*.tmp' -o -name '*.partial'") == ""
+    assert cluster.left() == {}
+
+
+def test_a_killed_launcher_loses_nothing_and_attach_brings_the_results(cluster, undisturbed):
+    cluster.launch("ft-orphan")
+    cluster.until_step()
+    cluster.process.kill()
+    cluster.process.communicate()
+    code, text = cluster.clusterctl.run("attach", "ft-orphan", timeout_s=200)
+    assert code == 0, text
+    assert "done in" in text
+    assert same(cluster.weights(), undisturbed)
+    assert cluster.left() == {}
+
+
+@pytest.mark.parametrize("moment", ["rendezvous", "training"])
+def test_ctrl_c_stops_every_node(moment, cluster):
+    cluster.launch("ft-stop", epochs=50)
+    if moment == "training":
+        cluster.until_step()
+    else:
+        while not cluster.log("n1"):
+            time.sleep(0.1)
+    cluster.process.send_signal(signal.SIGINT)
+    code, text = cluster.end(60)
+    assert code == 130, text
+    assert "stopped; nothing of it is running" in text
+    assert cluster.left() == {}
+
+
+def test_of_two_launches_on_the_same_hosts_the_second_is_refused_with_the_name_of_the_first(cluster):
+    cluster.launch("ft-first", "--gpus", "2", epochs=50)
+    while not cluster.log("n1"):
+        time.sleep(0.1)
+    first, cluster.job = cluster.process, "ft-second"
+    cluster.launch("ft-second", "--gpus", "2")
+    code, text = cluster.end(60)
+    assert code == 2, text
+    assert "n0: its GPUs are held by the job ft-first" in text
+    assert cluster.left() == {}
+    assert cluster.clusterctl.run("stop", "ft-first")[0] == 0
+    first.communicate(timeout=60)
+    cluster.job = "ft-first"
+    assert cluster.left() == {}
+
+
+def test_an_error_of_the_program_itself_is_not_tried_until_the_restarts_are_used_up(cluster):
+    shutil.copy(ROOT / "examples" / "all_reduce.py", cluster.folder / "set")
+    assert cluster.clusterctl.run("sync", str(cluster.folder / "set"))[0] == 0
+    command = f"{cluster.folder}/set/all_reduce.py --ticks 3 --fail-at 1"
+    launch = [
+        "launch",
+        "--name",
+        "ft-bug",
+        "--nodes",
+        "2",
+        "--max-restarts",
+        "5",
+        "--mount",
+        str(cluster.folder / "set"),
+    ]
+    code, text = cluster.clusterctl.run(*launch, "--command", command, timeout_s=200)
+    cluster.job = "ft-bug"
+    assert code == 1, text
+    assert text.count("restart 1 of 5") == 1
+    assert "restart 2 of 5" not in text
+    assert text.count("ValueError: this rank was told to fail") == 1
+    assert cluster.left() == {}
