@@ -182,6 +182,7 @@ def launch(
     stall_timeout_s: StallTimeout = 300.0,
     logs: Annotated[str, typer.Option("--logs", help="Show the log of: master, all.")] = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the nodes are started.")] = False,
+    push: Annotated[bool, typer.Option("--push", help="First send the image to the nodes that have not ours.")] = False,
 ) -> None:
     """Start a job, wait until all nodes have met, stream its log until it ends.
 
@@ -219,6 +220,11 @@ def launch(
     values = secrets.values(job.secrets, file_secrets)
     records = Records()
     out = _console()
+    in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
+    if push and in_containers:
+        from cluster.verbs.image import bring
+
+        bring(in_containers, job.image, out)
     record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
     _say(out, _header(record.plan))
     for note in notes:

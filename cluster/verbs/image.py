@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -127,6 +128,15 @@ def _line(name: str, image: str, pushed: Pushed) -> str:
     share = 100 * pushed.sent / max(1, pushed.size)
     cost = f"{decimal(pushed.sent)} by {pushed.compression} ({share:.2f} % of the image)"
     return f"{has}: {what}, {cost}, {pushed.seconds:.1f} s"
+
+
+def bring(nodes: Sequence[Node], image: str, out: Console) -> None:
+    """Give the nodes the image that this machine has, with a bar on a terminal; raises ClusterError."""
+    from cluster import images
+
+    with _Screen(out) as screen:
+        for name, pushed in images.push(nodes, image, screen).items():
+            screen.note(_line(name, image, pushed))
 
 
 class _Screen:

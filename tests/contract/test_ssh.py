@@ -1,0 +1,115 @@
+"""What only machines behind SSH have: refusals before anything starts, secrets, leftovers, results; a real sshd."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import launch
+from tests.conftest import ROOT, processes_of
+from tests.contract.sshd import inventory
+
+SECRET = "hunter2 'and' $more"
+
+
+@pytest.fixture
+def machines(clusterctl, sshd):
+    """The command line in a folder with a cluster.yaml of three machines and the example program."""
+    shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
+    inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
+    return clusterctl
+
+
+def run(clusterctl, program, *options, name="job", nodes=2):
+    command = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
+    return clusterctl.run(*command, "--command", program)
+
+
+def test_secrets_reach_the_program_and_nothing_else(machines):
+    (machines.folder / "show.py").write_text(
+        "import os, pathlib\n"
+        "commands = [path.read_bytes() for path in pathlib.Path('/proc').glob('[0-9]*/cmdline') if path.exists()]\n"
+        "print('seen', os.environ['TOKEN'] == os.environ['EXPECTED'], any(b'hunter2' in text for text in commands))\n"
+    )
+    (machines.folder / "tokens.env").write_text(f"EXPECTED={SECRET}\n")
+    machines.env["TOKEN"] = SECRET
+    code, text = run(machines, "show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1)
+    assert code == 0, text
+    assert "seen True False" in text
+    (machines.folder / "tokens.env").unlink()
+    kept = [path for path in machines.folder.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert kept == []
+    assert list(machines.folder.rglob("*.secrets")) == []
+
+
+def test_everything_that_is_missing_is_named_for_every_node_and_nothing_is_started(machines, sshd):
+    file = inventory(machines.folder, sshd, Path("/proc/nowhere"))
+    code, text = run(machines, "all_reduce.py", nodes=3)
+    assert code == 2, text
+    for node in ("node-0", "node-1", "node-2"):
+        assert f"{node}: cannot write to the run directory /proc/nowhere" in text
+    assert file.exists()
+    assert not (machines.folder / "runs").exists()
+    assert processes_of("job") == []
+
+
+def test_one_machine_that_does_not_answer_stops_the_launch_on_all(machines):
+    text = (machines.folder / "cluster.yaml").read_text().replace("login: h2", "login: nowhere.invalid")
+    (machines.folder / "cluster.yaml").write_text(text)
+    code, text = run(machines, "all_reduce.py", nodes=3)
+    assert code == 5, text
+    assert "node-2: the host name nowhere.invalid does not resolve" in text
+    assert processes_of("job") == []
+    assert not (machines.folder / "remote" / "job").exists()
+
+
+def test_a_name_that_another_launching_machine_has_used_is_passed_over_or_refused(machines):
+    (machines.folder / "remote" / "job").mkdir(parents=True)
+    code, text = run(machines, "all_reduce.py --ticks 1")
+    assert (code, "remote/job is there already" in text) == (2, True), text
+
+
+def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd):
+    inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
+    code, text = run(machines, "all_reduce.py", "--gpus", "2")
+    assert (code, "node-0: it has 1 GPU" in text) == (2, True), text
+    code, text = run(machines, "all_reduce.py", nodes=4)
+    assert (code, "has 3: node-0, node-1, node-2" in text) == (2, True), text
+
+
+def test_leftovers_are_found_without_a_record_and_removed(machines):
+    with subprocess.Popen(["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": "gone-1"}) as orphan:
+        code, text = machines.run("gc", "--only", "node-0", "--json", "--job", "gone-1")
+        assert (code, [row["processes"] for row in json.loads(text)]) == (0, [1]), text
+        code, text = machines.run("gc", "--only", "node-0", "--yes", "--job", "gone-1")
+        assert (code, "node-0: removed gone-1" in text) == (0, True), text
+        assert orphan.wait(5) == -signal.SIGTERM
+
+
+def test_a_job_from_python_is_the_one_of_the_command_line(machines, monkeypatch):
+    monkeypatch.chdir(machines.folder)
+    monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
+    job = launch(command="all_reduce.py --ticks 1", nodes=2, python=sys.executable, name="from-python")
+    assert json.loads(machines.run("ps", "--json")[1])[0]["job"] == "from-python"
+    ended = job.wait()
+    assert (ended.outcome, ended.exit_code) == ("done", 0), ended
+    assert "tick 0: rank 1 of 2" in (Path(job.run_dir) / "attempt-1" / "node-1.log").read_text()
+    assert processes_of("from-python") == []
+
+
+def test_a_program_that_fails_is_started_again_and_given_up_when_it_fails_in_the_same_way(machines):
+    began = time.time()
+    code, text = run(machines, "all_reduce.py --ticks 60 --fail-at 0", "--max-restarts", "5")
+    assert code == 1, text
+    assert text.count("restart 1 of 5") == 1
+    assert "restart 2 of 5" not in text
+    assert "twice" in text
+    assert text.count("ValueError: this rank was told to fail") == 1
+    assert processes_of("job") == []
+    assert time.time() - began < 200
