@@ -26,6 +26,8 @@ TICK_S = 0.4
 #: How long a node may take to end after SIGTERM: after a failure nothing is worth the wait, after a stop something is.
 FAILED_GRACE_S = 3.0
 STOP_GRACE_S = 15.0
+#: How long to wait for the node that failed first, when so far only others have noticed: a dead machine says nothing.
+_CAUSE_S = 4.0
 _PORT_TRIES = 20
 _TAIL = 25
 
@@ -178,8 +180,12 @@ def launch(
 
 
 def check_files(job: Job) -> None:
-    """Raise a ClusterError naming the first differing files when a host has not what is synced from here."""
-    files.check([node for node in job.hosts if node.data_dir], [mount.source for mount in job.mounts if mount.synced])
+    """Raise a ClusterError naming the first differing files when a host has not what is synced from here.
+
+    Without a container the program sees the host's own files, under the same paths: that they exist is all we ask.
+    """
+    nodes = [node for node in job.hosts if node.runtime != "none"]
+    files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
 
 def start(record: Record, records: Records, secrets: Mapping[str, str] | None = None) -> None:
@@ -217,11 +223,20 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             # One node's end makes the others fail within moments: look again, so that the first is named and not the
             # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
-            lines = _before_tracebacks([*lines, *follower.step(time.time())])
+            lines += follower.step(time.time())
+            while _is_an_echo(follower.view) and time.time() - now < _CAUSE_S:
+                wait(TICK_S)
+                lines += follower.step(time.time())
+            lines = _before_tracebacks(lines)
         show.show(follower.view, lines)
         if verdict in ("done", "failed", "late", "stalled"):
             return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost)
         wait(TICK_S)
+
+
+def _is_an_echo(view: JobView) -> bool:
+    """Whether all that is known of a failure is that other nodes noticed it."""
+    return rendezvous.is_echo(rendezvous.failing(view)[0]) and not any(node.silent for node in view.nodes)
 
 
 def another_port(

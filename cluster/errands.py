@@ -21,7 +21,8 @@ START = (
     + r"""
 umask 077
 mkdir -p -- "$1" || exit 1
-head -n "$5" > "$1/$2.secrets" && { [ "$5" -gt 0 ] || rm -f -- "$1/$2.secrets"; } && cat > "$1/$2.sh" || exit 1
+if [ "$5" -gt 0 ]; then mapfile -n "$5" lines && printf %s "${lines[@]}" > "$1/$2.secrets" || exit 1; fi
+cat > "$1/$2.sh" || exit 1
 chmod 644 -- "$1/$2.sh"; chmod 755 -- "$1"
 exec 9> "${TMPDIR:-/tmp}/clusterctl-$(id -u).lock" && flock -w 20 9 || exit 1
 if [ -n "$4" ]; then

@@ -94,7 +94,12 @@ def failing(view: JobView) -> list[NodeView]:
     A node that only noticed another one's failure comes last, whenever it said so.
     """
     bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
-    return sorted(bad, key=lambda node: (bool((node.failed or {}).get("echo")), _failed_at(node)))
+    return sorted(bad, key=lambda node: (is_echo(node), _failed_at(node)))
+
+
+def is_echo(node: NodeView) -> bool:
+    """Whether a node failed only because another one did."""
+    return bool((node.failed or {}).get("echo"))
 
 
 def missing(view: JobView) -> list[NodeView]:

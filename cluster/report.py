@@ -8,7 +8,7 @@ from pathlib import PurePath
 from cluster import contract
 from cluster.logs import Event
 from cluster.model import Plan
-from cluster.rendezvous import JobView, NodeView, Verdict, failing, missing
+from cluster.rendezvous import JobView, NodeView, Verdict, failing, is_echo, missing
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -52,7 +52,11 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
 def cause(view: JobView, verdict: Verdict) -> str:
     """Why a job ended badly, in one line: the first failing node, or those that did not come or move; else ""."""
     if verdict == "failed":
-        return _failure(failing(view)[0])
+        first = failing(view)[0]
+        silent = [node for node in view.nodes if node.silent]
+        if is_echo(first) and silent:  # not long enough to be lost, but who else should it have been
+            return f"{silent[0].name}: {silent[0].silent}"
+        return _failure(first)
     if verdict == "stalled":
         quiet = [node for node in view.nodes if node.phase == "ready"]
         where = (

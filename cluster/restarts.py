@@ -8,36 +8,39 @@ from dataclasses import dataclass
 from cluster import contract
 from cluster.errors import ClusterError
 from cluster.model import Job, Node
-from cluster.rendezvous import JobView, Verdict, failing, missing
+from cluster.rendezvous import JobView, NodeView, Verdict, failing
 from cluster.report import cause, exit_code
 
 NOT_ASKED = "--max-restarts 0"
 
 
+#: How a node exits that somebody or something else has ended.
+_KILLED = (137, 143)
+
+
 @dataclass(frozen=True)
 class Failure:
-    """One attempt's end: which node, why in one line, and at which step of the whole run (0: before the first)."""
+    """One attempt's end: why, in one line, and at which (epoch, step) of the run; (0, 0) is before the first step.
 
-    node: str
+    `by_itself`: the program ended with an error of its own, so from the same state it would again.
+    """
+
     why: str
     step: tuple[int, int] = (0, 0)
-    own_error: bool = False
-    checkpointed: bool = False
+    by_itself: bool = False
 
 
 def failure(view: JobView, verdict: Verdict) -> Failure:
     """What the view of an attempt that failed, came too late or stalled says about its end."""
-    node = (missing(view) if verdict == "late" else failing(view) or list(view.nodes))[0]
-    said = node.failed or {}
     progress = view.progress or {}
-    return Failure(
-        node.name,
-        cause(view, verdict),
-        (int(progress.get("epoch") or 0), int(progress.get("step") or 0)),
-        # A rank that wrote its own end raised an error: with the same state it raises it again.
-        own_error=bool(said) and said.get("exit_code") != contract.EXIT_RUN_ME_AGAIN,
-        checkpointed=said.get("exit_code") == contract.EXIT_RUN_ME_AGAIN,
-    )
+    step = (int(progress.get("epoch") or 0), int(progress.get("step") or 0))
+    return Failure(cause(view, verdict), step, verdict == "failed" and _ended_itself(failing(view)[0]))
+
+
+def _ended_itself(node: NodeView) -> bool:
+    if node.failed is not None:
+        return not node.failed.get("echo") and node.failed.get("exit_code") != contract.EXIT_RUN_ME_AGAIN
+    return node.phase == "exited" and node.exit_code not in _KILLED and "SIG" not in node.note
 
 
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:
@@ -47,10 +50,11 @@ def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) 
         return "the input was refused, and it would be again"
     if verdict == "late":
         return "its nodes never met, and they would not now"
-    again = len(past) > 1 and (last.step, last.why) == (past[-2].step, past[-2].why)
-    if again and (last.own_error or not last.step[0]):
-        where = f"epoch {last.step[0]}, step {last.step[1]}" if last.step[0] else "the start"
-        return f"it failed in the same way at the same place ({where}) twice"
+    if len(past) > 1 and last.by_itself and past[-2].by_itself and last.step == past[-2].step:
+        if not last.step[0]:
+            return "it failed before its first step twice"
+        if last.why == past[-2].why:
+            return f"it failed in the same way at epoch {last.step[0]}, step {last.step[1]} twice"
     if len(past) > job.max_restarts:
         return f"it was restarted {job.max_restarts} times (--max-restarts)" if job.max_restarts else NOT_ASKED
     return ""

@@ -42,7 +42,8 @@ def test_secrets_reach_the_program_and_nothing_else(machines):
     code, text = run(machines, "show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1)
     assert code == 0, text
     assert "seen True False" in text
-    (machines.folder / "tokens.env").unlink()
+    for ours in ("tokens.env", "show.py"):
+        (machines.folder / ours).unlink()
     kept = [path for path in machines.folder.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
     assert kept == []
     assert list(machines.folder.rglob("*.secrets")) == []

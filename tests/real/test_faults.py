@@ -120,15 +120,16 @@ FAULTS = {
         r"n1: exit 137 \(killed\)",
         "n0, n1",
     ),
-    "the engine is restarted": (restart_engine, r"n1: ", "n0, n1"),
-    "a host is killed": (lambda cluster: cluster.testbed.fault("kill", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
+    # its containers get a SIGTERM, so the ranks write a checkpoint; its own host may be left out while it starts
+    "the engine is restarted": (restart_engine, r"stopped by SIGTERM after a checkpoint", "n0, n[12]"),
+    "a host is killed": (lambda cluster: cluster.testbed.fault("kill", "n1"), r"n1: .*no sign of life", "n0, n2"),
     "the master's host is killed": (
         lambda cluster: cluster.testbed.fault("kill", "n0"),
-        r"n0: lost: .*no sign of life",
+        r"n0: .*no sign of life",
         "n2, n1",
     ),
-    "a host freezes": (lambda cluster: cluster.testbed.fault("freeze", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
-    "a host is cut off": (lambda cluster: cluster.testbed.fault("cut", "n1"), r"n1: lost: .*no sign of life", "n0, n2"),
+    "a host freezes": (lambda cluster: cluster.testbed.fault("freeze", "n1"), r"n1: .*no sign of life", "n0, n2"),
+    "a host is cut off": (lambda cluster: cluster.testbed.fault("cut", "n1"), r"n1: .*no sign of life", "n0, n2"),
 }
 
 
@@ -151,7 +152,7 @@ def test_a_job_goes_on_after(fault, cluster, undisturbed):
     text = "".join(lines)
     assert cluster.process.wait(30) == 0, text
     assert re.search(said + r".*; restart 1 of 3", text), text
-    assert f"attempt 2 on {places}" in text
+    assert re.search(f"attempt 2 on {places}", text), text
     print(f"FAULT {fault}: done in {acted_s:.1f} s, seen after {seen_s:.1f} s, next attempt after {again_s:.1f} s")
     assert same(cluster.weights(), undisturbed)
     cluster.testbed.fault("heal")

@@ -53,7 +53,7 @@ def test_the_same_error_at_the_same_step_twice_is_the_programs_own():
 
 def test_a_container_that_never_starts_is_not_tried_for_ever():
     view = seen(b=NodeStatus("b", "exited", 125, "no such device"))
-    assert "the start" in refusal(view, restarts.failure(view, "failed"))
+    assert "before its first step" in refusal(view, restarts.failure(view, "failed"))
 
 
 def test_killed_at_the_same_step_twice_is_bad_luck_and_no_error_of_the_program():
