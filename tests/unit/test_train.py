@@ -198,6 +198,30 @@ def test_a_wrong_place_is_an_error_before_any_rendezvous(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seven pictures in steps of 3, 2 and 2 on two ranks: one of 32 px is one cell of the coarsest grid."""
+    small = ("--imgsz", "32")
+    for place, more in (({}, (*small, "--batch", "1")), (ranks(2)[1], small), (ranks(2)[1], ("--multi-scale",))):
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            for key, value in place.items():
+                patch.setenv(key, value)
+            patch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)[3:]])
+            with pytest.raises(SystemExit) as stop:
+                main()
+        assert stop.value.code == 2
+        said, hint = capsys.readouterr().err.splitlines()
+        assert "can be one picture of 32 x 32 px, a single value for batch norm" in said
+        assert hint == "hint: use a larger --batch or --imgsz" + (", or --sync-bn" if place else "")
+    assert not list(tmp_path.iterdir())
+    for advised in ("--sync-bn", "--batch=7"):
+        run = command(data, tmp_path / "runs", *small, "--ranks", "2", "--epochs", "1", "--noval", advised)
+        done = subprocess.run(run, cwd=tmp_path, env=environment(), text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+
 def test_all_ranks_stop_where_rank_0_cannot_write(data: Path, tmp_path: Path) -> None:
     job = {contract.JOB_ID: "job-1", contract.RUN_DIR: "/proc/self"}
     processes = [

@@ -69,7 +69,7 @@ def start(
     ]
 
 
-def wait(processes: list[subprocess.Popen[str]], timeout_s: float = 300) -> list[tuple[int, str, str]]:
+def wait(processes: list[subprocess.Popen[str]], timeout_s: float = 240) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each; none is left behind."""
     try:
         said = [p.communicate(timeout=timeout_s) for p in processes]

@@ -392,6 +392,8 @@ class TrainLoader:
             )
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
         self.min_side = sides[-1]  # what pictures are decoded for
+        # Cells of the coarsest grid in a rank's smallest share of any step; more than one may be more still.
+        self.fewest_cells = count // self.steps // world * (sides[0] // stride)
         self._plan = _Plan(
             count=count,
             steps=self.steps,

@@ -122,6 +122,7 @@ class Run:
             image_weights=s.image_weights,
             **share,
         )
+        self._check_batch_norm(stride)
         self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
         for note in dict.fromkeys((*self.train.notes, *self.val.notes)):
             self.screen.say(note)
@@ -135,6 +136,18 @@ class Run:
         self.record: Record | None = None  # on the rank that writes it
         self.shown: Sequence[Shown] = ()
         self.metric = self.task.metric()  # of the last validation, all ranks' together on rank 0
+
+    def _check_batch_norm(self, stride: int) -> None:
+        """An error where a rank would have to normalise a single value: by its own variance, which is none."""
+        s, ranks = self.settings, self.world.size
+        normalises = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
+        if normalises and self.train.fewest_cells == 1 and not (s.sync_bn and ranks > 1):
+            who = "a rank's share of a step" if ranks > 1 else "a step"
+            raise TrainerError(
+                f"--batch {s.batch} with --imgsz {s.imgsz}: {who} can be one picture of {stride} x {stride} px, "
+                "a single value for batch norm, which has no variance",
+                "use a larger --batch or --imgsz" + (", or --sync-bn" if ranks > 1 else ""),
+            )
 
     def start(self, going_on: bool = False) -> None:
         """Move to the device and wrap for several ranks; a run that goes on keeps the anchors that it had."""
