@@ -60,9 +60,31 @@ def test_a_loss_that_is_no_number_names_its_batch(fragile: Path, tmp_path: Path)
     assert not list(tmp_path.glob("runs/*/last.pt"))
 
 
+def test_broken_gradients_of_an_epochs_last_batch_name_it_too(fragile: Path, tmp_path: Path) -> None:
+    """The loss is finite: without validation, only the checkpoint after the epoch would be the worse for it."""
+    (tmp_path / "steep.py").write_text(
+        "import torch\n"
+        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
+        "def build(nc):\n"
+        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        "    def steep(layer, args, out):\n"
+        "        darkness = 1 - args[0].flatten(1).amin(1)\n"
+        "        return out + (layer.conv.weight.sum() * darkness).abs().sqrt().view(-1, 1, 1, 1)\n"
+        "    model.model[0].register_forward_hook(steep)\n"
+        "    return model\n"
+    )
+    more = ("--cfg", "steep:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--seed", "2")
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more)))
+    assert code == 2, err
+    assert re.search(r"the loss is no longer finite \(epoch 1, step 3; the batch: .*images/train/5.png", err), err
+    assert not list(tmp_path.glob("runs/*/last.pt"))
+
+
 def test_such_a_batch_can_be_left_out(fragile: Path, tmp_path: Path) -> None:
-    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "2", "--precision", "fp32")
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, "--on-nan", "skip", "--log-steps")))
+    """There is a checkpoint after every step, but none after that one: going back to it would lead nowhere."""
+    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "2", "--precision", "fp32", "--log-steps")
+    skip = ("--on-nan", "skip", "--save-every", "1steps")
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, *skip)))
     assert code == 0, err
     assert out.count("without that batch") == 2  # one in each epoch
     last = torch.load(tmp_path / "runs" / "train" / "last.pt", weights_only=True)
@@ -242,6 +264,7 @@ def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
         assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
         assert re.search(r"all +16 +30 ", done[0][1]), done[0][1]  # pictures and boxes of all ranks together
         assert "advice: " in done[0][1]  # most of the time goes to loading
+        assert re.search(r"  val [1-9]\d?%", done[0][1]), done[0][1]  # pictures that take seconds are seen in the share
         seen = [set(path.read_text().split()) for path in tmp_path.glob("seen-*")]
         assert sorted(map(len, seen)) == [16 // count] * count
         assert len(set.union(*seen)) == 16

@@ -276,9 +276,13 @@ class Run:
             dist.wait(dist.start_sum(last))
         self.total += last
         self.pending = torch.zeros_like(self.total)
-        if not bool(self.total.isfinite().all()):
+        if not bool(self.total.isfinite().all()) or self._broken_gradients():
             raise NotFinite(self.number - 1)
         return last
+
+    def _broken_gradients(self) -> bool:
+        """Whether the weights last moved by gradients that were not finite; with a scaler, they do not."""
+        return not self.scaler.is_enabled() and not bool(self.norm.isfinite())
 
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
@@ -321,11 +325,8 @@ class Run:
         What the ranks do not share (batch norm's statistics between two epochs, the last step's loss terms) is kept
         for each of them. Random generators need no state: every step seeds them from its number.
         """
-        bad = float(not bool(self.pending.isfinite().all()))
-        if not self.scaler.is_enabled():
-            bad += float(not bool(self.norm.isfinite()))
         mine = {
-            "bad": bad,
+            "bad": not bool(self.pending.isfinite().all()) or self._broken_gradients(),
             "pending": self.pending.cpu(),
             "statistics": [[t.cpu() for t in _statistics(m)] for m in (self.model, self.ema.model)],
         }
@@ -367,6 +368,7 @@ class Run:
         self.at = Position(**{**content["at"], "best_scores": tuple(content["at"]["best_scores"])})
         self.at.skipped = tuple(self.at.skipped)
         self.total.copy_(content["total"])
+        self.norm = torch.zeros_like(self.norm)  # of no move of these weights
         self.history = list(content["history"])
         self.cfg = content["cfg"]  # with the anchors that were fitted
         self.weigh(content["class_map"])
