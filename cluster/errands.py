@@ -122,11 +122,11 @@ echo "taken ${holder:-by a program that this user may not see}"
 """
 # What must be so on a node before anything is started: a line `word text` for each thing that is not, or is to be
 # compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python, `$7` the
-# job's folder if it must not be there yet; then paths.
+# job's folder if it must not be there yet, `$8` the master's address:port unless this is its node; then paths.
 PREPARE = (
     _HOLDERS
     + r"""
-runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7; shift 7
+runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8; shift 8
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
 [ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
 case $runtime in
@@ -134,9 +134,16 @@ none) "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('t
 *)
     if ! command -v "$runtime" >/dev/null; then echo "no_runtime $runtime"
     elif ! why=$("$runtime" version --format '{{.Server.Version}}' 2>&1 >/dev/null); then echo "engine ${why##*$'\n'}"
-    elif ! id=$("$runtime" image inspect --format '{{.Id}}' "$image" 2>/dev/null); then echo "no_image"
-    else echo "image $id"; fi ;;
+    elif ! id=$("$runtime" image inspect --format '{{.Id}} {{.Architecture}}' "$image" 2>/dev/null); then echo no_image
+    else echo "image $id $(uname -m)"; fi ;;
 esac
+# nothing listens there yet: a refusal says that the way is open
+if [ -n "$master" ]; then
+    why=$(timeout 3 bash -c ': < "/dev/tcp/$0/$1"' "${master%:*}" "${master##*:}" 2>&1) || case $why in
+        *refused*) ;;
+        *) why=${why%%$'\n'*}; echo "no_way $master: $(why=${why##*: }; echo "${why:-no answer within 3 s}")" ;;
+    esac
+fi
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 for path; do test -e "$path" || echo "missing $path"; done
 if [ "$device" = cuda ]; then

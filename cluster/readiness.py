@@ -18,6 +18,10 @@ def ids(node: Node) -> str:
     return ",".join(str(gpu) for gpu in node.gpus) if node.login else ""
 
 
+#: What Linux and the engines call the same processors.
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
 def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str]]:
     """What stops a launch on one node, as (message, hint)."""
     where, python = place(node), plan.command[0]
@@ -36,6 +40,15 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
             why, hint = f"there is no {text}", f"install it on {where}, or look anew: clusterctl init"
         elif word == "engine":
             why, hint = f"{node.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
+            if "permission denied" in text:
+                hint = f"on {where}: sudo usermod -aG {node.runtime} $USER, then log in again"
+        elif word == "image" and _ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
+            _, made_for, machine = text.split()
+            why = f"{plan.image} is an image for {made_for}, and the machine is {machine}"
+            hint = f"build one there, or name one for {machine}: --image NAME"
+        elif word == "no_way":
+            why = f"cannot reach the master at {text}"
+            hint = f"open its ports to {where}, or name another address in cluster.yaml: clusterctl doctor"
         elif word == "no_image":
             why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
         elif word == "missing":

@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from cluster import commands, restarts
+from cluster import commands, fanout, files, restarts
 from cluster.backends import BACKENDS
 from cluster.commands import FAILED_GRACE_S, Show, Watched
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node, Plan, Record
 from cluster.records import Records
 from cluster.restarts import Failure
+from cluster.shells import reach
 
 #: How long to wait for lost machines to come back, when without them there are too few.
 RETURN_S = 60.0
+#: The trainer's newest checkpoint, in the job's folder.
+_CHECKPOINT = "last.pt"
 _RETURN_TICK_S = 3.0
 
 
@@ -92,8 +96,28 @@ def _next_attempt(
     records.update(record)
     # A machine that was away may still run the attempt that the others have left behind.
     backend.cancel(made, grace_s=0)
+    _bring_checkpoint(record, show)
     commands.start(record, records, secrets)
     return record
+
+
+def _bring_checkpoint(record: Record, show: Show) -> None:
+    """Give the first node the newest checkpoint, when none of the nodes has one and a machine that was left out does.
+
+    Where one of them has it, the trainer shares it by itself.
+    """
+    plan = record.plan
+    remote = [node for node in (*plan.nodes, *record.retired) if node.login]
+    look = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
+    results = fanout.each(remote, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"]).out)
+    ages = {name: int(out) for name, out in results.items() if not isinstance(out, ClusterError) and out.strip()}
+    if not ages or any(node.name in ages for node in plan.nodes):
+        return
+    source = max((node for node in record.retired if node.name in ages), key=lambda node: ages[node.name])
+    everything_else = [f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous")]
+    files.collect(source, plan.dir_on(source), plan.run_dir, everything_else)
+    files.place(plan.nodes[0], [Path(plan.run_dir, _CHECKPOINT)], plan.dir_on(plan.nodes[0]))
+    show.note(f"the newest checkpoint was brought from {source.name} to {plan.nodes[0].name}")
 
 
 def _cancel(plan: Plan, show: Show) -> None:

@@ -90,7 +90,7 @@ class HostsBackend:
         """What keeps each node of the plan from running it, None where nothing does; every node by itself."""
 
         def look(node: Node) -> ClusterError | None:
-            found = readiness.problems(plan, node, self._prepare(plan, node))
+            found = readiness.problems(plan, node, self._prepare(plan, node, alone=True))
             return UsageError(found[0][0], found[0][1]) if found else None
 
         return dict(fanout.each(plan.nodes, look))
@@ -117,7 +117,9 @@ class HostsBackend:
         looks = [self._looks.setdefault((plan.job_id, node.name), _Look(time.time())) for node in machines]
         for machine, look in zip(machines, looks, strict=True):
             look.start(self._reach(machine), partial(self._look, plan, machine))
-        until = time.monotonic() + (_LOOK_TIMEOUT_S if not machines[0].login else _PATIENCE_S)
+        # the first look may have to log in before it sees anything
+        patience_s = _PATIENCE_S if all(look.seen for look in looks) else LOST_AFTER_S
+        until = time.monotonic() + (_LOOK_TIMEOUT_S if not machines[0].login else patience_s)
         found: dict[str, NodeStatus] = {}
         for machine, look in zip(machines, looks, strict=True):
             error = look.answer(max(0.0, until - time.monotonic()))
@@ -173,10 +175,14 @@ class HostsBackend:
         results = fanout.each(remote, bring)
         return [f"not brought here: {error.message}" for error in results.values() if isinstance(error, ClusterError)]
 
-    def _prepare(self, plan: Plan, node: Node) -> list[str]:
+    def _prepare(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
         words = [node.runtime, plan.image, node.run_dir, plan.device, readiness.ids(node), plan.command[0], *step.needs]
-        words.insert(6, plan.dir_on(node) if node.login and plan.attempt == 1 else "")
+        peer = node.login and node is not plan.nodes[0] and not alone
+        words[6:6] = [
+            plan.dir_on(node) if node.login and plan.attempt == 1 else "",
+            f"{plan.master_addr}:{plan.master_port}" if peer else "",
+        ]
         done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=30)
         if done.code:
             raise UnreachableError(

@@ -49,6 +49,26 @@ def test_secrets_reach_the_program_and_nothing_else(machines):
     assert list(machines.folder.rglob("*.secrets")) == []
 
 
+HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$", "ünïcode -n"]
+
+
+def test_hostile_strings_arrive_as_they_are(machines, sshd):
+    folder = machines.folder / "it's $here `now`"
+    folder.mkdir()
+    (folder / "show.py").write_text(
+        "import json, os, sys\n"
+        "seen = [sys.argv[1:], os.environ['HOSTILE'], os.environ['SECRET']]\n"
+        "open('seen', 'w').write(json.dumps(seen))\n"
+    )
+    machines.folder = folder
+    inventory(folder, sshd, folder / "remote's $place")
+    machines.env["SECRET"] = HOSTILE[2]
+    quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
+    code, text = run(machines, f"show.py {quoted}", "--env", f"HOSTILE={''.join(HOSTILE)}", "--env", "SECRET", nodes=1)
+    assert code == 0, text
+    assert json.loads((folder / "seen").read_text()) == [HOSTILE, "".join(HOSTILE), HOSTILE[2]]
+
+
 def test_everything_that_is_missing_is_named_for_every_node_and_nothing_is_started(machines, sshd):
     file = inventory(machines.folder, sshd, Path("/proc/nowhere"))
     code, text = run(machines, "all_reduce.py", nodes=3)

@@ -206,6 +206,20 @@ def test_a_killed_launcher_loses_nothing_and_attach_brings_the_results(cluster, 
     assert cluster.left() == {}
 
 
+def test_a_checkpoint_is_brought_from_a_machine_that_is_there_but_cannot_go_on(cluster):
+    cluster.launch("ft-bring", "--nodes", "1", "--spares", "1")
+    cluster.until_step()
+    cluster.testbed["n0"].run("docker kill ft-bring-n0; mv /usr/bin/docker /usr/bin/docker.away")
+    try:
+        code, text = cluster.end()
+    finally:
+        cluster.testbed["n0"].run("mv /usr/bin/docker.away /usr/bin/docker")
+    assert code == 0, text
+    assert "the newest checkpoint was brought from n0 to n1" in text
+    assert "attempt 2 on n1" in text
+    assert re.search(r"goes on in epoch \d after step \d+", text), text
+
+
 @pytest.mark.parametrize("moment", ["rendezvous", "training"])
 def test_ctrl_c_stops_every_node(moment, cluster):
     cluster.launch("ft-stop", epochs=50)
