@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, files, logs, rendezvous, report
+from cluster import config, files, logs, manifest, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
 from cluster.backends.hosts import HostsBackend
@@ -364,6 +364,7 @@ def free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
 def _make_folder(plan: Plan) -> None:
     try:
         Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
+        Path(plan.run_dir).parent.joinpath(manifest.RUNS_MARK).touch()
     except OSError as error:
         raise LaunchError(
             f"this machine: cannot make the run directory {plan.attempt_dir}: {error.strerror}",

@@ -27,6 +27,8 @@ Kind = Literal["f", "x", "l"]
 LEFT_OUT = (".trainer-cache", "__pycache__")
 #: Our own marker files and unfinished transfers begin with this.
 OURS = ".clusterctl-"
+#: A folder with this file holds jobs' results: it grows with every job, and is no part of what jobs are given.
+RUNS_MARK = ".clusterctl-runs"
 
 _CHUNK = 1 << 20
 #: A file changed so shortly before it was read might have been changed once more within the clock's resolution.
@@ -253,6 +255,8 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, Stamp]]:
                 continue
             name = f"{prefix}{entry.name}"
             if entry.is_dir(follow_symlinks=False):
+                if Path(entry.path, RUNS_MARK).exists():
+                    continue
                 yield from _walk(Path(entry.path), f"{name}/")
             elif entry.is_file(follow_symlinks=False) or entry.is_symlink():
                 yield name, _stamp(Path(entry.path), entry.stat(follow_symlinks=False))

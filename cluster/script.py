@@ -60,7 +60,8 @@ done
 kill "$probe" 2>/dev/null
 exec >&- 2>&-
 for _ in $(seq 20); do kill -0 "$tee" 2>/dev/null && sleep 0.1; done
-printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit"
+printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit" \
+    || rm -f -- "$out/$NODE.exit.tmp"
 exit "$code"
 """
 

@@ -24,6 +24,8 @@ from cluster.shells import Shell
 LOST_AFTER_S = 8.0
 #: How long the launcher waits for an answer before it goes on with what it knows; the answer may come later.
 _PATIENCE_S = 1.0
+#: How long a machine that is lost may take to show that it is not.
+_LOST_PATIENCE_S = 4.0
 #: A machine that is alive may still be slow.
 _LOOK_TIMEOUT_S = 30.0
 #: So much of a log is fetched at once.
@@ -42,7 +44,9 @@ class HostsBackend:
     def __init__(self, name: str, reach: Callable[[Node], Shell]) -> None:
         self.name = name
         self._reach = reach
-        self._looks: dict[tuple[str, str], _Look] = {}
+        self._looks: dict[tuple[str, int, str], _Look] = {}
+        #: The machines that have last been found lost.
+        self._lost: set[tuple[str, str]] = set()
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
@@ -114,7 +118,9 @@ class HostsBackend:
         A machine that is slow keeps its last state, one that gives no sign of life says so and in the end is lost.
         """
         machines = _machines(plan)
-        looks = [self._looks.setdefault((plan.job_id, node.name), _Look(time.time())) for node in machines]
+        looks = [
+            self._looks.setdefault((plan.job_id, plan.attempt, node.name), _Look(time.time())) for node in machines
+        ]
         for machine, look in zip(machines, looks, strict=True):
             look.start(self._reach(machine), partial(self._look, plan, machine))
         # the first look may have to log in before it sees anything
@@ -123,6 +129,8 @@ class HostsBackend:
         found: dict[str, NodeStatus] = {}
         for machine, look in zip(machines, looks, strict=True):
             error = look.answer(max(0.0, until - time.monotonic()))
+            remember = self._lost.add if look.silent_s > LOST_AFTER_S else self._lost.discard
+            remember((plan.job_id, machine.name))
             for node in _on(plan, machine):
                 status = look.seen.get(node.name) or NodeStatus(node.name, "starting")
                 found[node.name] = _silent(status, look.silent_s, error) if look.silent_s > 2 * _PATIENCE_S else status
@@ -141,7 +149,8 @@ class HostsBackend:
         def end(machine: Node) -> str:
             text = errands.CANCEL + RUNTIMES[machine.runtime].stop(plan.job_id, int(grace_s))
             done = self._reach(machine).run(
-                ["bash", "-c", text, "cancel", plan.job_id, str(int(grace_s * 10))], timeout_s=grace_s + 30
+                ["bash", "-c", text, "cancel", plan.job_id, str(int(grace_s * 10))],
+                timeout_s=self._patience_s(plan, machine, grace_s + 30),
             )
             return ", ".join(done.out.split("\n")[:-1]) if done.out.strip() else ""
 
@@ -183,12 +192,20 @@ class HostsBackend:
             plan.dir_on(node) if node.login and plan.attempt == 1 else "",
             f"{plan.master_addr}:{plan.master_port}" if peer else "",
         ]
-        done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=30)
+        timeout_s = self._patience_s(plan, node, 30)
+        done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=timeout_s)
         if done.code:
             raise UnreachableError(
                 f"{readiness.place(node)}: {done.last_line}", "the machine needs bash and a POSIX userland"
             )
         return done.out.splitlines()
+
+    def _patience_s(self, plan: Plan, machine: Node, usual_s: float) -> float:
+        """How long to wait for a machine: one that was lost a moment ago is tried anew, and not for long."""
+        if (plan.job_id, machine.name) not in self._lost:
+            return usual_s
+        self._reach(machine).close()
+        return _LOST_PATIENCE_S
 
     def _check_port(self, plan: Plan) -> None:
         master = plan.nodes[0]

@@ -26,6 +26,8 @@ class Cluster:
     def __init__(self, clusterctl, testbed, run_dir="/root/clusterctl/runs"):
         self.clusterctl, self.testbed = clusterctl, testbed
         self.folder = clusterctl.folder
+        self.processes = []
+        clusterctl.env["CLUSTERCTL_STATE_DIR"] = f"{self.folder}-records"
         nodes = {
             name: {"address": testbed[name].address, "gpus": 2, "runtime": "docker", "run_dir": run_dir}
             | {"data_dir": "/root/clusterctl/data"}
@@ -36,6 +38,8 @@ class Cluster:
         self.data = make_yolo_set(self.folder / "set", train=32, val=2)
         tiny = yaml.safe_load((SMALLEST).read_text()) | {"width_multiple": 0.05, "depth_multiple": 0.1}
         (self.folder / "set" / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+        for host in HOSTS:  # the jobs' names come again
+            testbed[host].run("rm -rf /root/clusterctl/runs /data/runs")
         code, text = clusterctl.run("sync", str(self.folder / "set"))
         assert code == 0, text
 
@@ -46,6 +50,7 @@ class Cluster:
         arguments += ["--noval", "--seed", "1", "--stall", "20"]
         command = ["launch", "--name", job, "--nodes", "2", "--gpus", "1", "--env", "OMP_NUM_THREADS=1", *options]
         self.process = self.clusterctl.start(*command, "--", "train", *arguments)
+        self.processes.append(self.process)
         self.job = job
         return self.process
 
@@ -84,9 +89,11 @@ class Cluster:
 def cluster(clusterctl, testbed, image_on_hosts):
     made = Cluster(clusterctl, testbed)
     yield made
-    if getattr(made, "process", None) and made.process.poll() is None:
-        made.process.kill()
-        made.process.communicate()
+    for process in made.processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+        process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -252,24 +259,15 @@ def test_of_two_launches_on_the_same_hosts_the_second_is_refused_with_the_name_o
 
 
 def test_an_error_of_the_program_itself_is_not_tried_until_the_restarts_are_used_up(cluster):
-    shutil.copy(ROOT / "examples" / "all_reduce.py", cluster.folder / "set")
-    assert cluster.clusterctl.run("sync", str(cluster.folder / "set"))[0] == 0
-    command = f"{cluster.folder}/set/all_reduce.py --ticks 3 --fail-at 1"
-    launch = [
-        "launch",
-        "--name",
-        "ft-bug",
-        "--nodes",
-        "2",
-        "--max-restarts",
-        "5",
-        "--mount",
-        str(cluster.folder / "set"),
-    ]
+    shutil.copy(ROOT / "examples" / "all_reduce.py", cluster.folder)
+    code, text = cluster.clusterctl.run("sync", ".")
+    assert code == 0, text
+    launch = ["launch", "--name", "ft-bug", "--nodes", "2", "--max-restarts", "5"]
+    command = "all_reduce.py --ticks 3 --fail-at 1"
     code, text = cluster.clusterctl.run(*launch, "--command", command, timeout_s=200)
     cluster.job = "ft-bug"
     assert code == 1, text
     assert text.count("restart 1 of 5") == 1
     assert "restart 2 of 5" not in text
-    assert text.count("ValueError: this rank was told to fail") == 1
+    assert "ValueError: this rank was told to fail" in text
     assert cluster.left() == {}
