@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cluster.config import DEFAULT_IMAGE
 from cluster.doctor import data as data_check
 from cluster.doctor import engine, forecast, link, machine, network, peers, probe, windows
 from cluster.doctor.findings import Finding, Seen, exit_code
@@ -73,7 +74,7 @@ def examine(
     began = time.monotonic()
     _refuse_unknown("--skip", skip, ORDER)
     _refuse_unknown("--model", [model], list(forecast.PARAMETERS))
-    image = image or inventory.image
+    image = image or inventory.image or DEFAULT_IMAGE
     nodes = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
     inventory = replace(inventory, nodes=nodes)
     say(f"looking at {len(inventory.nodes)} nodes")
