@@ -10,14 +10,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import random
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import paramiko
 from fabric import Config, Connection
@@ -25,7 +26,11 @@ from fabric import Config, Connection
 from cluster.errors import UnreachableError
 from cluster.shells.result import Completed
 
+T = TypeVar("T")
+
 CONNECT_TIMEOUT_S = 8.0
+#: An sshd, or a jump host, that many log into at once turns some away (MaxStartups): they knock again for so long.
+_BUSY_S = 20.0
 #: paramiko sends something this often, so that a connection whose other end has gone is noticed.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
@@ -202,7 +207,7 @@ class SshShell:
         where = f"{self.place} ({connection.user}@{connection.host}:{connection.port})"
         scan = f"ssh-keyscan -p {connection.port} {connection.host}"
         try:
-            connection.open()
+            _log_in(connection, timeout_s)
         except UnknownHostKey as error:
             raise UnreachableError(
                 f"{where}: {error}",
@@ -236,11 +241,75 @@ class SshShell:
         return connection
 
 
+def _log_in(connection: Connection, timeout_s: float) -> None:
+    until = time.monotonic() + _BUSY_S
+    pause_s = 0.1
+    while True:
+        began = time.monotonic()
+        try:
+            connection.open()
+            return
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            now = time.monotonic()
+            # One that is silent was waited for already; one that answers and hangs up at once may have time later.
+            if not _hung_up(error) or now - began >= timeout_s or now + pause_s > until:
+                raise
+        # Not all at the same moment again.
+        time.sleep(pause_s * random.uniform(0.5, 1))
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def _hung_up(error: BaseException) -> bool:
+    """Whether the connection was closed before the other side said that it speaks SSH."""
+    return isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
+
+
+class _Read(Generic[T]):
+    """What `parse` made of some files, read again only when one of them has changed: not once for each machine."""
+
+    def __init__(self, parse: Callable[[tuple[Path, ...]], T]) -> None:
+        self._parse = parse
+        self._kept: dict[tuple[Path, ...], tuple[list[tuple[int, int, int]], T]] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, *files: Path) -> T:
+        with self._lock:
+            stats = [file.stat() for file in files if file.is_file()]
+            stamp = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+            if files not in self._kept or self._kept[files][0] != stamp:
+                self._kept[files] = stamp, self._parse(files)
+            return self._kept[files][1]
+
+
+def _parse_keys(files: tuple[Path, ...]) -> paramiko.HostKeys:
+    keys = paramiko.HostKeys()
+    for file in files:
+        if file.is_file():
+            keys.load(str(file))
+    return keys
+
+
+def _parse_config(files: tuple[Path, ...]) -> paramiko.SSHConfig:
+    if len(files) == 1 and not files[0].is_file():
+        raise FileNotFoundError("there is no such file")
+    config = paramiko.SSHConfig()
+    for file in files:
+        if file.is_file():
+            with file.open() as lines:
+                config.parse(lines)
+    return config
+
+
+_ssh_config = _Read(_parse_config)
+_known_keys = _Read(_parse_keys)
+
+
 def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
-    config = Config(runtime_ssh_path=str(Path(config_file).expanduser()) if config_file else None)
+    files = [config_file] if config_file else ["~/.ssh/config", "/etc/ssh/ssh_config"]
     connection = Connection(
         login,
-        config=config,
+        # lazy: not what `fabric.yaml` files on this machine say, which would be looked for again for each machine.
+        config=Config(ssh_config=_ssh_config(*(Path(file).expanduser() for file in files)), lazy=True),
         connect_timeout=timeout_s,
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
@@ -253,15 +322,14 @@ def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
 
 def _trust_only_known_hosts(connection: Connection) -> None:
     """fabric accepts any key by default and reads no known_hosts file."""
-    client = connection.client
-    client.set_missing_host_key_policy(_Refuse())
+    connection.client.set_missing_host_key_policy(_Refuse())
     options = connection.ssh_config
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2").split()
-    for file in files:
-        path = Path(file).expanduser()
-        if path.is_file():
-            client.load_system_host_keys(str(path))
+    name = connection.host if connection.port == 22 else f"[{connection.host}]:{connection.port}"
+    known = _known_keys(*(Path(file).expanduser() for file in files)).lookup(name)
+    for kind, key in known.items() if known else ():
+        connection.client.get_host_keys().add(name, kind, key)
 
 
 def _why(error: BaseException) -> str:

@@ -14,18 +14,24 @@ import yaml
 
 
 class Sshd:
-    """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them."""
+    """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them.
 
-    def __init__(self, folder: Path, addresses: list[str], *, trusted: bool = True) -> None:
+    `bare`: with a home folder of its own, because bash runs the user's `.bashrc` at every command, however slow it is.
+    """
+
+    def __init__(self, folder: Path, addresses: list[str], *, trusted: bool = True, bare: bool = False) -> None:
         self.folder, self.addresses = folder, addresses
         folder.mkdir(parents=True)
         folder.chmod(0o700)
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         shutil.copy(folder / "user.pub", folder / "authorized")
+        # sshd listens on at most 16 addresses: with more on all of them, and lets in only whom loopback brings.
+        every = len(addresses) > 16
         with socket.socket() as probe:
-            probe.bind((addresses[0], 0))
+            probe.bind(("0.0.0.0" if every else addresses[0], 0))
             self.port = probe.getsockname()[1]
+        listen = ["0.0.0.0"] if every else addresses
         self.config, self.known_hosts = folder / "config", folder / "known_hosts"
         key = " ".join((folder / "host.pub").read_text().split()[:2])
         known = [f"[{address}]:{self.port} {key}\n" for address in addresses]
@@ -38,9 +44,10 @@ class Sshd:
             f"  IdentitiesOnly yes\n  UserKnownHostsFile {self.known_hosts}\n"
         )
         (folder / "sshd_config").write_text(
-            "".join(f"ListenAddress {address}:{self.port}\n" for address in addresses)
+            "".join(f"ListenAddress {address}:{self.port}\n" for address in listen)
             + f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\nPidFile {folder / 'pid'}\n"
-            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nMaxStartups 10:30:100\n"
+            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nMaxStartups 10:30:100\nAllowUsers *@127.0.0.0/8\n"
+            + (f"SetEnv HOME={folder}\n" if bare else "")
         )
         self.start()
 

@@ -1,6 +1,8 @@
 """One suite over every way to reach a machine, against a real sshd; then what only SSH can meet."""
 
+import getpass
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -127,3 +129,42 @@ def test_proxy_jump_is_honoured(sshd):
         file.write(f"  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n")
     assert connect(sshd, "inner").run(["echo", "through"]).out == "through\n"
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
+
+
+def pour(source, sink):
+    """Everything that one connection brings into the other, and the end of it."""
+    while data := source.recv(1 << 16):
+        sink.sendall(data)
+    sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
+    """As sshd does when more log in at once than its MaxStartups; a second server in front of it, here."""
+    with socket.create_server(("127.0.1.3", 0)) as front:
+        sshd.known_hosts.write_text(sshd.known_hosts.read_text().replace("127.0.1.3", "other"))
+        key = " ".join((sshd.folder / "host.pub").read_text().split()[:2])
+        port = front.getsockname()[1]
+        with sshd.known_hosts.open("a") as known:
+            known.write(f"[127.0.1.3]:{port} {key}\n")
+        turned_away = []
+
+        def serve():
+            for _ in range(3):
+                caller, _ = front.accept()
+                caller.sendall(b"Exceeded MaxStartups\r\n")
+                caller.close()
+                turned_away.append(caller)
+            caller, _ = front.accept()
+            with caller, socket.create_connection(("127.0.1.1", sshd.port)) as server:
+                back = threading.Thread(target=pour, args=(server, caller))
+                back.start()
+                pour(caller, server)
+                back.join()
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        shell = connect(sshd, f"{getpass.getuser()}@h2:{port}")
+        assert shell.run(["echo", "let in"]).out == "let in\n"
+        assert len(turned_away) == 3
+        close_all()
+        serving.join(10)
