@@ -24,8 +24,8 @@ from cluster.shells import Shell
 LOST_AFTER_S = 8.0
 #: How long the launcher waits for an answer before it goes on with what it knows; the answer may come later.
 _PATIENCE_S = 1.0
-#: How long a machine that is lost may take to show that it is not.
-_LOST_PATIENCE_S = 4.0
+#: How long a machine that was silent may take to show that it is there.
+_SILENT_PATIENCE_S = 4.0
 #: A machine that is alive may still be slow.
 _LOOK_TIMEOUT_S = 30.0
 #: So much of a log is fetched at once.
@@ -45,8 +45,8 @@ class HostsBackend:
         self.name = name
         self._reach = reach
         self._looks: dict[tuple[str, int, str], _Look] = {}
-        #: The machines that have last been found lost.
-        self._lost: set[tuple[str, str]] = set()
+        #: The machines that gave no sign of life when they were last looked at.
+        self._silent: set[tuple[str, str]] = set()
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
@@ -129,11 +129,11 @@ class HostsBackend:
         found: dict[str, NodeStatus] = {}
         for machine, look in zip(machines, looks, strict=True):
             error = look.answer(max(0.0, until - time.monotonic()))
-            remember = self._lost.add if look.silent_s > LOST_AFTER_S else self._lost.discard
-            remember((plan.job_id, machine.name))
+            silent = look.silent_s > 2 * _PATIENCE_S
+            (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
             for node in _on(plan, machine):
                 status = look.seen.get(node.name) or NodeStatus(node.name, "starting")
-                found[node.name] = _silent(status, look.silent_s, error) if look.silent_s > 2 * _PATIENCE_S else status
+                found[node.name] = _silent(status, look.silent_s, error) if silent else status
         return [found[node.name] for node in plan.nodes]
 
     def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
@@ -201,11 +201,11 @@ class HostsBackend:
         return done.out.splitlines()
 
     def _patience_s(self, plan: Plan, machine: Node, usual_s: float) -> float:
-        """How long to wait for a machine: one that was lost a moment ago is tried anew, and not for long."""
-        if (plan.job_id, machine.name) not in self._lost:
+        """How long to wait for a machine: one that was silent a moment ago is tried anew, and not for long."""
+        if (plan.job_id, machine.name) not in self._silent:
             return usual_s
         self._reach(machine).close()
-        return _LOST_PATIENCE_S
+        return _SILENT_PATIENCE_S
 
     def _check_port(self, plan: Plan) -> None:
         master = plan.nodes[0]
