@@ -22,9 +22,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(data: Path, *more: str) -> list[str]:
-    """Batches of 5 that are gathered in pairs (nbs 10), so that a kill can fall between two moves of the weights."""
+    """Batches of 5 that the warm-up gathers in pairs from step 6 on, so that a kill can fall between two moves."""
     hyp = data.parent / "hyp.yaml"
-    hyp.write_text("nbs: 10\nwarmup_epochs: 0.01\nema_tau: 10\nmixup: 0.5\n")
+    hyp.write_text("nbs: 60\nwarmup_epochs: 0.01\nema_tau: 10\nmixup: 0.5\n")
     return [
         *("train", "--data", str(data), "--hyp", str(hyp), "--imgsz", "64", "--batch", "5", "--epochs", "3"),
         *("--device", "cpu", "--log-steps", "--project", "runs", *more),
