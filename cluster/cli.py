@@ -292,7 +292,7 @@ def plan(
         stall_timeout_s=stall_timeout_s,
         env_names=tuple(secrets.read(env_file)),
     )
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)
     job, chosen, notes = _resolve(request, nodes, backend, machines)
     made = commands.plan(job, chosen)
     for note in notes:

@@ -201,6 +201,10 @@ def start(record: Record, records: Records, secrets: Mapping[str, str] | None = 
     except ClusterError as error:
         records.end(record.plan.job_id, "failed", error.message)
         raise
+    except KeyboardInterrupt:  # some nodes may have started
+        records.end(record.plan.job_id, "stopped")
+        BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
+        raise
 
 
 def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep) -> Watched:
