@@ -102,11 +102,12 @@ for runtime in docker podman; do
     done
 done
 """
-# Prints who listens on port `$1`, or nothing; `ss` names the program when we may know it. `$2` is a Python, if there is
-# one: it sees also a port that is bound and not listened on.
-PORT = """
-if command -v "$2" >/dev/null; then
-    "$2" - "$1" <<'END'
+# Prints `port taken ...`, who listens on port `$1`, or nothing; `ss` names it when we may know it. `$2` is a
+# Python, if there is one: it sees also a port that is bound and not listened on; without its packages it starts faster.
+_PORT = """
+listener() {
+    if command -v "$2" >/dev/null; then
+        "$2" -IS - "$1" <<'END'
 import socket, sys
 with socket.socket() as probe:
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -115,18 +116,22 @@ with socket.socket() as probe:
     except OSError:
         sys.exit(1)
 END
-    [ $? -eq 1 ] || exit 0
-elif [ -z "$(ss -Hltn "sport = :$1")" ]; then exit 0; fi
-holder=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:.*' | head -n 1)
-echo "taken ${holder:-by a program that this user may not see}"
+        [ $? -eq 1 ] || return 0
+    elif [ -z "$(ss -Hltn "sport = :$1")" ]; then return 0; fi
+    local holder; holder=$(ss -Hltnp "sport = :$1" 2>/dev/null | grep -o 'users:.*' | head -n 1)
+    echo "port taken ${holder:-by a program that this user may not see}"
+}
 """
 # What must be so on a node before anything is started: a line `word text` for each thing that is not, or is to be
 # compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python, `$7` the
-# job's folder if it must not be there yet, `$8` the master's address:port unless this is its node; then paths.
+# job's folder if it must not be there yet, `$8` the master's address:port unless this is its node, `$9` its port
+# if it is; then paths.
 PREPARE = (
     _HOLDERS
+    + _PORT
     + r"""
-runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8; shift 8
+runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9; shift 9
+[ -z "$port" ] || listener "$port" "$python" &
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
 [ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
 case $runtime in
@@ -151,6 +156,7 @@ if [ "$device" = cuda ]; then
     for id in ${gpus//,/ }; do case " $found " in *" $id "*) ;; *) echo "no_gpu $id" ;; esac; done
 fi
 [ -z "$gpus" ] || holders | sed 's/^/held /'
+wait
 exit 0
 """
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.errors import GpusHeldError, NameTakenError
+from cluster.errors import GpusHeldError, NameTakenError, PortTakenError
 from cluster.model import Node, Plan
 
 
@@ -88,6 +88,17 @@ def refuse_taken(seen: Mapping[str, Sequence[str]]) -> None:
                     f"{name}: {line.removeprefix('exists ')} is there already",
                     "choose another --name, or remove the folder",
                 )
+
+
+def refuse_port(plan: Plan, seen: Mapping[str, Sequence[str]]) -> None:
+    """Raise PortTakenError when the master's machine says that another program has its port."""
+    master = plan.nodes[0]
+    for line in seen[master.name]:
+        if line.startswith("port "):
+            raise PortTakenError(
+                f"{place(master)}: port {plan.master_port} is {line.removeprefix('port ')}",
+                "choose another: --master-port auto",
+            )
 
 
 def _short(image_id: str) -> str:

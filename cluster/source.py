@@ -29,8 +29,8 @@ class Source:
         Raises UsageError that names the line.
         """
         try:
-            # Aliases make loops and bombs.
-            for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            # Aliases make loops and bombs. Without their mark there is none, and it need not be read twice.
+            for event in yaml.parse(text, Loader=yaml.SafeLoader) if "*" in text else ():
                 if isinstance(event, yaml.AliasEvent):
                     raise _at(event, "aliases (*name) are not read here")
             loader = yaml.SafeLoader(text)

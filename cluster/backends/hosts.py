@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from cluster import errands, fanout, files, logs, quoting, readiness, script
-from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
+from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, one_box
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Shell
@@ -88,7 +88,7 @@ class HostsBackend:
         }
         if held:
             raise readiness.held_error({name: sorted(jobs) for name, jobs in held.items()})
-        self._check_port(plan)
+        readiness.refuse_port(plan, seen)
 
     def survey(self, plan: Plan) -> dict[str, ClusterError | None]:
         """What keeps each node of the plan from running it, None where nothing does; every node by itself."""
@@ -191,6 +191,7 @@ class HostsBackend:
         words[6:6] = [
             plan.dir_on(node) if node.login and plan.attempt == 1 else "",
             f"{plan.master_addr}:{plan.master_port}" if peer else "",
+            str(plan.master_port) if node is plan.nodes[0] and not alone else "",
         ]
         timeout_s = self._patience_s(plan, node, 30)
         done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=timeout_s)
@@ -206,16 +207,6 @@ class HostsBackend:
             return usual_s
         self._reach(machine).close()
         return _SILENT_PATIENCE_S
-
-    def _check_port(self, plan: Plan) -> None:
-        master = plan.nodes[0]
-        python = plan.command[0]
-        done = self._reach(master).run(["bash", "-c", errands.PORT, "port", str(plan.master_port), python])
-        taken = done.out.strip()
-        if taken:
-            raise PortTakenError(
-                f"{readiness.place(master)}: port {plan.master_port} is {taken}", "choose another: --master-port auto"
-            )
 
     def _start(self, plan: Plan, node: Node, step: Step, head: str) -> None:
         ((_, text),) = step.files.items()

@@ -15,7 +15,7 @@ from tests.contract.sshd import Sshd, inventory
 HOSTS = 64
 # Says to the launcher's check that it has torch; then runs until it is stopped.
 PROGRAM = """#!/bin/sh
-case $1 in -c | -) exit 0 ;; esac
+case $1 in -c | -IS) exit 0 ;; esac
 exec sleep 300
 """
 
