@@ -30,8 +30,10 @@ PROGRAM = "#!/bin/sh\ncase $1 in -c | -IS) exit 0 ;; esac\nexec sleep 300\n"
 class Bench:
     """A folder that is common to all of the machines, as the launcher finds it."""
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self.server = Sshd(folder / "sshd", [f"127.0.2.{last}" for last in range(1, most + 1)], bare=True)
+    def __init__(self, folder: Path, most: int, startups: str) -> None:
+        self.server = Sshd(
+            folder / "sshd", [f"127.0.2.{last}" for last in range(1, most + 1)], bare=True, startups=startups
+        )
         self.work, remote = folder / "work", folder / "remote"
         self.work.mkdir()
         mirror = remote / "data" / str(self.work).lstrip("/")
@@ -78,11 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--startups", default="200", help="sshd's MaxStartups; its default, 10:30:100, is for one machine, not for 64"
+    )
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     rows: list[tuple[float, ...]] = []
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), options.hosts)
+        bench = Bench(Path(folder), options.hosts, options.startups)
         try:
             for nth in range(options.rounds):
                 one, one_cpu = bench.launch(1, f"one-{nth}")

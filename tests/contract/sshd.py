@@ -19,7 +19,15 @@ class Sshd:
     `bare`: with a home folder of its own, because bash runs the user's `.bashrc` at every command, however slow it is.
     """
 
-    def __init__(self, folder: Path, addresses: list[str], *, trusted: bool = True, bare: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        addresses: list[str],
+        *,
+        trusted: bool = True,
+        bare: bool = False,
+        startups: str = "10:30:100",
+    ) -> None:
         self.folder, self.addresses = folder, addresses
         folder.mkdir(parents=True)
         folder.chmod(0o700)
@@ -46,8 +54,8 @@ class Sshd:
         (folder / "sshd_config").write_text(
             "".join(f"ListenAddress {address}:{self.port}\n" for address in listen)
             + f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\nPidFile {folder / 'pid'}\n"
-            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nMaxStartups 10:30:100\nAllowUsers *@127.0.0.0/8\n"
-            + (f"SetEnv HOME={folder}\n" if bare else "")
+            "StrictModes no\nUsePAM no\nPasswordAuthentication no\nAllowUsers *@127.0.0.0/8\n"
+            f"MaxStartups {startups}\n" + (f"SetEnv HOME={folder}\n" if bare else "")
         )
         self.start()
 
