@@ -94,7 +94,7 @@ def test_a_port_lost_between_check_and_start_is_replaced(clusterctl):
     [
         (["launch", "--nodes", "0"], "--nodes 0"),
         (["launch", "--device", "cuda", "--backend", "local"], "no GPU"),
-        (["launch", "--backend", "kubernetes"], "one of: auto, local, compose"),
+        (["launch", "--backend", "kubernetes"], "one of: auto, local, ssh, compose"),
         (["attach", "nothing"], "no job 'nothing'"),
         (["launch", "--name", "UPPER", "--backend", "local"], "small letters"),
     ],
