@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,13 +107,21 @@ def _bring_checkpoint(record: Record, show: Show) -> None:
     Where one of them has it, the trainer shares it by itself.
     """
     plan = record.plan
-    remote = [node for node in (*plan.nodes, *record.retired) if node.login]
-    look = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
-    results = fanout.each(remote, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"]).out)
-    ages = {name: int(out) for name, out in results.items() if not isinstance(out, ClusterError) and out.strip()}
-    if not ages or any(node.name in ages for node in plan.nodes):
+
+    def ages(nodes: Sequence[Node]) -> dict[str, int]:
+        look = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
+        remote = [node for node in nodes if node.login]
+        found = fanout.each(
+            remote, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
+        )
+        return {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
+
+    if ages(plan.nodes):
         return
-    source = max((node for node in record.retired if node.name in ages), key=lambda node: ages[node.name])
+    left_out = ages(record.retired)
+    if not left_out:
+        return
+    source = max((node for node in record.retired if node.name in left_out), key=lambda node: left_out[node.name])
     everything_else = [f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous")]
     files.collect(source, plan.dir_on(source), plan.run_dir, everything_else)
     files.place(plan.nodes[0], [Path(plan.run_dir, _CHECKPOINT)], plan.dir_on(plan.nodes[0]))
