@@ -69,7 +69,9 @@ left=$({listed})
 [ -z "$left" ] || {self._program} stop -t {grace_s} $left >/dev/null 2>&1
 left=$({listed})
 [ -z "$left" ] || {self._program} rm -f $left >/dev/null 2>&1
-for container in $({listed}); do echo "container $container"; done
+# a container that ends by itself (--rm) is still listed for a moment
+for _ in $(seq 20); do left=$({listed}); [ -n "$left" ] || break; sleep 0.5; done
+for container in $left; do echo "container $container"; done
 """
 
     def _gpu_words(self, node: Node) -> list[str]:
