@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -283,6 +284,8 @@ def test_ctrl_c_ends_at_once_and_leaves_no_half_file(transport, nodes, tmp_path)
         text=True,
         check=False,
         timeout=60,
+        # what a shell started in the background ignores SIGINT, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
     assert time.monotonic() - began < 20
