@@ -223,7 +223,9 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
                 raise
             lines = []
         verdict = rendezvous.judge(follower.view, now, plan.timeout_s, record.job.stall_timeout_s)
-        if verdict == "failed":
+        if verdict == "failed" and rendezvous.failing(follower.view)[0].phase == "lost":
+            lines = _before_tracebacks(lines)  # long enough was waited for it to be the first
+        elif verdict == "failed":
             # One node's end makes the others fail within moments: look again, so that the first is named and not the
             # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
