@@ -111,6 +111,25 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     assert untimed(run) == untimed(tmp_path / "runs" / "whole")
 
 
+def test_killed_in_the_validation_the_last_step_of_the_epoch_keeps_its_loss(data: Path, tmp_path: Path) -> None:
+    """The first checkpoint of all is the one before the first validation."""
+    assert [code for code, _, _ in wait(start(tmp_path, ranks(1), *options(data, "--name", "whole")))] == [0]
+    cut = [*options(data, "--name", "cut"), "--exist-ok"]
+    run = tmp_path / "runs" / "cut"
+    processes = start(tmp_path, ranks(1), *cut)
+    until = time.monotonic() + 180
+    while not (run / "last.pt").exists():
+        assert time.monotonic() < until
+        assert processes[0].poll() is None, wait(processes)
+        time.sleep(0.002)
+    processes[0].kill()
+    wait(processes)
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *cut, "--resume", str(run)))
+    assert code == 0, err
+    assert steps(run) == steps(tmp_path / "runs" / "whole")
+    assert untimed(run) == untimed(tmp_path / "runs" / "whole")
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, name: str) -> None:
     """One of two ranks is told, both stop after the same step, and nothing of what was done is done again."""

@@ -247,8 +247,9 @@ class Course:
                 self._stop_if_told(stopping)
                 saving = False
             self._tell(time.perf_counter() - begin, at.images - images)
-        self._log(run.number, run.flush())
-        return run.total / steps, (at.images - images) / max(time.perf_counter() - begin, 1e-9)
+        last = run.flush()
+        self._log(run.number, last)
+        return (run.total + last) / steps, (at.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Batch]:
         batches = self.run.clock.waiting(self.run.train.epoch(self.run.at.epoch, self.run.at.step))

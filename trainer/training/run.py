@@ -270,13 +270,14 @@ class Run:
             raise NotFinite(max(0, self.number - 2))
 
     def flush(self) -> Tensor:
-        """Add the last step's loss terms, which it returns, to the epoch's total: the end of an epoch."""
+        """The last step's loss terms, summed over the ranks: the end of an epoch.
+
+        They stay out of `total`, so that a checkpoint before the validation has the state after any other step.
+        """
         last = self.pending.clone()
         with self.clock.spending("sync"):
             dist.wait(dist.start_sum(last))
-        self.total += last
-        self.pending = torch.zeros_like(self.total)
-        if not bool(self.total.isfinite().all()) or self._broken_gradients():
+        if not bool((self.total + last).isfinite().all()) or self._broken_gradients():
             raise NotFinite(self.number - 1)
         return last
 
