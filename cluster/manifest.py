@@ -10,6 +10,7 @@ import hashlib
 import os
 import posixpath
 import stat
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,7 +289,8 @@ def _load(cache: Path) -> Known:
 
 
 def _save(cache: Path, known: Known) -> None:
-    partial = cache.with_name(f"{cache.name}.{os.getpid()}.tmp")
+    # threads of one process may save at once
+    partial = cache.with_name(f"{cache.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(pack(known))

@@ -95,7 +95,9 @@ def test_the_plan_runs_by_itself(clusterctl):
 
 
 def test_a_container_killed_in_training_is_the_cause_and_the_others_echo_is_not_shown(clusterctl):
-    process = clusterctl.start("launch", "--backend", "compose", "--name", "ct-train-kill", "--nodes", "2")
+    process = clusterctl.start(
+        "launch", "--backend", "compose", "--name", "ct-train-kill", "--nodes", "2", "--max-restarts", "0"
+    )
     clusterctl.wait_for("ct-train-kill", '"event":"progress"', node="node-1")
     killed = time.time()
     docker("kill", "ct-train-kill-node-1")
