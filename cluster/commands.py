@@ -35,6 +35,10 @@ _TAIL = 25
 class Show(Protocol):
     """Draws a job; `lines` are (node, text) pairs, each given once."""
 
+    def begin(self, plan: Plan) -> None:
+        """An attempt begins to be followed."""
+        ...
+
     def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
         """Draw the newest view and the lines that have come since the last one."""
         ...
@@ -46,6 +50,9 @@ class Show(Protocol):
 
 class Quiet:
     """Draws nothing."""
+
+    def begin(self, plan: Plan) -> None:
+        """Nothing."""
 
     def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
         """Nothing."""
@@ -211,6 +218,7 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
     """Watch until the job is done, failed, or late for its rendezvous; nothing is stopped here."""
     plan = record.plan
     follower = Follower(plan, BACKENDS[plan.backend], record.created_at)
+    show.begin(plan)
     silent = 0
     while True:
         now = time.time()

@@ -120,6 +120,12 @@ class Screen:
         """One plain sentence."""
         self._print(text)
 
+    def begin(self, plan: Plan) -> None:
+        """Another attempt: other nodes, perhaps another master, and they have to meet anew."""
+        self._plan = plan
+        self._said, self._met, self._view = {}, False, None
+        self._width = max(len(node.name) for node in plan.nodes)
+
     def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
         """Print what is new, and redraw."""
         self._view = view
