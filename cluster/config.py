@@ -69,6 +69,12 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
 
     Raises UsageError for what makes no sense.
     """
+    if request.user and backend != "compose":
+        raise UsageError("--user: containers of compose alone take one", "elsewhere a job runs as the user who logs in")
+    if request.python and backend == "compose":
+        raise UsageError(
+            "--python: a container has its own", "name an image with the interpreter you mean: --image NAME"
+        )
     inventory = request.inventory if backend == "ssh" else None
     hosts, spares, device, notes = _places(request, here, inventory)
     mounts = [mount(text, here.cwd) for text in request.mounts]
@@ -107,7 +113,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         image="" if backend == "local" else request.image or (inventory.image if inventory else "") or DEFAULT_IMAGE,
         build=request.build,
         user=(request.user or here.user) if backend == "compose" else "",
-        python=(request.python if backend != "compose" else "") or (here.python if backend == "local" else "python3"),
+        python=request.python or (here.python if backend == "local" else "python3"),
         workdir=here.cwd if request.command or backend == "local" else "",
         env={**(inventory.env if inventory else {}), **dict(_variable(text) for text in request.env if "=" in text)},
         secrets=tuple(dict.fromkeys([*request.env_names, *(_name(text) for text in request.env if "=" not in text)])),
@@ -188,7 +194,9 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
         raise UsageError(f"--nodes {text!r}: not a number of nodes", "for example: --nodes 2, or --nodes 2:4")
     most = int(match[2])
     fewest = int(match[1] or most)
-    if not 1 <= fewest <= most:
+    if fewest > most:
+        raise UsageError(f"--nodes {text}: the fewest come first", f"for example: --nodes {most}:{fewest}")
+    if fewest < 1:
         raise UsageError(f"--nodes {text}: a job needs at least one", "for example: --nodes 2, or --nodes 2:4")
     return fewest, most
 

@@ -116,3 +116,16 @@ def test_a_request_that_makes_no_sense_names_the_option(request_, message):
     with pytest.raises(UsageError, match=message) as caught:
         job(**request_)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("backend", "option"), [("local", "user"), ("compose", "python")])
+def test_an_option_that_a_backend_cannot_honour_is_refused(backend, option):
+    with pytest.raises(UsageError, match=f"--{option}: "):
+        job(backend=backend, **{option: "1000:1000"})
+
+
+def test_a_range_of_nodes_has_the_fewest_first():
+    assert config.node_range("2:4", 1) == (2, 4)
+    with pytest.raises(UsageError, match="the fewest come first") as refused:
+        config.node_range("4:2", 1)
+    assert "--nodes 2:4" in refused.value.hint
