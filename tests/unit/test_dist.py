@@ -31,6 +31,12 @@ def test_torchruns_variables_give_the_place() -> None:
     assert world_of(WHOLE) == World(rank=3, local_rank=1, size=4, local_size=2, node=1, launched=True)
 
 
+def test_a_rank_in_a_smaller_world_than_the_jobs_refuses_to_train_alone() -> None:
+    assert world_of({**WHOLE, "CLUSTER_WORLD_SIZE": "4"}).size == 4
+    with pytest.raises(TrainerError, match="one of 4, and the job has 8"):
+        world_of({**WHOLE, "CLUSTER_WORLD_SIZE": "8"})
+
+
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_half_a_set_of_rank_variables_names_what_is_missing(missing: str) -> None:
     with pytest.raises(TrainerError) as error:

@@ -1,0 +1,55 @@
+"""What a node lacks for a job, from what the look at it printed."""
+
+import pytest
+
+from cluster import readiness
+from cluster.backends import BACKENDS
+from cluster.errors import NameTakenError
+from cluster.model import Job, Node
+
+HOSTS = tuple(
+    Node(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker") for k, name in enumerate("ab")
+)
+PLAN = BACKENDS["ssh"].plan(
+    Job("job", ("-m", "trainer"), 2, 2, "/runs", image="trainer:0.1", hosts=HOSTS), attempt=1, port=20000
+)
+ID = "sha256:" + "1" * 64
+
+
+@pytest.mark.parametrize(
+    ("line", "why", "hint"),
+    [
+        ("no_image", "b: no image trainer:0.1", "clusterctl image push b"),
+        ("no_runtime docker", "b: there is no docker", "clusterctl init"),
+        ("engine permission denied while trying to connect", "b: docker does not answer", "usermod -aG docker"),
+        (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
+        ("no_way 10.0.0.0:20000: No route to host", "b: cannot reach the master at 10.0.0.0:20000: No route", "doctor"),
+        ("no_gpu 1", "b: it has no GPU 1", "cluster.yaml"),
+    ],
+)
+def test_what_is_missing_is_said_with_the_nodes_name_and_the_next_command(line, why, hint):
+    ((message, advice),) = readiness.problems(PLAN, HOSTS[1], [line])
+    assert message.startswith(why)
+    assert hint in advice
+
+
+def test_a_machine_that_has_everything_lacks_nothing():
+    assert readiness.problems(PLAN, HOSTS[1], [f"image {ID} amd64 x86_64", f"image {ID} arm64 aarch64"]) == []
+
+
+def test_nodes_with_another_image_are_named():
+    seen = {"a": [f"image {ID} amd64 x86_64"], "b": ["image sha256:222222222 amd64 x86_64"]}
+    ((message, hint),) = readiness.different(PLAN, seen)
+    assert message == "b: its image trainer:0.1 is 2222222, that of a is 1111111"
+    assert "clusterctl image push a b" in hint
+    assert readiness.different(PLAN, {"a": seen["a"], "b": seen["a"]}) == []
+
+
+def test_gpus_are_held_only_by_other_jobs_and_only_where_they_are_the_same():
+    assert readiness.held(PLAN, HOSTS[0], ["held other 1,2"]) == {"other"}
+    assert readiness.held(PLAN, HOSTS[0], ["held other 2,3", "held job 0,1"]) == set()
+
+
+def test_a_folder_of_that_name_is_another_jobs():
+    with pytest.raises(NameTakenError, match="b: /r/job is there already"):
+        readiness.refuse_taken({"a": [], "b": ["exists /r/job"]})
