@@ -117,13 +117,14 @@ def from_hostfile(text: str, path: str) -> Inventory:
 
 
 def only(inventory: Inventory, names: str) -> Inventory:
-    """The inventory with just the nodes of `a,b`, in the order of the inventory; raises UsageError for others."""
+    """The inventory with just the nodes of `a,b`, names or labels, in its order; raises UsageError for others."""
     wanted = [name.strip() for name in names.split(",")]
     known = [node.name for node in inventory.nodes]
+    known += dict.fromkeys(label for node in inventory.nodes for label in node.labels)
     for name in wanted:
         if name not in known:
             raise UsageError(f"--only {names!r}: no node {name!r}", f"there are: {', '.join(known)}")
-    return replace(inventory, nodes=tuple(node for node in inventory.nodes if node.name in wanted))
+    return replace(inventory, nodes=tuple(node for node in inventory.nodes if {node.name, *node.labels} & {*wanted}))
 
 
 def is_complete(inventory: Inventory) -> bool:

@@ -42,7 +42,10 @@ SshConfig = Annotated[
     typer.Option("--ssh-config", metavar="FILE", help="Read this instead of ~/.ssh/config.", show_default=False),
 ]
 Only = Annotated[
-    str, typer.Option("--only", metavar="A,B", help="Only these nodes of the inventory.", show_default=False)
+    str,
+    typer.Option(
+        "--only", metavar="A,B", help="Only these nodes of the inventory, by name or label.", show_default=False
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 

@@ -237,3 +237,17 @@ def test_the_examples_are_read():
     ]
     assert [node.name for node in discovery.load(str(examples / "cluster-cpu.yaml")).nodes] == ["worker-1", "worker-2"]
     assert [len(node.gpus) for node in discovery.load(hostfile=str(examples / "hostfile")).nodes] == [4, 4]
+
+
+def test_nodes_are_chosen_by_name_or_label():
+    nodes = (
+        Node("a", "10.0.0.1", labels=("fast",)),
+        Node("b", "10.0.0.2"),
+        Node("c", "10.0.0.3", labels=("fast", "new")),
+    )
+    made = Inventory(nodes)
+    assert [node.name for node in inventory.only(made, "fast").nodes] == ["a", "c"]
+    assert [node.name for node in inventory.only(made, "b,new").nodes] == ["b", "c"]
+    with pytest.raises(UsageError, match="no node 'slow'") as refused:
+        inventory.only(made, "slow")
+    assert "a, b, c, fast, new" in refused.value.hint
