@@ -1,5 +1,6 @@
 """One suite over every way to reach a machine, against a real sshd; then what only SSH can meet."""
 
+import contextlib
 import getpass
 import os
 import socket
@@ -132,10 +133,12 @@ def test_proxy_jump_is_honoured(sshd):
 
 
 def pour(source, sink):
-    """Everything that one connection brings into the other, and the end of it."""
-    while data := source.recv(1 << 16):
-        sink.sendall(data)
-    sink.shutdown(socket.SHUT_WR)
+    """Everything that one connection brings into the other, and the end of it; a reset is an end as well."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            sink.sendall(data)
+    with contextlib.suppress(OSError):
+        sink.shutdown(socket.SHUT_WR)
 
 
 def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
