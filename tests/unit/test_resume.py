@@ -91,13 +91,13 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     )
     whole = wait(start(tmp_path, ranks(count), *options(data, "--cfg", cfg, "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--cfg", cfg, "--name", "cut"), "--save-every", "2steps", "--exist-ok"]
+    cut = [*options(data, "--cfg", cfg, "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
     wait(processes)
     processes = start(tmp_path, ranks(count), *cut, "--resume", str(run))
-    kill_after(processes, run, 11)
+    kill_after(processes, run, 10)
     wait(processes)
     *_, (code, _, err) = ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
     assert code == 0, err
