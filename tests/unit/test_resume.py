@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer_process import ranks, squares, start, wait
+from tests.unit.trainer_process import environment, ranks, squares, start, wait
 from trainer import contract
 
 
@@ -221,6 +222,26 @@ def test_going_on_with_another_batch_is_refused(data: Path, tmp_path: Path) -> N
     ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "none"))
     assert code == 2
     assert "error: --resume: no last.pt in any folder of none" in err
+
+
+@pytest.mark.parametrize("folders", [["one", "one"], ["one", "other"]])
+def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[str]) -> None:
+    """Two that write the same file in containers with equal pids had taken each other's temporary file."""
+    program = (
+        "import os, sys; from pathlib import Path; from torch import device; from trainer import dist;"
+        "from trainer.training import resume;"
+        "world = dist.world_of(os.environ); dist.join(world, device('cpu'));"
+        "print(resume.common(Path(sys.argv[1]), world)); dist.leave()"
+    )
+    processes = []
+    for place, name in zip(ranks(2, nodes=2), folders, strict=True):
+        (tmp_path / name).mkdir(exist_ok=True)
+        argv = [sys.executable, "-c", program, str(tmp_path / name)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(argv, env=environment(**place), text=True, **pipes))
+    ended = wait(processes)
+    assert [out for _, out, _ in ended] == ["True\n", f"{folders[0] == folders[1]}\n"], ended
+    assert not [*tmp_path.glob("*/.*")]
 
 
 def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import secrets
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -125,7 +124,7 @@ class Course:
         if dist.together() and run.world.local_rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
         _check_same_data(run)
-        shared = resume.common(run.folder, run.world, secrets.token_hex(4))
+        shared = resume.common(run.folder, run.world)
         # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
         self.writes = run.world.rank == 0 or (run.world.local_rank == 0 and not shared)
         content = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,9 @@ def _short(value: Any, other: Any) -> str:
     return str(value)
 
 
-def common(folder: Path, world: dist.World, token: str) -> bool:
+def common(folder: Path, world: dist.World) -> bool:
     """Whether this process sees the folder that rank 0 writes to, by a file that rank 0 has just put there."""
-    mark = folder / f".common-{token}"
+    mark = folder / f".common-{dist.broadcast(secrets.token_hex(4))}"
     if world.rank == 0:
         mark.touch()
     dist.barrier()

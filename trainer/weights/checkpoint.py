@@ -52,7 +52,7 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
 
 def check_writable(path: Path) -> None:
     """An error that names the owner where a file cannot be made in the folder `path`."""
-    probe = path / f".write-test-{os.getpid()}"
+    probe = download.partial(path / "write-test")
     try:
         probe.touch()
         probe.unlink()
@@ -79,7 +79,7 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
     missing = [key for key in KEYS if key not in content]
     if missing:
         raise ValueError(f"a checkpoint needs {missing}")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = download.partial(path)
     try:
         with temporary.open("wb") as file:
             torch.save(content, file)
@@ -94,7 +94,7 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a small file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = download.partial(path)
     try:
         temporary.write_bytes(content)
         temporary.replace(path)

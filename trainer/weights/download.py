@@ -8,6 +8,7 @@ import hashlib
 import os
 import queue
 import re
+import secrets
 import sys
 import threading
 import urllib.error
@@ -93,13 +94,18 @@ def _fetch(address: str, target: Path, wanted: str, weights: str) -> None:
     print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
 
 
+def partial(path: Path) -> Path:
+    """Where a file is written until it is whole: random, as containers that share a folder have equal pids."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
 def fetch(address: str, target: Path, wanted: str, asked: str, by_hand: str) -> str:
     """Fetch an http(s) address to the file `target`, whole or not at all; returns its sha256.
 
     TrainerError if it cannot be had or is not the one with the sha256 `wanted` ("": any); the message begins with
     what `asked` for it, and `by_hand` is the hint where there is no network.
     """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = partial(target)
     digest = hashlib.sha256()
     try:
         with _open(address) as answer, temporary.open("wb") as file:
@@ -175,7 +181,7 @@ def _sum_file(target: Path) -> Path:
 def _record(target: Path, found: str) -> None:
     """Keep a sum beside the file, in the format that `sha256sum --check` reads."""
     path = _sum_file(target)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = partial(path)
     temporary.write_text(f"{found}  {target.name}\n", encoding="ascii")
     temporary.replace(path)
 
