@@ -75,8 +75,9 @@ BackendName = Annotated[
     typer.Option(
         "--backend",
         "-b",
-        help="[b]ssh[/b]: the machines of the inventory; [b]compose[/b]: containers on this machine; [b]local[/b]: "
-        "process groups on it; [b]auto[/b]: ssh with an inventory, else compose where an engine answers, else local.",
+        help="[b]ssh[/b]: the machines of the inventory; [b]slurm[/b]: a cluster with a queue; [b]compose[/b]: "
+        "containers on this machine; [b]local[/b]: process groups on it; [b]auto[/b]: what the inventory says, else "
+        "compose where an engine answers, else local.",
     ),
 ]
 Name = Annotated[
@@ -180,6 +181,11 @@ def launch(
     spares: Spares = 0,
     max_restarts: MaxRestarts = None,
     stall_timeout_s: StallTimeout = 300.0,
+    partition: options.Partition = "",
+    account: options.Account = "",
+    qos: options.Qos = "",
+    time_limit: options.Time = "",
+    slurm: options.Slurm = [],  # noqa: B006
     logs: Annotated[str, typer.Option("--logs", help="Show the log of: master, all.")] = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the nodes are started.")] = False,
     push: Annotated[bool, typer.Option("--push", help="First send the image to the nodes that have not ours.")] = False,
@@ -212,6 +218,7 @@ def launch(
         spares=spares,
         max_restarts=max_restarts,
         stall_timeout_s=stall_timeout_s,
+        slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
     )
     file_secrets = secrets.read(env_file)
     request = replace(request, env_names=tuple(file_secrets))
@@ -266,6 +273,11 @@ def plan(
     spares: Spares = 0,
     max_restarts: MaxRestarts = None,
     stall_timeout_s: StallTimeout = 300.0,
+    partition: options.Partition = "",
+    account: options.Account = "",
+    qos: options.Qos = "",
+    time_limit: options.Time = "",
+    slurm: options.Slurm = [],  # noqa: B006
     output: Annotated[str, typer.Option("--output", "-o", help="Write it to this file (a folder for several).")] = "",
     as_json: AsJson = False,
 ) -> None:
@@ -290,6 +302,7 @@ def plan(
         spares=spares,
         max_restarts=max_restarts,
         stall_timeout_s=stall_timeout_s,
+        slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
         env_names=tuple(secrets.read(env_file)),
     )
     machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)

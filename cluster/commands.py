@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, files, logs, manifest, rendezvous, report
+from cluster import config, files, logs, looks, manifest, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
 from cluster.backends.hosts import HostsBackend
@@ -140,6 +140,15 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
 
     Where there is an inventory, `auto` means its machines.
     """
+    if wanted == "slurm" and inventory is not None and inventory.backend != "slurm":
+        raise UsageError(
+            f"--backend slurm: {inventory.path or 'the inventory'} has machines to log in to, and no Slurm cluster",
+            "its first line: backend: slurm, its one node the login node; or another file: --inventory FILE",
+        )
+    if wanted == "ssh" and inventory is not None and inventory.backend == "slurm":
+        raise UsageError(f"--backend ssh: {inventory.path} is of a Slurm cluster", "leave --backend out, or: slurm")
+    if wanted == "slurm" or (wanted == "auto" and inventory is not None and inventory.backend == "slurm"):
+        return "slurm", ""
     if wanted == "ssh" and inventory is None:
         raise UsageError("--backend ssh: no machines are named", "clusterctl init gpu-a gpu-b, or --hosts gpu-a,gpu-b")
     if inventory is not None and wanted == "auto":
@@ -191,7 +200,8 @@ def check_files(job: Job) -> None:
 
     Without a container the program sees the host's own files, under the same paths: that they exist is all we ask.
     """
-    nodes = [node for node in job.hosts if node.runtime != "none"]
+    machines = (job.queue.login,) if job.queue and job.queue.login.login else job.hosts
+    nodes = [node for node in machines if node.runtime != "none"]
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
 
@@ -326,8 +336,7 @@ def _remove(record: Record, *, grace_s: float) -> list[str]:
 
 
 def _collect(plan: Plan) -> list[str]:
-    backend = BACKENDS[plan.backend]
-    return backend.collect(plan) if isinstance(backend, HostsBackend) else []
+    return looks.collect(plan)
 
 
 def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -362,13 +371,13 @@ def free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
     """The plan with the first port that is free on the master; raises PortTakenError for a taken one asked for."""
     if job.port:
         made = BACKENDS[backend].plan(job, attempt=attempt, port=job.port)
-        BACKENDS[backend].check(made)
+        BACKENDS[backend].check(job, made)
         return made
     ports = [config.auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
     for port in ports[ports.index(after) + 1 :] if after in ports else ports:
         made = BACKENDS[backend].plan(job, attempt=attempt, port=port)
         try:
-            BACKENDS[backend].check(made)
+            BACKENDS[backend].check(job, made)
         except PortTakenError:
             continue
         return made

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import cast
 
+from cluster import sbatch
 from cluster.errors import UsageError
-from cluster.model import Device, Inventory, Job, Mount, Node
+from cluster.model import Device, Inventory, Job, Mount, Node, Queue
 
 DEFAULT_IMAGE = "trainer:0.1"
 DEFAULT_RESTARTS = 3
@@ -60,6 +61,7 @@ class Request:
     inventory: Inventory | None = None
     spares: int = 0
     min_nodes: int = 0
+    slurm: tuple[str, ...] = ()
     max_restarts: int | None = None
     stall_timeout_s: float = 300.0
 
@@ -75,16 +77,20 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         raise UsageError(
             "--python: a container has its own", "name an image with the interpreter you mean: --image NAME"
         )
-    inventory = request.inventory if backend == "ssh" else None
-    hosts, spares, device, notes = _places(request, here, inventory)
+    if request.slurm and backend != "slurm":
+        raise UsageError(f"--slurm {request.slurm[0]}: only Slurm takes it", "--backend slurm")
+    inventory = request.inventory if backend in ("ssh", "slurm") else None
+    queue = _queue(request, here, inventory) if backend == "slurm" else None
+    hosts, spares, device, notes = _queued(request, inventory) if queue else _places(request, here, inventory)
+    elsewhere = bool(hosts) or bool(queue and queue.login.login)
     mounts = [mount(text, here.cwd) for text in request.mounts]
-    mounts = [replace(each, synced=bool(hosts) and each.source in here.existing) for each in mounts]
+    mounts = [replace(each, synced=elsewhere and each.source in here.existing) for each in mounts]
     arguments: list[str] = []
     for argument in _split(request.arguments):
         path = _absolute(argument, here.cwd)
         if path in here.existing and ("/" in argument or "." in argument):
             folder = path if path in here.folders else str(PurePosixPath(path).parent)
-            mounts.append(Mount(folder, folder, synced=bool(hosts)))
+            mounts.append(Mount(folder, folder, synced=elsewhere))
             argument = path
         elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"looked for {path}")
@@ -96,7 +102,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
             command = tuple(shlex.split(request.command))
         except ValueError as error:
             raise UsageError(f"--command {request.command!r}: {error}", "quote it for a shell") from error
-        mounts.append(Mount(here.cwd, here.cwd, read_only=bool(hosts), synced=bool(hosts)))
+        mounts.append(Mount(here.cwd, here.cwd, read_only=elsewhere, synced=elsewhere))
     else:
         if not arguments or arguments[0].startswith("-"):
             arguments.insert(0, "train")
@@ -108,9 +114,9 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         command=command,
         nodes=request.nodes,
         procs_per_node=request.gpus,
-        run_root=_run_root(request.run_root, here.cwd),
+        run_root=_run_root(request.run_root or (queue.login.run_dir if queue and not elsewhere else ""), here.cwd),
         device=device,
-        image="" if backend == "local" else request.image or (inventory.image if inventory else "") or DEFAULT_IMAGE,
+        image=_image(request, backend, inventory, queue),
         build=request.build,
         user=(request.user or here.user) if backend == "compose" else "",
         python=request.python or (here.python if backend == "local" else "python3"),
@@ -123,11 +129,53 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         says_ready=not request.command,
         hosts=hosts,
         spares=spares,
+        queue=queue,
         min_nodes=request.min_nodes,
         max_restarts=_max_restarts(request),
         stall_timeout_s=request.stall_timeout_s,
     )
     return (made if request.name else replace(made, name=default_name(made))), notes
+
+
+def _queue(request: Request, here: Here, inventory: Inventory | None) -> Queue:
+    """The cluster of the inventory, or the one that this machine is a login node of, with the options as typed."""
+    if request.spares:
+        raise UsageError("--spares: Slurm chooses the nodes, and takes others for those that fail", "leave it out")
+    if request.min_nodes not in (0, request.nodes):
+        raise UsageError(f"--nodes {request.min_nodes}:{request.nodes}: Slurm gives as many as asked for", "one number")
+    if inventory is not None:
+        login = inventory.nodes[0]
+    else:
+        login = Node("login", "", runtime="apptainer" if request.image else "none")
+    if request.run_root and not login.login:
+        login = replace(login, run_dir="")
+    typed = [text.partition("=") for text in request.slurm]
+    given = {name.removeprefix("--"): value for name, _, value in typed}
+    return Queue(login, sbatch.checked({**(inventory.options if inventory else {}), **given}))
+
+
+def _queued(
+    request: Request, inventory: Inventory | None
+) -> tuple[tuple[Node, ...], tuple[Node, ...], Device, list[str]]:
+    """As `_places`, for a job whose nodes Slurm chooses: none, and the device as it is asked for."""
+    wanted = request.device if request.device != "auto" else inventory.device if inventory else "cuda"
+    if wanted not in ("cpu", "cuda", "any"):
+        raise UsageError(f"--device {wanted!r}", "one of: cuda, cpu, any")
+    processes = _count(request.gpus, "CPU process", "CPU processes")
+    return (), (), cast(Device, wanted), [f"{processes} per node over gloo"] if wanted == "cpu" else []
+
+
+def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
+    if backend == "local":
+        return ""
+    image = request.image or (inventory.image if inventory else "")
+    if queue is None or queue.login.runtime in ("docker", "podman"):
+        return image or DEFAULT_IMAGE
+    if queue.login.runtime == "none":
+        return ""
+    if not image:
+        raise UsageError("no image: Apptainer needs a SIF file", "clusterctl image sif, then image in cluster.yaml")
+    return image
 
 
 def default_name(made: Job) -> str:

@@ -113,6 +113,8 @@ def complete(found: Inventory) -> Inventory:
     """The inventory with what its text leaves open looked for on the machines, all at once; `look`'s errors."""
     if inventory.is_complete(found):
         return found
+    if found.backend == "slurm":  # a login node has no GPU, and need not
+        return replace(found, nodes=tuple(each.node for each in look(replace(found, device="any")).values()))
     return replace(found, nodes=tuple(each.node for each in look(found).values()))
 
 

@@ -41,7 +41,7 @@ env "CLUSTER_JOB_ID=$3" "CLUSTER_GPUS=$4" setsid bash "$1/$2.sh" < /dev/null > /
 # Arguments: the job, how much of a log at once, then for each node its attempt's folder, its name, where to go on in
 # its log ("": it is read otherwise). Two lines for each node: its state, then that part of the log in base64, so
 # that bytes stay bytes. The state comes first: what has exited by then has written its last line.
-LOOK = """
+_ENDED = """
 ended() {
     local end; end=$(cat "$1.exit")
     # the runtime's own refusals: nothing that we run says why
@@ -53,21 +53,95 @@ ended() {
     esac
     echo "exited $end"
 }
-job=$1 most=$2; shift 2
+"""
+_EACH = """
 while [ $# -gt 0 ]; do
     dir=$1 node=$2 at=$3; shift 3
-    if [ -f "$dir/$node.exit" ]; then ended "$dir/$node"
-    elif ! [ -d "$dir" ]; then echo lost
-    elif ! [ -f "$dir/$node.pid" ]; then
-        if [ -s "$dir/$node.err" ]; then echo "lost $(head -n 1 "$dir/$node.err")"; else echo starting; fi
-    elif grep -qzxs "CLUSTER_JOB_ID=$job" "/proc/$(cat "$dir/$node.pid")/environ"; then echo alive
-    elif [ -f "$dir/$node.exit" ]; then ended "$dir/$node"
-    else echo lost; fi
+    if [ -f "$dir/$node.exit" ]; then ended "$dir/$node"; else state "$dir" "$node"; fi
     if [ -n "$at" ] && [ -f "$dir/$node.log" ]; then
         tail -c "+$((at + 1))" -- "$dir/$node.log" | head -c "$most" | base64 -w 0
     fi
     echo
 done
+"""
+LOOK = (
+    _ENDED
+    + """
+state() {
+    if ! [ -d "$1" ]; then echo lost
+    elif ! [ -f "$1/$2.pid" ]; then
+        if [ -s "$1/$2.err" ]; then echo "lost $(head -n 1 "$1/$2.err")"; else echo starting; fi
+    elif grep -qzxs "CLUSTER_JOB_ID=$job" "/proc/$(cat "$1/$2.pid")/environ"; then echo alive
+    elif [ -f "$1/$2.exit" ]; then ended "$1/$2"
+    else echo lost; fi
+}
+job=$1 most=$2; shift 2
+"""
+    + _EACH
+)
+# The same for a job of Slurm, whose processes are elsewhere. `$1` the job, `$2` how much of a log, `$3` columns of
+# squeue, `$4` the job's folder, `$5` how old in seconds squeue's answer may be: one call serves all jobs. Before
+# the nodes' lines: squeue's line of the job, the attempt that runs and its hosts, what keeps squeue from answering, the
+# batch script's error.
+LOOK_QUEUE = (
+    _ENDED
+    + r"""
+state() { echo alive; }
+job=$1 most=$2 format=$3 folder=$4 old=$5; shift 5
+cache="${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue"
+exec 9>> "$cache.lock"; flock -w 20 9
+if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" ]; then
+    if timeout 15 squeue --noheader --user "$(id -un)" --states all --Format "$format" > "$cache.new" 2> "$cache.err"
+    then mv -- "$cache.new" "$cache"
+    else touch -- "$cache"; fi
+fi
+exec 9>&-
+grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1 | tr -d '\n'; echo
+head -n 1 "$folder/attempt" 2>/dev/null || echo
+head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
+grep '^error: ' "$folder/slurm.log" 2>/dev/null | tail -n 1 | tr -d '\n'; echo
+"""
+    + _EACH
+)
+# `$1` the attempt's folder, `$2` the job's, `$3` how many lines of the input are secrets (the batch script follows),
+# then the command that submits. Prints the job's number.
+SUBMIT = r"""
+dir=$1 folder=$2 lines=$3; shift 3
+mkdir -p -- "$dir" && cd -- "$dir" || exit 1
+if [ "$lines" -gt 0 ]; then
+    (umask 077; mapfile -n "$lines" text && printf %s "${text[@]}" > "$folder/secrets") || exit 1
+fi
+cat > "$dir/job.sbatch" || exit 1
+rm -f -- "${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue"
+"$@"
+"""
+# Cancels what has the name `$1`, and waits up to `$2` seconds until it is gone; prints what stays.
+CANCEL_QUEUE = r"""
+left() { squeue --noheader --user "$(id -un)" --name "$1" --Format JobID:16 | tr -d ' ' | sort -u; }
+[ -z "$(left "$1")" ] || scancel --user "$(id -un)" --name "$1" || exit 1
+for _ in $(seq "$2"); do [ -n "$(left "$1")" ] || break; sleep 1; done
+rm -f -- "${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue" "$3/secrets"
+for job in $(left "$1"); do echo "Slurm's job $job"; done
+"""
+# What a job needs of a Slurm cluster, seen from its login node, a line `word text` each: what is not there, and what
+# the site has. `$1` runtime, `$2` image, `$3` the run directory, `$4` the job's folder if it must not be there; paths
+PREPARE_QUEUE = r"""
+runtime=$1 image=$2 dir=$3 new=$4; shift 4
+for program in sbatch squeue scancel scontrol sinfo flock base64; do
+    command -v "$program" >/dev/null || { echo "no_program $program"; none=yes; }
+done
+[ -z "${none:-}" ] || exit 0
+if ! said=$(timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>&1); then
+    echo "down ${said##*$'\n'}"; exit 0
+fi
+echo "$said"
+{ mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
+[ "$runtime" != apptainer ] || test -r "$image" || echo "no_image $image"
+[ -z "$new" ] || ! test -e "$new" || echo "exists $new"
+for path; do test -e "$path" || echo "missing $path"; done
+timeout 10 sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,qos 2>/dev/null |
+    while IFS='|' read -r account qos; do echo "account $account"; echo "qos $qos"; done
+exit 0
 """
 # Signals everything at once, then kills what is left after `$2` tenths of a second; prints how many survived that.
 CANCEL = """

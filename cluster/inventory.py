@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster import config
+from cluster import config, sbatch
 from cluster.errors import UsageError
 from cluster.model import Inventory, Node
 
@@ -66,11 +66,26 @@ def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
         except UsageError as error:
             what, hint = (text.replace("--mount ", "") for text in (error.message, error.hint))
             raise source.error(("mounts", index), what, hint) from None
+    if read.slurm and read.backend != "slurm":
+        raise source.error(
+            ("slurm",), "only Slurm takes these options", "backend: slurm, with its login node as the node"
+        )
+    if read.backend == "slurm":
+        if len(machines) > 1:
+            raise source.error(
+                ("nodes",), "a Slurm cluster has one node here, its login node", "Slurm knows the others"
+            )
+        try:
+            sbatch.checked(read.slurm)
+        except UsageError as error:
+            raise source.error(("slurm",), error.message.replace("--slurm ", ""), error.hint) from None
     made = Inventory(
         nodes=tuple(
             replace(_node(name, machine or Machine(), read, source), ssh_config=ssh_config)
             for name, machine in machines.items()
         ),
+        backend=read.backend,
+        options=dict(read.slurm),
         image=read.image,
         device=read.device,
         env=read.env,
@@ -129,6 +144,8 @@ def only(inventory: Inventory, names: str) -> Inventory:
 
 def is_complete(inventory: Inventory) -> bool:
     """Whether nothing is left to be looked for on the machines."""
+    if inventory.backend == "slurm":  # who the nodes are is Slurm's to say
+        return all(node.runtime and node.run_dir[:1] == "/" and node.data_dir[:1] == "/" for node in inventory.nodes)
     return all(
         node.address
         and node.runtime
@@ -142,7 +159,9 @@ def is_complete(inventory: Inventory) -> bool:
 def write(inventory: Inventory, notes: Mapping[str, Sequence[str]] | None = None, head: Sequence[str] = ()) -> str:
     """The cluster.yaml that `from_yaml` reads as this inventory; `notes` are comments above a node, by its name."""
     lines = [f"# {_one_line(line)}".rstrip() for line in head]
-    lines += ["backend: ssh", f"device: {inventory.device}"]
+    lines += [f"backend: {inventory.backend}", f"device: {inventory.device}"]
+    if inventory.options:
+        lines += ["slurm:", *(f"  {_scalar(name)}: {_scalar(value)}" for name, value in inventory.options.items())]
     if inventory.image:
         lines.append(f"image: {_scalar(inventory.image)}")
     if inventory.nodes[0].ssh_config:
@@ -203,7 +222,7 @@ def _node(name: str, machine: Machine, read: File, source: Source) -> Node:
         address=address,
         gpus=ids,
         login=_login(said.get("login", name), read.defaults, source, key),
-        runtime=said.get("runtime", ""),
+        runtime=said.get("runtime", "apptainer" if read.backend == "slurm" else ""),
         labels=tuple(said.get("labels", ())),
         **folders,
     )

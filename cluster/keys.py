@@ -36,7 +36,7 @@ class _Place(_Keys):
     data_dir: str | None = Field(
         default=None, description="What `clusterctl sync` sends goes here; ~/clusterctl/data unless said."
     )
-    runtime: Literal["docker", "podman", "none"] | None = Field(
+    runtime: Literal["docker", "podman", "apptainer", "none"] | None = Field(
         default=None, description="What starts the job's containers."
     )
 
@@ -64,7 +64,13 @@ class File(_Keys):
 
     model_config = ConfigDict(title="cluster.yaml")
 
-    backend: Literal["ssh"] = Field(default="ssh", description="How the machines are reached.")
+    backend: Literal["ssh", "slurm"] = Field(
+        default="ssh",
+        description="ssh: jobs run on the machines here; slurm: the one node is the login node of a cluster.",
+    )
+    slurm: dict[str, _Value] = Field(
+        default={}, description="Options of sbatch for every job: partition, time, account, qos, mem and so on."
+    )
     image: str = Field(default="", description="The container image of jobs that name none.")
     device: Device = Field(default="cuda", description="cuda: GPUs or an error; cpu; any: leave it to the program.")
     ssh_config: str = Field(default="", description="A file to read instead of ~/.ssh/config.")
@@ -86,7 +92,9 @@ def schema() -> dict[str, Any]:
 
 def validated(text: str, source: Source) -> File:
     """The keys that a cluster.yaml has; raises UsageError that names the line of every one that does not fit."""
-    content = source.read(text, lambda key: key[:1] == ("env",) or (len(key) == 2 and isinstance(key[1], int)))
+    content = source.read(
+        text, lambda key: key[:1] in (("env",), ("slurm",)) or (len(key) == 2 and isinstance(key[1], int))
+    )
     if not isinstance(content, dict):
         raise UsageError(
             f"{source.path}: " + ("it is empty" if content is None else "not a file of keys and values"),

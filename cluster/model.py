@@ -46,10 +46,23 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Queue:
+    """A Slurm cluster: its login node, whose run_dir and data_dir all nodes have in common, and options for sbatch."""
+
+    login: Node
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Inventory:
-    """The machines that jobs may run on, and what is true of every job there unless a launch says otherwise."""
+    """The machines that jobs may run on, and what is true of every job there unless a launch says otherwise.
+
+    With the backend slurm the one node is the login node, and `options` are for sbatch.
+    """
 
     nodes: tuple[Node, ...]
+    backend: Literal["ssh", "slurm"] = "ssh"
+    options: Mapping[str, str] = field(default_factory=dict)
     image: str = ""
     device: Device = "cuda"
     env: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +75,8 @@ class Job:
     """What shall run: `command` is what torchrun is given, on `nodes` nodes, as `procs_per_node` processes each.
 
     `run_root` holds one folder per job. `says_ready` tells whether the program writes the contract's events.
-    `secrets` are names of variables whose values are in no plan. `hosts` are the machines, none for the one at hand.
+    `secrets` are names of variables whose values are in no plan. `hosts` are the machines, none for the one at hand,
+    or `queue` is what gives them out.
     After a failure it is started again `max_restarts` times, on `spares` where hosts are lost, on fewer nodes down to
     `min_nodes` (0: never fewer); `stall_timeout_s` without progress is a failure (0: never).
     Raises UsageError when a field makes no sense.
@@ -87,6 +101,7 @@ class Job:
     says_ready: bool = True
     hosts: tuple[Node, ...] = ()
     spares: tuple[Node, ...] = ()
+    queue: Queue | None = None
     min_nodes: int = 0
     max_restarts: int = 0
     stall_timeout_s: float = 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cluster.errors import ClusterError, UsageError
-from cluster.model import NAME, Job, Mount, Node, Plan, Record, Step
+from cluster.model import NAME, Job, Mount, Node, Plan, Queue, Record, Step
 
 Outcome = Literal["done", "failed", "stopped"]
 
@@ -105,6 +105,8 @@ def _load(path: Path) -> Record:
         for holder, fields in ((plan, ("nodes",)), (job, ("hosts", "spares")), (values, ("retired",))):
             for field in fields:
                 holder[field] = [Node(**_tuples(node)) for node in holder[field]]
+        if job.get("queue"):
+            job["queue"] = Queue(Node(**_tuples(job["queue"]["login"])), job["queue"]["options"])
         return Record(plan=Plan(**_tuples(plan)), job=Job(**_tuples(job)), **_tuples(values))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ClusterError(f"cannot read the job record {path}: {error}", f"rm {path}") from error

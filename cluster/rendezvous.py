@@ -46,6 +46,7 @@ class JobView:
     done: Event | None = None
     heard: frozenset[str] = field(default_factory=frozenset)
     moved_at: float | None = None
+    began: float = 0.0
 
     @property
     def ready_count(self) -> int:
@@ -55,7 +56,7 @@ class JobView:
 
 def start(plan: Plan, now: float) -> JobView:
     """The view before anything was seen."""
-    return JobView(tuple(NodeView(node.name, since=now) for node in plan.nodes), plan.says_ready, now)
+    return JobView(tuple(NodeView(node.name, since=now) for node in plan.nodes), plan.says_ready, now, began=now)
 
 
 def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
@@ -68,13 +69,15 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
             view = replace(view, met_after_s=at - view.started)
     nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
     view = replace(view, nodes=nodes)
+    if all(node.phase == "pending" for node in nodes):  # in a queue; nobody can come late yet
+        view = replace(view, began=now)
     if view.met_after_s is None and view.ready_count == len(nodes):
         view = replace(view, met_after_s=now - view.started)
     return view
 
 
 def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0) -> Verdict:
-    """What the view means: `late` is a rendezvous that has lasted longer than `timeout_s`.
+    """What the view means: `late` is a rendezvous that has lasted longer than `timeout_s`, time in a queue aside.
 
     `stalled` is a job that has made steps and then none for `stall_timeout_s` (0: never).
     """
@@ -85,7 +88,7 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
     if view.met_after_s is not None:
         still_s = now - view.moved_at if view.moved_at is not None else 0.0
         return "stalled" if stall_timeout_s and still_s > stall_timeout_s else "met"
-    return "late" if now - view.started > timeout_s else "waiting"
+    return "late" if now - view.began > timeout_s else "waiting"
 
 
 def failing(view: JobView) -> list[NodeView]:

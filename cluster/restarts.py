@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster import contract
+from cluster import contract, slurm
 from cluster.errors import ClusterError
 from cluster.model import Job, Node
 from cluster.rendezvous import JobView, NodeView, Verdict, failing
@@ -47,6 +47,8 @@ def _ended_itself(node: NodeView) -> bool:
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:
     """Why the job is not started again after the last of `past`; "" when it is."""
     last = past[-1]
+    if verdict == "failed" and failing(view)[0].note == slurm.CANCELLED:
+        return "it was cancelled with scancel"
     if exit_code(view, verdict) == contract.EXIT_BAD_INPUT:
         return "the input was refused, and it would be again"
     if verdict == "late":

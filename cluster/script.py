@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from cluster import contract, quoting, torchrun
 from cluster.model import Job, Mount, Node
@@ -15,7 +15,16 @@ set -u
 @prologue@
 # exports: torchrun reads each of its options from PET_*
 @exports@
-@secrets@cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
+@secrets@# USR2 asks the ranks for a checkpoint and their end; torchrun and the pipes of the log would die of it
+trap '' USR2
+ranks() {
+    local file
+    for file in $(grep -lzxs "CLUSTER_JOB_ID=$CLUSTER_JOB_ID" /proc/[0-9]*/environ); do
+        file=${file#/proc/}
+        ! grep -qzs '^LOCAL_RANK=' "/proc/$file" || kill -s USR2 "${file%/environ}" 2>/dev/null
+    done
+}
+cores=$(nproc) && threads=$((cores / (PET_NPROC_PER_NODE * CLUSTER_NODES_ON_HOST)))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 
 # log: everything to the run directory, and to the screen what is meant for people
@@ -49,6 +58,7 @@ probe=$!
 trap 'kill -TERM $run 2>/dev/null' INT TERM
 @body@ &
 run=$!
+trap ranks USR2
 wait "$run"
 code=$?
 while kill -0 "$run" 2>/dev/null; do  # a signal ends `wait` before the program has ended
@@ -60,6 +70,8 @@ done
 kill "$probe" 2>/dev/null
 exec >&- 2>&-
 for _ in $(seq 20); do kill -0 "$tee" 2>/dev/null && sleep 0.1; done
+# torchrun says 1 for whatever its ranks ended with
+! grep -qs '::cluster {"event":"failed".*"exit_code":75' "$out/$NODE.log" || code=75
 printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit" \
     || rm -f -- "$out/$NODE.exit.tmp"
 exit "$code"
@@ -98,11 +110,14 @@ def render(
     mounts: Sequence[Mount] = (),
     extra: Mapping[str, str],
     finds_device: bool = False,
+    finds: str = "",
+    found: Collection[str] = (),
 ) -> str:
     """The whole script of one node.
 
     `run_dir` is the job's folder as the node sees it. `extra` are the backend's own variables: the user's `job.env`
     wins over them, the contract's win over both. `finds_device`: the network device is looked up on the node.
+    `finds` is bash that sets the variables `found`, which only the node knows.
     """
     values = {
         **extra,
@@ -115,18 +130,24 @@ def render(
     }
     if finds_device:
         values["NODE_ADDRESS"] = node.address
-    names = [*values, "OMP_NUM_THREADS", *(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if finds_device else ())]
+    values = {name: value for name, value in values.items() if name not in found}
+    names = [
+        *values,
+        *found,
+        "OMP_NUM_THREADS",
+        *(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if finds_device else ()),
+    ]
     body = runtime.run(job, node, mounts, list(dict.fromkeys([*names, *job.secrets])))
     parts = {
-        "rank": str(rank),
+        "rank": str(rank) if "NODE" not in found else "n",
         "nodes": str(job.nodes),
         "job_id": job.name,
         "attempt": str(attempt),
         "prologue": f"{quoting.line(['cd', '--', job.workdir])} || exit 72\n"
         if job.workdir and not runtime.setup
         else "",
-        "exports": quoting.exports(values) + (_DEVICE.rstrip() if finds_device else ""),
-        "secrets": _SECRETS.strip() + "\n" if job.secrets else "",
+        "exports": quoting.exports(values) + (_DEVICE.rstrip() if finds_device else "") + finds.rstrip(),
+        "secrets": _SECRETS.strip() + "\n" if job.secrets and not finds else "",
         "setup": runtime.setup,
         "body": quoting.line(body),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cluster import commands, fanout, files, restarts
 from cluster.backends import BACKENDS
+from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node, Plan, Record
@@ -78,6 +79,12 @@ def _next_attempt(
 ) -> Record:
     plan = record.plan
     backend = BACKENDS[plan.backend]
+    again = backend.requeued(plan, wait) if isinstance(backend, SlurmBackend) else None
+    if again is not None:
+        record = replace(record, plan=again, created_at=time.time(), past=(*record.past, last.why))
+        records.update(record)
+        Path(again.attempt_dir).mkdir(parents=True, exist_ok=True)
+        return record
     _cancel(plan, show)
     nodes = _nodes(record, wait) if record.job.hosts else ()
     job = replace(record.job, name=plan.job_id, nodes=len(nodes) or record.job.nodes, hosts=nodes)

@@ -66,6 +66,7 @@ def node_table(view: JobView, plan: Plan, now: float) -> Table:
         if (
             not node.silent
             and index == 0
+            and plan.master_addr
             and node.phase in ("starting", "joining", "ready")
             and not note.startswith("cannot")
         ):

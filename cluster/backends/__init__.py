@@ -7,6 +7,7 @@ from typing import Protocol
 
 from cluster.backends.compose import ComposeBackend
 from cluster.backends.hosts import HostsBackend
+from cluster.backends.slurm import SlurmBackend
 from cluster.model import Job, NodeStatus, Plan
 from cluster.shells import reach
 from cluster.shells.local import LocalShell
@@ -19,7 +20,7 @@ class Backend(Protocol):
         """What would be done: pure, so equal arguments give equal plans."""
         ...
 
-    def check(self, plan: Plan) -> None:
+    def check(self, job: Job, plan: Plan) -> None:
         """Raise a ClusterError when the plan cannot work here: a taken port, a missing image, no engine."""
         ...
 
@@ -47,4 +48,5 @@ BACKENDS: dict[str, Backend] = {
     "local": HostsBackend("local", reach),
     "ssh": HostsBackend("ssh", reach),
     "compose": ComposeBackend(LocalShell()),
+    "slurm": SlurmBackend(reach),
 }

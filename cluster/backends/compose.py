@@ -88,7 +88,7 @@ class ComposeBackend:
             secrets=job.secrets,
         )
 
-    def check(self, plan: Plan) -> None:
+    def check(self, job: Job, plan: Plan) -> None:
         """Raise UsageError without an engine, without compose or without the image."""
         problem = engine_problem(self._shell)
         if problem:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.model import Job, Mount, Node
-from cluster.runtimes import containers, none
+from cluster.runtimes import apptainer, containers, none
 
 
 class Runtime(Protocol):
@@ -34,4 +34,5 @@ RUNTIMES: dict[str, Runtime] = {
     "none": none.NoRuntime(),
     "docker": containers.ContainerRuntime("docker"),
     "podman": containers.ContainerRuntime("podman"),
+    "apptainer": apptainer.ApptainerRuntime(),
 }

@@ -17,6 +17,13 @@ if [ -z "$rootless" ] && [ $((0x${rights:-0} >> 24 & 1)) = 1 ]; then
     options+=(--ulimit memlock=-1 --ulimit stack=67108864)
 fi
 """
+#: GPUs that are known on the node alone, where a scheduler gives them; inside they count from 0.
+_GIVEN = """
+if [ -n "${GIVEN_GPUS:-}" ]; then
+    %s
+    CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((${#gpus[@]} - 1)))
+fi
+"""
 #: In a rootless engine root inside is the caller outside, so files belong to the caller without our doing.
 _SETUP = {
     "docker": """
@@ -25,12 +32,14 @@ case $(docker info --format '{{.SecurityOptions}}' 2>/dev/null) in
     *rootless*) rootless=yes options=(--user 0:0) ;;
 esac
 """
-    + _LIMITS.lstrip(),
+    + _LIMITS.lstrip()
+    + _GIVEN.lstrip() % 'options+=(--gpus "\\"device=$GIVEN_GPUS\\"")',
     "podman": """
 options=(--user "$(id -u):$(id -g)") rootless=
 [ "$(id -u)" = 0 ] || { rootless=yes; options+=(--userns keep-id); }
 """
-    + _LIMITS.lstrip(),
+    + _LIMITS.lstrip()
+    + _GIVEN.lstrip() % 'for gpu in "${gpus[@]}"; do options+=(--device "nvidia.com/gpu=$gpu"); done',
 }
 
 
@@ -47,7 +56,7 @@ class ContainerRuntime:
         words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
         words += ["--network", "host", "--ipc", "host"]
         words += ["--pull", "never", "--log-driver", "none"] if self._program == "docker" else ["--pull", "never"]
-        if job.device == "cuda":
+        if job.device == "cuda" and node.gpus:
             words += self._gpu_words(node)
         for mount in mounts:
             words += ["--mount", _mount(mount)]

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -99,6 +100,50 @@ def ls(
     fanout.together(found)
     if images.difference(ids, image):
         raise typer.Exit(1)
+
+
+@app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
+def sif(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="The file, on a disk that all nodes have; by default the inventory's image, else beside its run_dir.",
+            show_default=False,
+        ),
+    ] = "",
+    image: Image = "",
+    inventory: InventoryFile = "",
+) -> None:
+    """Make the Docker image of this machine one SIF file on a Slurm cluster, for Apptainer.
+
+    The image goes to the login node, which makes the file of it; that takes minutes and twice its room for a while.
+    """
+    from rich.console import Console
+
+    from cluster.images import sif as sif_file
+
+    found = needed_inventory(inventory)
+    login = found.nodes[0]
+    if found.backend != "slurm":
+        raise UsageError(f"{found.path} is not of a Slurm cluster", "other machines take the image itself: image push")
+    image = image or DEFAULT_IMAGE
+    name = image.rpartition("/")[2].replace(":", "-") + ".sif"
+    target = target or (
+        found.image if found.image.endswith(".sif") else str(PurePosixPath(login.run_dir).parent / name)
+    )
+    if not target.startswith("/"):
+        raise UsageError(f"{target}: it must be an absolute path, as the nodes see it", f"for example: /shared/{name}")
+    out = Console(highlight=False)
+    began = time.monotonic()
+    try:
+        with _Screen(out) as screen:
+            sif_file.make(login, image, target, lambda done, size: screen.sent(login.name, done, size))
+    except KeyboardInterrupt:
+        print("interrupted; there is no half file", file=sys.stderr)
+        raise typer.Exit(_EXIT_INTERRUPTED) from None
+    out.print(f"{login.name}: {target}, {time.monotonic() - began:.0f} s", markup=False, soft_wrap=True)
+    if found.image != target:
+        out.print(f"for every job, in {found.path}: image: {target}", markup=False, soft_wrap=True)
 
 
 def _chosen(

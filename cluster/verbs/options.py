@@ -47,7 +47,28 @@ Only = Annotated[
         "--only", metavar="A,B", help="Only these nodes of the inventory, by name or label.", show_default=False
     ),
 ]
+Partition = Annotated[
+    str, typer.Option("--partition", "-p", metavar="NAME", help="Slurm: the partition.", show_default=False)
+]
+Account = Annotated[str, typer.Option("--account", metavar="NAME", help="Slurm: who pays.", show_default=False)]
+Qos = Annotated[str, typer.Option("--qos", metavar="NAME", help="Slurm: the quality of service.", show_default=False)]
+Time = Annotated[
+    str,
+    typer.Option(
+        "--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint comes 90 s before.", show_default=False
+    ),
+]
+Slurm = Annotated[
+    list[str],
+    typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm: any other option of sbatch, as in mem=32G. Repeatable."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def for_sbatch(partition: str, account: str, qos: str, time: str, others: list[str]) -> tuple[str, ...]:
+    """What is given of the options for Slurm, each as `name=value`."""
+    named = {"partition": partition, "account": account, "qos": qos, "time": time}
+    return (*(f"{name}={value}" for name, value in named.items() if value), *others)
 
 
 def chosen_inventory(

@@ -10,7 +10,7 @@ import yaml
 
 from cluster.backends import BACKENDS
 from cluster.backends.compose import gpu_reservation
-from cluster.model import Job, Mount, Node
+from cluster.model import Job, Mount, Node, Queue
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -33,6 +33,7 @@ JOBS = {
 
 
 RUNTIMES = {"trainer": "docker", "cuda": "podman", "foreign": "none"}
+SLURM_RUNTIMES = {"trainer": "apptainer", "cuda": "apptainer", "foreign": "none"}
 
 
 def hosts(job, runtime):
@@ -57,6 +58,17 @@ def plan(backend, name):
     if backend == "ssh":
         mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))
         job = replace(job, image="trainer:0.1", hosts=hosts(job, RUNTIMES[name]), mounts=mounts, secrets=("TOKEN",))
+    if backend == "slurm":
+        login = Node(
+            "login",
+            "",
+            login="ann@cluster",
+            run_dir="/shared/ann/my runs" if name == "foreign" else "/shared/ann/runs",
+            data_dir="" if name == "foreign" else "/shared/ann/data",
+            runtime=SLURM_RUNTIMES[name],
+        )
+        queue = Queue(login, {"partition": "gpu", "time": "8:00:00", "comment": "it is mine"})
+        job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
     return BACKENDS[backend].plan(job, attempt=1, port=29500)
 
 

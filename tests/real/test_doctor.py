@@ -247,7 +247,15 @@ def test_ctrl_c_while_the_link_is_measured_leaves_nothing(inventory, image_on_ho
     (tmp_path / "cluster.yaml").write_text(text)
     environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "cluster", "doctor", "--skip", "reachable", "--skip", "versions"]
-    process = subprocess.Popen(argv, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        argv,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # what a shell started in the background ignores SIGINT, and so would this
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     ours = "docker ps -aq --filter label=CLUSTER_JOB_ID"
     try:
         wait_for(lambda: testbed["n2"].run(ours))

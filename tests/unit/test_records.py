@@ -2,12 +2,13 @@ import pytest
 
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
-from cluster.model import Job, Record
+from cluster.model import Job, Node, Queue, Record
 from cluster.records import Records
 
 
 def record(name, created_at=1.0, backend="compose"):
-    job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1")
+    queue = Queue(Node("login", "", login="ann@cluster", runtime="apptainer"), {"time": "1:00:00"})
+    job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1", queue=queue if backend == "slurm" else None)
     return Record(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at, job)
 
 

@@ -83,3 +83,14 @@ def test_all_exited_well_is_done_and_one_is_not():
 def test_events_that_make_no_sense_change_nothing(event):
     view = rendezvous.start(PLAN, 0.0)
     assert fold(view, running("pending", "pending"), [event], 1.0).nodes == view.nodes
+
+
+def test_time_in_a_queue_is_not_time_that_a_node_is_late():
+    view = rendezvous.start(PLAN, 100.0)
+    waiting = [NodeStatus(node.name, "pending", detail="in the queue: for free nodes") for node in PLAN.nodes]
+    view = fold(view, waiting, [], 5000.0)
+    assert judge(view, 5001.0, 60) == "waiting"
+    assert view.nodes[0].note == "in the queue: for free nodes"
+    view = fold(view, running(), [], 5010.0)
+    assert judge(view, 5059.0, 60) == "waiting"
+    assert judge(view, 5061.0, 60) == "late"

@@ -1,0 +1,172 @@
+"""Jobs as one batch script for Slurm, submitted on a login node: this machine, or one behind SSH.
+
+The script that is submitted is the one that `plan` prints: it needs no Python and nothing of ours on the cluster, finds
+its nodes and its port itself, and asks Slurm to run it again after a checkpoint. Everything here but the submission
+and the cancelling only looks. A job of Slurm is found by its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from cluster import errands, logs, looks, quoting, readiness, sbatch, script, slurm
+from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
+from cluster.looks import Looks, Seen
+from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step
+from cluster.runtimes import RUNTIMES
+from cluster.shells import Shell
+
+#: So old may squeue's answer be: the controller is asked once in that time for all jobs of a user.
+INTERVAL_S = 3
+#: How long Slurm may take to put a job back into its queue.
+_REQUEUE_S = 45.0
+
+#: What the node's script finds out itself.
+_FOUND = ("NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOG_DIR", "CLUSTER_ATTEMPT")
+_DEVICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+class SlurmBackend:
+    """One batch script, one task of it on each node."""
+
+    name = "slurm"
+
+    def __init__(self, reach: Callable[[Node], Shell]) -> None:
+        self._reach = reach
+        self._looks = Looks(reach, self._look, loses=False)
+
+    def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
+        """One step: the batch script, and the command that submits it. The nodes get their hosts from Slurm."""
+        assert job.queue is not None
+        login = job.queue.login
+        nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
+        made = Plan(
+            job_id=job.name,
+            attempt=attempt,
+            backend=self.name,
+            nodes=nodes,
+            steps=(),
+            run_dir=f"{job.run_root}/{job.name}",
+            master_addr="",
+            master_port=job.port,
+            world_size=job.world_size,
+            timeout_s=job.timeout_s,
+            says_ready=job.says_ready,
+            image=job.image if login.runtime != "none" else "",
+            command=(job.python, *job.command),
+            device=job.device,
+            secrets=job.secrets,
+        )
+        return replace(made, steps=(_step(job, made),))
+
+    def check(self, job: Job, plan: Plan) -> None:
+        """Raise UsageError for what the cluster has not: a partition, nodes, GPUs, the image, a folder to write to."""
+        assert job.queue is not None
+        login = job.queue.login
+        (step,) = plan.steps
+        new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
+        run_dir = login.run_dir or job.run_root
+        words = [login.runtime, plan.image, run_dir, new, *step.needs]
+        done = self._reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", *words], timeout_s=60)
+        if done.code:
+            raise UnreachableError(f"{readiness.place(login)}: {done.last_line}")
+        has: dict[str, list[str]] = {}
+        for line in done.out.splitlines():
+            word, _, text = line.partition(" ")
+            has.setdefault(word, []).append(text)
+        found = slurm.problems(job, has, readiness.place(login))
+        if found:
+            raise UsageError(
+                "\n       ".join(dict.fromkeys(what for what, _ in found)),
+                "\n      ".join(dict.fromkeys(hint for _, hint in found if hint)),
+            )
+        if "exists" in has:
+            raise NameTakenError(f"{has['exists'][0]} is there already", "choose another --name, or remove the folder")
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
+        """Hand the script to sbatch; raises LaunchError with what it says."""
+        (step,) = plan.steps
+        ((path, text),) = step.files.items()
+        login = plan.nodes[0]
+        head = quoting.exports({name: (secrets or {})[name] for name in plan.secrets})
+        head += "\n" if head else ""
+        words = [path.rpartition("/")[0], plan.dir_on(login), str(head.count("\n"))]
+        done = self._reach(login).run(["bash", "-c", errands.SUBMIT, "submit", *words, *step.argv], stdin=head + text)
+        if done.code:
+            why = done.err.strip().splitlines()[-1:] or [done.last_line]
+            raise LaunchError(
+                f"{readiness.place(replace(login, name='the login node'))}: {why[0].removeprefix('sbatch: error: ')}",
+                "see what it was given: clusterctl plan --backend slurm",
+            )
+
+    def observe(self, plan: Plan) -> Sequence[NodeStatus]:
+        """From each node's exit-code file where there is one, else from squeue."""
+        return self._looks.statuses(plan)
+
+    def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
+        """From the run directory here: `observe` adds what the cluster's logs have, where that is elsewhere."""
+        return logs.read(plan, offsets)
+
+    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+        """`scancel`, and wait until Slurm has ended it; raises ClusterError for what stays."""
+        login = plan.nodes[0]
+        words = [plan.job_id, str(int(grace_s) + 60), plan.dir_on(login)]
+        done = self._reach(login).run(["bash", "-c", errands.CANCEL_QUEUE, "cancel", *words], timeout_s=grace_s + 90)
+        if done.code:
+            raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
+        if done.out.strip():
+            raise ClusterError(f"{', '.join(done.out.splitlines())} of {plan.job_id} does not end", "squeue --me")
+
+    def requeued(self, plan: Plan, wait: Callable[[float], None]) -> Plan | None:
+        """The next attempt, where Slurm makes it by itself; None where the job has left the queue."""
+        until = time.monotonic() + _REQUEUE_S
+        while time.monotonic() < until:
+            found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
+            if attempt > plan.attempt or (found is not None and found.lasts and found.state == "PENDING"):
+                return replace(plan, attempt=max(attempt, plan.attempt + 1))
+            if found is None or not found.lasts:
+                return None
+            wait(1.0)
+        return None
+
+    def _ask(self, plan: Plan, login: Node) -> tuple[tuple[slurm.Row | None, int, Sequence[str], str], Seen]:
+        words = [plan.job_id, str(looks.LOG_CHUNK), slurm.FORMAT, plan.dir_on(login), str(INTERVAL_S)]
+        head, seen = looks.ask(self._reach(login), plan, login, errands.LOOK_QUEUE, words, head=4)
+        line, running, refused, error = head
+        if refused and not line:
+            raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
+        attempt, *hosts = running.split() or ["0"]
+        return (slurm.row(line), int(attempt), hosts, error.removeprefix("error: ")), seen
+
+    def _look(self, plan: Plan, login: Node) -> Seen:
+        (found, attempt, hosts, error), seen = self._ask(plan, login)
+        said = [seen[node.name] for node in plan.nodes]
+        return {status.node: status for status in slurm.statuses(plan, found, attempt, hosts, said, error)}
+
+
+def _step(job: Job, plan: Plan) -> Step:
+    assert job.queue is not None
+    login = job.queue.login
+    run_dir = plan.dir_on(login)
+    mounts = [looks.mounted(login, mount) for mount in job.mounts]
+    cuda = ("CUDA_VISIBLE_DEVICES",) if job.device == "cuda" else ()
+    node = script.render(
+        job,
+        plan.nodes[0],
+        0,
+        attempt=plan.attempt,
+        run_dir=run_dir,
+        master=("", 0),
+        nodes_on_host=1,
+        runtime=RUNTIMES[login.runtime],
+        mounts=[Mount(run_dir, run_dir, read_only=False), *mounts] if login.runtime != "none" else (),
+        extra={},
+        finds=sbatch.finds(job),
+        found=(*_FOUND, *cuda, *(name for name in _DEVICES if name not in job.env)),
+    )
+    path = f"{run_dir}/attempt-{plan.attempt}/job.sbatch"
+    needs = tuple(mount.source if login.runtime != "none" else mount.target for mount in mounts)
+    text = sbatch.render(job, node, run_dir=run_dir, attempt=plan.attempt)
+    return Step(login.name, {path: text}, tuple(sbatch.argv(f"{run_dir}/slurm.log", path)), needs)

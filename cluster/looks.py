@@ -1,0 +1,209 @@
+"""What the nodes of a plan say, through a shell: their states and their logs, also when a machine is slow or silent."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster import fanout, files, logs, readiness
+from cluster.errors import ClusterError, UnreachableError
+from cluster.model import Mount, Node, NodeStatus, Plan
+from cluster.shells import Shell
+
+#: A machine that gave no sign of life for so long is lost. Shorter silences are a network's, and jobs outlive them.
+LOST_AFTER_S = 8.0
+#: How long the launcher waits for an answer before it goes on with what it knows; the answer may come later.
+_PATIENCE_S = 1.0
+#: How long a machine that was silent may take to show that it is there.
+_SILENT_PATIENCE_S = 4.0
+#: A machine that is alive may still be slow.
+_LOOK_TIMEOUT_S = 30.0
+#: So much of a log is fetched at once.
+LOG_CHUNK = 1 << 20
+
+#: What a node's folder has besides results.
+_NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.host", "*.secrets", "*.tmp", "common.*", "attempt")
+
+#: What was seen of a plan's nodes on one machine, by node.
+Seen = dict[str, NodeStatus]
+
+
+class Looks:
+    """Looks at the machines of plans again and again; `look` asks one machine, and raises a ClusterError."""
+
+    def __init__(
+        self, reach: Callable[[Node], Shell], look: Callable[[Plan, Node], Seen], *, loses: bool = True
+    ) -> None:
+        """`loses`: with a machine that is silent its nodes are lost; else somebody else knows better."""
+        self._reach = reach
+        self._look = look
+        self._loses = loses
+        self._looks: dict[tuple[str, int, str], _Look] = {}
+        #: The machines that gave no sign of life when they were last looked at.
+        self._silent: set[tuple[str, str]] = set()
+
+    def statuses(self, plan: Plan) -> list[NodeStatus]:
+        """One per node of the plan, in its order.
+
+        A machine that is slow keeps its last state, one that gives no sign of life says so and in the end is lost.
+        """
+        each = machines(plan)
+        looks = [self._looks.setdefault((plan.job_id, plan.attempt, node.name), _Look(time.time())) for node in each]
+        for machine, look in zip(each, looks, strict=True):
+            look.start(self._reach(machine), lambda machine=machine: self._look(plan, machine))  # type: ignore[misc]
+        # the first look may have to log in before it sees anything
+        patience_s = _PATIENCE_S if all(look.seen for look in looks) else LOST_AFTER_S
+        until = time.monotonic() + (_LOOK_TIMEOUT_S if not each[0].login else patience_s)
+        found: Seen = {}
+        for machine, look in zip(each, looks, strict=True):
+            error = look.answer(max(0.0, until - time.monotonic()))
+            silent = look.silent_s > 2 * _PATIENCE_S
+            (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
+            for node in on(plan, machine):
+                status = look.seen.get(node.name) or NodeStatus(node.name, "starting" if self._loses else "pending")
+                found[node.name] = self._hushed(status, look.silent_s, error) if silent else status
+        return [found[node.name] for node in plan.nodes]
+
+    def patience_s(self, plan: Plan, machine: Node, usual_s: float) -> float:
+        """How long to wait for a machine: one that was silent a moment ago is tried anew, and not for long."""
+        if (plan.job_id, machine.name) not in self._silent:
+            return usual_s
+        self._reach(machine).close()
+        return _SILENT_PATIENCE_S
+
+    def _hushed(self, status: NodeStatus, silent_s: float, error: ClusterError | None) -> NodeStatus:
+        if status.phase in ("exited", "lost"):
+            return status
+        why = f"has given no sign of life for {silent_s:.0f} s"
+        if error is not None:
+            why += f": {error.message.removeprefix(f'{status.node}: ')}"
+        if silent_s > LOST_AFTER_S and self._loses:
+            return NodeStatus(status.node, "lost", detail=why)
+        return replace(status, silent=why)
+
+
+class _Look:
+    """The looks at one machine, one after the other, each in a thread: a machine that hangs holds up nobody else."""
+
+    def __init__(self, now: float) -> None:
+        self.seen: Seen = {}
+        self._heard = now
+        self._error: ClusterError | None = None
+        self._looking: threading.Thread | None = None
+        self._pinging: threading.Thread | None = None
+        self._shell: Shell | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the machine has given no sign of life."""
+        return time.time() - self._heard
+
+    def start(self, shell: Shell, work: Callable[[], Seen]) -> None:
+        """Begin the next look, unless one is still going on."""
+        self._shell = shell
+        if self._looking is None or not self._looking.is_alive():
+            self._looking = threading.Thread(target=self._look, args=(work,), daemon=True)
+            self._looking.start()
+
+    def answer(self, timeout_s: float) -> ClusterError | None:
+        """Wait for the look; when it takes longer, ask the machine for a sign of life. The last error, None if well."""
+        assert self._looking is not None
+        self._looking.join(timeout_s)
+        if self._looking.is_alive() and (self._pinging is None or not self._pinging.is_alive()):
+            self._pinging = threading.Thread(target=self._ping, daemon=True)
+            self._pinging.start()
+        return self._error
+
+    def _look(self, work: Callable[[], Seen]) -> None:
+        try:
+            self.seen = work()
+            self._error, self._heard = None, time.time()
+        except ClusterError as error:
+            self._error = error
+
+    def _ping(self) -> None:
+        assert self._shell is not None
+        if self._shell.ping():
+            self._heard = time.time()
+
+
+def ask(
+    shell: Shell, plan: Plan, machine: Node, text: str, words: Sequence[str], head: int = 0
+) -> tuple[list[str], Seen]:
+    """Run a look's text with three words per node after `words`: its first `head` lines, and what its nodes say.
+
+    The logs of a machine that is another than this one are copied here as they grow. Raises UnreachableError.
+    """
+    nodes = on(plan, machine)
+    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if node.login}
+    sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
+    each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
+    seen = shell.run(["bash", "-c", text, "look", *words, *each], timeout_s=_LOOK_TIMEOUT_S)
+    lines = seen.out.splitlines()
+    if len(lines) != head + 2 * len(nodes):
+        raise UnreachableError(f"{readiness.place(machine)}: {seen.last_line}")
+    found = {}
+    for node, state, log in zip(nodes, lines[head::2], lines[head + 1 :: 2], strict=True):
+        chunk = base64.b64decode(log)
+        if node.name in copies:
+            logs.append(copies[node.name], sizes[node.name], chunk)
+        # its end is told once its whole log is here
+        found[node.name] = _status(node.name, state if len(chunk) < LOG_CHUNK else "alive")
+    return lines[:head], found
+
+
+def collect(plan: Plan) -> list[str]:
+    """Bring what the job wrote on other machines into its folder here; gives what could not be, a sentence each.
+
+    The first node's files are the job's; of the others only the ranks' logs are taken.
+    """
+    remote = [node for node in machines(plan) if node.login]
+
+    def bring(node: Node) -> None:
+        folder = plan.dir_on(node)
+        if node is plan.nodes[0]:
+            files.collect(node, folder, plan.run_dir, _NOT_RESULTS)
+        else:
+            ranks = f"attempt-{plan.attempt}/ranks/{node.name}"
+            files.collect(node, f"{folder}/{ranks}", f"{plan.run_dir}/{ranks}")
+
+    results = fanout.each(remote, bring)
+    return [f"not brought here: {error.message}" for error in results.values() if isinstance(error, ClusterError)]
+
+
+def machines(plan: Plan) -> list[Node]:
+    """The first node of each machine: those that share a login are one machine."""
+    first: dict[tuple[str, str], Node] = {}
+    for node in plan.nodes:
+        first.setdefault((node.login, node.ssh_config), node)
+    return list(first.values())
+
+
+def on(plan: Plan, machine: Node) -> list[Node]:
+    """The plan's nodes on a machine."""
+    return [node for node in plan.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
+
+
+def attempt_dir(plan: Plan, node: Node) -> str:
+    """The folder of the attempt's scripts, logs and exit codes on a node's own disk."""
+    return f"{plan.dir_on(node)}/attempt-{plan.attempt}"
+
+
+def mounted(node: Node, mount: Mount) -> Mount:
+    """A job's mount as a node has it: what was synced is below its `data_dir`."""
+    source = files.mirror(node, mount.source) if mount.synced and node.data_dir else mount.source
+    return Mount(source, mount.target, mount.read_only)
+
+
+def _status(name: str, line: str) -> NodeStatus:
+    word, _, rest = line.partition(" ")
+    if word == "exited":
+        code, at, why = f"{rest} ".split(" ", 2)
+        return NodeStatus(name, "exited", exit_code=int(code), ended_at=float(at), detail=why.strip())
+    if word == "lost":
+        return NodeStatus(name, "lost", detail=rest or "its process is gone and left no exit code")
+    return NodeStatus(name, "starting")
