@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from cluster import readiness
+from cluster import quoting, readiness
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.model import Node
 from cluster.shells import reach
@@ -16,18 +18,26 @@ _CHUNK = 1 << 20
 #: Unpacking and packing 6 GB takes minutes, on a busy disk many.
 _BUILD_TIMEOUT_S = 3600.0
 
-# The archive comes as input; what is unfinished stands beside the target, on the same disk, and goes whatever happens.
+# The image's files come as input; what is unfinished stands beside the target, on the same disk, and goes whatever
+# happens. `$1` the target, `$2` the image's variables, `$3` what a container of it runs. `apptainer build` can read the
+# engine's own archive, too, but packs every layer with gzip on its way, which takes thrice as long.
 _MAKE = r"""
 set -e -o pipefail
 command -v apptainer >/dev/null || { echo "there is no apptainer" >&2; exit 3; }
 mkdir -p -- "$(dirname -- "$1")"
 work=$(mktemp -d -- "$1.XXXXXX")
-trap 'rm -rf -- "$work"' EXIT
-cat > "$work/image.tar"
+trap 'chmod -R u+rwX -- "$work"; rm -rf -- "$work"' EXIT
+mkdir "$work/root"
+tar -x --no-same-owner --no-same-permissions --exclude='dev/*' -C "$work/root"
+chmod -R u+rwX -- "$work/root"
+mkdir -p "$work/root/.singularity.d/env"
+printf '%s' "$2" > "$work/root/.singularity.d/env/10-docker.sh"
+printf '%s' "$3" > "$work/root/.singularity.d/runscript"
+chmod 755 "$work/root/.singularity.d/env/10-docker.sh" "$work/root/.singularity.d/runscript"
 options=()
 if mksquashfs -help 2>&1 | grep -q zstd; then options=(--mksquashfs-args "-comp zstd -Xcompression-level 3"); fi
 APPTAINER_TMPDIR="$work" APPTAINER_CACHEDIR="$work/cache" \
-    apptainer --silent build "${options[@]}" "$work/image.sif" "docker-archive:$work/image.tar" >&2
+    apptainer --silent build "${options[@]}" "$work/image.sif" "$work/root" >&2
 mv -f -- "$work/image.sif" "$1"
 """
 
@@ -38,14 +48,16 @@ def make(node: Node, image: str, target: str, sent: Callable[[int, int], None]) 
     `sent` hears how many of about how many bytes have gone. Raises UsageError without the image, LaunchError with what
     Apptainer says.
     """
-    size = _size(image)
+    about = _about(image)
+    words = [target, variables(about["Config"]["Env"] or []), runscript(about["Config"])]
+    size = int(about["Size"])
     with (
-        contextlib.closing(_archive(image)) as archive,
-        reach(node).stream(["bash", "-c", _MAKE, "sif", target]) as there,
+        _files(image) as files,
+        reach(node).stream(["bash", "-c", _MAKE, "sif", *words]) as there,
     ):
         done = 0
         try:
-            for chunk in archive:
+            for chunk in files:
                 there.stdin.write(chunk)
                 done += len(chunk)
                 sent(done, max(size, done))
@@ -60,37 +72,52 @@ def make(node: Node, image: str, target: str, sent: Callable[[int, int], None]) 
         )
 
 
-class _archive:
-    """`docker save`, in pieces."""
-
-    def __init__(self, image: str) -> None:
-        self._process = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-    def __iter__(self) -> _archive:
-        return self
-
-    def __next__(self) -> bytes:
-        assert self._process.stdout is not None
-        if chunk := os.read(self._process.stdout.fileno(), _CHUNK):
-            return chunk
-        _, said = self._process.communicate()
-        if self._process.returncode:
-            raise ClusterError(f"this machine: docker save: {said.decode(errors='replace').strip()}", "docker info")
-        raise StopIteration
-
-    def close(self) -> None:
-        """End it, also in the middle."""
-        self._process.kill()
-        self._process.communicate()
+def variables(pairs: Sequence[str]) -> str:
+    """The script that sets an image's variables, `NAME=value` each."""
+    values = dict(pair.split("=", 1) for pair in pairs)
+    return f"#!/bin/sh\n{quoting.exports(values)}\n"
 
 
-def _size(image: str) -> int:
+def runscript(config: Mapping[str, Any]) -> str:
+    """The script that does what a container of the image does with its arguments: entry point, else they alone."""
+    text = "#!/bin/sh\n"
+    if command := config.get("Cmd"):
+        text += f"[ $# -gt 0 ] || set -- {quoting.line(command)}\n"
+    return text + f'exec {quoting.line(config.get("Entrypoint") or [])} "$@"\n'
+
+
+@contextlib.contextmanager
+def _files(image: str) -> Iterator[Iterator[bytes]]:
+    """All files of the image, as one tar in pieces."""
+    made = subprocess.run(["docker", "create", image, "true"], capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise ClusterError(f"this machine: docker create: {made.stderr.strip()}", "docker info")
+    container = made.stdout.strip()
+    export = subprocess.Popen(["docker", "export", container], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def pieces() -> Iterator[bytes]:
+        assert export.stdout is not None
+        while chunk := os.read(export.stdout.fileno(), _CHUNK):
+            yield chunk
+        _, said = export.communicate()
+        if export.returncode:
+            raise ClusterError(f"this machine: docker export: {said.decode(errors='replace').strip()}", "docker info")
+
     try:
-        found = subprocess.run(
-            ["docker", "image", "inspect", "--format", "{{.Size}}", image], capture_output=True, text=True, check=False
-        )
+        yield pieces()
+    finally:
+        export.kill()
+        export.communicate()
+        subprocess.run(["docker", "rm", "--force", container], capture_output=True, check=False)
+
+
+def _about(image: str) -> dict[str, Any]:
+    """What the engine of this machine knows of the image."""
+    try:
+        found = subprocess.run(["docker", "image", "inspect", image], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UsageError("this machine: there is no docker to take the image from", "make engine") from None
     if found.returncode:
         raise UsageError(f"this machine: no image {image}", "make image   (or name one that is there: --image NAME)")
-    return int(found.stdout)
+    about: dict[str, Any] = json.loads(found.stdout)[0]
+    return about
