@@ -42,8 +42,9 @@ OPTIONS = (
 )
 _OURS = ("nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error", "array", "requeue", "open-mode", "chdir")
 
-#: How long before the end of the time limit the ranks are told to write a checkpoint; submitit's 90 s, too.
-_SIGNAL = "USR2@90"
+#: How long before the end of the time limit the ranks are told to write a checkpoint; submitit's 90 s, too. The batch
+#: script alone gets it (B), and passes it on to the ranks: of all that runs on a node they alone outlive it.
+_SIGNAL = "B:USR2@90"
 _END = "END_OF_NODE_SCRIPT"
 
 #: How a batch script ends when the run directory is not the same folder on every node.
@@ -87,8 +88,19 @@ node=$(cat <<'@end@'
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # 75 is "checkpointed, run me again": no reason to end the other nodes before they have said so, too
 task='trap : USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
-srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node"
+tell='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s USR2 "$pid"'
+srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node" &
+srun=$!
+trap 'srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$tell" tell "$out"' USR2
+wait "$srun"
 code=$?
+while kill -0 "$srun" 2>/dev/null; do  # a signal ends `wait` before srun has ended
+    wait "$srun"
+    code=$?
+done
+wait "$srun" 2>/dev/null  # and once more, where both came at once: 127 is "I have told you"
+last=$?
+[ "$last" = 127 ] || code=$last
 
 # the end: again after a checkpoint, or where a node never said how it ended (7x: it refused to begin)
 again=

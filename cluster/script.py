@@ -17,8 +17,10 @@ set -u
 @exports@
 @secrets@# USR2 asks the ranks for a checkpoint and their end; torchrun and the pipes of the log would die of it
 trap '' USR2
+told=
 ranks() {
     local file
+    told=yes
     for file in $(grep -lzxs "CLUSTER_JOB_ID=$CLUSTER_JOB_ID" /proc/[0-9]*/environ); do
         file=${file#/proc/}
         ! grep -qzs '^LOCAL_RANK=' "/proc/$file" || kill -s USR2 "${file%/environ}" 2>/dev/null
@@ -65,12 +67,16 @@ while kill -0 "$run" 2>/dev/null; do  # a signal ends `wait` before the program 
     wait "$run"
     code=$?
 done
+wait "$run" 2>/dev/null  # and once more, where both came at once: 127 is "I have told you"
+last=$?
+[ "$last" = 127 ] || code=$last
 
 # epilogue: the log is whole before the exit code says so
 kill "$probe" 2>/dev/null
 exec >&- 2>&-
 for _ in $(seq 20); do kill -0 "$tee" 2>/dev/null && sleep 0.1; done
-# torchrun says 1 for whatever its ranks ended with
+# torchrun says 1 for whatever its ranks ended with; and what was told to end shall go on later
+[ -z "$told" ] || [ "$code" = 0 ] || code=75
 ! grep -qs '::cluster {"event":"failed".*"exit_code":75' "$out/$NODE.log" || code=75
 printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit" \
     || rm -f -- "$out/$NODE.exit.tmp"

@@ -124,7 +124,11 @@ class SlurmBackend:
         until = time.monotonic() + _REQUEUE_S
         while time.monotonic() < until:
             found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
-            if attempt > plan.attempt or (found is not None and found.lasts and found.state == "PENDING"):
+            if found is not None and found.state == "PENDING":
+                # Slurm lets a job that comes back wait for two minutes; refused where the site wants that
+                begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now"]
+                self._reach(plan.nodes[0]).run(begin, timeout_s=30)
+            if attempt > plan.attempt or (found is not None and found.state == "PENDING"):
                 return replace(plan, attempt=max(attempt, plan.attempt + 1))
             if found is None or not found.lasts:
                 return None
