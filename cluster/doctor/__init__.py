@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import DEFAULT_IMAGE
 from cluster.doctor import data as data_check
-from cluster.doctor import engine, forecast, link, machine, network, peers, probe, windows
+from cluster.doctor import engine, forecast, link, machine, network, peers, probe, slurm, windows
 from cluster.doctor.findings import Finding, Seen, exit_code
 from cluster.doctor.forecast import Forecast, Link
 from cluster.errors import ClusterError, UsageError
@@ -64,19 +64,28 @@ def examine(
     model: str = "yolov5s",
     step_s: float | None = None,
     jobs: frozenset[str] = frozenset(),
+    nodes: int = 2,
+    gpus: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
     """Look at all nodes and judge; `say` is told what is being done. Raises UsageError for an unknown check or model.
 
     `jobs` are those known to run: what they have on the nodes is not left over. `step_s` is the time of a step on one
-    node, without the sums; `data` are folders of this machine. Nothing is changed on the nodes.
+    node, without the sums; `data` are folders of this machine. Nothing is changed on the nodes. Of a Slurm cluster
+    one job looks at `nodes` nodes, and asks for `gpus` on each where the device is cuda.
     """
     began = time.monotonic()
+    if inventory.backend == "slurm":
+        _refuse_unknown("--skip", skip, slurm.ORDER)
+        image = image or inventory.image
+        findings = slurm.look(inventory, image=image, data=data, skip=skip, nodes=nodes, gpus=gpus, say=say)
+        findings.sort(key=lambda finding: slurm.ORDER.index(finding.check))
+        return Report(tuple(findings), time.monotonic() - began)
     _refuse_unknown("--skip", skip, ORDER)
     _refuse_unknown("--model", [model], list(forecast.PARAMETERS))
     image = image or inventory.image or DEFAULT_IMAGE
-    nodes = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
-    inventory = replace(inventory, nodes=nodes)
+    known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
+    inventory = replace(inventory, nodes=known)
     say(f"looking at {len(inventory.nodes)} nodes")
     seen, findings = _look(inventory, image, jobs)
     for check, judge in CHECKS.items():

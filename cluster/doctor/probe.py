@@ -28,8 +28,8 @@ if file and file.is_file():
         print(f"{name}={value}")
 """
 
-# `$1` run_dir, `$2` runtime, `$3` image, `$4` a python program, then every node's address.
-_PROBE = r"""
+#: `$1` run_dir, `$2` runtime, `$3` image, `$4` a python program, then every node's address.
+TEXT = r"""
 run_dir=$1 runtime=$2 image=$3 versions=$4
 shift 4
 export LC_ALL=C
@@ -178,7 +178,7 @@ def parse(text: str) -> Facts:
 
 def look(node: Node, image: str, addresses: Sequence[str]) -> Facts:
     """What is on a node; raises UnreachableError when it cannot be reached or has no bash."""
-    argv = ["bash", "-c", _PROBE, "probe", node.run_dir, node.runtime, image, VERSIONS, *addresses]
+    argv = ["bash", "-c", TEXT, "probe", node.run_dir, node.runtime, image, VERSIONS, *addresses]
     done = reach(node).run(argv, timeout_s=TIMEOUT_S)
     facts = parse(done.out)
     if "end" not in facts.every("probe"):

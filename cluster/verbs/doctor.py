@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.errors import ClusterError, UsageError
+from cluster.verbs import options
 from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, Only, SshConfig, needed_inventory
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cluster.doctor import Finding, Report
+    from cluster.model import Inventory
 
 _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red")}
 
@@ -56,11 +58,23 @@ def doctor(
     job: Annotated[
         str, typer.Option("--job", help="Take the step's time from what this job reported.", show_default=False)
     ] = "",
+    nodes: Annotated[
+        int, typer.Option("--nodes", help="Slurm: look at so many nodes in one job; 2 by default.", show_default=False)
+    ] = 0,
+    gpus: Annotated[
+        int, typer.Option("--gpus", help="Slurm: GPUs to ask for on each node; 1 by default.", show_default=False)
+    ] = 0,
+    partition: options.Partition = "",
+    account: options.Account = "",
+    qos: options.Qos = "",
+    time_limit: options.Time = "",
+    slurm: options.Slurm = [],  # noqa: B006
     as_json: AsJson = False,
 ) -> None:
     """Say what would go wrong on the nodes, before it does.
 
     Looks at every node, tries a connection from each to each, measures how fast they sum gradients. Changes nothing.
+    On a Slurm cluster: looks at the login node, then, in one short job, at nodes that Slurm gives.
 
     Exit codes: 0 nothing would stop a launch, 3 something would, 5 a node cannot be reached.
     """
@@ -72,8 +86,18 @@ def doctor(
 
     if step_ms < 0:
         raise UsageError(f"--step-time {step_ms:g}: must be more than 0 milliseconds")
+    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
+        if count < 0:
+            raise UsageError(f"{option} {count}: must be more than 0")
     step_s = _measured(job) if job else step_ms / 1000 or None
     machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    for_sbatch = options.for_sbatch(partition, account, qos, time_limit, slurm)
+    if machines.backend == "slurm":
+        only_ssh = {"--master-port": port, "--step-time": step_ms, "--job": job, "--model": model != "yolov5s"}
+        _refuse(only_ssh, "the link is not measured on a Slurm cluster", "leave it out")
+        machines = _with_options(machines, for_sbatch)
+    else:
+        _refuse({"--nodes": nodes, "--gpus": gpus, "--slurm": for_sbatch}, "only for a Slurm cluster", "--only a,b")
     with suppress(ClusterError):  # what keeps a machine from answering is what the checks are for
         machines = discovery.complete(machines)
     running: frozenset[str] = frozenset()
@@ -91,6 +115,8 @@ def doctor(
                 model=model,
                 step_s=step_s,
                 jobs=running,
+                nodes=nodes or 2,
+                gpus=gpus or 1,
                 say=say,
             ),
             shown.update if shown is not None else lambda text: None,
@@ -98,8 +124,26 @@ def doctor(
     if as_json:
         print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
     else:
-        _print(report, Console(highlight=False), [node.name for node in machines.nodes], model)
+        names = [node.name for node in machines.nodes]
+        if machines.backend == "slurm":
+            by_slurm = (each.node for each in report.findings if each.check not in checks.slurm.ON_LOGIN)
+            names = list(dict.fromkeys(by_slurm)) or names
+        _print(report, Console(highlight=False), names, model)
     raise typer.Exit(checks.exit_code(report.findings))
+
+
+def _refuse(given: Mapping[str, object], why: str, hint: str) -> None:
+    for option, value in given.items():
+        if value:
+            raise UsageError(f"{option}: {why}", hint)
+
+
+def _with_options(machines: Inventory, texts: Sequence[str]) -> Inventory:
+    from cluster import sbatch
+
+    typed = [text.partition("=") for text in texts]
+    given = {name.removeprefix("--"): value for name, _, value in typed}
+    return replace(machines, options=sbatch.checked({**machines.options, **given}))
 
 
 def _interruptible(work: Callable[[Callable[[str], None]], Report], show: Callable[[str], None]) -> Report:

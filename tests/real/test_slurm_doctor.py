@@ -1,0 +1,119 @@
+"""Faults planted in a Slurm cluster, one at a time: doctor names each with its node and what to type."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from cluster import doctor
+from cluster.model import Inventory, Node
+from cluster.shells import close_all
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def inventory(testbed):
+    """The cluster as an ordinary user sees it, with a tiny SIF on its common disk."""
+    name = f"/shared/doctor-{os.getpid()}"
+    programs = "cp --parents -L /bin/sh /bin/true $(ldd /bin/sh | grep -o '/[^ ]*') root"
+    make = f"mkdir -p {name}/root && cd {name} && {programs} && apptainer build small.sif root && rm -r root"
+    testbed["n0"].run(make, user="ada")
+    login = Node("login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config))
+    yield Inventory((login,), "slurm", {"partition": "debug"}, image=f"{name}/small.sif", device="cpu")
+    close_all()
+    testbed["n0"].run(f"rm -r {name}")
+
+
+@pytest.fixture(autouse=True)
+def no_files_left(testbed):
+    yield
+    for host in testbed.hosts.values():
+        assert host.run("find /shared /home/ada -name '.clusterctl-doctor*'") == ""
+    assert testbed["n0"].run("squeue --noheader --name clusterctl-doctor") == ""
+
+
+def changed(inventory, **fields):
+    return replace(inventory, nodes=(replace(inventory.nodes[0], **fields),))
+
+
+def failures(inventory, **options):
+    """(check, node): the finding, for everything that would stop a launch."""
+    report = doctor.examine(inventory, **options)
+    assert report.seconds < 60
+    return {(each.check, each.node): each for each in report.findings if each.level == "failure"}
+
+
+def test_a_cluster_that_is_well_has_no_failure_and_every_node_is_looked_at(inventory):
+    report = doctor.examine(inventory, nodes=3)
+    assert [each for each in report.findings if each.level == "failure"] == []
+    for check in ("job", "common", "names", "runtime", "image", "architecture", "shm", "tmp", "disk"):
+        assert {each.node for each in report.findings if each.check == check} == {"n0", "n1", "n2"}
+    assert all("over eth0" in each.detail for each in report.findings if each.check == "names")
+
+
+def test_a_run_dir_that_each_host_has_of_its_own(inventory):
+    found = failures(changed(inventory, run_dir="/home/ada/runs"), nodes=3)
+    assert sorted(found) == [("common", "n1"), ("common", "n2")]  # n0 is the login node itself
+    assert "/home/ada/runs (run_dir) is not the login node's" in found["common", "n1"].detail
+    assert "run_dir" in found["common", "n1"].fix
+
+
+def test_no_sif_and_a_file_that_is_none(inventory):
+    missing = inventory.image + ".not"
+    found = failures(inventory, image=missing)
+    assert {check for check, _ in found} == {"image"}
+    assert len(found) == 2
+    assert all(f"{missing}: No such file or directory" in each.detail for each in found.values())
+    assert all(each.fix.startswith(f"clusterctl image sif {missing}") for each in found.values())
+    found = failures(inventory, image="/etc/passwd")
+    assert all("image format not recognized" in each.detail for each in found.values())
+    assert len(found) == 2
+
+
+def test_what_the_site_has_not_is_said_before_any_job(inventory):
+    found = failures(replace(inventory, options={"partition": "gppu"}))
+    assert list(found) == [("request", "login")]
+    assert (found["request", "login"].detail, found["request", "login"].fix) == (
+        "no partition gppu",
+        "one of: gpu, debug",
+    )
+    found = failures(replace(inventory, device="cuda"), gpus=3)
+    assert "its nodes have 2 GPUs, and --gpus 3 asks for more" in found["request", "login"].detail
+    found = failures(replace(inventory, options={"partition": "debug", "time": "31"}))
+    assert found["request", "login"].fix == "at most 30 minutes"
+
+
+def test_a_runtime_that_is_not_on_the_nodes(inventory):
+    found = failures(changed(inventory, runtime="podman"))
+    assert {check for check, _ in found} == {"runtime"}
+    assert [each.detail for each in found.values()] == ["podman is not installed"] * 2
+
+
+def test_gpus_that_slurm_gives_and_no_driver_lists(inventory):
+    found = failures(replace(inventory, device="cuda"), gpus=2)
+    assert {check for check, _ in found} == {"gpus"}
+    assert {each.detail for each in found.values()} == {"Slurm gave 2 GPUs, but there is no nvidia-smi"}
+
+
+def test_one_node_whose_name_for_the_first_is_its_own_and_whose_shared_memory_is_small(inventory, testbed):
+    n1 = testbed["n1"]
+    n1.run("cp /etc/hosts /etc/hosts.kept; grep -v '\\sn0$' /etc/hosts.kept > /tmp/new; echo 127.0.1.1 n0 >> /tmp/new")
+    n1.run("cat /tmp/new > /etc/hosts; mount -o remount,size=64m /dev/shm")
+    try:
+        found = failures(inventory, nodes=3)
+    finally:
+        n1.run("cat /etc/hosts.kept > /etc/hosts; rm /etc/hosts.kept /tmp/new; mount -o remount,size=1g /dev/shm")
+    assert sorted(found) == [("names", "n1"), ("shm", "n1")]
+    assert found["names", "n1"].detail == "n0 is 127.0.1.1 on lo: itself"
+
+
+def test_a_controller_that_does_not_answer(inventory, testbed):
+    testbed["n0"].run("scontrol shutdown slurmctld; while pidof slurmctld; do sleep 0.2; done")
+    try:
+        found = failures(inventory)
+    finally:
+        testbed["n0"].run("slurmctld; until scontrol ping | grep -q UP; do sleep 0.2; done")
+        testbed["n0"].run("until [ $(sinfo -h -N -p debug -t idle -r | wc -l) = 3 ]; do sleep 1; done", timeout_s=120)
+    assert list(found) == [("slurm", "login")]
+    assert "is DOWN" in found["slurm", "login"].detail
