@@ -269,7 +269,7 @@ def judged(login: Node, on: Facts, request: Request, image: str, said: Told) -> 
     if not said.facts:
         if any("are busy" in line for line in own):
             why = f"no {request.nodes} nodes are free within {IMMEDIATE_S} s: compute nodes were not looked at"
-            fix = "clusterctl doctor --nodes 1, or later; who has them: squeue --states running"
+            fix = "clusterctl doctor --nodes 1, or later; why: squeue --states running; sinfo --list-reasons"
             return [Finding("job", login.name, "warning", why, fix)]
         why = next(reversed(own), "it printed nothing")
         return [Finding("job", login.name, "failure", f"did not run: {why}", f"try on {login.name}: {_typed(request)}")]
