@@ -52,8 +52,14 @@ _JOB = r"""
 token=$1 first=$2 second=$3 nodes=$4 seconds=$5; shift 5
 trap 'rm -f -- "$first/.clusterctl-doctor.$token"* "$second/.clusterctl-doctor.$token"*' EXIT
 for folder in "$first" "$second"; do echo "$token" 2>/dev/null > "$folder/.clusterctl-doctor.$token"; done
-timeout -k 10 "$seconds" "$@" 2>&1 < /dev/null
+exec 3<&0
+timeout -k 10 "$seconds" "$@" 2>&1 < /dev/null 3<&- &
+job=$!
+# the input ends early where nobody waits for the answer any more: nothing stays in the queue
+{ read -r _; kill "$job"; } <&3 > /dev/null 2>&1 &
+wait "$job"
 echo "srun=$?"
+kill "$!" 2>/dev/null
 # nobody has asked for these names before: a file server's client cannot have remembered that they are not there
 for rank in $(seq 0 $((nodes - 1))); do
     [ "$(cat "$first/.clusterctl-doctor.$token.$rank" 2>/dev/null)" != "$token" ] || echo "back=$rank run_dir"
@@ -85,7 +91,7 @@ case $runtime in
 apptainer)
     inside=(apptainer --silent exec --cleanenv --no-home --no-mount cwd "$image")
     say apptainer "$(apptainer --version 2>/dev/null)"
-    if ! why=$(head -c 1 -- "$image" 2>&1 >/dev/null); then say sif_unreadable "${why##*: }"
+    if ! [ -d "$image" ] && ! why=$(head -c 1 -- "$image" 2>&1 >/dev/null); then say sif_unreadable "${why##*: }"
     elif command -v apptainer >/dev/null; then
         say image_arch "$(apptainer sif list "$image" 2>/dev/null | sed -n 's:.*/\*System/\([a-z0-9]*\)).*:\1:p')"
         if why=$(timeout 60 "${inside[@]}" true 2>&1 < /dev/null); then say sif_runs yes
@@ -187,8 +193,11 @@ def _told(login: Node, facts: Facts, request: Request, image: str) -> Told:
     soon = replace(request, options={**request.options, "time": "5"})  # what is short finds room between others
     command = [*srun(soon), f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", _NODE, "node", *on_node]
     words = [token, *folders, str(request.nodes), str(IMMEDIATE_S + JOB_S), *command]
-    done = reach(login).run(["bash", "-c", _JOB, "job", *words], timeout_s=IMMEDIATE_S + JOB_S + 30)
-    return told(done.out)
+    with reach(login).stream(["bash", "-c", _JOB, "job", *words]) as running:
+        said = running.stdout.read()
+        running.stdin.close()
+        running.wait(30)
+    return told(said.decode(errors="replace"))
 
 
 def srun(request: Request) -> list[str]:

@@ -1,6 +1,10 @@
 """Faults planted in a Slurm cluster, one at a time: doctor names each with its node and what to type."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from cluster import doctor
 from cluster.model import Inventory, Node
 from cluster.shells import close_all
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.real
 
@@ -104,6 +109,41 @@ def test_one_node_whose_shared_memory_is_small(inventory, testbed):
         testbed["n1"].run("mount -o remount,size=1g /dev/shm")
     assert list(found) == [("shm", "n1")]
     assert "/dev/shm has 64 MB free of 64 MB" in found["shm", "n1"].detail
+
+
+def test_ctrl_c_while_the_job_waits_takes_it_out_of_the_queue(inventory, testbed, tmp_path):
+    n0, login = testbed["n0"], inventory.nodes[0]
+    (tmp_path / "cluster.yaml").write_text(
+        f"backend: slurm\nssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {inventory.image}\n"
+        f"nodes:\n  login: {{login: ada@n0, run_dir: {login.run_dir}, data_dir: {login.data_dir}}}\n"
+    )
+    queued = "squeue --noheader --name clusterctl-doctor --states pending"
+    other = n0.run("sbatch --parsable -o /dev/null --exclusive -N3 --wrap 'sleep 100'", user="ada")
+    wait_for(lambda: n0.run(f"squeue --noheader --job {other} --states running"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster", "doctor"],
+        cwd=tmp_path,
+        env={**os.environ, "CLUSTERCTL_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        wait_for(lambda: n0.run(queued))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert (process.returncode, b"Traceback" in errors) == (130, False)
+        wait_for(lambda: not n0.run(queued))
+    finally:
+        process.kill()
+        n0.run(f"scancel {other}; while squeue --noheader --me | grep -q .; do sleep 0.2; done", user="ada")
+
+
+def wait_for(true, timeout_s=15):
+    until = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.2)
 
 
 def test_a_controller_that_does_not_answer(inventory, testbed):
