@@ -294,6 +294,10 @@ def judged(login: Node, on: Facts, request: Request, image: str, said: Told) -> 
         facts[host] = of
         found.append(Finding("job", host, "ok", "a job of Slurm ran on it"))
         found += _common(host, rank, of, on, said)
+    if silent := request.nodes - len(said.facts):
+        why = next((line for line in own if "failed" in line or "Killed" in line), "srun says nothing of it")
+        fix = "sinfo --list-reasons; without it: --slurm exclude=..."
+        found.append(Finding("job", login.name, "failure", f"{silent} of {request.nodes} did not run it: {why}", fix))
     seen = Seen(tuple(nodes), facts, "" if login.runtime == "none" else image, device=request.device)
     for judge in CHECKS:
         found += judge(seen)

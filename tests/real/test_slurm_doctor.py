@@ -111,6 +111,19 @@ def test_one_node_whose_shared_memory_is_small(inventory, testbed):
     assert "/dev/shm has 64 MB free of 64 MB" in found["shm", "n1"].detail
 
 
+def test_a_host_that_died_a_moment_ago(inventory, testbed):
+    testbed.fault("kill", "n2")
+    try:
+        found = failures(inventory, nodes=3)
+    finally:
+        testbed.fault("heal", "n2")
+        ready = "until [ $(sinfo -h -N -p debug -t idle -r | wc -l) = 3 ]; do sleep 1; done"
+        testbed["n0"].run(ready, timeout_s=120)
+    assert list(found) == [("job", "login")]
+    assert "1 of 3 did not run it" in found["job", "login"].detail
+    assert "on node n2" in found["job", "login"].detail
+
+
 def test_ctrl_c_while_the_job_waits_takes_it_out_of_the_queue(inventory, testbed, tmp_path):
     n0, login = testbed["n0"], inventory.nodes[0]
     (tmp_path / "cluster.yaml").write_text(

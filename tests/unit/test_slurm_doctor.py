@@ -197,6 +197,17 @@ def test_a_node_whose_task_ended_early_is_named():
     assert one(text=text) == ("job", "n2", "failure", "n2: task 1: Killed")
 
 
+def test_a_node_that_died_unnoticed_by_slurm_is_not_left_out():
+    said = "srun: error: Task launch for StepId=111.0 failed on node n1: Communication connection failure\n"
+    found = one(text=JOB + said + "srun: error: Application launch failed\n", request=slurm.Request(3, 1, "cpu", {}))
+    assert found == (
+        "job",
+        "login",
+        "failure",
+        "1 of 3 did not run it: Task launch for StepId=111.0 failed on node n1: Communication connection failure",
+    )
+
+
 def test_a_login_node_without_slurm_and_a_controller_that_is_down():
     def last(old, new):
         return slurm.on_login(LOGIN, parse(ON_LOGIN.replace(old, new)))[-1]
