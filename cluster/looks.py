@@ -26,7 +26,7 @@ _LOOK_TIMEOUT_S = 30.0
 LOG_CHUNK = 1 << 20
 
 #: What a node's folder has besides results.
-_NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.host", "*.secrets", "*.tmp", "common.*", "attempt")
+_NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
 
 #: What was seen of a plan's nodes on one machine, by node.
 Seen = dict[str, NodeStatus]

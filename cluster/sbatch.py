@@ -59,15 +59,18 @@ nodes=@nodes@ port=@port@ max_restarts=@max_restarts@
 restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 export CLUSTER_ATTEMPT=$((@attempt@ + restarts))
 out="$run/attempt-$CLUSTER_ATTEMPT"
-fail() { printf 'error: %s\n' "$2" >&2; exit "$1"; }
+fail() { local code=$1; shift; printf 'error: %s\n' "$*" >&2; exit "$code"; }
 
 # where: the nodes that Slurm gave, the first is the master
 [ "$restarts" -le "$max_restarts" ] || fail 75 "it was restarted $max_restarts times (--max-restarts)"
-mkdir -p -- "$out" || fail @not_common@ "$(hostname): cannot make $out: run_dir must be a folder common to all nodes"
+[ -z "${CLUSTER_SUBMITTED:-}" ] || [ -e "$run/submitted" ] || fail @not_common@ "$(hostname): there is no $run"
+mkdir -p -- "$out" || fail @not_common@ "$(hostname): cannot make $out"
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 [ "${#hosts[@]}" = "$nodes" ] || fail 71 "Slurm gave ${#hosts[@]} nodes (${hosts[*]}), and the job takes $nodes"
 echo "$CLUSTER_ATTEMPT ${hosts[*]}" > "$run/attempt"
 touch -- "$run/common.$SLURM_JOB_ID"
+lacks=$(srun --nodes="$nodes" --ntasks-per-node=1 bash -c '[ -e "$1" ] || hostname' look "$run/common.$SLURM_JOB_ID")
+[ -z "$lacks" ] || fail @not_common@ "$run of ${hosts[0]} is another folder than that of" $lacks
 export CLUSTER_HOSTS="${hosts[*]}" PET_MASTER_ADDR="${hosts[0]}"
 
 # port: from the job's number, so that jobs which share a node try different ones; another where one is taken
@@ -87,11 +90,17 @@ node=$(cat <<'@end@'
 )
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # 75 is "checkpointed, run me again": no reason to end the other nodes before they have said so, too
-task='trap : USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
-tell='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s USR2 "$pid"'
+# (the traps keep this shell, and what it has started within Slurm's reach, where that goes by parents)
+task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
+tell() {
+    local text='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s "$2" "$pid"'
+    srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$text" tell "$out" "$1"
+}
 srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node" &
 srun=$!
-trap 'srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$tell" tell "$out"' USR2
+stopped=
+trap 'tell USR2' USR2
+trap 'stopped=yes; tell TERM' TERM
 wait "$srun"
 code=$?
 while kill -0 "$srun" 2>/dev/null; do  # a signal ends `wait` before srun has ended
@@ -112,12 +121,13 @@ for rank in $(seq 0 $((nodes - 1))); do
         nothing:*)
             again="nothing from ${hosts[$rank]}"
             # Slurm finds out by itself that a node is dead, and takes another; before that it would give us the same
-            timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true || sleep 900 ;;
+            [ -n "$stopped" ] || timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true ||
+                sleep 900 ;;
     esac
 done
 # what was cancelled shall not come back
 state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'JobState=[A-Z_]*')
-if [ -n "$again" ] && [ "$restarts" -lt "$max_restarts" ] && [ "$state" = JobState=RUNNING ]; then
+if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] && [ "$state" = JobState=RUNNING ]; then
     echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
     scontrol requeue "$SLURM_JOB_ID" && sleep 60
     echo "Slurm does not requeue it: a new job"
@@ -133,10 +143,6 @@ NODE = r"""
 export NODE="node-$SLURM_NODEID" PET_NODE_RANK="$SLURM_NODEID"
 export PET_LOG_DIR="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT/ranks/$NODE"
 where=$(hostname)
-if ! [ -e "$CLUSTER_RUN_DIR/common.$SLURM_JOB_ID" ]; then
-    echo "error: $where: $CLUSTER_RUN_DIR is not the folder that $PET_MASTER_ADDR has: run_dir must be common" >&2
-    exit 78
-fi
 read -r -a hosts <<< "$CLUSTER_HOSTS"
 peer=${hosts[$((SLURM_NODEID == 0))]:-}
 device=lo

@@ -149,9 +149,7 @@ def render(
         "nodes": str(job.nodes),
         "job_id": job.name,
         "attempt": str(attempt),
-        "prologue": f"{quoting.line(['cd', '--', job.workdir])} || exit 72\n"
-        if job.workdir and not runtime.setup
-        else "",
+        "prologue": f"{quoting.line(['cd', '--', job.workdir])} || exit 72\n" if job.workdir and runtime.inside else "",
         "exports": quoting.exports(values) + (_DEVICE.rstrip() if finds_device else "") + finds.rstrip(),
         "secrets": _SECRETS.strip() + "\n" if job.secrets and not finds else "",
         "setup": runtime.setup,

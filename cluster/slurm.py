@@ -145,8 +145,8 @@ def _ended(node: str, found: Row, why: str) -> NodeStatus:
         return NodeStatus(node, "exited", 0)
     if found.state in _ENDS:
         return NodeStatus(node, "exited" if found.state == "CANCELLED" else "lost", 143, _ENDS[found.state])
-    if signal == "53":  # Slurm's word for an output file that it cannot open
-        why = "the run directory is not there on the node: it must be a folder common to all nodes"
+    if signal == "53" or code == str(sbatch.EXIT_NOT_COMMON):  # 53: Slurm cannot open the output file
+        why = f"the run directory must be a folder common to all nodes, and is not: {why or 'not there on the first'}"
     why = why or f"the batch script ended with {found.exit_code}"
     return NodeStatus(node, "exited", int(code) if code.isdigit() and int(code) else 1, why)
 

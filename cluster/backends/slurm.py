@@ -21,7 +21,7 @@ from cluster.shells import Shell
 #: So old may squeue's answer be: the controller is asked once in that time for all jobs of a user.
 INTERVAL_S = 3
 #: How long Slurm may take to put a job back into its queue.
-_REQUEUE_S = 45.0
+_REQUEUE_S = 120.0
 
 #: What the node's script finds out itself.
 _FOUND = ("NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOG_DIR", "CLUSTER_ATTEMPT")
@@ -112,15 +112,18 @@ class SlurmBackend:
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """`scancel`, and wait until Slurm has ended it; raises ClusterError for what stays."""
         login = plan.nodes[0]
-        words = [plan.job_id, str(int(grace_s) + 60), plan.dir_on(login)]
-        done = self._reach(login).run(["bash", "-c", errands.CANCEL_QUEUE, "cancel", *words], timeout_s=grace_s + 90)
+        words = [plan.job_id, str(int(grace_s)), plan.dir_on(login)]
+        done = self._reach(login).run(["bash", "-c", errands.CANCEL_QUEUE, "cancel", *words], timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
             raise ClusterError(f"{', '.join(done.out.splitlines())} of {plan.job_id} does not end", "squeue --me")
 
     def requeued(self, plan: Plan, wait: Callable[[float], None]) -> Plan | None:
-        """The next attempt, where Slurm makes it by itself; None where the job has left the queue."""
+        """The next attempt, where Slurm makes it by itself; None where the job has left the queue.
+
+        Raises ClusterError when somebody has cancelled it.
+        """
         until = time.monotonic() + _REQUEUE_S
         while time.monotonic() < until:
             found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
@@ -130,6 +133,8 @@ class SlurmBackend:
                 self._reach(plan.nodes[0]).run(begin, timeout_s=30)
             if attempt > plan.attempt or (found is not None and found.state == "PENDING"):
                 return replace(plan, attempt=max(attempt, plan.attempt + 1))
+            if found is not None and found.state == "CANCELLED":
+                raise ClusterError(slurm.CANCELLED)
             if found is None or not found.lasts:
                 return None
             wait(1.0)

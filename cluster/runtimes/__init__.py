@@ -13,6 +13,11 @@ class Runtime(Protocol):
     """Spells command lines and does nothing else."""
 
     @property
+    def inside(self) -> bool:
+        """Whether the node's script is itself where the program runs."""
+        ...
+
+    @property
     def setup(self) -> str:
         """Bash that runs on the node before the command; the array `options` that it sets is put into the command."""
         ...

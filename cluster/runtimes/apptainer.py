@@ -19,12 +19,16 @@ shift "$count"; exec "$@"
 class ApptainerRuntime:
     """One container per node, which sees the network and the shared memory of its machine."""
 
+    inside = False
     setup = ""
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """`apptainer run` with a clean environment and no home; with `--nv` where GPUs are asked for."""
+        """`apptainer run` with a clean environment and no home; with `--nv` where GPUs are asked for.
+
+        Without `--no-eval` it would take the variables for shell text.
+        """
         words = ["bash", "-c", _ENTER, "enter", str(len(names)), *names]
-        words += ["apptainer", "--silent", "run", "--cleanenv", "--no-home", "--no-mount", "cwd"]
+        words += ["apptainer", "--silent", "run", "--no-eval", "--cleanenv", "--no-home", "--no-mount", "cwd"]
         if job.device == "cuda":
             words.append("--nv")
         for mount in mounts:

@@ -46,6 +46,8 @@ options=(--user "$(id -u):$(id -g)") rootless=
 class ContainerRuntime:
     """`program` is docker or podman, which take the same words here except for GPUs."""
 
+    inside = False
+
     def __init__(self, program: str) -> None:
         self._program = program
         self.setup = _SETUP[program].lstrip()

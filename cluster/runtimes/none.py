@@ -11,6 +11,7 @@ from cluster.model import Job, Mount, Node
 class NoRuntime:
     """The interpreter of the job, as it is."""
 
+    inside = True
     setup = ""
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:

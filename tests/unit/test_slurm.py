@@ -62,7 +62,7 @@ def test_what_a_node_said_itself_counts_more_than_what_slurm_says():
             "FAILED",
             "0:53",
             "exited",
-            "the run directory is not there on the node: it must be a folder common to all nodes",
+            "the run directory must be a folder common to all nodes, and is not: not there on the first",
         ),
         ("FAILED", "9:0", "exited", "the batch script ended with 9:0"),
         ("CANCELLED", "0:15", "exited", "cancelled with scancel"),

@@ -1,0 +1,303 @@
+"""Jobs on the testbed's Slurm, as an ordinary user, with Apptainer: from outside, by hand, and whatever befalls them.
+
+A job that Slurm starts again ends with the weights of one that nothing happened to.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import yaml
+
+from tests.conftest import ROOT, Clusterctl
+from tests.unit.yolo_folder import make_yolo_set
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(500)]
+SMALLEST = ROOT / "trainer" / "models" / "yolov5n.yaml"
+HOME = "/shared/ada/clusterctl"
+SIF = f"{HOME}/trainer.sif"
+
+
+class Slurm:
+    """A folder with a cluster.yaml of the testbed's Slurm, and a small data set that is there."""
+
+    def __init__(self, clusterctl, testbed):
+        self.clusterctl, self.testbed, self.folder = clusterctl, testbed, clusterctl.folder
+        self.login = testbed["n0"]
+        self.processes = []
+        clusterctl.env["CLUSTERCTL_STATE_DIR"] = f"{self.folder}-records"
+        self.write()
+
+    def write(self, runtime="apptainer", run_dir=f"{HOME}/runs", image=SIF, **options):
+        place = {"login": "ada@n0", "run_dir": run_dir, "data_dir": f"{HOME}/data", "runtime": runtime}
+        text = yaml.safe_dump(
+            {
+                "backend": "slurm",
+                "device": "cpu",
+                "image": image,
+                "ssh_config": str(self.testbed.ssh_config),
+                "slurm": {"partition": "gpu", "time": "20:00", **options},
+                "nodes": {"login": place},
+            }
+        )
+        (self.folder / "cluster.yaml").write_text(text)
+
+    def with_data(self):
+        self.data = make_yolo_set(self.folder / "set", train=32, val=2)
+        tiny = yaml.safe_load(SMALLEST.read_text()) | {"width_multiple": 0.05, "depth_multiple": 0.1}
+        (self.folder / "set" / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+        code, text = self.clusterctl.run("sync", str(self.folder / "set"))
+        assert code == 0, text
+        return self
+
+    def words(self, verb, job, *options, gpus=1, epochs=6):
+        arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
+        arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--noval", "--seed", "1"]
+        command = [verb, "--name", job, "--nodes", "2", "--gpus", str(gpus), "--env", "OMP_NUM_THREADS=1", *options]
+        return [*command, "--", "train", *arguments]
+
+    def launch(self, job, *options, **more):
+        self.job = job
+        self.login.run(f"rm -rf {HOME}/runs/{job}")
+        self.process = self.clusterctl.start(*self.words("launch", job, *options, **more))
+        self.processes.append(self.process)
+        return self
+
+    def log(self, attempt=1, node="node-0"):
+        path = self.folder / "runs" / self.job / f"attempt-{attempt}" / f"{node}.log"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, text, attempt=1, timeout_s=120):
+        until = time.time() + timeout_s
+        while text not in self.log(attempt):
+            assert self.process.poll() is None, self.process.stdout.read()
+            assert time.time() < until, f"no {text}: {self.log(attempt)}"
+            time.sleep(0.1)
+        return self
+
+    def end(self, timeout_s=300):
+        text, _ = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, text
+
+    def number(self):
+        return self.login.run(f"squeue -h -n {self.job} -o %i", user="ada")
+
+    def left(self):
+        """What is in the queue, and what runs of the job on any host."""
+        look = f"grep -lzxs CLUSTER_JOB_ID={self.job} /proc/[0-9]*/environ; true"
+        running = {name: text for name, host in self.testbed.hosts.items() if (text := host.run(look))}
+        return self.number(), running
+
+    def weights(self):
+        kept = torch.load(self.folder / "runs" / self.job / "last.pt", weights_only=True, map_location="cpu")
+        return {f"{part}.{name}": value for part in ("model", "ema") for name, value in kept[part].items()}
+
+
+@pytest.fixture(scope="session")
+def sif(testbed, image_on_hosts, tmp_path_factory):
+    """The trainer's image as a SIF file on the common disk, made anew when the image is another one."""
+    made = Slurm(Clusterctl(tmp_path_factory.mktemp("sif")), testbed)
+    made.login.run(f"install -d -o ada -g ada /shared/ada {HOME}")
+    format_ = ["docker", "image", "inspect", "--format", "{{.Id}}", image_on_hosts]
+    image = subprocess.run(format_, capture_output=True, text=True, check=True).stdout.strip()
+    if made.login.try_run(f"test -e {SIF} && grep -qx {image} {SIF}.of")[0]:
+        code, text = made.clusterctl.run("image", "sif", "--image", image_on_hosts, timeout_s=480)
+        assert code == 0, text
+        assert f"login: {SIF}, " in text
+        made.login.run(f"echo {image} > {SIF}.of")
+    return SIF
+
+
+@pytest.fixture
+def slurm(clusterctl, testbed, sif):
+    made = Slurm(clusterctl, testbed).with_data()
+    yield made
+    for process in made.processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+        process.stdout.close()
+    made.login.run("scancel --user ada")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, testbed, sif):
+    """The weights of a run that nothing happened to."""
+    made = Slurm(Clusterctl(tmp_path_factory.mktemp("undisturbed")), testbed).with_data().launch("undisturbed")
+    code, text = made.end()
+    assert code == 0, text
+    made.process.stdout.close()
+    return made.weights()
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def test_two_nodes_with_two_processes_each_train_to_the_end(slurm):
+    code, text = slurm.launch("trains", gpus=2, epochs=1).end()
+    assert code == 0, text
+    assert "2/2 nodes ready   world size 4   gloo" in text
+    assert re.search(r"node-1: starting: on n\d", text)
+    assert (slurm.folder / "runs" / "trains" / "best.pt").stat().st_size > 1000
+    assert slurm.left() == ("", {})
+
+
+def test_the_exported_script_does_the_same_by_hand(slurm, testbed):
+    script = slurm.folder / "job.sbatch"
+    slurm.login.run(f"rm -rf {HOME}/runs/by-hand")
+    code, text = slurm.clusterctl.run(*slurm.words("plan", "by-hand", "-o", str(script), epochs=1))
+    assert code == 0, text
+    copy = subprocess.run(slurm.login.ssh("cat > /tmp/job.sbatch", "ada"), input=script.read_bytes(), check=False)
+    assert copy.returncode == 0
+    said = slurm.login.run("cd /tmp && sbatch --wait --output /tmp/by-hand.out job.sbatch", user="ada", timeout_s=240)
+    assert "Submitted batch job" in said
+    assert slurm.login.run(f"ls {HOME}/runs/by-hand/last.pt; cat {HOME}/runs/by-hand/attempt-1/node-1.exit")[-20:]
+    assert " 0" not in slurm.login.run(f"cut -d' ' -f1 {HOME}/runs/by-hand/attempt-1/*.exit | grep -v ^0 || true")
+
+
+def test_a_job_that_is_told_to_end_goes_on_exactly_where_it_was(slurm, undisturbed):
+    slurm.launch("preempted").until('"progress"')
+    slurm.login.run(f"scancel --batch --signal=USR2 {slurm.number()}", user="ada")
+    code, text = slurm.end()
+    assert code == 0, text
+    assert "stopped by SIGUSR2 after a checkpoint; restart 1 of 3" in text
+    assert re.search(r"goes on in epoch \d after step \d", text)
+    assert_same(undisturbed, slurm.weights())
+
+
+def test_a_job_whose_host_dies_goes_on_on_others(slurm, undisturbed, testbed):
+    slurm.launch("host-dies").until('"progress"')
+    assert slurm.login.run(f"squeue -h -n {slurm.job} -o %N", user="ada") == "n[0-1]"
+    testbed.fault("kill", "n1")
+    try:
+        code, text = slurm.end()
+    finally:
+        testbed.fault("start", "n1")
+    assert code == 0, text
+    assert re.search(r"node-1: starting: on n2", text)
+    assert "restart 1 of 3" in text
+    assert_same(undisturbed, slurm.weights())
+
+
+def test_scancel_is_a_stop_and_no_reason_to_start_again(slurm):
+    slurm.launch("cancelled").until('"progress"')
+    slurm.login.run(f"scancel {slurm.number()}", user="ada")
+    code, text = slurm.end()
+    assert code == 1, text
+    assert re.search("not started again: .*cancelled with scancel", text), text
+    assert slurm.left() == ("", {})
+
+
+def test_ctrl_c_cancels_the_job_and_a_second_stop_is_no_error(slurm):
+    slurm.launch("ctrl-c").until('"progress"')
+    slurm.process.send_signal(signal.SIGINT)
+    code, text = slurm.end(120)
+    assert code == 130, text
+    assert "stopped; nothing of it is running" in text
+    assert slurm.left() == ("", {})
+    assert slurm.clusterctl.run("stop", "ctrl-c")[0] == 0
+
+
+FAULTS = {
+    "unknown partition": (["--partition", "gppu"], 2, "login: no partition gppu\nhint: one of: gpu, debug"),
+    "too many GPUs": (["--device", "cuda", "--gpus", "3"], 2, "its nodes have 2 GPUs, and --gpus 3 asks for more"),
+    "too many nodes": (["--nodes", "4"], 2, "it has 3 nodes, and --nodes 4 asks for more"),
+    "no SIF": (
+        ["--image", "/shared/ada/none.sif"],
+        2,
+        "login: no image /shared/ada/none.sif\nhint: clusterctl image sif",
+    ),
+    "a time too long": (["--time", "2-0"], 2, "its time limit is shorter than --time 2-0"),
+}
+
+
+@pytest.mark.parametrize("fault", list(FAULTS))
+def test_what_the_cluster_has_not_is_refused_before_anything_is_submitted(slurm, fault):
+    options, code, message = FAULTS[fault]
+    done = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "refused", *options)
+    assert (done[0], message in done[1], "Traceback" in done[1]) == (code, True, False), done[1]
+    assert slurm.login.try_run(f"ls {HOME}/runs/refused")[0] != 0
+
+
+def test_a_run_directory_that_is_not_common_says_so(slurm, testbed):
+    for host in testbed.hosts.values():
+        host.run("rm -rf /home/ada/runs")
+    slurm.write(run_dir="/home/ada/runs")
+    code, text = slurm.clusterctl.run(
+        "launch", "--nodes", "2", "--name", "mine", "--slurm", "nodelist=n1,n2", "--max-restarts", "0", timeout_s=200
+    )
+    assert code == 1, text
+    assert "the run directory must be a folder common to all nodes, and is not: " in text
+
+
+def test_a_port_that_is_taken_on_the_first_node_says_so(slurm, testbed):
+    slurm.login.run(f"rm -rf {HOME}/runs/port")
+    holder = testbed["n1"].start("timeout 60 python3 -m http.server 29555")
+    try:
+        options = ["--slurm", "nodelist=n1,n2", "--max-restarts", "0", "--master-port", "29555"]
+        code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "port", *options, timeout_s=200)
+    finally:
+        holder.kill()
+        holder.communicate()
+        testbed["n1"].run("pkill -f '[h]ttp.server 29555' || true")
+    assert code == 1, text
+    assert "n1: port 29555 is taken: choose another: --master-port auto" in text
+
+
+def test_pending_jobs_cost_the_controller_one_call_for_all(slurm):
+    """Counted by Slurm itself."""
+    slurm.login.run("scontrol update PartitionName=debug State=DOWN")
+    try:
+        slurm.login.run(f"rm -rf {HOME}/runs/many-*")
+        for nth in range(4):
+            options = ["--nodes", "2", "--name", f"many-{nth}", "--partition", "debug", "--detach"]
+            code, text = slurm.clusterctl.run("launch", *options)
+            assert code == 0, text
+        time.sleep(4)
+        slurm.login.run("sdiag --reset")
+        began = time.time()
+        code, text = slurm.clusterctl.run("ps")
+        took_s = time.time() - began
+        assert code == 0
+        assert text.count("joining") == 4, text
+        counted = re.findall(r"REQUEST_JOB\w*_INFO\S*\s*\(\s*\d+\)\s+count:(\d+)", slurm.login.run("sdiag"))
+        assert 1 <= sum(map(int, counted)) <= 1 + took_s / 3
+        code, text = slurm.clusterctl.run("status", "many-0")
+        assert "in the queue: " in text
+        for nth in range(4):
+            assert slurm.clusterctl.run("stop", f"many-{nth}")[0] == 0
+        assert slurm.login.run("squeue -h") == ""
+    finally:
+        slurm.login.run("scontrol update PartitionName=debug State=UP; scancel --user ada")
+
+
+def test_hostile_values_and_secrets_reach_the_program_and_nobody_else(slurm):
+    program = slurm.folder / "show it's.py"
+    program.write_text(
+        "import os, sys\nprint('SEEN', repr(os.environ['NOTE']), len(os.environ['TOKEN']), sys.argv[1:])\n"
+    )
+    note = 'a\'; echo foo; $(touch /tmp/evil) "b"\n@run@ END_OF_NODE_SCRIPT'
+    slurm.clusterctl.env["TOKEN"] = "s3cret-value"
+    code, text = slurm.clusterctl.run("sync", str(slurm.folder))
+    assert code == 0, text
+    options = ["--nodes", "2", "--name", "hostile", "--env", f"NOTE={note}", "--env", "TOKEN", "--timeout", "100"]
+    slurm.login.run(f"rm -rf {HOME}/runs/hostile")
+    code, text = slurm.clusterctl.run(
+        "launch", *options, "--logs", "all", "--command", f'"{program.name}" \'x y\' "a\'b"', timeout_s=150
+    )
+    assert code == 0, text
+    assert text.count(f"SEEN {note!r} 12 ['x y', \"a'b\"]") == 2
+    assert "s3cret-value" not in text
+    found = slurm.login.run(f"grep -rl s3cret-value {HOME}/runs/hostile || true")
+    assert found == ""
+    assert not list(slurm.folder.parent.glob("**/*s3cret*"))
+    assert "s3cret-value" not in "".join(path.read_text() for path in (slurm.folder.parent).glob("*-records/*.json"))
+    assert not os.path.exists("/tmp/evil")  # noqa: PTH110
+    assert slurm.login.try_run("test -e /tmp/evil")[0] != 0
