@@ -174,7 +174,9 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
     if queue.login.runtime == "none":
         return ""
     if not image:
-        raise UsageError("no image: Apptainer needs a SIF file", "clusterctl image sif, then image in cluster.yaml")
+        raise UsageError(
+            f"no image: {queue.login.runtime} needs one to be named", "clusterctl image sif, then image in cluster.yaml"
+        )
     return image
 
 

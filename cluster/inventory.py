@@ -70,6 +70,11 @@ def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
         raise source.error(
             ("slurm",), "only Slurm takes these options", "backend: slurm, with its login node as the node"
         )
+    runtimes = {read.defaults.runtime, *(machine.runtime for machine in machines.values() if machine)}
+    if read.backend == "ssh" and runtimes & {"apptainer", "pyxis"}:
+        raise source.error(
+            ("nodes",), "runtime apptainer and pyxis are for Slurm", "backend: slurm, or runtime: docker"
+        )
     if read.backend == "slurm":
         if len(machines) > 1:
             raise source.error(

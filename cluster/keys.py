@@ -36,7 +36,7 @@ class _Place(_Keys):
     data_dir: str | None = Field(
         default=None, description="What `clusterctl sync` sends goes here; ~/clusterctl/data unless said."
     )
-    runtime: Literal["docker", "podman", "apptainer", "none"] | None = Field(
+    runtime: Literal["docker", "podman", "apptainer", "pyxis", "none"] | None = Field(
         default=None, description="What starts the job's containers."
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.model import Job, Mount, Node
-from cluster.runtimes import apptainer, containers, none
+from cluster.runtimes import apptainer, containers, none, pyxis
 
 
 class Runtime(Protocol):
@@ -40,4 +40,5 @@ RUNTIMES: dict[str, Runtime] = {
     "docker": containers.ContainerRuntime("docker"),
     "podman": containers.ContainerRuntime("podman"),
     "apptainer": apptainer.ApptainerRuntime(),
+    "pyxis": pyxis.PyxisRuntime(),
 }

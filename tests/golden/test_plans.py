@@ -33,6 +33,7 @@ JOBS = {
 
 
 RUNTIMES = {"trainer": "docker", "cuda": "podman", "foreign": "none"}
+RUNTIMES_OF_SITES = ("docker", "podman", "none", "pyxis")
 SLURM_RUNTIMES = {"trainer": "apptainer", "cuda": "apptainer", "foreign": "none"}
 
 
@@ -58,22 +59,27 @@ def plan(backend, name):
     if backend == "ssh":
         mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))
         job = replace(job, image="trainer:0.1", hosts=hosts(job, RUNTIMES[name]), mounts=mounts, secrets=("TOKEN",))
-    if backend == "slurm":
+    if backend.startswith("slurm"):
         login = Node(
             "login",
             "",
             login="ann@cluster",
             run_dir="/shared/ann/my runs" if name == "foreign" else "/shared/ann/runs",
             data_dir="" if name == "foreign" else "/shared/ann/data",
-            runtime=SLURM_RUNTIMES[name],
+            runtime=backend.partition("-")[2] or SLURM_RUNTIMES[name],
         )
         queue = Queue(login, {"partition": "gpu", "time": "8:00:00", "comment": "it is mine"})
         job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
-    return BACKENDS[backend].plan(job, attempt=1, port=29500)
+    return BACKENDS[backend.partition("-")[0]].plan(job, attempt=1, port=29500)
 
 
-@pytest.mark.parametrize("name", list(JOBS))
-@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *((backend, name) for backend in BACKENDS for name in JOBS),
+        *((f"slurm-{runtime}", "cuda") for runtime in RUNTIMES_OF_SITES),
+    ],
+)
 def test_plan(backend, name):
     steps = plan(backend, name).steps
     text = "".join(
