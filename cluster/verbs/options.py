@@ -1,4 +1,4 @@
-"""The options that verbs share, and the machines that they choose together."""
+"""The options of the verbs, and the machines that they choose together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from typing import Annotated
 
 import typer
 
+from cluster.config import DEFAULT_IMAGE
 from cluster.errors import UsageError
 from cluster.model import Inventory
 
+
+def _job_names(incomplete: str) -> list[str]:
+    """Completion: the jobs that are remembered."""
+    from cluster.records import Records
+
+    return [name for record in Records() if (name := record.plan.job_id).startswith(incomplete)]
+
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="As `clusterctl ps` shows it.", autocompletion=_job_names)]
 InventoryFile = Annotated[
     str,
     typer.Option(
@@ -61,6 +71,99 @@ Time = Annotated[
 Slurm = Annotated[
     list[str],
     typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm: any other option of sbatch, as in mem=32G. Repeatable."),
+]
+Nodes = Annotated[
+    str,
+    typer.Option(
+        "--nodes",
+        "-n",
+        help="How many nodes; 2:4 takes four and goes on with as few as two. By default one, or the whole inventory.",
+        show_default=False,
+    ),
+]
+Gpus = Annotated[int, typer.Option("--gpus", "-g", help="Processes per node, one per GPU.", show_default=True)]
+BackendName = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        "-b",
+        help="[b]ssh[/b]: the machines of the inventory; [b]slurm[/b]: a cluster with a queue; [b]compose[/b]: "
+        "containers on this machine; [b]local[/b]: process groups on it; [b]auto[/b]: what the inventory says, else "
+        "compose where an engine answers, else local.",
+    ),
+]
+Name = Annotated[
+    str, typer.Option("--name", help="The job's name; by default derived from the job.", show_default=False)
+]
+DeviceName = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="[b]auto[/b]: GPUs if there are enough, else CPU processes, and says so; [b]cuda[/b]: GPUs or an error; "
+        "[b]cpu[/b]; [b]any[/b]: leave it to the program.",
+    ),
+]
+Image = Annotated[
+    str, typer.Option("--image", help=f"The container image; by default {DEFAULT_IMAGE}.", show_default=False)
+]
+Build = Annotated[
+    str, typer.Option("--build", help="A folder that `docker compose` builds the image from.", show_default=False)
+]
+User = Annotated[str, typer.Option("--user", help="UID:GID in the containers; by default yours.", show_default=False)]
+RunRoot = Annotated[
+    str, typer.Option("--run-dir", help="One folder per job is made here; by default ./runs.", show_default=False)
+]
+Command = Annotated[
+    str,
+    typer.Option(
+        "--command", help="Run this torchrun program instead of our trainer: 'train.py --lr 0.1'.", show_default=False
+    ),
+]
+Env = Annotated[
+    list[str],
+    typer.Option(
+        "--env",
+        "-e",
+        help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment and stands on "
+        "no command line, in no plan, record or log. Repeatable.",
+    ),
+]
+EnvFile = Annotated[
+    str, typer.Option("--env-file", help="A file of NAME=VALUE lines, all of them secrets.", show_default=False)
+]
+Python = Annotated[
+    str,
+    typer.Option("--python", help="The interpreter that has torch, where no container is used.", show_default=False),
+]
+Spares = Annotated[int, typer.Option("--spares", help="Nodes of the inventory to keep for those that are lost.")]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        help="Starts after a failure, each from the newest checkpoint; by default 3, with --command 0.",
+        show_default=False,
+    ),
+]
+StallTimeout = Annotated[
+    float, typer.Option("--stall-timeout", help="Seconds without a step that count as a failure; 0: never.")
+]
+Mounts = Annotated[
+    list[str],
+    typer.Option(
+        "--mount",
+        "-v",
+        help="SOURCE[:TARGET[:rw]] for the containers; repeatable. Paths in the arguments are mounted by themselves.",
+    ),
+]
+Port = Annotated[str, typer.Option("--master-port", help="A port, or auto.")]
+Timeout = Annotated[float, typer.Option("--timeout", help="Seconds until all nodes must have met.")]
+Arguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="[-- TRAINER ARGUMENTS]",
+        help="For the trainer: -- train --data coco.yaml --epochs 30",
+        show_default=False,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
