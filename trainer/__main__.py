@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -28,6 +29,11 @@ def main() -> None:
         from trainer.cli import app  # takes a moment, in which Ctrl-C may come
 
         app()
+    except SystemExit as end:  # how typer ends, also when all is well
+        if "RANK" not in os.environ:
+            raise
+        atexit._run_exitfuncs()  # the loader's workers end, the temporary folders go
+        _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
     except KeyboardInterrupt:
         _exit(EXIT_INTERRUPTED)
     except TrainerError as error:
@@ -54,11 +60,10 @@ def main() -> None:
 
 
 def _exit(code: int) -> None:
-    """End now, if there is a process group: taking it down while other ranks end too can abort or hang."""
+    """End now, where there is or was a process group: taking it down while other ranks end too can abort or hang."""
     sys.stdout.flush()
     sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed and distributed.is_available() and distributed.is_initialized():
+    if "RANK" in os.environ and "torch.distributed" in sys.modules:
         os._exit(code)
     sys.exit(code)
 
