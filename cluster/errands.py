@@ -88,7 +88,7 @@ LOOK_QUEUE = (
     + r"""
 state() { echo alive; }
 job=$1 most=$2 format=$3 folder=$4 old=$5; shift 5
-cache="${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue"
+cache="${folder%/*}/.squeue"  # in the run directory: /tmp of a login node is everybody's
 exec 9>> "$cache.lock"; flock -w 20 9
 if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" ]; then
     if timeout 15 squeue --noheader --user "$(id -un)" --states all --Format "$format" > "$cache.new" 2> "$cache.err"
@@ -112,7 +112,7 @@ if [ "$lines" -gt 0 ]; then
     (umask 077; mapfile -n "$lines" text && printf %s "${text[@]}" > "$folder/secrets") || exit 1
 fi
 cat > "$dir/job.sbatch" || exit 1
-rm -f -- "${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue"
+rm -f -- "${folder%/*}/.squeue"
 touch -- "$folder/submitted"
 CLUSTER_SUBMITTED=yes "$@"
 """
@@ -125,7 +125,7 @@ running=$(squeue --noheader --user "$(id -un)" --name "$1" --states running --Fo
 if [ "$2" -gt 0 ] && [ -n "$running" ]; then scancel --batch --signal=TERM $running && until_gone "$1" "$2"; fi
 [ -z "$(left "$1")" ] || scancel --user "$(id -un)" --name "$1" || exit 1
 until_gone "$1" 90
-rm -f -- "${TMPDIR:-/tmp}/clusterctl-$(id -u).squeue" "$3/secrets"
+rm -f -- "${3%/*}/.squeue" "$3/secrets"
 for job in $(left "$1"); do echo "Slurm's job $job"; done
 """
 # What a job needs of a Slurm cluster, seen from its login node, a line `word text` each: what is not there, and what

@@ -129,7 +129,7 @@ done
 state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'JobState=[A-Z_]*')
 if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] && [ "$state" = JobState=RUNNING ]; then
     echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    ! scontrol requeue "$SLURM_JOB_ID" || { sleep 600; exit 75; }  # Slurm ends this script in a moment
     echo "Slurm does not requeue it: a new job"
     CLUSTER_RESTARTS=$((restarts + 1)) sbatch --output "$run/slurm.log" "$0" && exit 0
 fi
