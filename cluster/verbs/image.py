@@ -151,6 +151,8 @@ def _chosen(
 ) -> tuple[list[Node], str]:
     """The nodes and the image that are meant."""
     found = needed_inventory(inventory, hosts, hostfile, ssh_config, complete=False)
+    if found.backend == "slurm" and found.nodes[0].runtime == "apptainer":
+        raise UsageError(f"{found.path}: Apptainer takes a SIF file from the cluster's disk", "clusterctl image sif")
     known = {node.name: node for node in found.nodes}
     for name in names:
         if name not in known:

@@ -87,6 +87,8 @@ def launch(
     request = replace(request, env_names=tuple(file_secrets))
     machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)
     job, chosen, notes = _resolve(request, nodes, backend, machines)
+    if push and job.queue:
+        raise UsageError("--push: the nodes of a Slurm cluster take the image from its disk", "clusterctl image sif")
     values = secrets.values(job.secrets, file_secrets)
     records = Records()
     out = console()

@@ -174,3 +174,30 @@ def test_a_value_that_looks_like_the_end_of_the_script_stays_a_value(tmp_path):
     shown = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert shown.stdout == node
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def on_a_cluster(clusterctl):
+    """A cluster.yaml of a login node that nobody needs to reach to refuse what makes no sense there."""
+    (clusterctl.folder / "cluster.yaml").write_text(
+        "backend: slurm\nimage: /shared/x.sif\nnodes:\n"
+        "  login: {login: ann@nowhere.invalid, run_dir: /shared/runs, data_dir: /shared/data}\n"
+    )
+    return clusterctl
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch", "--push"], "--push: the nodes of a Slurm cluster take the image from its disk"),
+        (["launch", "--spares", "1"], "--spares: Slurm chooses the nodes"),
+        (["launch", "--nodes", "2:4"], "--nodes 2:4: Slurm gives as many as asked for"),
+        (["launch", "--slurm", "nodes=3"], "--slurm nodes=...: that is the job's own"),
+        (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml is of a Slurm cluster"),
+        (["launch", "--backend", "local", "--partition", "gpu"], "--slurm partition=gpu: only Slurm takes it"),
+        (["image", "push"], "cluster.yaml: Apptainer takes a SIF file from the cluster's disk"),
+    ],
+)
+def test_what_makes_no_sense_on_a_cluster_is_refused_in_one_line(on_a_cluster, words, message):
+    code, text = on_a_cluster.run(*words)
+    assert (code, text.startswith(f"error: {message}"), "Traceback" in text) == (2, True, False), text
