@@ -30,7 +30,7 @@ def main() -> None:
 
         app()
     except SystemExit as end:  # how typer ends, also when all is well
-        if "RANK" not in os.environ:
+        if not _has_met():
             raise
         atexit._run_exitfuncs()  # the loader's workers end, the temporary folders go
         _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
@@ -59,11 +59,16 @@ def main() -> None:
         _exit(1)
 
 
+def _has_met() -> bool:
+    dist = sys.modules.get("trainer.dist")
+    return dist is not None and bool(dist.has_met())
+
+
 def _exit(code: int) -> None:
     """End now, where there is or was a process group: taking it down while other ranks end too can abort or hang."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if "RANK" in os.environ and "torch.distributed" in sys.modules:
+    if _has_met():
         os._exit(code)
     sys.exit(code)
 

@@ -152,6 +152,10 @@ def limit_threads(world: World) -> None:
         torch.set_num_threads(threads)
 
 
+#: The backends of the process groups that this process has joined.
+_MET: list[str] = []
+
+
 def join(world: World, device: torch.device) -> str:
     """Meet the other processes; returns the backend ("" for one process)."""
     if device.type == "cuda":
@@ -169,7 +173,13 @@ def join(world: World, device: torch.device) -> str:
             f"MASTER_PORT {os.environ['MASTER_PORT']} is taken by another program on this machine",
             "choose another one for all ranks, or end what holds it (ss -ltnp)",
         ) from None
+    _MET.append(backend)
     return backend
+
+
+def has_met() -> bool:
+    """Whether this process is, or was, in a process group."""
+    return bool(_MET)
 
 
 def leave() -> None:
