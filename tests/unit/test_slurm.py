@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import sbatch, slurm
+from cluster import rendezvous, restarts, sbatch, slurm
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
+from cluster.inventory import from_yaml
 from cluster.model import Job, Node, NodeStatus, Queue
 
 LOGIN = Node("login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none")
@@ -201,3 +202,27 @@ def on_a_cluster(clusterctl):
 def test_what_makes_no_sense_on_a_cluster_is_refused_in_one_line(on_a_cluster, words, message):
     code, text = on_a_cluster.run(*words)
     assert (code, text.startswith(f"error: {message}"), "Traceback" in text) == (2, True, False), text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("backend: ssh\nslurm: {time: 10}\nnodes: [a]\n", "only Slurm takes these options"),
+        ("backend: slurm\nnodes: [a, b]\n", "a Slurm cluster has one node here, its login node"),
+        ("backend: ssh\nnodes:\n  a: {runtime: apptainer}\n", "runtime apptainer and pyxis are for Slurm"),
+        ("backend: slurm\nslurm: {array: 0-3}\nnodes: [a]\n", "that is the job's own"),
+    ],
+)
+def test_a_cluster_yaml_that_mixes_the_two_is_refused_with_its_line(text, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        from_yaml(text, "cluster.yaml")
+    assert refused.value.message.startswith("cluster.yaml:")
+
+
+def test_a_node_that_ended_because_the_job_was_cancelled_says_so_and_it_is_not_started_again():
+    said = [NodeStatus("node-0", "exited", 135, "", 5.0), SAID[1]]
+    statuses = seen(line("CANCELLED"), said=said)
+    assert {each.detail for each in statuses} == {slurm.CANCELLED}
+    view = rendezvous.fold(rendezvous.start(PLAN, 1.0), statuses, [], 6.0)
+    past = [restarts.failure(view, "failed")]
+    assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
