@@ -16,7 +16,7 @@ run: venv  ## train a detector on 2 nodes x 2 processes on this machine (ARGS=".
 	@if packaging/engine.sh --check; then packaging/image.sh $(IMAGE) || \
 	{ echo "hint: without an image: $(BIN)/clusterctl launch --nodes $(NODES) --gpus $(GPUS) --backend local"; exit 1; }; \
 	else echo "no Docker Engine with compose here: the nodes will be process groups (make engine sets one up)"; fi
-	$(BIN)/clusterctl launch --nodes $(NODES) --gpus $(GPUS) $(ARGS)
+	$(BIN)/clusterctl launch --backend here --nodes $(NODES) --gpus $(GPUS) $(ARGS)
 
 venv: .venv/.ready  ## .venv with the pinned packages and this project (PYTHON=python3.12 chooses the interpreter)
 

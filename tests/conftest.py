@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +67,17 @@ def processes_of(job):
             if b"CLUSTER_JOB_ID=" + job.encode() in variables:
                 found.append(int(folder.name))
     return found
+
+
+class SideBySide(LoadFileScheduling):
+    """With `-n 2`: files of unit tests side by side; those of jobs, which share ports, addresses and names, in turn."""
+
+    def _split_scope(self, nodeid):
+        return super()._split_scope(nodeid) if nodeid.startswith("tests/unit/") else "jobs"
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return SideBySide(config, log)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import traceback
 from trainer import contract
 from trainer.errors import TrainerError
 from trainer.events import Events
+from trainer.ranks import end_with_parent
 from trainer.training.signals import Stopped
 
 EXIT_INTERRUPTED = 130
@@ -21,6 +22,7 @@ LOST_HINT = "what it died of stands in its own log; --resume goes on from the la
 
 def main() -> None:
     """Run the command line; an error of the user is two lines on stderr, exit 2 and a `failed` event."""
+    end_with_parent()
     if "OMP_WAIT_POLICY" not in os.environ:
         # OpenMP's threads wait for each other by spinning, by default for so long that a process with two threads
         # runs ten times slower as soon as anything else wants a core. Read once, when torch is loaded.

@@ -18,7 +18,7 @@ from typing import Any
 from trainer import contract
 from trainer.callback import Callback, tell
 from trainer.errors import TrainerError
-from trainer.ranks import Line, run_ranks
+from trainer.ranks import Line, ranks_of, run_ranks
 from trainer.training.screen import Screen
 
 JOB = "python"  # any job id makes the ranks tell their events
@@ -31,10 +31,19 @@ class Result:
     folder: Path
     best: Path
     last: Path
-    map50: float
-    map: float
+    scores: dict[str, float]  # map50 and map; top1, top5 of a classifier; miou, accuracy of masks
     seconds: float
     history: list[dict[str, float]]  # results.csv, a row per epoch
+
+    @property
+    def map50(self) -> float:
+        """mAP at IoU 0.5 of a detector."""
+        return self.scores["map50"]
+
+    @property
+    def map(self) -> float:
+        """mAP over IoU 0.50:0.05:0.95 of a detector."""
+        return self.scores["map"]
 
 
 def train(
@@ -55,7 +64,7 @@ def train(
             "train() starts its own ranks, and this is already one", "start the program without torchrun"
         )
     devices = str(device) if isinstance(device, (str, int)) else _text(list(device))
-    count = ranks if ranks is not None else devices.count(",") + 1
+    count = ranks_of(devices, options.get("parallel", "ddp")) if ranks is None else ranks
     if count < 1:
         raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
     here = callback if isinstance(callback, Callback) else None
@@ -73,8 +82,7 @@ def train(
         folder=best.parent,
         best=best,
         last=best.with_name("last.pt"),
-        map50=told.done["map50"],
-        map=told.done["map"],
+        scores={k: v for k, v in told.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
         seconds=told.done["seconds"],
         history=_history(best.with_name("results.csv")),
     )

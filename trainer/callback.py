@@ -13,13 +13,13 @@ class Callback:
     """Derive from it and override what you want to hear; the fields are those of docs/contract.md."""
 
     def on_epoch_end(self, metrics: Mapping[str, Any]) -> None:
-        """An epoch is over: epoch, epochs, map50, map (nan without validation), the losses, images_per_s."""
+        """An epoch is over: epoch, epochs, the scores (nan without validation), the losses, images_per_s."""
 
     def on_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """A checkpoint was written: path, epoch, step."""
 
     def on_end(self, result: Mapping[str, Any]) -> None:
-        """The training is done: seconds, map50, map, best (the path of best.pt)."""
+        """The training is done: seconds, map50, map or top1, top5 or miou, accuracy, best (the path of best.pt)."""
 
 
 def tell(callback: Callback, event: str, fields: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -21,7 +22,8 @@ class Hyp:
     lrf: float = 0.01  # last learning rate as a share of lr0
     momentum: float = 0.937  # SGD momentum, Adam beta1
     weight_decay: float = 5e-4
-    nbs: float = 64.0  # nominal batch: gradients of smaller batches are summed up to about this many pictures
+    # Nominal batch: gradients of smaller batches are summed up to about this many pictures; 0: every batch counts.
+    nbs: float = 64.0
     ema_tau: float = 2000.0  # updates until the averaged model's memory is long
     warmup_epochs: float = 3.0
     warmup_momentum: float = 0.8
@@ -50,19 +52,40 @@ class Hyp:
     fliplr: float = 0.5
     mosaic: float = 1.0
     mixup: float = 0.0
+    cutmix: float = 0.0  # classification: a rectangle of another picture
     copy_paste: float = 0.0  # per object with an outline (polygon labels)
     # Last epochs without mosaic, mixup and copy-paste; None is 10 for an anchor-free head and 0 else.
     close_mosaic: float | None = None
+    randaugment: float = 0.0  # classification: magnitude of RandAugment's two operations, 0 is off, 9 is usual
+    # Classification: px of border that random crops may reach into; None is an eighth of the side up to 64 px, and for
+    # larger sides crops of random size and shape instead.
+    pad: float | None = None
 
 
+def nominal_batch(hyp: Hyp, batch: int) -> float:
+    """The pictures that an optimizer step is meant for."""
+    return hyp.nbs or batch
+
+
+def gathered(hyp: Hyp, batch: int) -> int:
+    """Batches per optimizer step once the warm-up is over."""
+    return max(round(nominal_batch(hyp, batch) / batch), 1)
+
+
+TASKS = ("detect", "classify", "segment")
+SCHEDULES = ("linear", "cosine", "one-cycle")
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
+AUTO_WORKERS: Literal["auto"] = "auto"
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 HYP_SETS = ("low", "med", "high")
 HYP_FOLDER = Path(__file__).with_name("hyp")
 CACHES = ("ram", "disk")
+BACKBONE = "backbone"
+PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 # In YOLOv5's hyp files, but without effect in YOLOv5 itself.
 WITHOUT_EFFECT = ("iou_t",)
+IGNORED = 255  # in a mask: the pixel is neither learnt nor counted
 
 
 @dataclass(frozen=True)
@@ -74,6 +97,7 @@ class Preset:
     epochs: int
     optimizer: str
     hyp: Hyp
+    schedule: str = "linear"
 
 
 # The one place that holds the defaults. `digits` is the demonstration: small pages, few epochs and a hyper-parameter
@@ -109,9 +133,35 @@ PRESETS = {
 }
 STANDARD = Preset(imgsz=640, batch=16, epochs=100, optimizer="SGD", hyp=Hyp())
 
+_PICTURES = Hyp(lr0=0.05, momentum=0.9, nbs=0.0, warmup_epochs=1.0, warmup_bias_lr=0.0, mosaic=0.0)
+_SMALL = Preset(imgsz=32, batch=128, epochs=30, optimizer="SGD", hyp=_PICTURES, schedule="cosine")
+CIFAR = ("cifar10", "cifar100")
+CLASSIFY_PRESETS = {
+    DIGITS: replace(_SMALL, batch=32, epochs=8, hyp=replace(_PICTURES, lr0=0.02, fliplr=0.0), schedule="one-cycle"),
+    **dict.fromkeys(CIFAR, _SMALL),
+}
+CLASSIFY_STANDARD = Preset(imgsz=224, batch=64, epochs=30, optimizer="SGD", hyp=_PICTURES, schedule="cosine")
 
-def preset_for(data: str) -> Preset:
-    """The defaults that go with a data set's name or path."""
+_MASKS = replace(_PICTURES, lr0=0.02, weight_decay=1e-4)
+SEGMENT_PRESETS = {
+    DIGITS: Preset(
+        imgsz=128,
+        batch=16,
+        epochs=5,
+        optimizer="AdamW",
+        hyp=replace(_MASKS, lr0=0.004, weight_decay=0.01, ema_tau=150.0, scale=0.2, fliplr=0.0),
+        schedule="one-cycle",
+    ),
+}
+SEGMENT_STANDARD = Preset(imgsz=512, batch=16, epochs=50, optimizer="SGD", hyp=_MASKS, schedule="cosine")
+
+
+def preset_for(data: str, task: str = "detect") -> Preset:
+    """The defaults that go with a task and a data set's name or path."""
+    if task == "classify":
+        return CLASSIFY_PRESETS.get(data, CLASSIFY_STANDARD)
+    if task == "segment":
+        return SEGMENT_PRESETS.get(data, SEGMENT_STANDARD)
     return PRESETS.get(data, STANDARD)
 
 
@@ -128,18 +178,20 @@ class Settings:
     imgsz: int
     device: str
     optimizer: str
-    workers: int | None  # per rank; None: as many as pay on the device
+    workers: int | Literal["auto"] | None  # per rank; "auto": as many as are found to pay; None: the device's default
     seed: int
     project: str
     name: str
     exist_ok: bool
-    cos_lr: bool
+    schedule: str  # of the learning rate
     precision: str
     val: bool
+    task: str = "detect"
     multi_scale: bool = False
     sync_bn: bool = False
     autoanchor: bool = True  # other anchors where the model's fit too few of the boxes
-    freeze: tuple[int, ...] = ()  # numbers of the layers that stay as they are
+    freeze: tuple[int, ...] = ()  # numbers of the layers that stay as they are; -1: all but the head
+    unfreeze: int = 0  # epochs after which they are trained like the others; 0: never
     rect: bool = False
     image_weights: bool = False
     cache: str = ""
@@ -152,6 +204,9 @@ class Settings:
     save_every: tuple[float, int] = (0.0, 0)  # seconds, steps between checkpoints inside an epoch; 0: none
     save_period: int = 0  # epochs between checkpoints that are kept for good; 0: none
     on_nan: str = "stop"
+    parallel: str = "ddp"
+    stages: int = 0  # of a pipeline; 0: every rank is one
+    micro_batches: int = 0  # of a pipeline's share of a step; 0: four, or what there is
     stall_s: float = 120.0  # without a step, until it is told what every rank is doing
     log_steps: bool = False
     compile: bool = False
@@ -168,6 +223,9 @@ class Settings:
         for option, number in (
             ("--patience", self.patience),
             ("--save-period", self.save_period),
+            ("--unfreeze", self.unfreeze),
+            ("--stages", self.stages),
+            ("--micro-batches", self.micro_batches),
             ("--stall", self.stall_s),
         ):
             if number < 0:
@@ -175,14 +233,22 @@ class Settings:
         if self.imgsz < 32 or self.imgsz % 32:
             near = max(32, round(self.imgsz / 32) * 32)
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
-        if self.workers is not None and self.workers < 0:
+        if isinstance(self.workers, int) and self.workers < 0:
             raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
         if self.seed < 0:
             raise TrainerError(f"--seed is {self.seed}, it must be 0 or more")
+        if (self.stages or self.micro_batches) and self.parallel != "pipeline":
+            option = "--stages" if self.stages else "--micro-batches"
+            raise TrainerError(f"{option}: --parallel {self.parallel} has none", "add --parallel pipeline")
+        if self.unfreeze and not self.freeze:
+            raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name what is with --freeze")
         for option, text, known in (
+            ("--task", self.task, TASKS),
+            ("--schedule", self.schedule, SCHEDULES),
             ("--optimizer", self.optimizer, OPTIMIZERS),
             ("--precision", self.precision, PRECISIONS),
             ("--cache", self.cache, ("", *CACHES)),
+            ("--parallel", self.parallel, PARALLEL),
             ("--on-nan", self.on_nan, ("stop", "skip")),
             ("--grad-compress", self.grad_compress, ("none", "bf16")),
         ):
@@ -190,6 +256,16 @@ class Settings:
                 raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(filter(None, known))}")
         if not self.name or Path(self.name).name != self.name:
             raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
+
+
+def workers_of(text: str) -> int | Literal["auto"] | None:
+    """The value of --workers: a number, auto, or nothing at all."""
+    if text == AUTO_WORKERS:
+        return AUTO_WORKERS
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise TrainerError(f"--workers {text}: not a number", f"use a number of processes, or {AUTO_WORKERS}") from None
 
 
 def interval(text: str) -> tuple[float, int]:
@@ -236,13 +312,13 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
         if not math.isfinite(values[key]) or values[key] < 0:
             raise TrainerError(f"--hyp {path}: {key} is {raw!r}, it must be a number, 0 or more")
     hyp = replace(base, **values)
-    for key in ("flipud", "fliplr", "mosaic", "mixup", "copy_paste", "label_smoothing"):
+    for key in ("flipud", "fliplr", "mosaic", "mixup", "cutmix", "copy_paste", "label_smoothing"):
         if getattr(hyp, key) > 1:
             raise TrainerError(f"--hyp {path}: {key} is {getattr(hyp, key)}, a probability is at most 1")
     if hyp.ema_tau <= 0:
         raise TrainerError(f"--hyp {path}: ema_tau is {hyp.ema_tau}, it must be above 0")
-    if hyp.nbs < 1:
-        raise TrainerError(f"--hyp {path}: nbs is {hyp.nbs}, it must be 1 or more")
+    if 0 < hyp.nbs < 1:
+        raise TrainerError(f"--hyp {path}: nbs is {hyp.nbs}, it must be 0 (every batch) or 1 or more")
     if hyp.anchor_t <= 1:
         raise TrainerError(f"--hyp {path}: anchor_t is {hyp.anchor_t}, it must be above 1")
     return hyp
@@ -256,11 +332,14 @@ def smoothed(hyp: Hyp, label_smoothing: float) -> Hyp:
 
 
 def layers(text: str) -> tuple[int, ...]:
-    """The layer numbers of --freeze: one number N means the first N, several mean these."""
+    """The layer numbers of --freeze: one number N means the first N, several these, `backbone` all but the head."""
+    if text == BACKBONE:
+        return (-1,)
     numbers = text.replace(",", " ").split()
     if not all(n.isdecimal() for n in numbers):
         raise TrainerError(
-            f"--freeze {text}: not a layer's number", "use --freeze 10 (the first ten) or --freeze 0 1 2"
+            f"--freeze {text}: not a layer's number",
+            f"use --freeze 10 (the first ten), --freeze 0 1 2, or --freeze {BACKBONE} (all but the head)",
         )
     listed = tuple(int(n) for n in numbers)
     return tuple(range(listed[0])) if len(listed) == 1 else listed

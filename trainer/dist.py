@@ -22,6 +22,7 @@ from trainer.errors import TrainerError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 ALSO_NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = datetime.timedelta(minutes=10)
+Group = dist.ProcessGroup  # some of the ranks
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ def world_of(environment: Mapping[str, str]) -> World:
     return world
 
 
-def pick_device(wanted: str, world: World) -> torch.device:
-    """The device of this process for --device: cpu, cuda, a number, numbers with commas, or '' to find out."""
+def gpu_numbers(wanted: str) -> list[int]:
+    """The GPUs that --device means, none for the CPU: cpu, cuda, a number, numbers with commas, '' to find out."""
     wanted = wanted.strip().lower()
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (not wanted and not have):
-        return torch.device("cpu")
+        return []
     if wanted in ("", "cuda", "gpu"):
         numbers = list(range(have))
     else:
@@ -100,7 +101,16 @@ def pick_device(wanted: str, world: World) -> torch.device:
     for n in numbers:
         if not 0 <= n < have:
             raise TrainerError(f"--device {wanted}: there is no GPU {n}, this machine has {have}")
-    if not world.launched and wanted not in ("", "cuda", "gpu") and len(numbers) > 1:
+    return numbers
+
+
+def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.device:
+    """The device of this process for --device; the first where one process drives `several`."""
+    numbers = gpu_numbers(wanted)
+    if not numbers:
+        return torch.device("cpu")
+    named = wanted.strip().lower() not in ("", "cuda", "gpu")
+    if not world.launched and named and len(numbers) > 1 and not several:
         raise TrainerError(
             f"--device {wanted}: one process drives one GPU",
             f"torchrun --nproc-per-node {len(numbers)} -m trainer train --device {wanted} ...",
@@ -116,10 +126,11 @@ def pick_device(wanted: str, world: World) -> torch.device:
 def thread_count(environment: Mapping[str, str], world: World, cores: int) -> int | None:
     """Threads of this process, so that all processes on the machine share its cores; None to leave it alone.
 
-    A user's OMP_NUM_THREADS stands; torchrun's own (1, for more than one process) does not count as one.
+    A user's OMP_NUM_THREADS stands, and so does a launcher's, which has shared the cores itself or heard of a user's;
+    torchrun's own (1, for more than one process) does not count as one.
     """
     omp = environment.get("OMP_NUM_THREADS")
-    if omp is not None and not (world.launched and omp == "1"):
+    if omp is not None and not (world.launched and omp == "1" and contract.JOB_ID not in environment):
         return None
     try:
         nodes = max(1, int(environment.get(contract.NODES_ON_HOST, "1")))
@@ -271,20 +282,20 @@ def gather(value: Any) -> list[Any]:
     return box or []
 
 
-def average_(tensors: list[Tensor]) -> None:
-    """Average float tensors over the ranks, in place, in one collective."""
+def average_(tensors: list[Tensor], group: Group | None = None) -> None:
+    """Average float tensors over the ranks (of a group), in place, in one collective."""
     if not together() or not tensors:
         return
     flat = torch.cat([t.flatten() for t in tensors])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
     for t, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         t.copy_(part.view_as(t))
 
 
-def start_sum(value: Tensor) -> dist.Work | None:
-    """Begin to sum a tensor over the ranks, in place; wait() on the result before reading it."""
-    return dist.all_reduce(value, async_op=True) if together() and value.numel() else None
+def start_sum(value: Tensor, group: Group | None = None) -> dist.Work | None:
+    """Begin to sum a tensor over the ranks (of a group), in place; wait() on the result before reading it."""
+    return dist.all_reduce(value, group=group, async_op=True) if together() and value.numel() else None
 
 
 def wait(work: dist.Work | None) -> None:

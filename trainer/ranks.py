@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -15,8 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
+from trainer import contract
+from trainer.errors import TrainerError
+
 LOST_GRACE_S = 10.0  # for ranks whose peer has failed: most notice, and say so themselves
 STOP_GRACE_S = 60.0  # for ranks that were asked to stop: they may write a checkpoint first
+OWN = "TRAINER_RANK_OF_PARENT"  # set for ranks started here: they end when their parent does, however it ends
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -27,6 +32,11 @@ class Line:
     rank: int
     stderr: bool
     text: str
+
+
+def ranks_of(device: str, parallel: str) -> int:
+    """The ranks of this machine for --device: one for each number, but with --parallel dp one for all of them."""
+    return 1 if parallel == "dp" else device.count(",") + 1
 
 
 def run_ranks(
@@ -40,9 +50,10 @@ def run_ranks(
 
     Returns the exit codes of the ranks that failed by themselves, negative for a signal; none when all is well. When
     one fails, the others get LOST_GRACE_S to end; on an exception (Ctrl-C) all are asked to stop, and killed after
-    STOP_GRACE_S. The signals `pass_on` go to the ranks, whose answer counts. None is left when this returns or raises.
+    STOP_GRACE_S. The signals `pass_on` go to the ranks, whose answer counts. None is left when this returns or raises;
+    when this process is killed, they stop as on an exception.
     """
-    clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES}
+    clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES} | {OWN: "1"}
     # A rank finds the packages that this process finds, also those that were put on its path while it ran.
     clean["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
     lines: queue.Queue[Line] = queue.Queue()
@@ -54,7 +65,7 @@ def run_ranks(
             process = subprocess.Popen(
                 [sys.executable, "-m", "trainer", *arguments],
                 env={**clean, **place},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # nothing is sent: it is at its end when this process is, see `end_with_parent`
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
@@ -81,6 +92,37 @@ def run_ranks(
         while not lines.empty():
             tell(lines.get())
     return failed
+
+
+def end_with_parent() -> None:
+    """Stop when the process is gone that started this one by `run_ranks`, even by SIGKILL; else this does nothing."""
+    if os.environ.pop(OWN, None) is None:
+        return
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # whose readers are gone: a line would be an error
+            os.dup2(nowhere, stream.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_GRACE_S)
+        os.killpg(os.getpid(), signal.SIGKILL)  # the session that it was started in: with its loading workers
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def error_of(failed: Mapping[int, int], said: Sequence[Line]) -> TrainerError:
+    """What ranks that told their events failed of: the user's error as a rank said it.
+
+    Of any other, the first failed rank's output goes to stderr.
+    """
+    for line in said:
+        if line.text.startswith(contract.EVENT_MARK):
+            event = json.loads(line.text.removeprefix(contract.EVENT_MARK))
+            if event["event"] == contract.FAILED and event["exit_code"] == contract.EXIT_BAD_INPUT:
+                return TrainerError(event["error"], event["hint"])
+    print(*(line.text for line in said if line.rank == min(failed)), sep="\n", file=sys.stderr)
+    return TrainerError(f"rank {min(failed)} of those that were started here has failed")
 
 
 def _places(count: int) -> list[dict[str, str]]:
@@ -149,3 +191,5 @@ def _end(processes: list[subprocess.Popen[str]]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        assert process.stdin is not None
+        process.stdin.close()

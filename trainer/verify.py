@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import contract, dist
+from trainer import contract, dist, parallel
 from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.ranks import Line, run_ranks
+from trainer.ranks import Line, error_of, run_ranks
 from trainer.training.optim import CLIP_NORM
 from trainer.training.run import Run
 
@@ -57,9 +56,10 @@ def verify(settings: Settings, counts: Sequence[int], steps: int, *, wide: bool,
         )
     runs = []
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
-        asked = Path(folder) / "settings.json"
-        asked.write_text(json.dumps({**dataclasses.asdict(settings), "steps": steps, "wide": wide}), encoding="utf-8")
         for count in counts:
+            asked = Path(folder) / f"ranks{count}.json"
+            content = dataclasses.asdict(parallel.settings_for(settings, count))
+            asked.write_text(json.dumps({**content, "steps": steps, "wide": wide}), encoding="utf-8")
             runs.append(_run(asked, count, threads))
     return [
         compare(count, step, mine, first)
@@ -94,20 +94,14 @@ def agree(differences: Sequence[Difference], tolerance: float) -> bool:
 
 
 def _run(asked: Path, count: int, threads: int) -> list[Step]:
-    path = asked.with_name(f"ranks{count}.pt")
+    path = asked.with_suffix(".pt")
     said: list[Line] = []
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
     # Events tell a rank's error. One number of threads throughout: it decides the order of sums.
     environment |= {contract.JOB_ID: "verify", "OMP_NUM_THREADS": str(threads)}
     failed = run_ranks(["verify", "--record", f"{asked},{path}"], count, environment, said.append)
     if failed:
-        for line in said:
-            if line.text.startswith(contract.EVENT_MARK):
-                event = json.loads(line.text.removeprefix(contract.EVENT_MARK))
-                if event["event"] == contract.FAILED and event["exit_code"] == contract.EXIT_BAD_INPUT:
-                    raise TrainerError(event["error"], event["hint"])
-        print(*(line.text for line in said if line.rank == min(failed)), sep="\n", file=sys.stderr)
-        raise TrainerError(f"{count} ranks: rank {min(failed)} failed")
+        raise error_of(failed, said)
     return torch.load(path, weights_only=True)  # type: ignore[no-any-return]
 
 
@@ -129,7 +123,9 @@ def record(asked: Path, path: Path) -> None:
 
     def take(*_: object) -> None:
         # What the optimizer is about to use: reduced over the ranks, and here as it was before it was clipped.
-        flat = [p.grad.flatten() for p in run.parameters if p.grad is not None]
+        grads = {name: p.grad for name, p in run.net.named_parameters() if p.grad is not None}
+        whole = run.mode.whole(grads)
+        flat = [whole[name].flatten() for group in run.groups for name in group if name in whole]
         taken.append((torch.cat(flat).double() * (run.norm.double() / CLIP_NORM).clamp(min=1)).cpu())
 
     run.optimizer.register_step_pre_hook(take)

@@ -114,8 +114,25 @@ def test_an_engine_that_does_not_answer_is_an_error_for_compose_and_a_sentence_f
     assert (code, "Docker Engine does not answer" in text) == (2, True), text
     assert list(clusterctl.folder.iterdir()) == []
     code, text = clusterctl.run("plan", "--nodes", "3", "--gpus", "2")
-    assert (code, "The nodes are process groups on this machine" in text) == (0, True), text
+    assert (code, "the nodes are process groups here" in text) == (0, True), text
     assert text.count("# ---- node-") == 3
+
+
+def test_backend_here_is_this_machine_whatever_cluster_yaml_says(clusterctl):
+    (clusterctl.folder / "cluster.yaml").write_text("nodes: [nowhere.invalid]\n")
+    for backend in ("here", "local"):
+        code, text = clusterctl.run("plan", "--backend", backend, "--nodes", "2")
+        assert (code, "PET_NNODES=2" in text, "nowhere" in text) == (0, True, False), text
+    code, text = clusterctl.run("plan", "--backend", "here", "--hosts", "a,b")
+    assert (code, "--backend here is this machine, and --hosts names others" in text) == (2, True), text
+
+
+def test_a_plan_loads_nothing_that_it_does_not_need(clusterctl):
+    program = "import sys; sys.argv = ['clusterctl', 'plan', '--backend', 'local']\n"
+    program += "from cluster.cli import main\ntry:\n main()\nfinally:\n"
+    program += " print([name for name in ('fabric', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=clusterctl.folder, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):

@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {
     "project": "runs",
     "name": "train",
     "exist_ok": False,
-    "cos_lr": False,
+    "schedule": "linear",
     "precision": "auto",
     "val": True,
 }

@@ -9,7 +9,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from trainer.data import open_dataset
-from trainer.data.digits import Digits, _glyphs, _scans
+from trainer.data.digits import Digits, _glyphs, scans
 
 
 def corners(labels, side):
@@ -19,9 +19,9 @@ def corners(labels, side):
 
 
 def test_the_scans_are_scikit_learns():
-    scans, digits = _scans()
+    levels, digits = scans()
     bunch = load_digits()
-    np.testing.assert_array_equal(scans, bunch.images)
+    np.testing.assert_array_equal(levels, bunch.images)
     np.testing.assert_array_equal(digits, bunch.target)
 
 

@@ -59,6 +59,7 @@ def test_impossible_ranks_are_errors(change: dict[str, str]) -> None:
         ({"CLUSTER_NODES_ON_HOST": "2"}, 2, 2, 1),  # never none
         ({"OMP_NUM_THREADS": "1"}, 2, 8, 4),  # torchrun's own default
         ({"OMP_NUM_THREADS": "3"}, 2, 8, None),
+        ({"OMP_NUM_THREADS": "1", "CLUSTER_JOB_ID": "job"}, 2, 8, None),  # --env OMP_NUM_THREADS=1
     ],
 )
 def test_the_machines_cores_are_shared(
@@ -143,13 +144,12 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str, second: int) -> None
         import os, sys, torch
         from trainer import dist
         from trainer.config import Hyp
-        from trainer.models.yolo import load_cfg
-        from trainer.tasks.detection import Detection
+        from trainer.models.yolo import build_yolo, load_cfg
+        from trainer.tasks.detection import loss_of
         from trainer.training.timing import Clock
 
         torch.manual_seed(0)
-        task = Detection(load_cfg("CFG"), "CFG", ["a", "b", "c"], Hyp(), 64)
-        model = task.build().eval()
+        model = build_yolo(load_cfg("CFG"), nc=3).eval()
         for p in model.buffers():
             if p.is_floating_point():
                 p.mul_(0.2)  # running variances: keeps the signal alive through the layers
@@ -160,7 +160,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str, second: int) -> None
         after = targets[3:] - torch.tensor([5, 0, 0, 0, 0, 0])
 
         def losses(net, images, targets):
-            loss = task.loss_of(model)
+            loss = loss_of(model, Hyp(), 64)
             assigned = loss.assign(targets, len(images), 64, 64)
             counts = assigned.counts.clone()  # summed in place
             work = dist.start_sum(counts)

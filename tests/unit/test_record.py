@@ -6,8 +6,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.data import Batch, open_dataset
+from tests.unit.settings import settings
+from trainer.data import Batch
 from trainer.metrics import BoxMAP
+from trainer.tasks import open_task
 from trainer.training.record import Record
 from trainer.training.tensorboard import EventFile
 
@@ -38,16 +40,21 @@ def metric_with(hits):
     return metric
 
 
+@pytest.fixture(scope="module")
+def task():
+    return open_task(settings(data="digits", imgsz=64))
+
+
 @pytest.fixture
 def shown():
     return [(np.full((64, 96, 3), 90, np.uint8), [[4, 4, 40, 40]], [0.5], [3])]
 
 
-def test_the_record_of_a_run(tmp_path, shown):
+def test_the_record_of_a_run(tmp_path, shown, task):
     with EventFile(tmp_path) as earlier:  # of another run in the same folder
         earlier.numbers(7, {"lr": 1.0})
-    record = Record(tmp_path, NAMES)
-    record.begin(open_dataset("digits", "val", imgsz=64))
+    record = Record(tmp_path, task)
+    record.begin()
     record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
     assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
     for epoch in (1, 2, 3):
@@ -76,17 +83,17 @@ def test_the_record_of_a_run(tmp_path, shown):
     assert pictures[-1].encoded_image_string == (tmp_path / "predictions.jpg").read_bytes()
 
 
-def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path):
-    record = Record(tmp_path, NAMES)
+def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):
+    record = Record(tmp_path, task)
     write_row(tmp_path / "results.csv", row(1))
     record.epoch(1, row(1), [])
     assert record.finish(1) == ""
     assert sorted(p.name for p in tmp_path.iterdir() if "events" not in p.name) == ["results.csv", "results.png"]
 
 
-def test_a_table_of_very_many_classes_is_not_printed(tmp_path):
+def test_a_table_of_very_many_classes_is_not_printed(tmp_path, task):
     names = [f"class {k}" for k in range(80)]
-    record = Record(tmp_path, names)
+    record = Record(tmp_path, task)
     metric = BoxMAP(names)
     boxes = np.array([[0, 0, 10, 10]] * 80)
     metric.update(0, boxes, np.ones(80), np.arange(80), boxes, np.arange(80))

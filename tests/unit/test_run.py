@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.settings import settings
 from tests.unit.trainer_process import squares
-from trainer.config import Hyp, Settings
+from trainer.config import Hyp
 from trainer.dist import World
 from trainer.events import Events
 from trainer.models.yolo import build_yolo, load_cfg
@@ -19,10 +20,7 @@ WIDE = [[20.0, 10.0, 32.0, 16.0, 66.0, 23.0]] * 3
 
 
 def made(data: Path, **more: Any) -> Run:
-    values: dict[str, Any] = {"cfg": "", "weights": "", "hyp": Hyp(), "epochs": 2, "batch": 4, "imgsz": 64, "seed": 0}
-    values |= {"device": "cpu", "optimizer": "SGD", "workers": 0, "cos_lr": False, "precision": "fp32", "val": True}
-    values |= {"project": "runs", "name": "train", "exist_ok": False}
-    return Run(Settings(data=str(data), **{**values, **more}), World(), torch.device("cpu"), Events({}))
+    return Run(settings(str(data), **{"hyp": Hyp(), **more}), World(), torch.device("cpu"), Events({}))
 
 
 def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
@@ -36,7 +34,7 @@ def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
 
     def pixels(**more: Any) -> torch.Tensor:
         run = made(data, weights=str(tmp_path / "x.pt"), **more)
-        assert run.cfg["anchors"] == (load_cfg("yolov5n.yaml") if more else cfg)["anchors"]
+        assert run.task.cfg["anchors"] == (load_cfg("yolov5n.yaml") if more else cfg)["anchors"]
         assert torch.equal(run.model.state_dict()["model.0.conv.weight"], state["model.0.conv.weight"])
         return run.model.detect.anchors * torch.tensor([8, 16, 32]).view(3, 1, 1)
 
@@ -51,8 +49,8 @@ def test_what_both_loaders_have_to_say_is_said_once(
 ) -> None:
     """On a machine with one core and little shared memory, and with a set without outlines."""
     data = squares(tmp_path / "set", train=6)
-    monkeypatch.setattr("trainer.data.loader.room", lambda: 200 << 10)
-    monkeypatch.setattr("trainer.data.loader.usable_cores", lambda: 1)
+    monkeypatch.setattr("trainer.data.stream.room", lambda: 200 << 10)
+    monkeypatch.setattr("trainer.data.stream.usable_cores", lambda: 1)
     made(data, hyp=dataclasses.replace(Hyp(), copy_paste=0.5), workers=3)
     said = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("copy_paste has no effect here") for line in said) == 1

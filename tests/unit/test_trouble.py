@@ -80,10 +80,14 @@ def test_broken_gradients_of_an_epochs_last_batch_name_it_too(fragile: Path, tmp
     assert not list(tmp_path.glob("runs/*/last.pt"))
 
 
-def test_such_a_batch_can_be_left_out(fragile: Path, tmp_path: Path) -> None:
-    """There is a checkpoint after every step, but none after that one: going back to it would lead nowhere."""
+@pytest.mark.parametrize(("optimizer", "often"), [("SGD", ["--save-every", "1steps"]), ("AdamW", [])])
+def test_such_a_batch_can_be_left_out(optimizer: str, often: list[str], fragile: Path, tmp_path: Path) -> None:
+    """There is a checkpoint after every step, but none after that one: going back to it would lead nowhere.
+
+    Or there is none but the beginning, when AdamW has kept nothing yet.
+    """
     more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "2", "--precision", "fp32", "--log-steps")
-    skip = ("--on-nan", "skip", "--save-every", "1steps")
+    skip = ("--on-nan", "skip", "--optimizer", optimizer, *often)
     ((code, out, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, *skip)))
     assert code == 0, err
     assert out.count("without that batch") == 2  # one in each epoch
@@ -98,9 +102,13 @@ def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -
     data = squares(tmp_path / "set", train=32)
     program = tmp_path / "limited.py"
     program.write_text(
-        "import resource, sys, torch\n"
+        "import json, resource, sys, torch\n"
         "from trainer.__main__ import main\n"
         "import trainer.training.loop, trainer.data.picture_cache\n"
+        # The limit holds for the stack, too: one that cannot grow is a segmentation fault, so it grows before.
+        "sys.setrecursionlimit(40000)\n"
+        "json.loads('[' * 30000 + ']' * 30000)\n"
+        "sys.setrecursionlimit(1000)\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         f"limit = pages * {resource.getpagesize()} + (900 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
@@ -132,7 +140,7 @@ def started(tmp_path: Path, errors: Path, *more: str) -> list[subprocess.Popen[s
     processes = []
     for rank, place in enumerate(ranks(2)):
         with errors.with_name(f"{errors.name}{rank}").open("w") as file:
-            job = {contract.JOB_ID: "job-1", contract.RUN_DIR: str(run), **place}
+            job = {contract.JOB_ID: "unit-job", contract.RUN_DIR: str(run), **place}
             processes += start(tmp_path, [job], *arguments, stderr=file)
     until = time.monotonic() + 180
     while not (run / "steps.csv").exists():
@@ -159,9 +167,10 @@ def test_a_rank_that_stands_still_is_named_with_every_stack_and_ends_the_other(s
     assert processes[1 - stopped].returncode == 1
     said = errors.with_name(f"errors{1 - stopped}").read_text()
     who = "rank 1 gave no sign of life" if stopped else "the ranks' common store, on the first machine, does not answer"
-    found = re.search(r"rank \d \(pid \d+\) stalled: no step for \d s after \d+ steps; (.*)", said)
-    assert found, said
-    assert found[1].startswith(who)
+    # A busy machine's first step may take as long as the limit, and is told of, too.
+    told = re.findall(r"rank \d \(pid \d+\) stalled: no step for \d s after \d+ steps; (.*)", said)
+    assert told, said
+    assert told[-1].startswith(who), said
     assert "training/run.py" in said  # where it waits
     assert re.search(rf"error: no step for \d s, the end of rank {1 - stopped}: {who}", said)
     assert '"event":"failed"' in out
@@ -257,13 +266,14 @@ def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
     )
     for count in (1, 2):
         # Longer than --stall, but a batch comes every now and then: not a stall, and no end.
-        more = ("--epochs", "1", "--batch", "2", "--stall", "5", "--name", f"of{count}")
+        epochs = "2" if count == 1 else "1"
+        more = ("--epochs", epochs, "--batch", "2", "--stall", "5", "--name", f"of{count}")
         arguments = [o for o in options(Path("slow:make"), *more) if o != "--noval"]
         done = wait(start(tmp_path, ranks(count), *arguments))
         assert [code for code, _, _ in done] == [0] * count, done
         assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
         assert re.search(r"all +16 +30 ", done[0][1]), done[0][1]  # pictures and boxes of all ranks together
-        assert "advice: " in done[0][1]  # most of the time goes to loading
+        assert done[0][1].count("advice: ") == 1, done[0][1]  # most of the time goes to loading; that is said once
         assert re.search(r"  val [1-9]\d?%", done[0][1]), done[0][1]  # pictures that take seconds are seen in the share
         seen = [set(path.read_text().split()) for path in tmp_path.glob("seen-*")]
         assert sorted(map(len, seen)) == [16 // count] * count

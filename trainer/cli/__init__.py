@@ -8,10 +8,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from trainer.cli.bench import OTHERS, bench
 from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
 from trainer.cli.predict import predict
+from trainer.cli.profile import profile
 from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
@@ -44,6 +46,8 @@ app = typer.Typer(
 )
 for verb in (train, val, predict, export, verify, info):
     app.command(cls=Verb)(verb)
+app.command(cls=Verb, context_settings=OTHERS)(profile)
 app.add_typer(data, name="data")
+app.add_typer(bench, name="bench")
 
 __all__ = ["app"]

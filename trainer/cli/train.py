@@ -11,8 +11,21 @@ from typing import Annotated
 import typer
 
 from trainer import contract
-from trainer.config import DIGITS, PRESETS, STANDARD, Settings, interval, layers, load_hyp, preset_for, smoothed
-from trainer.ranks import Line, run_ranks
+from trainer.config import (
+    DIGITS,
+    PRESETS,
+    STANDARD,
+    TASKS,
+    Settings,
+    interval,
+    layers,
+    load_hyp,
+    preset_for,
+    smoothed,
+    workers_of,
+)
+from trainer.errors import TrainerError
+from trainer.ranks import Line, ranks_of, run_ranks
 from trainer.training.signals import SIGNALS
 
 _D, _S = PRESETS[DIGITS], STANDARD
@@ -22,25 +35,36 @@ def _default(field: str) -> str:
     return f"(default: {getattr(_D, field)} for digits, else {getattr(_S, field)})"
 
 
+Task = Annotated[
+    str,
+    typer.Option(
+        help="detect: boxes, by a YOLO model; classify: one class for a picture, segment: one for each pixel, by "
+        "torchvision's models."
+    ),
+]
 Data = Annotated[
     str,
     typer.Option(
         help="`digits` (built in, nothing to download), the path of a data.yaml, or a set of your own: "
-        "package.module:function."
+        "package.module:function. To classify: `digits`, `cifar10`, `cifar100`, or a folder with train/ and val/, "
+        "which hold a folder of pictures for each class. To segment: `digits`, or a folder with images/train, "
+        "images/val, masks/train and masks/val."
     ),
 ]
 Cfg = Annotated[
     str,
     typer.Option(
         help="Model file: yolov5n.yaml, s, m, l, x, or your own: a file in the same syntax, or "
-        "package.module:function. (default: the checkpoint's with --weights, else yolov5n.yaml)"
+        "package.module:function. To classify or segment: a torchvision model's name, resnet50. "
+        "(default: the checkpoint's with --weights, else yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large)"
     ),
 ]
 Weights = Annotated[
     str,
     typer.Option(
         help="Start from a best.pt or last.pt of this trainer or of YOLOv5, from a release by its name (yolov5s.pt: "
-        "fetched where it is not there), or from an address (https://.../x.pt#sha256=...); '' starts from scratch."
+        "fetched where it is not there), or from an address (https://.../x.pt#sha256=...); '' starts from scratch. "
+        "To classify or segment: `torchvision` for its own weights."
     ),
 ]
 HypFile = Annotated[
@@ -88,10 +112,12 @@ Ranks = Annotated[
     ),
 ]
 Workers = Annotated[
-    int | None,
+    str,
     typer.Option(
-        help="Loading processes per rank. (default: 0 on the CPU, where they would take the training's cores; "
-        "up to 8 on a GPU)",
+        help="Loading processes per rank. `auto` tries 0, 1, 2, ... in the first steps, goes on with what paid, and "
+        "remembers it for this data set on this machine. (default: 0 on the CPU, where they would take the training's "
+        "cores; up to 8 on a GPU)",
+        metavar="[N|auto]",
         show_default=False,
     ),
 ]
@@ -101,7 +127,16 @@ Project = Annotated[
 ]
 Name = Annotated[str, typer.Option(help="The run's folder; if it exists, name2, name3, ...")]
 ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Write into the folder even if it exists.")]
-CosLr = Annotated[bool, typer.Option("--cos-lr", help="Let the learning rate fall along a cosine, not a line.")]
+CosLr = Annotated[bool, typer.Option("--cos-lr", help="YOLOv5's name for --schedule cosine.")]
+ScheduleName = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        help="The learning rate after the warm-up: linear, cosine, or one-cycle (up and down again over the run). "
+        "(default: linear; to classify or segment cosine, for digits one-cycle)",
+        show_default=False,
+    ),
+]
 Precision = Annotated[
     str,
     typer.Option(
@@ -148,6 +183,31 @@ LogSteps = Annotated[
 Compile = Annotated[
     bool, typer.Option("--compile", help="torch.compile the network: minutes at the start, faster steps after.")
 ]
+Parallel = Annotated[
+    str,
+    typer.Option(
+        help="How ranks share the work. ddp: each has the whole model and a share of the pictures. fsdp: a shard of "
+        "the model, too, for models that do not fit. pipeline: each has some of the layers. dp: one process for all "
+        "GPUs, slower than ddp. docs/parallel.md says which is good for what.",
+        metavar="[ddp|dp|fsdp|pipeline]",
+    ),
+]
+Stages = Annotated[
+    int,
+    typer.Option(
+        help="With --parallel pipeline: ranks that one pipeline has. With 2 on 4 ranks there are 2 pipelines, which "
+        "share the pictures. (default: all ranks)",
+        show_default=False,
+    ),
+]
+MicroBatches = Annotated[
+    int,
+    typer.Option(
+        help="With --parallel pipeline: parts of a pipeline's pictures that pass through it one after the other. "
+        "(default: 4)",
+        show_default=False,
+    ),
+]
 GradCompress = Annotated[str, typer.Option(help="bf16: send gradients between ranks in half the bytes; none: exact.")]
 MultiScale = Annotated[
     bool,
@@ -186,10 +246,13 @@ NoAutoAnchor = Annotated[
 Freeze = Annotated[
     str,
     typer.Option(
-        help="Layers that stay as they are: `10` the first ten, `0 1 2` or `0,1,2` these.",
+        help="Layers that stay as they are: `10` the first ten, `0 1 2` or `0,1,2` these, `backbone` all but the head.",
         metavar="N | N N ...",
         show_default=False,
     ),
+]
+Unfreeze = Annotated[
+    int, typer.Option(help="With --freeze: after so many epochs train all layers; 0: never.", metavar="EPOCHS")
 ]
 LabelSmoothing = Annotated[
     float | None,
@@ -203,6 +266,7 @@ NoVal = Annotated[bool, typer.Option("--noval", help="Train without validating; 
 
 def train(
     context: typer.Context,
+    task: Task = "detect",
     data: Data = DIGITS,
     cfg: Cfg = "",
     weights: Weights = "",
@@ -213,12 +277,13 @@ def train(
     device: Device = "",
     ranks: Ranks = None,
     optimizer: OptimizerName = None,
-    workers: Workers = None,
+    workers: Workers = "",
     seed: Seed = 0,
     project: Project = "runs",
     name: Name = "train",
     exist_ok: ExistOk = False,
     cos_lr: CosLr = False,
+    schedule: ScheduleName = None,
     precision: Precision = "auto",
     multi_scale: MultiScale = False,
     rect: Rect = False,
@@ -230,6 +295,7 @@ def train(
     sync_bn: SyncBn = False,
     noautoanchor: NoAutoAnchor = False,
     freeze: Freeze = "",
+    unfreeze: Unfreeze = 0,
     label_smoothing: LabelSmoothing = None,
     callback: CallbackPath = "",
     val_period: ValPeriod = 1,
@@ -242,21 +308,31 @@ def train(
     log_steps: LogSteps = False,
     compile: Compile = False,
     grad_compress: GradCompress = "none",
+    parallel: Parallel = "ddp",
+    stages: Stages = 0,
+    micro_batches: MicroBatches = 0,
 ) -> None:
-    """Train a detector. With no option at all: the demonstration, handwritten digits on small pages.
+    """Train a detector, a classifier or a segmentation.
+
+    With no option at all: the demonstration, handwritten digits on small pages.
 
     Several GPUs: `--device 0,1`, or `torchrun --nproc-per-node 2 -m trainer train ...`; several machines:
     `clusterctl launch`.
     The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
-    count = device.count(",") + 1 if ranks is None else ranks
+    count = ranks_of(device, parallel) if ranks is None else ranks
     if count > 1 and "RANK" not in os.environ:
         raise typer.Exit(run_here(sys.argv[1:], count))
-    preset = preset_for(data)
+    if task not in TASKS:
+        raise TrainerError(f"--task {task}: unknown", f"use one of {', '.join(TASKS)}")
+    if cos_lr and schedule not in (None, "cosine"):
+        raise TrainerError(f"--cos-lr and --schedule {schedule} contradict each other", "give one of them")
+    preset = preset_for(data, task)
     values = load_hyp(hyp, preset.hyp) if hyp else preset.hyp
     if label_smoothing is not None:
         values = smoothed(values, label_smoothing)
     settings = Settings(
+        task=task,
         data=data,
         cfg=cfg,
         weights=weights,
@@ -266,12 +342,12 @@ def train(
         imgsz=preset.imgsz if imgsz is None else imgsz,
         device=device,
         optimizer=optimizer or preset.optimizer,
-        workers=workers,
+        workers=workers_of(workers),
         seed=seed,
         project=project,
         name=name,
         exist_ok=exist_ok,
-        cos_lr=cos_lr,
+        schedule="cosine" if cos_lr else schedule or preset.schedule,
         precision=precision,
         multi_scale=multi_scale,
         rect=rect,
@@ -283,6 +359,7 @@ def train(
         sync_bn=sync_bn,
         autoanchor=not noautoanchor,
         freeze=layers(freeze),
+        unfreeze=unfreeze,
         callback=callback,
         val_period=val_period,
         patience=patience,
@@ -294,13 +371,16 @@ def train(
         log_steps=log_steps,
         compile=compile,
         grad_compress=grad_compress,
+        parallel=parallel,
+        stages=stages,
+        micro_batches=micro_batches,
     )
     from trainer.training import resume as resuming
     from trainer.training.loop import train as run
 
     if resume:
         settings = resuming.settings_of(settings, typed_options(context))
-    run(settings)
+    (context.obj or run)(settings)  # a benchmark takes the settings and does what it does with them
 
 
 def run_here(arguments: Sequence[str], count: int) -> int:
@@ -325,6 +405,12 @@ def run_here(arguments: Sequence[str], count: int) -> int:
 
 def typed_options(context: typer.Context) -> frozenset[str]:
     """The names of the settings that the user has typed, as against those left at their default."""
-    names = {"noval": "val", "stall": "stall_s", "noautoanchor": "autoanchor", "label_smoothing": "hyp"}
+    names = {
+        "noval": "val",
+        "stall": "stall_s",
+        "noautoanchor": "autoanchor",
+        "label_smoothing": "hyp",
+        "cos_lr": "schedule",
+    }
     typed = (k for k in context.params if (source := context.get_parameter_source(k)) and source.name == "COMMANDLINE")
     return frozenset(names.get(k, k) for k in typed)

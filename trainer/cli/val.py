@@ -6,6 +6,9 @@ from typing import Annotated
 
 import typer
 
+from trainer.config import TASKS
+from trainer.errors import TrainerError
+
 Weights = Annotated[str, typer.Option(help="What to validate: best.pt of a run, or anything else that `train` takes.")]
 Data = Annotated[str, typer.Option(help="`digits` or the path of a data.yaml; its classes must be the weights'.")]
 Split = Annotated[str, typer.Option("--split", "--task", help="Which pictures: train, val or test.")]
@@ -68,7 +71,23 @@ Cfg = Annotated[
 ExistOk = Annotated[bool, typer.Option("--exist-ok", help="Write into the folder even if it exists.")]
 
 
+# What only boxes have, by the names of the parameters.
+BOXES_ONLY: tuple[str, ...] = (
+    "conf",
+    "iou",
+    "max_det",
+    "half",
+    "rect",
+    "single_cls",
+    "allow_bad_labels",
+    "v5_map",
+    "annotations",
+)
+BOXES_ONLY += ("save_json", "save_txt", "save_conf", "cfg")
+
+
 def val(
+    context: typer.Context,
     weights: Weights,
     data: Data,
     split: Split = "val",
@@ -99,8 +118,19 @@ def val(
     """Score trained weights by COCO's rules: precision, recall, mAP of every class, and the time per picture.
 
     Several processes share the pictures and get the same scores: `torchrun --nproc-per-node 2 -m trainer val ...`.
-    P, R and F1 are at the confidence that gives the best mean F1.
+    P, R and F1 are at the confidence that gives the best mean F1. A classifier is scored by top-1, top-5.
     """
+    if split in TASKS:
+        raise TrainerError(
+            f"--task {split}: here --task is YOLOv5's name of --split, train, val or test",
+            "leave it out: the weights tell what they were trained for",
+        )
+    from trainer.weights import checkpoint
+
+    kind = checkpoint.load(weights).get("task", "detect")
+    if kind != "detect":
+        _score(context, kind)
+        return
     from trainer.inference.validate import ValSettings, as_json, validate
     from trainer.tasks.inference import Limits
 
@@ -148,5 +178,33 @@ def val(
         f"per picture at {result.imgsz} px: load {result.load_ms:.1f} ms, network {result.network_ms:.1f} ms, "
         f"NMS {result.nms_ms:.1f} ms"
     )
+    if result.folder:
+        typer.echo(f"-> {result.folder}")
+
+
+def _score(context: typer.Context, kind: str) -> None:
+    """Score a model of another task than boxes."""
+    from trainer.cli.train import typed_options
+    from trainer.inference.score import score, settings_for
+
+    options = {name: value for name, value in context.params.items() if name not in BOXES_ONLY}
+    wrong = sorted(typed_options(context) & set(BOXES_ONLY))
+    if wrong:
+        raise TrainerError(
+            f"--{wrong[0].replace('_', '-')} is for boxes; these are weights of --task {kind}", "leave it out"
+        )
+    if options.pop("split") != "val":
+        raise TrainerError(f"--split: weights of --task {kind} are scored on val (or test/, where there is no val/)")
+    plots, as_json = options.pop("plots"), options.pop("json")
+    result = score(settings_for(kind, options.pop("weights"), options.pop("data"), **options), plots=plots)
+    if not result:
+        return
+    if as_json:
+        typer.echo(result.as_json())
+        return
+    typer.echo(result.task.table(result.scores))
+    found = result.scores.columns()
+    titles = "   ".join(f"{title} {found[key]:.3f}" for key, title in result.task.headlines.items())
+    typer.echo(f"{titles}   per picture at {result.imgsz} px: {result.ms_per_picture:.1f} ms")
     if result.folder:
         typer.echo(f"-> {result.folder}")

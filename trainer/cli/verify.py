@@ -15,6 +15,7 @@ from trainer.errors import TrainerError
 
 
 def verify(
+    task: Annotated[str, typer.Option(help="As for `train`.")] = "detect",
     data: Annotated[str, typer.Option(help="As for `train`.")] = DIGITS,
     cfg: Annotated[str, typer.Option(help="As for `train`. (default: yolov5n.yaml)")] = "",
     weights: Annotated[str, typer.Option(help="As for `train`.")] = "",
@@ -36,6 +37,9 @@ def verify(
         typer.Option(help="Greatest relative difference. (default: 1e-4, with fp32 1e-2)", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
+    parallel: Annotated[str, typer.Option(help="As for `train`; a single rank is always one plain process.")] = "ddp",
+    stages: Annotated[int, typer.Option(help="As for `train`; a single rank is one stage.", show_default=False)] = 0,
+    micro_batches: Annotated[int, typer.Option(help="As for `train`.", show_default=False)] = 0,
     recorded: Annotated[str, typer.Option("--record", hidden=True)] = "",
 ) -> None:
     """Compare losses and gradients of 1, 2 and 4 ranks, step by step.
@@ -48,12 +52,13 @@ def verify(
     if recorded:  # a rank of another `trainer verify`
         verification.record(*map(Path, recorded.split(",")))
         return
-    preset = preset_for(data)
+    preset = preset_for(data, task)
     # Every step moves the weights, at full rate: differences would add up. Not by Adam, whose first steps divide
     # small gradients by themselves, rounding included.
     hypers = replace(load_hyp(hyp, preset.hyp) if hyp else preset.hyp, nbs=float(batch), warmup_epochs=0.0)
     settings = Settings(
-        data=str(Path(data).resolve()) if Path(data).is_file() else data,
+        task=task,
+        data=str(Path(data).resolve()) if Path(data).exists() else data,
         cfg=cfg,
         weights=weights,
         hyp=hypers,
@@ -67,10 +72,13 @@ def verify(
         project="runs",
         name="verify",
         exist_ok=True,
-        cos_lr=False,
+        schedule=preset.schedule,
         precision="fp32",
         val=False,
         sync_bn=not no_sync_bn,
+        parallel=parallel,
+        stages=stages,
+        micro_batches=micro_batches,
     )
     try:
         counts = [int(count) for count in ranks.split(",")]
@@ -94,6 +102,7 @@ def verify(
                 f"  {d.gradient_off:>15.1e}  {d.greatest:>19.1e}"
             )
         norm = "batch norm of each rank by itself" if no_sync_bn else "batch norm over all ranks"
+        norm = "batch norm of each micro-batch by itself" if parallel == "pipeline" else norm
         verdict = "differ by rounding alone" if same else f"DIFFER by more than {limit:g}"
         typer.echo(f"{data}, {batch} pictures a step, {precision}, {norm}: {ranks} ranks {verdict}")
     raise typer.Exit(0 if same else 1)

@@ -10,7 +10,8 @@ from trainer import imports
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
 from trainer.data.faults import Fault
-from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader, start_forkserver
+from trainer.data.loader import Batch, TrainLoader, ValBatch, ValLoader
+from trainer.data.stream import start_forkserver
 from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 

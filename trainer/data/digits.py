@@ -26,6 +26,7 @@ _HEIGHTS = (0.13, 0.42)  # of a digit, as fractions of the page's side
 _CANDIDATES = 14  # places tried per page; those that would cover an earlier digit are dropped
 _MAX_DIGITS = 8
 _MAX_OVERLAP = 0.04  # of the smaller of two boxes
+_INK = 64  # coverage from which on a pixel belongs to a digit
 _GLYPH_SCALE = 8  # pixels of a prepared glyph per pixel of the 8 x 8 scan
 
 Gray = npt.NDArray[np.uint8]
@@ -42,9 +43,10 @@ class _Page:
     ink: Gray  # (side, side): 0 is paper, 255 is ink
     tint: npt.NDArray[np.uint8]  # (256, 1, 3): RGB of each level of `ink`
     labels: Labels
+    mask: Gray | None  # (side, side): 0 is background, 1 lies within the outline of a digit
 
 
-def _scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+def scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
     """The scans (1797, 8, 8) with values 0 to 16 and their digits (1797,), from scikit-learn's own data file.
 
     Its file is read directly because importing sklearn.datasets takes over a second in every process.
@@ -74,10 +76,10 @@ def _prepare(scan: npt.NDArray[np.uint8], digit: int) -> _Glyph:
 @lru_cache(maxsize=2)
 def _glyphs(split: str) -> tuple[_Glyph, ...]:
     """The prepared digits of a split: every fifth scan belongs to validation, the others to training."""
-    scans, digits = _scans()
-    in_val = np.arange(len(scans)) % 5 == 4
+    levels, digits = scans()
+    in_val = np.arange(len(levels)) % 5 == 4
     chosen = np.flatnonzero(in_val if split == "val" else ~in_val)
-    return tuple(_prepare(scans[k], int(digits[k])) for k in chosen)
+    return tuple(_prepare(levels[k], int(digits[k])) for k in chosen)
 
 
 def _apart(boxes: npt.NDArray[np.float64], limit: int) -> list[int]:
@@ -103,7 +105,7 @@ def _tint(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     return np.clip(ramp, 0, 255).astype(np.uint8)[:, None]
 
 
-def _compose(split: str, index: int, side: int) -> _Page:
+def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     """Page `index`: digits of random size and place, without heavy overlap, on uneven, grainy paper."""
     rng = np.random.default_rng([_SPLIT_KEY[split], index, side])
     glyphs = _glyphs(split)
@@ -118,6 +120,7 @@ def _compose(split: str, index: int, side: int) -> _Page:
     chosen = _apart(np.concatenate([xy, xy + wh], 1), int(rng.integers(3, _MAX_DIGITS + 1)))
 
     ink: Any = np.zeros((side, side), np.uint8)
+    mask: Any = np.zeros((side, side), np.uint8) if masks else None
     for k in chosen:
         x, y, w, h = (int(v) for v in (*xy[k], *wh[k]))
         shrinks = h < drawn[k].ink.shape[0]
@@ -125,6 +128,9 @@ def _compose(split: str, index: int, side: int) -> _Page:
         digit = cv2.resize(drawn[k].ink, (w, h), interpolation=how)
         place = ink[y : y + h, x : x + w]
         np.maximum(place, cv2.convertScaleAbs(digit, alpha=strength[k]), out=place)
+        if masks:
+            outline = cv2.convexHull(np.argwhere(digit > _INK)[:, ::-1].astype(np.int32)) + np.array([x, y], np.int32)
+            cv2.fillConvexPoly(mask, outline, 1)
     shade = (rng.random((3, 3)) * rng.uniform(0, 45)).astype(np.uint8)
     ink = cv2.add(ink, cv2.resize(shade, (side, side), interpolation=cv2.INTER_CUBIC))
     grain = np.frombuffer(rng.bytes(side * side), np.uint8).reshape(side, side) >> 4
@@ -134,7 +140,7 @@ def _compose(split: str, index: int, side: int) -> _Page:
     labels[:, 0] = [drawn[k].digit for k in chosen]
     labels[:, 1:3] = (xy[chosen] + wh[chosen] / 2) / side
     labels[:, 3:] = wh[chosen] / side
-    return _Page(ink, _tint(rng), labels)
+    return _Page(ink, _tint(rng), labels, mask)
 
 
 class Digits:
@@ -142,9 +148,11 @@ class Digits:
 
     flips = False
 
-    def __init__(self, split: Literal["train", "val"], imgsz: int, pages: int | None = None) -> None:
+    def __init__(
+        self, split: Literal["train", "val"], imgsz: int, pages: int | None = None, *, masks: bool = False
+    ) -> None:
         self.names = [str(digit) for digit in range(10)]
-        self._split, self._side = split, imgsz
+        self._split, self._side, self._masks = split, imgsz, masks
         self._pages: list[_Page | None] = [None] * (PAGES[split] if pages is None else pages)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +165,7 @@ class Digits:
     def _page(self, index: int) -> _Page:
         page = self._pages[index]
         if page is None:
-            page = self._pages[index] = _compose(self._split, index, self._side)
+            page = self._pages[index] = _compose(self._split, index, self._side, self._masks)
         return page
 
     def name(self, index: int) -> str:
@@ -180,3 +188,9 @@ class Digits:
     def segments(self, index: int) -> list[Segment]:
         """No outlines: an empty one for every digit."""
         return [np.empty((0, 2), np.float32)] * len(self.labels(index))
+
+    def mask(self, index: int) -> Gray:
+        """The class of each pixel of page `index`, 0 beside the digits and 1 on them; of a set with `masks`."""
+        mask = self._page(index).mask
+        assert mask is not None
+        return mask

@@ -46,7 +46,7 @@ def list_split(spec: DataYaml) -> Listing:
     faults: list[Fault] = []
     pictures: dict[str, Fault] = {}
     for source in spec.sources:
-        for picture, file, line in _folder(source) if source.is_dir() else _listed(source):
+        for picture, file, line in _named(source) if source.is_dir() else _listed(source):
             fault = Fault(file, line, f"no such picture: {picture}", "correct or delete the line")
             if picture in pictures:
                 where = (file, line) if line else (str(spec.path), spec.line)
@@ -90,14 +90,18 @@ def _relative(path: str, root: str) -> str:
     return path.removeprefix(root + os.sep)
 
 
-def _folder(folder: Path) -> Iterable[tuple[str, str, int]]:
-    """(absolute path, file and line that name it) of each picture below `folder`, sorted within each folder."""
+def pictures_below(folder: Path) -> Iterable[str]:
+    """The absolute path of each picture below `folder`, also behind links, sorted within each folder."""
     for parent, folders, files in os.walk(folder.absolute(), followlinks=True):
         folders.sort()
         for name in sorted(files):
             if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
-                path = os.path.normpath(os.path.join(parent, name))
-                yield path, path, 0
+                yield os.path.normpath(os.path.join(parent, name))
+
+
+def _named(folder: Path) -> Iterable[tuple[str, str, int]]:
+    """(absolute path, file and line that name it) of each picture below `folder`."""
+    return ((path, path, 0) for path in pictures_below(folder))
 
 
 def _listed(listing: Path) -> Iterable[tuple[str, str, int]]:

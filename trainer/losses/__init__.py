@@ -1,6 +1,5 @@
 """Loss functions, normalised over all ranks so that the number of ranks does not change the training."""
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,10 +29,10 @@ class Loss(Protocol):
         """Targets (n, 6) [image, class, cx, cy, w, h] of `images` pictures -> an Assigned."""
         ...
 
-    def match(self, raw: Sequence[Tensor], assigned: Any, /) -> tuple[Any, Tensor]:
+    def match(self, raw: Any, assigned: Any, /) -> tuple[Any, Tensor]:
         """What the call needs of the assignment, and the counts that only the outputs tell, float64 (c2,)."""
         ...
 
-    def __call__(self, raw: Sequence[Tensor], matched: Any, counts: Tensor, /) -> Tensor:
+    def __call__(self, raw: Any, matched: Any, counts: Tensor, /) -> Tensor:
         """This rank's share of the terms (t,) float32 with gradients; `counts` (c + c2,) of all ranks."""
         ...

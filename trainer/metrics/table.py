@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.metrics import BoxScores
+from trainer.metrics.accuracy import Accuracy
+from trainer.metrics.overlap import Overlap
 
 
 def scores_table(scores: BoxScores) -> Table:
@@ -25,9 +27,48 @@ def scores_table(scores: BoxScores) -> Table:
     return table
 
 
+def accuracy_table(scores: Accuracy) -> Table:
+    """A row for each class that has pictures: of these how many were found, and how many finds were right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("class", overflow="fold")
+    for name in ("pictures", "found", "right"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("all", str(scores.pictures), f"{scores.top1:.3f}", f"{scores.top1:.3f}", style="bold")
+    for name, one in scores.per_class.items():
+        table.add_row(name.replace("[", r"\["), str(one.pictures), f"{one.recall:.3f}", f"{one.precision:.3f}")
+    return table
+
+
 def scores_text(scores: BoxScores) -> str:
-    """The table as lines for stdout: as wide as the terminal, elsewhere as wide as it needs to be."""
+    """The table of boxes as lines for stdout."""
+    return _lines(scores_table(scores))
+
+
+def accuracy_text(scores: Accuracy) -> str:
+    """The table of classes as lines for stdout."""
+    return _lines(accuracy_table(scores))
+
+
+def overlap_table(scores: Overlap) -> Table:
+    """A row for each class that occurs: its IoU, and the share of its pixels that was found."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("class", overflow="fold")
+    for name in ("pixels", "IoU", "found"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("all", f"{scores.pixels:,}", f"{scores.miou:.3f}", f"{scores.accuracy:.3f}", style="bold")
+    for name, one in scores.per_class.items():
+        table.add_row(name.replace("[", r"\["), f"{one.pixels:,}", f"{one.iou:.3f}", f"{one.recall:.3f}")
+    return table
+
+
+def overlap_text(scores: Overlap) -> str:
+    """The table of masks as lines for stdout."""
+    return _lines(overlap_table(scores))
+
+
+def _lines(table: Table) -> str:
+    """As wide as the terminal, elsewhere as wide as it needs to be."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     with console.capture() as captured:
-        console.print(scores_table(scores))
+        console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines() if line.strip())

@@ -17,6 +17,7 @@ from trainer.data.dataset import Image
 
 _CELL_PX = 420  # the longer side of a picture in the grid
 _GAP_PX = 10
+_TEXT_PX = 22  # below a picture
 _MOST = 16  # pictures of a training batch that are drawn
 _FONT = cv2.FONT_HERSHEY_SIMPLEX  # drawn from strokes, in OpenCV itself: nothing to download
 
@@ -89,9 +90,9 @@ def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], p
     """
     if not predictions:
         raise ValueError("no pictures to draw")
-    grid = _grid([_draw_picture(prediction, names) for prediction in predictions])
-    write_picture(grid, Path(path), jpeg_quality=88)
-    return grid.shape[0], grid.shape[1]
+    whole = grid([_draw_picture(prediction, names) for prediction in predictions])
+    write_picture(whole, Path(path), jpeg_quality=88)
+    return whole.shape[0], whole.shape[1]
 
 
 def draw_batch(batch: Batch, names: Sequence[str], path: str | Path) -> None:
@@ -105,7 +106,19 @@ def draw_batch(batch: Batch, names: Sequence[str], path: str | Path) -> None:
     draw_predictions(pictures, names, path)
 
 
-def _grid(pictures: list[Image]) -> Image:
+def captioned(picture: Image, text: str, colour: tuple[int, int, int], least_width: int = 0) -> Image:
+    """The picture with as much of the text as fits in a white line below it."""
+    height, width = picture.shape[:2]
+    cell = np.full((height + _TEXT_PX, max(width, least_width), 3), 255, np.uint8)
+    cell[:height, :width] = picture
+    while len(text) > 1 and cv2.getTextSize(text, _FONT, 0.42, 1)[0][0] > cell.shape[1] - 4:
+        text = text[:-1]
+    cv2.putText(cell, text, (2, height + 15), _FONT, 0.42, colour, 1, cv2.LINE_AA)
+    return cell
+
+
+def grid(pictures: Sequence[Image]) -> Image:
+    """The pictures side by side, in as many rows as columns."""
     columns = math.ceil(math.sqrt(len(pictures)))
     rows = math.ceil(len(pictures) / columns)
     width, height = max(p.shape[1] for p in pictures), max(p.shape[0] for p in pictures)

@@ -19,6 +19,8 @@ _LOSSES = [("box_loss", "box", BLUE), ("obj_loss", "object", ORANGE), ("cls_loss
 _PANELS: list[tuple[str, list[tuple[str, str, str]]]] = [
     ("training loss", [*_LOSSES, ("dfl_loss", "distribution", PURPLE)]),
     ("validation", [("map50", "mAP50", BLUE), ("map", "mAP50-95", RED)]),
+    ("validation", [("top1", "top-1", BLUE), ("top5", "top-5", RED)]),
+    ("validation", [("miou", "mIoU", BLUE), ("accuracy", "pixel accuracy", RED)]),
     ("precision and recall", [("precision", "precision", GREEN), ("recall", "recall", PURPLE)]),
 ]
 
@@ -63,7 +65,7 @@ def plot_results(csv_path: str | Path, png_path: str | Path) -> None:
         axes = made.add_subplot(1, len(panels), k + 1)
         _draw_panel(axes, columns, title, lines)
         axes.set_ylim(bottom=0)
-        scores = columns.get("map50", [])
+        scores = columns.get(lines[0][0], [])
         if any(name in columns and np.isfinite(columns[name]).any() for name, _, _ in lines) and k:
             axes.set_ylim(0, 1.02)
         if title == "validation" and any(math.isfinite(v) for v in scores):

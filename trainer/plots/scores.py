@@ -96,9 +96,17 @@ def _legend(axes: Axes, title: str) -> None:
         )
 
 
-def plot_confusion(confusion: np.ndarray, names: list[str], path: Path) -> None:
-    """Confusions (nc + 1, nc + 1), found by row and true by column, as shares of each column."""
-    labels = [plain(name) for name in names] + ["background"]
+BOXES_TITLE = "what was found for each true class\n(IoU 0.45, confidence 0.25)"
+
+
+def plot_confusion(
+    confusion: np.ndarray, names: list[str], path: Path, *, title: str = BOXES_TITLE, background: bool = True
+) -> None:
+    """Confusions, found by row and true by column, as shares of each column.
+
+    (nc + 1, nc + 1) with `background`, the class of what is no box, else (nc, nc).
+    """
+    labels = [plain(name) for name in names] + ["background"] * background
     n = len(labels)
     columns = confusion.sum(0, keepdims=True)
     share = np.divide(confusion, columns, out=np.zeros(confusion.shape), where=columns > 0)
@@ -123,10 +131,8 @@ def plot_confusion(confusion: np.ndarray, names: list[str], path: Path) -> None:
             axes.text(
                 column, row, text, ha="center", va="center", fontsize=size - 1, color="white" if dark else "#333333"
             )
-    axes.set_title(
-        "what was found for each true class\n(IoU 0.45, confidence 0.25)", loc="left", fontsize=11, fontweight="bold"
-    )
-    axes.set_xlabel("true (background: nothing is there)")
-    axes.set_ylabel("found (background: missed)")
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("true" + " (background: nothing is there)" * background)
+    axes.set_ylabel("found" + " (background: missed)" * background)
     axes.spines[:].set_visible(False)
     write(made, path)

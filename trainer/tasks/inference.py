@@ -160,6 +160,7 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
     """
     content = checkpoint.load(weights)
+    checkpoint.check_task(content, "detect", weights, "predict and export are for boxes; trainer val takes all weights")
     names = list(content["names"])
     described = load_cfg(cfg) if cfg else check_cfg(content["cfg"], weights)
     model = build_yolo(described, nc=len(names), where=cfg or weights)

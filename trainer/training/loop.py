@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -14,20 +13,21 @@ import torch
 from torch import Tensor
 
 from trainer import callback, contract, dist
-from trainer.config import Settings
-from trainer.data import Batch, ValBatch, start_forkserver
+from trainer.config import AUTO_WORKERS, Settings
+from trainer.data import start_forkserver
 from trainer.data.dataset import fingerprint_of
 from trainer.data.faults import note_left_out
 from trainer.data.picture_cache import picture_folders
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.heap import keep_freed_memory
-from trainer.metrics import BoxScores
+from trainer.tasks import Scores
 from trainer.training import memory, results, resume
 from trainer.training.record import Record
 from trainer.training.run import NotFinite, Run
 from trainer.training.signals import StopSignals, ignored
 from trainer.training.watchdog import Watchdog
+from trainer.training.workers import Finder
 from trainer.weights import checkpoint
 
 MAX_SKIPPED = 3  # batches that --on-nan skip leaves out before it gives up
@@ -40,16 +40,18 @@ def train(settings: Settings) -> None:
     heard = callback.load(settings.callback) if settings.callback else None
     if heard and world.rank == 0:
         events.listener = functools.partial(callback.tell, heard)
-    device = dist.pick_device(settings.device, world)
+    device = dist.pick_device(settings.device, world, several=settings.parallel == "dp")
     dist.limit_threads(world)
     if device.type == "cpu":
         keep_freed_memory()
     begin = time.monotonic()
     run = Run(settings, world, device, events)
     with ignored():  # a signal to the whole group is this process's to answer, not its loading processes'
-        start_forkserver(run.workers)
+        start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
     backend = dist.join(world, device)
-    events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
+    parameters = sum(p.numel() for p in run.model.parameters())
+    met = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
+    events.emit(contract.READY, rank=world.rank, **met)
     store = dist.second_store()
     with StopSignals(store) as signals:
         with Watchdog(world, settings.stall_s, events, store) as watchdog:
@@ -95,7 +97,7 @@ def _introduce(run: Run, backend: str) -> None:
 
 def _check_same_data(run: Run) -> None:
     """An error on all ranks where they have not the same pictures and boxes: a half-copied set on one machine."""
-    sets = {"training": run.train_set, "validation": run.val_set}
+    sets = {"training": run.task.train_set, "validation": run.task.val_set}
     mine = {kind: (fingerprint_of(data), len(data)) for kind, data in sets.items()}
     everyone = dist.all_gather(mine)
     for rank, other in enumerate(everyone):
@@ -141,22 +143,23 @@ class Course:
             threads = max(1, dist.usable_cores() // run.world.local_size)
             run.train.cache(s.cache, picture_folders(s.data), run.world, dist.all_gather, threads)
         if self.writes:
-            for line in note_left_out(run.left_out, run.folder):
+            for line in note_left_out(run.task.left_out, run.folder):
                 run.screen.say(line)
         if content:
             run.restore(content)
             resume.share(run.folder / "best.pt", self.writes)
         if self.writes:
             results.write_table(run.history, run.folder / "results.csv")
-            resume.discard_after(run.folder / "steps.csv", run.number - 1)
+            resume.discard_after(run.folder / "steps.csv", run.number - (run.at.step > 0))
         if content:
             run.screen.say(f"goes on in epoch {run.at.epoch + 1} after step {run.at.step} of {run.train.steps}")
         if run.world.rank == 0:
-            run.record = Record(run.folder, run.task.names, run.at.epoch + 1)
+            run.record = Record(run.folder, run.task, run.at.epoch + 1)
             if not content:
-                run.record.begin(run.train_set)
+                run.record.begin()
         if s.on_nan == "skip":
             self.last = checkpoint.copied(run.state())
+        self.finder = Finder(run) if s.workers == AUTO_WORKERS else None
         logs = s.log_steps and run.world.rank == 0
         self.steps = results.StepLog(run.folder / "steps.csv", run.task.terms) if logs else None
 
@@ -170,16 +173,14 @@ class Course:
                 self._not_finite(error.number)
                 continue
             shares = dist.all_gather({**run.clock.shares(), "seconds": run.clock.seconds(), "images_per_s": rate})
-            fitness = 0.1 * scores.map50 + 0.9 * scores.map if scores else math.nan
-            best = scores is not None and fitness > run.at.best
+            best = scores is not None and scores.fitness > run.at.best
             if scores and best:
                 if run.record:
                     run.record.best(run.metric, scores)
-                run.at.best, run.at.best_epoch = fitness, run.at.epoch
-                run.at.best_scores = scores.map50, scores.map
+                run.at.best, run.at.best_epoch = scores.fitness, run.at.epoch
+                run.at.best_scores = {k: v for k, v in scores.columns().items() if k in run.task.headlines}
             if scores:
-                scored = (scores.per_class.get(name) for name in run.task.names)
-                run.weigh([score.map if score else math.nan for score in scored])
+                run.weigh(scores.by_class(run.task.names))
             results.report(run, losses, scores, shares)
             if self.writes:
                 results.write_table(run.history, run.folder / "results.csv")
@@ -196,7 +197,7 @@ class Course:
                 break
             self._stop_if_told(dist.any_rank(bool(self.signals.received)))
 
-    def _epoch(self) -> tuple[BoxScores | None, list[float], float]:
+    def _epoch(self) -> tuple[Scores | None, list[float], float]:
         """The rest of the running epoch: its scores, mean losses and images per second."""
         run = self.run
         run.clock.restart()
@@ -211,7 +212,7 @@ class Course:
                 scores = None
         return scores, losses.tolist(), rate
 
-    def _until_told(self, batches: Iterable[ValBatch]) -> Iterator[ValBatch]:
+    def _until_told(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches, until any rank is told to stop: a validation can take longer than the grace."""
         for batch in batches:
             if self.signals.received_anywhere():
@@ -250,8 +251,10 @@ class Course:
         self._log(run.number, last)
         return (run.total + last) / steps, (at.images - images) / max(time.perf_counter() - begin, 1e-9)
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Any]:
         batches = self.run.clock.waiting(self.run.train.epoch(self.run.at.epoch, self.run.at.step))
+        if self.finder:
+            batches = self.finder.watch(batches)
         while True:
             with self.watchdog.during("loading"):
                 batch = next(batches, None)

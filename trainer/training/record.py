@@ -5,57 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from trainer.metrics import BoxMAP, BoxScores
-from trainer.metrics.table import scores_text
+from trainer.tasks import Task
 from trainer.training.tensorboard import EventFile
 
-if TYPE_CHECKING:
-    from trainer.data import Batch, Dataset
-    from trainer.tasks.detection import Shown
-
-_TABLE_CLASSES = 25  # of more classes, the table at the end would push the rest off the screen
 # The groups that TensorBoard shows the columns of results.csv in.
-_GROUPS = {"map50": "val/mAP50", "map": "val/mAP50-95", "precision": "val/precision", "recall": "val/recall"}
+_GROUPS = {"top1": "val/top-1", "top5": "val/top-5", "miou": "val/mIoU", "accuracy": "val/pixel accuracy"}
+_GROUPS |= {"map50": "val/mAP50", "map": "val/mAP50-95", "precision": "val/precision", "recall": "val/recall"}
 _SPEED = ("images_per_s", "seconds")
 
 
 class Record:
     """The record of one run; made on the one rank that writes."""
 
-    def __init__(self, folder: Path, names: Sequence[str], epoch: int = 1) -> None:
+    def __init__(self, folder: Path, task: Task, epoch: int = 1) -> None:
         """`epoch` (from 1) is the first that this process trains: later ones in the folder are void."""
-        self._folder, self._names = folder, names
+        self._folder, self._task = folder, task
         if epoch == 1:  # what an earlier run with --exist-ok left
             for old in folder.glob("events.out.tfevents.*.trainer"):
                 old.unlink()
         self._events = EventFile(folder, epoch)
-        self._best: tuple[BoxMAP, BoxScores] | None = None
-        self._shown: Sequence[Shown] = ()
+        self._best: tuple[Any, Any] | None = None
+        self._shown: Sequence[Any] = ()
 
-    def begin(self, dataset: Dataset) -> None:
+    @property
+    def _drawings(self) -> Any:
+        from trainer.plots import DRAWINGS  # matplotlib loads slowly
+
+        return DRAWINGS[self._task.kind]
+
+    def begin(self) -> None:
         """Draw the training labels' statistics."""
-        from trainer.plots import plot_labels
+        self._drawings.labels(self._task.train_set, self._folder / "labels.png")
 
-        plot_labels(dataset, self._folder / "labels.png")
-
-    def first_batch(self, batch: Batch) -> None:
+    def first_batch(self, batch: Any) -> None:
         """Draw what the network is given first."""
-        from trainer.plots import draw_batch
+        self._drawings.batch(batch, self._task.names, self._folder / "train_batch0.jpg")
 
-        draw_batch(batch, self._names, self._folder / "train_batch0.jpg")
-
-    def epoch(self, epoch: int, row: dict[str, float], shown: Sequence[Shown]) -> None:
+    def epoch(self, epoch: int, row: dict[str, float], shown: Sequence[Any]) -> None:
         """Add an epoch (from 1): its row of results.csv, and at epochs 1, 2, 4, 8, ... what was found."""
         values = {_tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
         self._events.numbers(epoch, values)
         self._shown = shown
-        validated = "val/mAP50" in values  # else the pictures are those of an epoch before
+        # Else the pictures are those of an epoch before.
+        validated = any(_tag(key) in values for key in self._task.headlines)
         if shown and validated and epoch & (epoch - 1) == 0:
             self._show(epoch)
 
-    def best(self, metric: BoxMAP, scores: BoxScores) -> None:
+    def best(self, metric: Any, scores: Any) -> None:
         """Keep the metric of the best epoch so far: the curves and the table at the end are its."""
         self._best = metric, scores
 
@@ -66,7 +64,7 @@ class Record:
 
     def finish(self, epoch: int) -> str:
         """Draw everything after the last epoch (from 1); returns the best epoch's table, "" if that is too long."""
-        from trainer.plots import draw_metric, plot_results
+        from trainer.plots import plot_results
 
         plot_results(self._folder / "results.csv", self._folder / "results.png")
         if self._shown:
@@ -75,14 +73,12 @@ class Record:
         if not self._best:
             return ""
         metric, scores = self._best
-        draw_metric(metric, self._folder)
-        return scores_text(scores) if len(scores.per_class) <= _TABLE_CLASSES else ""
+        self._drawings.metric(metric, self._folder)
+        return self._task.table(scores)
 
     def _show(self, epoch: int) -> None:
-        from trainer.plots import draw_predictions
-
         path = self._folder / "predictions.jpg"
-        height, width = draw_predictions(self._shown, self._names, path)
+        height, width = self._drawings.shown(self._shown, self._task.names, path)
         self._events.picture(epoch, "predictions", path.read_bytes(), height, width)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer import contract, dist
-from trainer.metrics import BoxScores
+from trainer.config import AUTO_WORKERS
+from trainer.tasks import Scores
 from trainer.training import advice
 from trainer.training.run import Run
 from trainer.training.timing import SHARES
@@ -27,18 +29,15 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     checkpoint.write_bytes(path, out.getvalue().encode())
 
 
-def report(run: Run, losses: list[float], scores: BoxScores | None, shares: list[dict[str, float]]) -> None:
+def report(run: Run, losses: list[float], scores: Scores | None, shares: list[dict[str, float]]) -> None:
     """Tell of the epoch that has just ended: `losses` are its means, `shares` each rank's seconds and their use."""
     s, epoch, first = run.settings, run.at.epoch, shares[0]
-    map50, map_ = (scores.map50, scores.map) if scores else (math.nan, math.nan)
+    found = scores.columns() if scores else dict.fromkeys(run.task.columns, math.nan)
     named = dict(zip((f"{t}_loss" for t in run.task.terms), losses, strict=True))
     row: dict[str, float] = {
         "epoch": epoch + 1,
         **named,
-        "precision": scores.precision if scores else math.nan,
-        "recall": scores.recall if scores else math.nan,
-        "map50": map50,
-        "map": map_,
+        **found,
         "lr": run.schedule.at((epoch + 1) * run.train.steps - 1).lr,
         **{k: first[k] for k in ("images_per_s", "seconds", *SHARES)},
     }
@@ -50,32 +49,34 @@ def report(run: Run, losses: list[float], scores: BoxScores | None, shares: list
     hint = advice.advice(
         shares,
         workers=run.workers,
-        cores=max(1, dist.usable_cores() // run.world.local_size),
+        # Where they were tried, more workers do not pay.
+        cores=run.workers if s.workers == AUTO_WORKERS else max(1, dist.usable_cores() // run.world.local_size),
         device=run.device.type,
-        cached=bool(s.cache),
+        cached=bool(s.cache) or s.task != "detect",  # --cache is for boxes
     )
     run.events.emit(
         contract.METRIC,
         epoch=epoch + 1,
         epochs=s.epochs,
-        map50=map50,
-        map=map_,
+        **{key: found[key] for key in run.task.headlines},
         **named,
         images_per_s=first["images_per_s"],
+        seconds=first["seconds"],
         shares={k: first[k] for k in SHARES},
         **({"slowest_rank": slow[0]} if slow else {}),
         **({"advice": hint} if hint else {}),
     )
     spent = "  ".join(f"{k} {first[k]:.0%}" for k in SHARES)
-    scored = f"mAP50 {map50:.3f}  mAP50-95 {map_:.3f}  " if scores else ""
+    scored = "".join(f"{title} {found[key]:.3f}  " for key, title in run.task.headlines.items()) if scores else ""
     behind = f"  slowest rank {slow[0]} ({slow[1]})" if slow else ""
     run.screen.end_epoch(
         f"epoch {epoch + 1}/{s.epochs}  {scored}loss {sum(losses):.3f}  {first['images_per_s']:.0f} img/s  {spent}"
         + behind
     )
-    if hint and hint != run.last_advice:
+    news = re.sub(r"\d+%", "", hint)  # the same of another share is none
+    if news and news not in run.advised:
+        run.advised.add(news)
         run.screen.say(f"advice: {hint}")
-    run.last_advice = hint
 
 
 class StepLog:
@@ -93,26 +94,18 @@ class StepLog:
             file.write(",".join((str(number), *(repr(t) for t in terms))) + "\n")
 
 
-def _validation(run: Run) -> list[str]:
-    """The command line that scores best.pt anew, with the table and the curves."""
-    s = run.settings
-    command = ["trainer", "val", "--weights", str(run.folder / "best.pt"), "--data", s.data]
-    command += ["--cfg", s.cfg] if "import" in run.cfg else []
-    command += ["--single-cls"] if s.single_cls else []
-    return command + (["--allow-bad-labels"] if s.allow_bad_labels else [])
-
-
 def finish(run: Run, seconds: float) -> None:
     """Draw the run's pictures and say how it ended."""
     assert run.record
     table = run.record.finish(run.at.epoch)
     if table:
         run.screen.say(table)
-    if run.at.best_epoch >= 0 and not run.record.knows_best and math.isfinite(run.at.best_scores[0]):
-        again = shlex.join(_validation(run))
+    if run.at.best_epoch >= 0 and not run.record.knows_best:
+        again = shlex.join(run.task.validation(str(run.folder)))
         run.screen.say(f"the best was epoch {run.at.best_epoch + 1}, before the interruption; its curves: {again}")
-    map50, map_ = run.at.best_scores
-    run.events.emit(contract.DONE, seconds=seconds, map50=map50, map=map_, best=str(run.folder / "best.pt"))
+    scores = run.at.best_scores or dict.fromkeys(run.task.headlines, math.nan)
+    run.events.emit(contract.DONE, seconds=seconds, **scores, best=str(run.folder / "best.pt"))
     if not run.events.listening:  # a launcher says this itself, with the paths of the machine that it runs on
-        scored = f"   mAP50 {map50:.3f}   mAP50-95 {map_:.3f}" if math.isfinite(map50) else ""
+        titled = ((title, scores[key]) for key, title in run.task.headlines.items())
+        scored = "".join(f"   {title} {score:.3f}" for title, score in titled if math.isfinite(score))
         run.screen.say(f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {run.folder / 'best.pt'}")

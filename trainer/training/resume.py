@@ -18,7 +18,20 @@ LAST, PREVIOUS = "last.pt", "previous.pt"
 # What may differ when a run goes on: none of these changes a number that is computed.
 FREE = frozenset(
     (
-        *("resume", "device", "workers", "cache", "project", "name", "exist_ok", "patience", "val_period"),
+        *(
+            "resume",
+            "device",
+            "parallel",
+            "stages",
+            "micro_batches",
+            "workers",
+            "cache",
+            "project",
+            "name",
+            "exist_ok",
+            "patience",
+            "val_period",
+        ),
         *("save_every", "save_period", "stall_s", "log_steps", "on_nan", "allow_bad_labels"),
     )
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import dist
-from trainer.config import Settings, check_data_path
-from trainer.data import Batch, TrainLoader, ValBatch, ValLoader, left_out, open_dataset
+from trainer import dist, parallel
+from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.metrics import BoxScores
-from trainer.models.sync import synchronise
-from trainer.models.yolo import freeze, load_cfg
 from trainer.precision import native_bf16, pick_dtype
-from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.detection import Detection, Shown, prepare
-from trainer.training.optim import Ema, Schedule, build_optimizer, clip_gradients, set_rates
+from trainer.tasks import open_task
+from trainer.training.optim import (
+    CLIP_NORM,
+    Ema,
+    Schedule,
+    averaged,
+    build_optimizer,
+    parameter_groups,
+    set_rates,
+)
 from trainer.training.record import Record
 from trainer.training.screen import Screen
 from trainer.training.timing import Clock
 from trainer.weights import checkpoint
 
-DEFAULT_CFG = "yolov5n.yaml"
 SCALED_GRADIENTS = torch.float16  # the type whose small gradients vanish, so that the loss is scaled up
 WISHES = 2  # numbers that travel with every step's sums: ranks that were told to stop, ranks that want a checkpoint
 
@@ -55,7 +55,7 @@ class Position:
     images: int = 0  # of this epoch, on all ranks
     best: float = -1.0
     best_epoch: int = -1
-    best_scores: tuple[float, float] = (math.nan, math.nan)  # mAP50, mAP50-95
+    best_scores: dict[str, float] = field(default_factory=dict)  # the task's headlines
     skipped: tuple[int, ...] = ()  # steps left out because their loss was not finite
 
 
@@ -76,70 +76,53 @@ class Run:
         self.settings, self.world, self.device, self.events = settings, world, device, events
         self.screen = Screen(lit=world.rank == 0, listening=events.listening)
         s = settings
-        if s.batch < world.size:
+        self.mode = parallel.mode_of(s, world, device)
+        number, shares = self.mode.share
+        if s.batch < shares:
             raise TrainerError(
-                f"--batch {s.batch} is smaller than the number of ranks, {world.size}",
-                f"--batch counts the pictures of all ranks together: use {world.size} or more",
+                f"--batch {s.batch} is smaller than the number of ranks, {shares}",
+                f"--batch counts the pictures of all ranks together: use {shares} or more",
             )
-        check_data_path(s.data)
-        self.weights = checkpoint.load(s.weights) if s.weights else None
-        where = s.cfg or (s.weights if self.weights else DEFAULT_CFG)
-        self.cfg = self.weights["cfg"] if self.weights and not s.cfg else load_cfg(where)
         self.dtype = pick_dtype(s.precision, device, native_bf16(device))
-        how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        self.train_set = train = open_dataset(s.data, "train", **how)
-        self.val_set = open_dataset(s.data, "val", **how)
-        self.left_out = left_out(train, self.val_set)
-        if not len(self.val_set) and s.val:
+        self.task = open_task(s)
+        if not len(self.task.val_set) and s.val:
             raise TrainerError(f"--data {s.data}: there is no validation picture", "or train with --noval")
         torch.manual_seed(s.seed)  # every rank begins with the same weights
-        self.task = Detection(self.cfg, where, train.names, s.hyp, s.imgsz)
-        self.model = self.task.build()
-        if self.weights:
-            taken, kept = self.weights["ema"], other_anchors(self.model, self.weights["ema"]) if s.cfg else ()
-            fit, of = checkpoint.transfer(self.model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
-            self.screen.say(
-                f"weights from {s.weights}: {fit}/{of} tensors"
-                + (f"; the anchors are those of {where}" if kept else "")
-            )
+        self.model = self.task.build(self.screen.say)
+        self.frozen = bool(s.freeze)
         if s.freeze:
-            count = freeze(self.model, s.freeze)
-            self.screen.say(f"frozen: layers {', '.join(map(str, s.freeze))} with {count:,} parameters")
-        self.workers = s.workers if s.workers is not None else dist.default_workers(device, world)
-        stride = max(self.model.detect.strides)
-        share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-        share |= {"workers": self.workers, "stride": stride}
-        self.train = TrainLoader(
-            train,
-            imgsz=s.imgsz,
-            batch=s.batch,
-            seed=s.seed,
-            hyp=s.hyp,
-            epochs=s.epochs,
-            close_mosaic=self.task.close_mosaic,
-            multi_scale=s.multi_scale,
-            rect=s.rect,
-            image_weights=s.image_weights,
-            **share,
-        )
-        self._check_batch_norm(stride)
-        self.val = ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, **share)
+            frozen = self.task.freeze(self.model, s.freeze)
+            which = "all but the head" if s.freeze == (-1,) else f"layers {', '.join(map(str, s.freeze))}"
+            until = f", for the first {s.unfreeze} epochs" if s.unfreeze else ""
+            self.screen.say(f"frozen: {which} with {frozen:,} parameters{until}")
+        self.workers = s.workers if isinstance(s.workers, int) else dist.default_workers(device, world)
+        share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
+        share |= {"workers": self.workers, "stride": self.task.stride}
+        self.train = self.task.train_loader({**share, "rank": number, "world": shares})
+        self._check_batch_norm()
+        self.val = self.task.val_loader(share)
         for note in dict.fromkeys((*self.train.notes, *self.val.notes)):
             self.screen.say(note)
-        self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.cos_lr)
+        self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.schedule)
         self.clock = Clock(device)
         self.at = Position()
         self.folder = Path()  # known once the ranks have met
-        self.last_advice = ""
+        self.advised: set[str] = set()  # what was said once
         self.history: list[dict[str, float]] = []  # a row for each epoch that is done
         self.class_map: list[float] | None = None  # of the last validation, for --image-weights
         self.record: Record | None = None  # on the rank that writes it
-        self.shown: Sequence[Shown] = ()
+        self.shown: Sequence[Any] = ()  # validation pictures with what was found in them
         self.metric = self.task.metric()  # of the last validation, all ranks' together on rank 0
 
-    def _check_batch_norm(self, stride: int) -> None:
+    def use_workers(self, workers: int) -> None:
+        """Load with another number of processes from the next step on; the batches stay the same."""
+        self.workers = workers
+        self.train.use_workers(workers)
+        self.val.use_workers(workers)
+
+    def _check_batch_norm(self) -> None:
         """An error where a rank would have to normalise a single value: by its own variance, which is none."""
-        s, ranks = self.settings, self.world.size
+        s, ranks, stride = self.settings, self.world.size, self.task.stride
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
         if normalises and self.train.fewest_cells == 1 and not (s.sync_bn and ranks > 1):
             who = "a rank's share of a step" if ranks > 1 else "a step"
@@ -153,52 +136,35 @@ class Run:
         """Move to the device and wrap for several ranks; a run that goes on keeps the anchors that it had."""
         s = self.settings
         if s.autoanchor and not going_on:
-            fitted = fit_anchors(
-                self.model, self.cfg, self.train_set, imgsz=s.imgsz, anchor_t=s.hyp.anchor_t, seed=s.seed
-            )
-            self.cfg, said = fitted
+            said = self.task.fit(self.model)
             if said:
                 self.screen.say(said)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if s.sync_bn and dist.together():
-            synchronise(self.model, self.device)
         self.loss = self.task.loss_of(self.model)
-        self.ema = Ema(self.model, s.hyp.ema_tau)
-        self.optimizer = build_optimizer(self.model, s.optimizer, s.hyp, s.batch)
+        self.state_names, self.groups = list(self.model.state_dict()), parameter_groups(self.model)
+        conditions = parallel.Conditions(
+            self.autocast,
+            self.clock,
+            self.task.least_side,
+            self.task.stride,
+            always_moves=self.schedule.accumulate == 1,
+            least_share=len(self.task.train_set) // self.train.steps // self.mode.share[1],
+        )
+        self.mode.place(self.model, averaged(self.model), conditions)
+        if self.mode.said:
+            self.screen.say(self.mode.said)
+        self.clock.restart()
+        self.net = self.mode.module
+        self.ema = Ema(self.net, s.hyp.ema_tau, self.mode.average)
+        # By what the layers are in the whole model: a part of it, traced, has lost some of their types.
+        own = set(dict(self.net.named_parameters()))
+        self.own_groups = [[name for name in group if name in own] for group in self.groups]
+        self.optimizer = build_optimizer(self.net, s.optimizer, s.hyp, s.batch, self.own_groups)
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == SCALED_GRADIENTS)
         self.total = torch.zeros(len(self.task.terms), dtype=torch.float64, device=self.device)
         self.pending = torch.zeros_like(self.total)
         self.norm = torch.zeros((), device=self.device)
-        if s.compile:
-            self.model.compile()
-        self.net: nn.Module = self.model
-        if dist.together():
-            # no_sync, which accumulation needs, does not go with a static graph.
-            ddp = dist.wrap(self.model, self.device, static=self.schedule.accumulate == 1)
-            self.clock.watch(ddp, compress=s.grad_compress == "bf16")
-            self.net = ddp
-            self._settle_buckets()
-
-    def _settle_buckets(self) -> None:
-        """Run the network once for nothing: DDP orders its gradient buckets anew after the first backward pass.
-
-        From three ranks on, the order of the buckets decides in which order the ranks' gradients are added up. After
-        this, a run that goes on from a checkpoint adds them up as the run did that wrote it.
-        """
-        before = [b.clone() for b in self.model.buffers()]
-        side = 2 * max(self.model.detect.strides)
-        images = torch.zeros(2, 3, side, side, device=self.device).to(memory_format=torch.channels_last)
-        self.net.train()
-        for _ in range(2):  # the new order is put in place by the second forward pass
-            with self.autocast():
-                raw = self.net(images)
-            torch.stack([t.float().sum() for t in _tensors(raw)]).sum().backward()  # type: ignore[no-untyped-call]
-            self.clock.after_backward()
-        self.optimizer.zero_grad(set_to_none=False)
-        for buffer, value in zip(self.model.buffers(), before, strict=True):
-            buffer.copy_(value)
-        self.clock.restart()
 
     def autocast(self) -> torch.autocast:
         """The precision that the network computes in."""
@@ -207,9 +173,10 @@ class Run:
     @property
     def number(self) -> int:
         """The next step, counted over the whole run from 0."""
-        return self.at.epoch * self.train.steps + self.at.step
+        number: int = self.at.epoch * self.train.steps + self.at.step
+        return number
 
-    def step(self, batch: Batch, stop: bool = False, save: bool = False) -> Told:
+    def step(self, batch: Any, stop: bool = False, save: bool = False) -> Told:
         """One batch forward and backward, and the weights moved where enough batches have been gathered.
 
         `stop` and `save` are this rank's wishes; the answer is what any rank wished. They, the counts that the loss
@@ -221,25 +188,29 @@ class Run:
         moves = at.step + 1 == self.train.steps or number - at.last_move >= rates.accumulate
         seed_generators(self.settings.seed, number, self.world.rank)
         with self.clock.spending("transfer"):
-            prepared = prepare(batch, self.loss, self.device)
+            prepared = self.task.prepare(batch, self.loss, self.device)
         counts = prepared.assignment.counts
+        if not self.mode.sees_outputs:  # another rank counts the same pictures
+            counts = torch.zeros_like(counts)
         wishes = counts.new_tensor([float(stop), float(save)])
         sums = torch.cat((counts, self.pending, wishes))
         work = dist.start_sum(sums)  # runs while the network does
-        quiet = isinstance(self.net, nn.parallel.DistributedDataParallel) and not moves
-        with self.net.no_sync() if quiet else contextlib.nullcontext():  # type: ignore[operator]
-            with self.autocast():
-                raw = self.net(prepared.images)
+        terms = torch.zeros_like(self.pending)
+
+        def evaluate(raw: Any) -> Tensor:
+            nonlocal terms
             matched, late = self.loss.match(raw, prepared.assignment)
-            late_work = dist.start_sum(late)  # what only the outputs could tell
+            late_work = dist.start_sum(late, self.mode.seeing)  # what only the outputs could tell
             with self.clock.spending("sync"):
                 dist.wait(work)
                 dist.wait(late_work)
             terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
-            # YOLOv5's loss is the batch's mean times its pictures; the ranks' gradients are summed.
-            self.scaler.scale(terms.sum() * sums[0].float()).backward()  # type: ignore[no-untyped-call]
-        if not quiet:
-            self.clock.after_backward()
+            # The ranks' gradients are summed.
+            return self.scaler.scale(terms.sum() * self.task.weight(sums[0].float()))
+
+        self.mode.step(prepared.images, evaluate, moves)
+        with self.clock.spending("sync"):
+            dist.wait(work)  # a rank that does not see the outputs has not yet
         if moves:
             self._move(number, rates)
         self.before = sums[len(counts) : -WISHES]
@@ -252,8 +223,7 @@ class Run:
 
     def _move(self, number: int, rates: Any) -> None:
         set_rates(self.optimizer, rates)
-        self.scaler.unscale_(self.optimizer)
-        self.norm = clip_gradients(self.parameters)
+        self.norm = self.mode.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not dist.together())
@@ -288,13 +258,25 @@ class Run:
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
         self.at.epoch, self.at.step, self.at.images = self.at.epoch + 1, 0, 0
+        if self.at.epoch == self.settings.unfreeze:
+            self._unfreeze()
         self.total.zero_()
         self.pending.zero_()
 
+    def _unfreeze(self) -> None:
+        """Train what was frozen (--unfreeze): the gradients of more parameters are exchanged from now on."""
+        if not self.frozen:
+            return
+        self.frozen = False  # on all ranks, also where this one's part had nothing to unfreeze
+        self.net.requires_grad_(True)
+        self.mode.refresh()
+        self.clock.restart()
+        self.screen.say(f"from epoch {self.at.epoch + 1} on, all layers are trained")
+
     def average_statistics(self) -> None:
         """Make batch norm's statistics those of all ranks: each rank has seen other pictures."""
-        for model in (self.model, self.ema.model):
-            dist.average_(_statistics(model))
+        for part in (self.net, self.ema.model):
+            self.mode.average_(list(_statistics(part).values()))
 
     @property
     def validates(self) -> bool:
@@ -302,9 +284,9 @@ class Run:
         s, done = self.settings, self.at.epoch + 1
         return s.val and (done % s.val_period == 0 or done == s.epochs)
 
-    def validate(self, batches: Iterable[ValBatch]) -> BoxScores:
+    def validate(self, batches: Iterable[Any]) -> Any:
         """The averaged model's scores over the batches of all ranks, on every rank. A collective."""
-        metric, self.shown = self.task.evaluate(self.ema.model, batches, self.val_set, self.device, self.dtype)
+        metric, self.shown = self.task.evaluate(self.mode.complete(), batches, self.device, self.dtype)
         states = dist.gather(metric.state())
         scores = None
         if states:
@@ -312,7 +294,7 @@ class Run:
             for state in states:
                 self.metric.merge(state)
             scores = self.metric.compute()
-        return dist.broadcast(scores)  # type: ignore[no-any-return]
+        return dist.broadcast(scores)
 
     def weigh(self, class_map: list[float] | None) -> None:
         """Let the scores of each class decide how often its pictures come, with --image-weights."""
@@ -329,28 +311,31 @@ class Run:
         mine = {
             "bad": not bool(self.pending.isfinite().all()) or self._broken_gradients(),
             "pending": self.pending.cpu(),
-            "statistics": [[t.cpu() for t in _statistics(m)] for m in (self.model, self.ema.model)],
+            "statistics": [{k: t.cpu() for k, t in _statistics(m).items()} for m in (self.net, self.ema.model)],
         }
         ranks = dist.all_gather(mine)
-        if any(rank.pop("bad") for rank in ranks):
+        if any(rank["bad"] for rank in ranks):
             raise NotFinite(self.number - 1)
+        stages = self.mode.stages
+        shares = [_joined(ranks[k : k + stages], self.state_names) for k in range(0, len(ranks), stages)]
         return {
             "format": checkpoint.FORMAT,
-            "model": self.model.state_dict(),
-            "ema": self.ema.model.state_dict(),
+            "model": parallel.model_state(self.mode, self.net, self.state_names),
+            "ema": parallel.model_state(self.mode, self.ema.model, self.state_names),
             "updates": self.ema.updates,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": parallel.optimizer_state(self.mode, self.optimizer, self.own_groups, self.groups),
             "scaler": self.scaler.state_dict(),
             "epoch": self.at.epoch,
             "step": self.number,
             "at": dataclasses.asdict(self.at),
             "total": self.total.cpu(),
-            "ranks": ranks,
+            "ranks": shares,
             "history": self.history,
             "class_map": self.class_map,
             "hyp": dataclasses.asdict(self.settings.hyp),
             "settings": dataclasses.asdict(self.settings),
-            "cfg": self.cfg,
+            "task": self.settings.task,
+            "cfg": self.task.cfg,
             "names": list(self.task.names),
             "imgsz": self.settings.imgsz,
         }
@@ -361,34 +346,30 @@ class Run:
         On another number, batch norm's statistics are the ranks' average and the loss terms their sum; the global
         order of the pictures stays.
         """
-        self.model.load_state_dict(content["model"])
-        self.ema.model.load_state_dict(content["ema"])
+        parallel.load_model(self.mode, self.net, content["model"])
+        parallel.load_model(self.mode, self.ema.model, content["ema"])
         self.ema.updates = content["updates"]
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.scaler.load_state_dict(content["scaler"])
-        self.at = Position(**{**content["at"], "best_scores": tuple(content["at"]["best_scores"])})
+        parallel.load_optimizer(self.mode, self.optimizer, self.own_groups, self.groups, content["optimizer"])
+        if content["scaler"]:  # none in other precisions than fp16, and a device may have another one
+            self.scaler.load_state_dict(content["scaler"])
+        self.at = Position(**content["at"])
         self.at.skipped = tuple(self.at.skipped)
+        if 0 < self.settings.unfreeze <= self.at.epoch:
+            self._unfreeze()
         self.total.copy_(content["total"])
         self.norm = torch.zeros_like(self.norm)  # of no move of these weights
         self.history = list(content["history"])
-        self.cfg = content["cfg"]  # with the anchors that were fitted
+        self.task.cfg = content["cfg"]  # with the anchors that were fitted
         self.weigh(content["class_map"])
-        ranks = content["ranks"]
-        same = len(ranks) == self.world.size
-        for k, model in enumerate((self.model, self.ema.model)):
-            for j, tensor in enumerate(_statistics(model)):
-                values = [rank["statistics"][k][j] for rank in ranks]
-                tensor.copy_(values[self.world.rank] if same else torch.stack(values).mean(0))
-        if same:
-            self.pending.copy_(ranks[self.world.rank]["pending"])
-        else:
-            self.pending.copy_(sum(rank["pending"] for rank in ranks) / self.world.size)
-
-
-def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """The names of the model's anchors, where those of `state` are others of the same number."""
-    own = {k: v for k, v in model.state_dict().items() if k.endswith(".anchors") and k in state}
-    return [k for k, v in own.items() if v.shape == state[k].shape and not torch.allclose(v, state[k].to(v), rtol=1e-3)]
+        ranks, (number, shares) = content["ranks"], self.mode.share
+        same = len(ranks) == shares
+        order = {name: j for j, name in enumerate(filter(_is_statistic, self.state_names))}
+        for k, part in enumerate((self.net, self.ema.model)):
+            for name, tensor in _statistics(part).items():
+                values = [rank["statistics"][k][order[name]] for rank in ranks]
+                tensor.copy_(values[number] if same else torch.stack(values).mean(0))
+        pending = ranks[number]["pending"] if same else sum(rank["pending"] for rank in ranks) / shares
+        self.pending.copy_(pending if self.mode.sees_outputs else torch.zeros_like(self.pending))
 
 
 def seed_generators(seed: int, number: int, rank: int) -> None:
@@ -399,14 +380,19 @@ def seed_generators(seed: int, number: int, rank: int) -> None:
     torch.manual_seed(mixed)
 
 
-def _statistics(model: nn.Module) -> list[Tensor]:
+def _is_statistic(name: str) -> bool:
+    return name.endswith(("running_mean", "running_var"))
+
+
+def _statistics(part: nn.Module) -> dict[str, Tensor]:
     """Batch norm's running means and variances."""
-    return [b for name, b in model.named_buffers() if name.endswith(("running_mean", "running_var"))]
+    return {name: buffer for name, buffer in part.named_buffers() if _is_statistic(name)}
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value
-    return [t for part in parts for t in _tensors(part)]
+def _joined(ranks: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
+    """What the ranks say that took the same share of the pictures, each for its part of the model, as one."""
+    statistics = []
+    for k in range(2):
+        of_all = {name: tensor for rank in ranks for name, tensor in rank["statistics"][k].items()}
+        statistics.append([of_all[name] for name in filter(_is_statistic, order)])
+    return {"pending": sum(rank["pending"] for rank in ranks), "statistics": statistics}

@@ -136,6 +136,16 @@ def load(weights: str) -> dict[str, Any]:
     return content
 
 
+def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = "") -> None:
+    """An error for a checkpoint of another task; `hint` says what to do, by default to train with the other one."""
+    of = content.get("task", "detect")
+    if of != task:
+        raise TrainerError(
+            f"--weights {weights}: they were trained with --task {of}, not {task}",
+            hint or f"use --task {of}, or weights of a {task} model",
+        )
+
+
 def _foreign(weights: str) -> TrainerError:
     return TrainerError(
         f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged",
@@ -145,13 +155,13 @@ def _foreign(weights: str) -> TrainerError:
 
 def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:
     """Copy the tensors that fit (another number of classes leaves the head out): how many of how many."""
-    own = model.state_dict()
-    fitting = {k: v.float() for k, v in state.items() if k in own and own[k].shape == v.shape}
-    fitting = {k: v.to(own[k].dtype) for k, v in fitting.items()}
+    own = model.state_dict()  # it shares the model's memory
+    fitting = [k for k, v in state.items() if k in own and own[k].shape == v.shape]
     if len(fitting) < len(own) / 2:
         raise TrainerError(
             f"--weights {where}: only {len(fitting)} of {len(own)} tensors fit this model",
             "use the --cfg that the checkpoint was trained with (leave --cfg out)",
         )
-    model.load_state_dict(fitting, strict=False)
+    for key in fitting:  # not by load_state_dict, where torchvision's hooks ask for the version of a file
+        own[key].copy_(state[key])
     return len(fitting), len(own)

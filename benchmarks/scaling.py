@@ -1,0 +1,167 @@
+"""Compares how this trainer scales with how a plain loop under DistributedDataParallel does, in turns.
+
+    python benchmarks/scaling.py --batch 16 --ranks 2 -- --data bccd/data.yaml --imgsz 320
+
+What stands after `--` are options of `trainer train`. The plain loop has the same network, batch, precision, memory
+format and threads, DDP with torch's defaults, pictures that are in memory already, the mean square of the outputs
+as its loss, and SGD; it does nothing else. Each has its own efficiency: its pictures per second on N
+ranks over N times those on one. Both keep their batch per rank (weak scaling), and move their weights in every step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.bench.measure import Effort, begin, device_name, measure
+from trainer.bench.scaling import devices_of
+from trainer.bench.tables import markdown
+from trainer.cli.bench import settings_of
+from trainer.config import Settings
+from trainer.dist import World, pick_device, usable_cores
+from trainer.heap import keep_freed_memory
+from trainer.verify import settings_from
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors of nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for part in (value.values() if isinstance(value, dict) else value) for t in tensors(part)]
+
+
+def plain_rank(asked: Path) -> None:
+    """One rank of the plain loop; rank 0 prints the pictures per second of all."""
+    content = json.loads(asked.read_text())
+    settings, effort = settings_from(content["settings"]), Effort(**content["effort"])
+    # A single process builds the network, as the trainer would; everything after that is torch's own.
+    places = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    size, local = int(places["WORLD_SIZE"]), int(places["LOCAL_RANK"])
+    world = World(rank=int(places["RANK"]), local_rank=local, size=size, local_size=size, launched=True)
+    device = pick_device(settings.device, world)
+    run = begin(replace(settings, device="cpu" if device.type == "cpu" else str(device.index)), effort.threads)
+    os.environ.update(places)
+    model = run.model.train()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    net: nn.Module = model
+    if size > 1:
+        net = nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True
+        )
+    if device.type == "cpu":
+        keep_freed_memory()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9, momentum=0.9, fused=True)
+    images = torch.rand(settings.batch // size, 3, settings.imgsz, settings.imgsz, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    begun = 0.0
+    for step in range(effort.warmup + effort.steps):
+        if step == effort.warmup:
+            dist.barrier()
+            begun = now(device)
+        with torch.autocast(device.type, run.dtype, enabled=run.dtype != torch.float32):
+            outputs = tensors(net(images))
+        torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    if world.rank == 0:
+        print("RATE", effort.steps * settings.batch / (now(device) - begun), flush=True)
+    dist.destroy_process_group()
+
+
+def now(device: torch.device) -> float:
+    """The time, once the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def plain(settings: Settings, ranks: int, effort: Effort) -> float:
+    """Pictures per second of the plain loop on `ranks` ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "asked.json"
+        asked.write_text(json.dumps({"settings": asdict(settings), "effort": asdict(effort)}))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [*command, __file__, "--plain", str(asked)],
+            env={**os.environ, "OMP_NUM_THREADS": str(effort.threads), "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    return next(float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("RATE "))
+
+
+def main() -> None:
+    """Run the rounds and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=16, help="pictures of each rank")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of each rank (default: its share of the cores)")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("train", nargs="*", help="options of `trainer train`, after --")
+    arguments = parser.parse_args()
+    if arguments.plain:
+        plain_rank(arguments.plain)
+        return
+
+    settings = replace(settings_of(arguments.train, arguments.device), val=False)
+    threads = arguments.threads or max(1, usable_cores() // arguments.ranks)
+    effort = Effort(arguments.warmup, arguments.steps, threads)
+    rates: dict[tuple[str, int], list[float]] = {}
+    for number in range(arguments.rounds):
+        for ranks in (1, arguments.ranks):
+            batch = arguments.batch * ranks
+            hyp = replace(settings.hyp, nbs=float(batch))  # every step moves the weights, as in the plain loop
+            asked = replace(settings, batch=batch, hyp=hyp, device=devices_of(settings.device, ranks))
+            for name in ("trainer", "plain DDP"):
+                rate = measure(asked, ranks, effort).images_per_s if name == "trainer" else plain(asked, ranks, effort)
+                rates.setdefault((name, ranks), []).append(rate)
+                print(f"round {number + 1}: {name}, ranks: {ranks}: {rate:.1f} images/s", file=sys.stderr, flush=True)
+
+    efficiency = {
+        name: [n / one / arguments.ranks for one, n in zip(rates[name, 1], rates[name, arguments.ranks], strict=True)]
+        for name in ("trainer", "plain DDP")
+    }
+    device = pick_device(arguments.device.split(",")[0], World())
+    where = f"{device_name(device)}, {usable_cores()} cores, torch {torch.__version__}"
+    print(f"{where}, {time.strftime('%Y-%m-%d')}: ", end="")
+    print(f"{settings.data}, {settings.imgsz} px, batch {arguments.batch} and {threads} threads per rank\n")
+    rows = [
+        [
+            *(
+                name,
+                f"{statistics.median(rates[name, 1]):.1f}",
+                f"{statistics.median(rates[name, arguments.ranks]):.1f}",
+            ),
+            *(f"{statistics.median(values):.1%}", "  ".join(f"{value:.2f}" for value in values)),
+        ]
+        for name, values in efficiency.items()
+    ]
+    header = ["", "1 rank, img/s", f"{arguments.ranks} ranks, img/s", "efficiency", "by round"]
+    print(markdown(header, rows, left=1))
+    ratios = [a / b for a, b in zip(efficiency["trainer"], efficiency["plain DDP"], strict=True)]
+    print(f"\nefficiency over that of plain DDP: {statistics.median(ratios):.3f}", end="")
+    print(f" (by round {'  '.join(f'{r:.2f}' for r in ratios)}; the goal is 0.95 or more)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""`trainer bench` as its users start it: real ranks that take a few real steps."""
+
+import csv
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer_process import environment, squares
+from trainer.__main__ import main
+
+SMALL = ("--device", "cpu", "--imgsz", "64", "--steps", "2", "--warmup", "1", "--rounds", "1")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
+    monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code, *capsys.readouterr()
+
+
+def test_two_numbers_of_ranks_are_measured_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch of 8 on two ranks is more than the seven pictures that there are: a row, and not the end."""
+    data = squares(tmp_path / "set", train=7)
+    monkeypatch.chdir(tmp_path)
+    files = ("--csv", "scaling.csv", "--markdown", "scaling.md", "--plot", "scaling.png")
+    arguments = ("--data", str(data), "--batch", "3,8", "--ranks", "1,2", "--precision", "fp32", "--json", *files)
+    code, out, err = run(monkeypatch, capsys, "bench", "scaling", *SMALL, *arguments)
+    assert (code, err) == (0, "")
+    said = json.loads(out)
+    one, two, *rest = said["rows"]
+    assert [(r["ranks"], r["batch"], r["failure"]) for r in (one, two)] == [(1, 3, ""), (2, 6, "")]
+    assert [r["failure"] for r in rest] == [
+        f"there are only 7 training pictures for a step of {batch}" for batch in (8, 16)
+    ]
+    for row in (one, two):
+        assert row["train_epoch_s"] == pytest.approx(7 / row["train_images_per_s"])
+        assert row["val_epoch_s"] == pytest.approx(3 / row["val_images_per_s"])
+        assert sum(row[f"{k}_share"] for k in ("data", "transfer", "compute", "sync")) == pytest.approx(1, abs=0.01)
+        assert row["compute_share"] > 0.3
+        assert row["precision"] == "fp32"
+    assert (one["images_per_step"], two["images_per_step"]) == (pytest.approx(7 / 3, abs=0.4), 3.5)
+    assert two["gain"] == pytest.approx(two["train_images_per_s"] / one["train_images_per_s"])
+    assert two["efficiency"] == pytest.approx(two["gain"] / 2)
+    assert (one["extrapolated"], two["extrapolated"]) == (True, False)  # 3 and 2 steps an epoch, of which 2 were taken
+    assert one["host_bytes"] > 200e6
+    assert two["host_bytes"] > 1.5 * one["host_bytes"]
+    with Path("scaling.csv").open() as file:
+        assert [row["batch"] for row in csv.DictReader(file)] == ["3", "6", "8", "16"]
+    text = Path("scaling.md").read_text()
+    assert "| ranks | batch-size | host_mem (GB) |" in text
+    assert "| bs | " in text
+    assert {p.name for p in tmp_path.iterdir()} == {"set", "scaling.csv", "scaling.md", "scaling.png"}
+
+
+def test_what_cannot_be_measured_is_said_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, said in (
+        (["--data", "none.yaml"], "error: --data none.yaml: no such file"),
+        (["--batch", "4,x"], "error: --batch 4,x: not numbers"),
+        (["--batch", "4,4"], "error: --batch 4,4: each must be 1 or more"),
+        (["--precision", "fp8"], "error: --precision fp8: unknown"),
+        (["--rounds", "0"], "error: --rounds is 0"),
+        (["--steps", "0"], "error: --steps is 0"),
+        (["--csv", "/none/at/all.csv"], "error: /none/at/all.csv: /none/at is no folder"),
+        (["--plot", "/tmp"], "error: /tmp: is a folder"),
+    ):
+        code, _, err = run(monkeypatch, capsys, "bench", "scaling", *SMALL, "--ranks", "1", *arguments)
+        assert code == 2
+        assert err.startswith(said), err
+        assert err.count("error:") == 1
+        assert "Traceback" not in err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without torchrun" in run(monkeypatch, capsys, "bench", "scaling")[2]
+    monkeypatch.undo()
+    code, _, err = run(monkeypatch, capsys, "bench", "scaling", "--img-size", "64")
+    assert code == 2
+    assert "No such option" in err
+
+
+def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> None:
+    marker = {"BENCH_TEST": str(tmp_path)}
+    arguments = ["bench", "scaling", *SMALL, "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", *arguments],
+        env=environment(**marker),
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    until = time.monotonic() + 120
+    while len(family(tmp_path)) < 3 and time.monotonic() < until:  # two ranks: one has been measured
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "|    1x |          2 |" in out
+    assert family(tmp_path) == []
+
+
+def family(folder: Path) -> list[int]:
+    """The processes that were started for a test."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"BENCH_TEST=" + os.fsencode(folder) in (place / "environ").read_bytes().split(b"\0"):
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_workers_are_measured_and_the_answer_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = squares(tmp_path / "set", train=12)
+    arguments = ("bench", "workers", *SMALL, "--data", str(data), "--batch", "4", "--most", "1")
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert (code, err) == (0, "")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    assert rows[0] == ["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"]
+    assert [row[0] for row in rows[2:]] in (["0"], ["0", "1"])
+    assert all(float(row[1]) > float(row[2]) for row in rows[2:])  # a loader without a training is quicker
+    (kept,) = json.loads((tmp_path / "cache" / "clusterctl" / "workers.json").read_text().encode()).values()
+    assert f"--workers {kept['workers']}: " in out
+    assert list(kept["images_per_s"]) == [row[0] for row in rows[2:]]
+    code, _, err = run(monkeypatch, capsys, *arguments[:-1], "-1")
+    assert (code, err.splitlines()[0]) == (2, "error: --most is -1, it must be 0 or more")
+    code, _, err = run(monkeypatch, capsys, *arguments, "--workers=2")
+    assert (code, err[:17]) == (2, "error: --workers:")
+
+
+def test_modes_are_compared_on_the_same_model_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = squares(tmp_path / "set", train=12)
+    arguments = ("--data", str(data), "--batch", "2", "--ranks", "2", "--parallel", "ddp,fsdp", "--noval")
+    code, out, err = run(monkeypatch, capsys, "bench", "modes", *SMALL, *arguments)
+    assert (code, err) == (0, "")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    assert rows[0][:3] == ["mode", "ranks", "batch"]
+    assert [row[:3] for row in rows[2:]] == [["ddp", "1", "2"], ["ddp", "2", "4"], ["fsdp", "2", "4"]]
+    assert all(float(row[4]) > 0 for row in rows[2:])
+    assert len([line for line in out.splitlines() if line.startswith("- ")]) >= 2
+    for more, said in ((["--parallel", "both"], "--parallel both: unknown"), (["--rounds", "0"], "--rounds is 0")):
+        code, _, err = run(monkeypatch, capsys, "bench", "modes", *SMALL, *arguments, *more)
+        assert (code, err.splitlines()[0][:7]) == (2, "error: ")
+        assert said in err
+
+
+def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
+    """The ranks inherit the limit of this process, which has loaded what they load."""
+    data = squares(tmp_path / "set", train=64)
+    program = tmp_path / "limited.py"
+    program.write_text(
+        "import resource\n"
+        "from trainer.__main__ import main\n"
+        "import trainer.bench.measure, trainer.cli\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        f"limit = pages * {resource.getpagesize()} + (1200 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "main()\n"
+    )
+    arguments = ["bench", "scaling", *SMALL, "--imgsz", "640", "--batch", "1,64", "--ranks", "1", "--precision", "fp32"]
+    done = subprocess.run(
+        [sys.executable, str(program), *arguments, "--data", str(data), "--noval", "--json"],
+        env=environment(),
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    fits, full = json.loads(done.stdout)["rows"]
+    assert fits["train_images_per_s"] > 0
+    assert (full["failure"], full["train_images_per_s"]) == ("out of memory", None)
+    assert not done.stderr

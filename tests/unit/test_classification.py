@@ -1,0 +1,506 @@
+"""A classifier trained by the command line, as a user does, and the parts that are its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torchvision.models import get_model, get_model_weights
+from torchvision.transforms.v2.functional import normalize
+
+from tests.unit.settings import settings
+from tests.unit.trainer_process import ranks, start, wait
+from trainer.config import Hyp
+from trainer.data.dataset import Image
+from trainer.data.labelled import Arrays, open_labelled
+from trainer.data.labelled_loader import LabelledLoader, LabelledValLoader, centre, crops, mixed
+from trainer.dist import World
+from trainer.errors import TrainerError
+from trainer.events import Events
+from trainer.metrics.accuracy import TopK
+from trainer.models.classifier import Classifier, build_classifier, freeze_parts
+from trainer.models.segmenter import Segmenter
+from trainer.parallel.state import fill
+from trainer.tasks import open_task
+from trainer.training.memory import explain
+from trainer.training.results import report
+from trainer.training.run import Run
+from trainer.training.timing import SHARES
+from trainer.weights import checkpoint
+
+SMALL = "shufflenet_v2_x0_5"  # few parameters, and nothing random in it
+NAMES = ("dark", "green", "red")
+
+
+def folders(root: Path, train: int = 4, val: int = 2) -> Path:
+    """Plain pictures of three colours, in train/ and test/, of different sizes."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("test", val)):
+        for name, colour in zip(NAMES, ((20, 20, 20), (40, 200, 40), (40, 40, 200)), strict=True):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for k in range(count):
+                noise = rng.integers(0, 30, (40 + 8 * k, 48, 3), np.uint8)
+                cv2.imwrite(str(folder / f"{k}.png"), noise + np.array(colour, np.uint8))
+    return root
+
+
+def trained(cwd: Path, *arguments: str, count: int = 1) -> tuple[int, str, str]:
+    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
+    return wait(start(cwd, ranks(count), "train", "--task", "classify", *quick, *arguments))[0]
+
+
+def table(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def weights(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def test_a_classifier_learns_and_two_ranks_score_like_one(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data", train=8)
+    options = ("--data", str(data), "--batch", "8", "--epochs", "5", "--optimizer", "AdamW", "--sync-bn")
+    (tmp_path / "hyp.yaml").write_text("lr0: 0.002\nwarmup_epochs: 0\nema_tau: 5\n")
+    for count in (1, 2):
+        code, out, err = trained(tmp_path, *options, "--hyp", "hyp.yaml", "--name", f"r{count}", count=count)
+        assert code == 0, err
+        assert "top-1" in out.splitlines()[-1]
+    one, two = (table(tmp_path / f"runs/r{count}/results.csv") for count in (1, 2))
+    assert one[-1]["cls_loss"] < one[0]["cls_loss"] / 2
+    assert one[-1]["top1"] == 1
+    assert [row["top5"] for row in two] == [1] * 5  # there are three classes
+    assert two[0]["cls_loss"] == pytest.approx(one[0]["cls_loss"], rel=0.02)  # later, AdamW has enlarged rounding
+    assert two[-1]["top1"] == 1
+    for name in ("labels.png", "train_batch0.jpg", "predictions.jpg", "confusion_matrix.png", "results.png"):
+        assert cv2.imread(str(tmp_path / "runs/r2" / name)) is not None, name
+    val = ("val", "--weights", "runs/r2/best.pt", "--data", str(data), "--device", "cpu", "--json")
+    found = [json.loads(wait(start(tmp_path, ranks(count), *val))[0][1]) for count in (1, 2)]
+    assert [scores["top1"] for scores in found] == [max(row["top1"] for row in two)] * 2
+    assert found[0]["per_class"] == dict.fromkeys(NAMES, 1.0)
+    assert (Path(tmp_path, found[0]["folder"]) / "predictions.jpg").is_file()
+    code, _, err = wait(start(tmp_path, [{}], *val, "--conf", "0.1"))[0]
+    assert (code, "--conf is for boxes" in err) == (2, True)
+    content = weights(tmp_path / "runs/r1/best.pt")
+    assert (content["task"], content["cfg"], content["names"]) == ("classify", {"torchvision": "resnet18"}, [*NAMES])
+
+
+def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    (tmp_path / "hyp.yaml").write_text("mixup: 0.5\ncutmix: 0.5\n")
+    options = ("--data", str(data), "--batch", "4", "--cfg", SMALL, "--epochs", "2", "--log-steps")
+    options += ("--hyp", "hyp.yaml", "--save-every", "1steps")
+    assert trained(tmp_path, *options, "--name", "whole")[0] == 0
+    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
+    (process,) = start(tmp_path, ranks(1), "train", "--task", "classify", *quick, *options, "--name", "cut")
+    steps = tmp_path / "runs/cut/steps.csv"
+    while process.poll() is None and not (steps.exists() and len(steps.read_text().splitlines()) > 4):
+        pass
+    process.kill()
+    wait([process])
+    code, out, err = trained(tmp_path, *options, "--name", "cut", "--resume", "runs/cut")
+    assert code == 0, err
+    assert "goes on" in out
+    assert (tmp_path / "runs/whole/steps.csv").read_bytes() == steps.read_bytes()
+    whole, cut = (weights(tmp_path / f"runs/{name}/last.pt") for name in ("whole", "cut"))
+    for part in ("model", "ema"):
+        assert all(torch.equal(value, cut[part][key]) for key, value in whole[part].items())
+
+
+def test_frozen_layers_stay_until_they_are_let_go(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    options = ("--data", str(data), "--cfg", SMALL, "--batch", "6", "--epochs", "3")
+    options += ("--freeze", "backbone", "--unfreeze", "2")
+    for count in (1, 2):
+        code, out, err = trained(tmp_path, *options, "--save-period", "1", "--name", f"r{count}", count=count)
+        assert code == 0, err
+        assert "from epoch 3 on, all layers are trained" in out
+        states = [weights(tmp_path / f"runs/r{count}/epoch{k}.pt")["model"] for k in (1, 2, 3)]
+        layers = [key for key in states[0] if key == "net.conv1.0.weight"]
+        assert all(torch.equal(states[0][key], states[1][key]) for key in layers)
+        assert not any(torch.equal(states[1][key], states[2][key]) for key in layers)
+        assert not torch.equal(states[0]["net.fc.weight"], states[1]["net.fc.weight"])
+
+
+def test_micro_batches_of_a_single_value_are_refused(tmp_path: Path) -> None:
+    options = ("--data", str(folders(tmp_path / "data")), "--cfg", SMALL, "--batch", "4", "--parallel", "pipeline")
+    code, _, err = trained(tmp_path, *options, "--epochs", "1", count=2)
+    assert code == 2, err
+    assert "--micro-batches 4: a pipeline's share of a step can be 4 pictures, too few for that many" in err
+    assert "use --micro-batches 2" in err
+    code, _, err = trained(tmp_path, *options, "--epochs", "1", "--micro-batches", "2", count=2)
+    assert code == 0, err
+
+
+def test_verify_finds_ranks_equal_while_pictures_are_mixed(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    (tmp_path / "hyp.yaml").write_text("mixup: 0.5\ncutmix: 0.5\nrandaugment: 9\n")
+    arguments = ("--task", "classify", "--data", str(data), "--hyp", "hyp.yaml", "--imgsz", "32", "--batch", "5")
+    done = wait(start(tmp_path, [{}], "verify", *arguments, "--ranks", "1,2", "--steps", "2", "--json"))[0]
+    assert done[0] == 0, done
+    found = json.loads(done[1])["differences"]
+    assert max(d["gradient_off"] for d in found) < 1e-6
+
+
+def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
+    data = open_labelled(str(folders(tmp_path)), "train")
+    hyp = Hyp(mixup=0.5, cutmix=0.5, randaugment=9, pad=4)
+
+    def step(world: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        images, shares = [], []
+        for rank in range(world):
+            loader = LabelledLoader(
+                data,
+                imgsz=32,
+                batch=5,
+                seed=1,
+                hyp=hyp,
+                epochs=2,
+                rank=rank,
+                world=world,
+                local_size=world,
+                workers=0,
+                stride=32,
+            )
+            batch = list(loader.epoch(1))[number]
+            mine = mixed(batch.images.permute(0, 3, 1, 2).float(), batch.labels, 3, batch.mix_seed, hyp)
+            images.append(mine[0])
+            shares.append(mine[1])
+        return torch.cat(images), torch.cat(shares)
+
+    for number in range(3):
+        whole, parts = step(1, number), step(3, number)
+        assert torch.equal(whole[0], parts[0])
+        assert torch.equal(whole[1], parts[1])
+        assert whole[1].sum(1) == pytest.approx(np.ones(len(whole[1])))
+    assert any(step(1, number)[1].max(1).values.min() < 0.999 for number in range(3))  # something was mixed
+
+
+def test_pictures_and_classes_are_those_of_the_folders(tmp_path: Path) -> None:
+    data = open_labelled(str(folders(tmp_path)), "val")
+    assert data.names == [*NAMES]
+    for k in range(len(data)):
+        assert data.name(k).split("/")[0] == NAMES[data.label(k)]
+        brightest = data.image(k).reshape(-1, 3).mean(0).argmax() if data.label(k) else -1
+        assert brightest == {0: -1, 1: 1, 2: 0}[data.label(k)]  # RGB
+
+
+def test_a_large_jpeg_is_shrunk_while_it_is_decoded(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    cv2.imwrite(str(root / "train/red/large.jpg"), np.full((400, 640, 3), (40, 40, 200), np.uint8))
+    data = open_labelled(str(root), "train")
+    k = next(k for k in range(len(data)) if data.name(k) == "red/large.jpg")
+    assert data.image(k).shape == (400, 640, 3)
+    assert data.image(k, 32).shape == (50, 80, 3)
+    assert data.image(k, 32)[20, 20].tolist() == pytest.approx([200, 40, 40], abs=4)
+
+
+class Asked(Arrays):
+    """Pictures that note how large they are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__("picture", ["a"], np.zeros((2, 120, 160, 3), np.uint8), [0, 0])
+        self.sides: set[int] = set()
+
+    def image(self, index: int, min_side: int = 0) -> Image:
+        self.sides.add(min_side)
+        return super().image(index, min_side)
+
+
+def test_files_are_decoded_as_large_as_they_are_looked_at() -> None:
+    share: dict[str, Any] = {"batch": 2, "rank": 0, "world": 1, "local_size": 1, "workers": 0, "stride": 32}
+    for imgsz, pad, trained_at, validated_at in ((32, None, 32, 32), (96, None, 192, 110), (96, 4.0, 96, 110)):
+        data = Asked()
+        list(LabelledLoader(data, imgsz=imgsz, seed=0, hyp=Hyp(pad=pad), epochs=1, **share).epoch(0))
+        assert data.sides == {trained_at}
+        list(LabelledValLoader(data, imgsz=imgsz, **share))
+        assert data.sides == {trained_at, validated_at}
+
+
+def test_embedded_digits_are_all_there_and_split() -> None:
+    train, val = open_labelled("digits", "train"), open_labelled("digits", "val")
+    assert (len(train), len(val)) == (1438, 359)
+    assert train.image(0).shape == (32, 32, 3)
+    seen = {train.image(k).tobytes() for k in range(len(train))}
+    assert sum(val.image(k).tobytes() in seen for k in range(len(val))) == 0
+
+
+def test_crops_move_pictures_and_keep_their_size() -> None:
+    picture = torch.arange(32 * 32, dtype=torch.int64).remainder(251).to(torch.uint8).view(1, 32, 32).expand(3, -1, -1)
+    results = []
+    for seed in range(8):
+        torch.manual_seed(seed)
+        results.append(crops(32, Hyp(fliplr=0.0))(picture))
+    assert all(result.shape == (3, 32, 32) for result in results)
+    assert len({result.numpy().tobytes() for result in results}) > 4
+    assert crops(96, Hyp())(picture).shape == (3, 96, 96)
+
+
+def test_pictures_are_mirrored() -> None:
+    picture = torch.arange(32 * 32 * 3).remainder(251).to(torch.uint8).view(3, 32, 32)
+    assert torch.equal(crops(32, Hyp(fliplr=1.0, pad=0.0))(picture), picture.flip(2))
+    assert torch.equal(crops(32, Hyp(fliplr=0.0, flipud=1.0, pad=0.0))(picture), picture.flip(1))
+
+
+def test_validation_sees_all_of_a_small_picture_and_the_middle_of_a_large_one() -> None:
+    picture = torch.zeros(3, 220, 440, dtype=torch.uint8)
+    picture[..., :100] = picture[..., -100:] = 255
+    middle, whole = centre(96)(picture), centre(32)(picture)
+    assert (middle.shape, int(middle.max())) == ((3, 96, 96), 0)
+    assert (whole.shape, int(whole.max())) == ((3, 32, 32), 255)
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_pictures_are_mixed_as_their_labels_are(kind: str) -> None:
+    values = torch.tensor([0.1, 0.3, 0.9, 0.4])
+    images = values.view(4, 1, 1, 1).expand(4, 3, 16, 16).clone()
+    most = []
+    for seed in range(8):
+        pictures, shares = mixed(images.clone(), torch.arange(4), 4, seed, Hyp(**{kind: 1.0}))
+        torch.testing.assert_close(pictures.mean((1, 2, 3)), shares @ values)
+        most.append(float(shares.max()))
+    assert min(most) < 0.9
+
+
+def test_networks_see_pictures_as_torchvisions_weights_were_trained() -> None:
+    class Out(torch.nn.Identity):
+        def forward(self, input: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            return {"out": input}
+
+    images = torch.rand(2, 3, 4, 4)
+    wanted = normalize(images, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+    for model in (Classifier(torch.nn.Identity()), Segmenter(Out())):
+        torch.testing.assert_close(model(images), wanted)
+
+
+def test_top_k_of_merged_ranks_is_that_of_all_pictures() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(200, 12, generator=generator), torch.randint(0, 12, (200,), generator=generator)
+    parts = [TopK([str(k) for k in range(12)]) for _ in range(3)]
+    for part, rows in zip(parts, torch.arange(200).split([120, 79, 1]), strict=True):
+        part.update(logits[rows], labels[rows])
+    whole = TopK(parts[0].names)
+    for part in parts:
+        whole.merge(part.state())
+    scores = whole.compute()
+    assert scores.top1 == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
+    among = (logits.topk(5, 1).indices == labels[:, None]).any(1)
+    assert scores.top5 == pytest.approx(float(among.float().mean()))
+    assert 0 < scores.top1 < scores.top5 < 1
+    by_hand = (logits.argmax(1)[labels == 3] == 3).float().mean()
+    assert scores.per_class["3"].recall == pytest.approx(float(by_hand))
+    assert sum(score.pictures for score in scores.per_class.values()) == scores.pictures == 200
+
+
+def test_the_loss_is_torchs_cross_entropy() -> None:
+    task = open_task(settings("digits", "classify", hyp=Hyp(mosaic=0.0, label_smoothing=0.1), imgsz=32))
+    loss = task.loss_of(None)
+    logits, labels = torch.randn(6, 10), torch.arange(6)
+    wanted = loss.assign(labels, 6, 32, 32)
+    terms = loss(logits, loss.match(logits, wanted)[0], wanted.counts)
+    assert float(terms.sum()) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v3_small", "vgg11", "densenet121", "vit_b_16"])
+def test_models_of_torchvision_have_its_numbers_of_parameters(name: str) -> None:
+    with torch.device("meta"):
+        model, own = build_classifier(name, 1000, 224), get_model(name)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in own.parameters())
+
+
+def test_a_vit_is_made_for_the_pictures_that_it_gets() -> None:
+    with torch.device("meta"):
+        for imgsz in (32, 96):
+            model = build_classifier("vit_b_16", 3, imgsz)
+            assert model.training
+            assert model(torch.rand(2, 3, imgsz, imgsz)).shape == (2, 3)
+        assert build_classifier("alexnet", 3, 64).training
+
+
+def test_freezing_by_number_and_all_but_the_head() -> None:
+    model = build_classifier("resnet18", 3, 32)
+    assert [name for name, _ in model.parts] == ["conv1", "bn1", "layer1", "layer2", "layer3", "layer4", "fc"]
+    assert freeze_parts(model, [0]) == 3 * 64 * 49
+    freeze_parts(model, [-1])
+    assert [p.requires_grad for p in model.net.fc.parameters()] == [True, True]  # type: ignore[union-attr]
+    assert not any(p.requires_grad for p in model.net.layer4.parameters())  # type: ignore[union-attr]
+    with pytest.raises(TrainerError, match="no layer 7"):
+        freeze_parts(model, [7])
+    with pytest.raises(TrainerError, match="no layer is left"):
+        freeze_parts(model, range(7))
+    with torch.device("meta"):
+        vit = build_classifier("vit_b_16", 3, 32)
+    freeze_parts(vit, [-1])
+    assert [name for name, p in vit.named_parameters() if p.requires_grad] == [
+        "net.heads.head.weight",
+        "net.heads.head.bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rect": True}, "--rect is for boxes"),
+        ({"cache": "ram"}, "--cache is for boxes"),
+        ({"autoanchor": False}, "--noautoanchor is for boxes"),
+        ({"hyp": Hyp(mosaic=1.0)}, "mosaic: without effect"),
+        ({"hyp": Hyp(mosaic=0.0, mixup=0.6, cutmix=0.6)}, "together at most 1"),
+        ({"hyp": Hyp(mosaic=0.0, randaugment=31)}, "randaugment is 31, it must be a whole number from 0 to 30"),
+        ({"hyp": Hyp(mosaic=0.0, randaugment=0.5)}, "randaugment is 0.5, it must be a whole number"),
+        ({"cfg": "resnet19"}, "no classification model"),
+        ({"cfg": "inception_v3"}, "not supported"),
+        ({"cfg": "alexnet"}, "--cfg alexnet with --imgsz 32: the network takes no such pictures: .*too small"),
+        ({"cfg": "vit_h_14"}, "--cfg vit_h_14 with --imgsz 32: .*indivisible by patch size"),
+        ({"data": "nowhere"}, "no such folder"),
+    ],
+)
+def test_what_cannot_be_classified_is_said(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    values = {"data": str(folders(tmp_path)), "imgsz": 32, **more}
+    with pytest.raises(TrainerError, match=said):
+        open_task(settings(task="classify", **values)).build(print)
+
+
+def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    (root / "test/red").rename(root / "test/blue")
+    with pytest.raises(TrainerError, match="not the same classes: blue, red"):
+        open_task(settings(str(root), "classify"))
+    (root / "test/blue/0.png").write_bytes(b"no picture")
+    data = open_labelled(str(root), "val")
+    with pytest.raises(TrainerError, match=r"blue/0\.png: cannot be read"):
+        data.image(next(k for k in range(len(data)) if data.name(k) == "blue/0.png"))
+    (root / "train/red").rename(root / "train/empty")
+    for picture in (root / "train/empty").iterdir():
+        picture.unlink()
+    with pytest.raises(TrainerError, match="empty"):
+        open_labelled(str(root), "train")
+    with pytest.raises(TrainerError, match="no folder train"):
+        open_labelled(str(root / "test"), "train")
+
+
+def test_weights_of_the_other_task_are_refused(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    assert trained(tmp_path, "--data", str(data), "--batch", "12", "--epochs", "1", "--noval")[0] == 0
+    best = str(tmp_path / "runs/train/best.pt")
+    with pytest.raises(TrainerError, match="trained with --task classify, not detect"):
+        open_task(settings("digits", weights=best))
+    again = open_task(settings(str(data), "classify", weights=best, imgsz=32)).build(print).state_dict()
+    assert torch.equal(again["net.fc.weight"], weights(Path(best))["ema"]["net.fc.weight"])
+    code, _, err = wait(start(tmp_path, [{}], "predict", "--weights", best, "--source", str(data / "test/red")))[0]
+    assert code == 2, err
+    assert "trained with --task classify" in err
+    assert "trainer val takes all" in err
+
+
+def own_file(home: Path, name: str) -> Path:
+    """Where torch looks for torchvision's weights of a model before it fetches them."""
+    path = home / "hub/checkpoints" / Path(get_model_weights(name).DEFAULT.url).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+OLD_NAMES = {
+    "densenet121": [(r"(denselayer\d+\.(?:norm|conv))([12])\.", r"\1.\2.")],
+    "vit_b_16": [(r"mlp\.0\.", "mlp.linear_1."), (r"mlp\.3\.", "mlp.linear_2.")],
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_torchvisions_own_weights_have_the_names_of_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    with torch.device("meta"):
+        shapes = get_model(name).state_dict()
+    values = {key: torch.tensor(k).to(tensor.dtype) for k, (key, tensor) in enumerate(shapes.items())}
+    body = [key for key in values if not key.startswith(("classifier.", "heads."))]
+    file = {key: value.expand(shapes[key].shape) for key, value in values.items()}  # of one number each on disk
+    for now, then in [*OLD_NAMES[name], (".*num_batches_tracked", "")]:
+        file = {re.sub(now, then, key): tensor for key, tensor in file.items()}
+    file.pop("", None)  # batch norm did not count then
+    torch.save(file, own_file(tmp_path, name))
+    said: list[str] = []
+    data = str(folders(tmp_path / "data"))
+    found = open_task(settings(data, "classify", cfg=name, weights="torchvision")).build(said.append).state_dict()
+    assert said == [f"weights from torchvision: {len(body)}/{len(values)} tensors"]
+    for key in body:
+        if not key.endswith("num_batches_tracked"):
+            torch.testing.assert_close(found[f"net.{key}"], values[key].expand_as(found[f"net.{key}"]))
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
+
+
+def test_a_file_of_torchvisions_weights_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    task = open_task(settings(str(folders(tmp_path / "data")), "classify", cfg=SMALL, weights="torchvision"))
+    file, touched = own_file(tmp_path, SMALL), tmp_path / "touched"
+    torch.save({"conv1.0.weight": Malicious(touched)}, file)
+    whole = file.read_bytes()
+    for content in (whole, whole[: len(whole) // 2], b"", b"no weights", b"\x80"):
+        file.write_bytes(content)
+        with pytest.raises(TrainerError, match=f"--weights torchvision: those of {SMALL} cannot be had") as error:
+            task.build(print)
+        assert str(tmp_path) in error.value.hint
+    assert not touched.exists()
+
+
+def test_weights_are_taken_by_a_model_that_asks_files_for_their_version() -> None:
+    models = [build_classifier("mnasnet0_5", 3, 32) for _ in range(3)]
+    state = models[0].state_dict()
+    fit, of = checkpoint.transfer(models[1], state, "best.pt")
+    assert fit == of == len(state)
+    for model in (models[1], fill(models[2], state)):
+        assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
+
+
+def made(data: Path, **more: Any) -> Run:
+    told = settings(str(data), "classify", **{"cfg": SMALL, "imgsz": 32, **more})
+    run = Run(told, World(), torch.device("cpu"), Events({}))
+    run.start()
+    return run
+
+
+def test_a_classifier_is_given_no_advice_that_it_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = made(folders(tmp_path / "data"))
+    record: Any = SimpleNamespace(epoch=lambda *_: None)
+    run.record = record
+    shares = {**dict.fromkeys(SHARES, 0.0), "data": 0.9, "compute": 0.1, "images_per_s": 1.0, "seconds": 1.0}
+    report(run, [0.5], None, [shares])
+    assert "epoch 1/2" in (said := capsys.readouterr().out)
+    assert "--cache" not in said
+    with pytest.raises(TrainerError, match="out of memory with 1 pictures") as error:
+        explain(RuntimeError("out of memory"), run, SimpleNamespace(images=torch.zeros(1, 32, 32, 3)))
+    assert error.value.hint == "not even one picture fits: a smaller --imgsz or a smaller model"
+
+
+def test_gathered_batches_have_the_gradient_of_their_mean(tmp_path: Path) -> None:
+    data = folders(tmp_path)
+    norms = []
+    for batch, nbs in ((12, 0.0), (6, 12.0), (4, 12.0)):
+        hyp = Hyp(mosaic=0.0, nbs=nbs, warmup_epochs=0.0)
+        run = made(data, batch=batch, hyp=hyp)
+        run.net.eval()  # batch norm's own statistics: a batch does not know how large it is
+        for pictures in run.train.epoch(0):
+            run.step(pictures)
+        assert run.at.step == 12 // batch
+        norms.append(float(run.norm))
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)

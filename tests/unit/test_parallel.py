@@ -1,0 +1,245 @@
+"""Every kind of parallelism gives the gradients of one device, and checkpoints that all the others go on from."""
+
+import copy
+import csv
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
+
+from tests.unit.forked_ranks import run, said, settings, steps
+from tests.unit.test_resume import content
+from tests.unit.trainer_process import squares, start, wait
+from trainer.dist import World
+from trainer.errors import TrainerError
+from trainer.models.yolo import build_yolo, load_cfg
+from trainer.parallel import tensors
+from trainer.parallel.cut import part, split, trace
+from trainer.parallel.ddp import Ddp
+from trainer.parallel.dp import Dp
+from trainer.parallel.fsdp import blocks
+from trainer.training.optim import CLIP_NORM
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return squares(tmp_path_factory.mktemp("squares"), train=10)
+
+
+def train(folder: Path, count: int, data: Path, *more: str) -> list[int]:
+    arguments = ["--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "2", "--device", "cpu", "--sync-bn"]
+    return run(folder, count, "train", *arguments, "--log-steps", "--project", ".", *more)
+
+
+def losses(run: Path) -> list[float]:
+    """The sum of the loss terms of every step, with its number first."""
+    with (run / "steps.csv").open() as file:
+        return [sum(map(float, row[1:])) for row in list(csv.reader(file))[1:]]
+
+
+def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """How far a step's gradient is from another's, relative."""
+    return float((found["gradient"] - wanted["gradient"]).norm() / wanted["gradient"].norm())
+
+
+def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
+    a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
+    a.grad, b.grad = torch.tensor([30.0, 0.0]), torch.tensor([40.0])
+    mode = Ddp(settings(), World(), torch.device("cpu"))
+    scaler, optimizer = torch.amp.GradScaler("cpu", enabled=False), torch.optim.SGD([a, b])
+    assert mode.clip(scaler, optimizer, [a, b], CLIP_NORM) == 50
+    assert a.grad.tolist() == pytest.approx([6, 0], rel=1e-5)
+    assert b.grad.tolist() == pytest.approx([8], rel=1e-5)
+
+
+def test_shards_give_the_gradients_of_one_device(tmp_path: Path) -> None:
+    """Shares of different size, and layers with fewer rows than there are ranks."""
+    wanted = steps(tmp_path, 1, batch=6)
+    assert wanted[0]["gradient"].norm() > 10  # it will be clipped, and by the norm over all shards
+    for count in (2, 4):
+        found = steps(tmp_path, count, batch=6, parallel="fsdp")
+        assert off(found[0], wanted[0]) < 1e-6
+        assert off(found[1], wanted[1]) < 1e-4
+        assert torch.isclose(found[1]["loss"], wanted[1]["loss"], rtol=1e-4)
+
+
+def test_stages_give_the_gradients_of_one_device(tmp_path: Path) -> None:
+    """One micro-batch is the whole batch, to batch norm as well."""
+    wanted = steps(tmp_path, 1, batch=5)
+    found = steps(tmp_path, 2, batch=5, parallel="pipeline", micro_batches=1)
+    assert [off(f, w) < 1e-6 for f, w in zip(found, wanted, strict=True)] == [True, True]
+
+
+def test_micro_batches_of_any_size_give_the_gradients_of_one_device(tmp_path: Path) -> None:
+    """Seven pictures in three, on one pipeline and on two, for a head whose loss divides by what outputs tell."""
+    for cfg in ("tests.unit.forked_ranks:without_batch_norm", "tests.unit.forked_ranks:without_anchors"):
+        wanted = steps(tmp_path, 1, batch=7, cfg=cfg)
+        count, stages = (2, 2) if cfg.endswith("batch_norm") else (4, 2)
+        found = steps(tmp_path, count, batch=7, cfg=cfg, parallel="pipeline", stages=stages, micro_batches=3)
+        assert off(found[0], wanted[0]) < 1e-6
+        assert off(found[1], wanted[1]) < 1e-4
+
+
+def test_batch_norm_counts_a_micro_batch_over_all_pipelines(tmp_path: Path) -> None:
+    """With --sync-bn two pipelines are as one with all their pictures, in as many micro-batches; else they are not."""
+    one = steps(tmp_path, 1, 1, parallel="pipeline", micro_batches=2)
+    assert off(steps(tmp_path, 4, 1, parallel="pipeline", stages=2, micro_batches=2)[0], one[0]) < 1e-6
+    alone = steps(tmp_path, 2, 1, parallel="pipeline", stages=1, micro_batches=2, sync_bn=False)
+    assert off(alone[0], one[0]) > 0.01
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "pipeline"])
+def test_a_step_that_overflows_is_left_out_by_all_ranks(data: Path, tmp_path: Path, mode: str) -> None:
+    """fp16 begins with a loss scaled too far up; the scale falls as on one device, and the losses stay the same."""
+    more = ["--precision", "fp16", "--optimizer", "SGD", "--epochs", "1", "--noval"]
+    assert train(tmp_path, 1, data, *more, "--name", "alone") == [0], said(tmp_path)
+    more += ["--parallel", mode, "--name", mode] + (["--micro-batches", "1"] if mode == "pipeline" else [])
+    assert train(tmp_path, 2, data, *more) == [0, 0], said(tmp_path)
+    scales = [content(tmp_path / name / "last.pt")["scaler"]["scale"] for name in ("alone", mode)]
+    assert scales[0] == scales[1]
+    assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
+
+
+def test_stages_unfreeze_together(data: Path, tmp_path: Path) -> None:
+    """Also the stage that had nothing to unfreeze: the values that it is sent have gradients from then on."""
+    more = ["--freeze", "3", "--unfreeze", "1", "--precision", "fp32", "--optimizer", "SGD", "--noval"]
+    assert train(tmp_path, 1, data, *more, "--name", "alone") == [0], said(tmp_path)
+    more += ["--parallel", "pipeline", "--micro-batches", "1", "--name", "stages"]
+    assert train(tmp_path, 2, data, *more) == [0, 0], said(tmp_path)
+    assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["fsdp", "pipeline"])
+def test_half_precision_is_that_of_one_device(tmp_path: Path, mode: str) -> None:
+    one = steps(tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.forked_ranks:without_batch_norm")
+    more = {"parallel": mode, "precision": "bf16", "cfg": "tests.unit.forked_ranks:without_batch_norm"}
+    assert off(steps(tmp_path, 2, 1, wide=False, **more)[0], one[0]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "begins", "others"),
+    [
+        ("SGD", ["fsdp"], [(2, ["fsdp"]), (2, ["ddp"]), (1, ["ddp"])]),
+        ("AdamW", ["pipeline", "--micro-batches", "1"], [(2, ["pipeline", "--micro-batches", "1"]), (1, ["ddp"])]),
+    ],
+)
+def test_what_one_mode_has_begun_every_other_goes_on_with(
+    data: Path, tmp_path: Path, optimizer: str, begins: list[str], others: list[tuple[int, list[str]]]
+) -> None:
+    options = ["--optimizer", optimizer, "--save-period", "1", *([] if len(others) == 2 else ["--noval"])]
+    assert train(tmp_path, 2, data, "--parallel", *begins, *options, "--name", "first") == [0, 0], said(tmp_path)
+    whole = losses(tmp_path / "first")
+    assert len(whole) == 6
+    wanted, begun = content(tmp_path / "first" / "last.pt"), content(tmp_path / "first" / "epoch1.pt")
+    for count, mode in others:
+        name = f"{mode[0]}{count}"
+        (tmp_path / name).mkdir()
+        shutil.copy(tmp_path / "first" / "epoch1.pt", tmp_path / name / "last.pt")
+        shutil.copy(tmp_path / "first" / "steps.csv", tmp_path / name)
+        assert set(train(tmp_path, count, data, "--parallel", *mode, *options, "--resume", name)) == {0}, said(tmp_path)
+        assert "goes on in epoch 2" in said(tmp_path)
+        found = content(tmp_path / name / "last.pt")
+        assert found["model"].keys() == wanted["model"].keys()
+        if mode == begins:
+            assert losses(tmp_path / name) == whole
+            assert all(torch.equal(found["model"][k], v) for k, v in wanted["model"].items())
+        # Rounding grows from step to step, and Adam divides small gradients by themselves. Without the optimizer's
+        # state, the weights would move elsewhere.
+        for kind in ("model", "ema"):
+            near = 0.1 if optimizer == "SGD" else 0.5
+            assert apart(found[kind], wanted[kind]) < near * apart(begun[kind], wanted[kind])
+        assert shapes(found["optimizer"]) == shapes(wanted["optimizer"])
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """How far two states of a model are from each other."""
+    return float(torch.stack([(a[k].double() - b[k].double()).norm() for k in b if b[k].is_floating_point()]).norm())
+
+
+def shapes(optimizer: dict[str, Any]) -> dict[int, dict[str, torch.Size]]:
+    return {k: {name: value.shape for name, value in state.items()} for k, state in optimizer["state"].items()}
+
+
+def test_what_does_not_go_together_is_said(data: Path, tmp_path: Path) -> None:
+    for count, more, message in (
+        (1, ["--parallel", "fsdp"], "error: --parallel fsdp: a single process has nobody to share the model with"),
+        (1, ["--parallel", "all"], "error: --parallel all: unknown"),
+        (1, ["--stages", "2"], "error: --stages: --parallel ddp has none"),
+        (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not a whole number"),
+        (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: a pipeline's share"),
+        (1, ["--parallel", "pipeline", "--compile"], "error: --parallel pipeline does not go with --compile"),
+        (2, ["--parallel", "pipeline", "--freeze", "backbone"], "nothing to learn (all that it has is frozen)"),
+    ):
+        assert train(tmp_path, count, data, *more) == [2] * count
+        assert message in said(tmp_path)
+
+
+def test_a_split_is_even_and_sends_little() -> None:
+    seconds, sent = [1.0, 1.0, 1.0, 1.0, 4.0], [0, 9, 9, 9, 9, 9]
+    assert split(seconds, sent, 2) == [0, 4, 5]
+    assert split(seconds, sent, 1) == [0, 5]
+    assert split([1.0, 0.01, 0.01, 1.0], [0, 900, 5, 900, 0], 2) == [0, 2, 4]  # within the tolerance, the least is sent
+    assert split([1.0, 0.5, 0.5, 1.0], [0, 1, 900, 1, 0], 2) == [0, 2, 4]  # beyond it, time decides
+
+
+@pytest.mark.parametrize("model", [build_yolo(load_cfg("yolov5n.yaml"), nc=3), resnet18(num_classes=5)])
+def test_the_parts_of_a_model_are_the_model(model: nn.Module) -> None:
+    """Also where layers change their input in place, which another rank has sent."""
+    images = torch.rand(2, 3, 64, 64)
+    expected = tensors(copy.deepcopy(model).eval()(images))
+    graph = trace(model)
+    end = len(graph.nodes) - 1
+    cuts = [0, end // 4, end // 2, end - 3, end]
+    parts = [part(model, graph, a, b).eval() for a, b in itertools.pairwise(cuts)]
+    found: Any = [images.requires_grad_()]
+    for stage in parts:
+        found = stage(*found)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(found), expected, strict=True))
+    names = [name for stage in parts for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.layer(x))
+
+
+class Fickle(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(("model", "said"), [(Twice(), "the layer layer runs twice"), (Fickle(), "cannot be cut")])
+def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, said: str) -> None:
+    with pytest.raises(TrainerError, match=said) as refused:
+        trace(model)
+    assert "fsdp" in refused.value.hint
+
+
+def test_blocks_are_the_members_of_a_models_lists() -> None:
+    assert len(list(blocks(build_yolo(load_cfg("yolov5n.yaml"), nc=3)))) == 19  # upsampling and concatenation have none
+    assert [type(block).__name__ for block in blocks(resnet18())] == ["BasicBlock"] * 8
+
+
+def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path) -> None:
+    """There is no GPU to share a batch out to: one device does what it does without, and the run says so."""
+    quiet = {"batch": 4, "sync_bn": False}
+    assert off(steps(tmp_path, 1, parallel="dp", **quiet)[0], steps(tmp_path, 1, **quiet)[0]) == 0
+    mode = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
+    assert "nothing to share" in mode.said
+    with pytest.raises(TrainerError, match="one process for all GPUs, and this is one of 2"):
+        Dp(settings(parallel="dp", sync_bn=False), World(size=2, launched=True), torch.device("cpu"))
+    with pytest.raises(TrainerError, match="--parallel dp does not go with --sync-bn"):
+        Dp(settings(parallel="dp", sync_bn=True), World(), torch.device("cpu"))
+    arguments = ["train", "--parallel", "dp", "--device", "0,1", "--data", str(data)]
+    ((code, _, err),) = wait(start(tmp_path, [{}], *arguments))
+    assert (code, "no GPU can be used" in err) == (2, True), err  # and not two processes, as without dp

@@ -1,0 +1,355 @@
+"""A segmentation trained by the command line, as a user does, and the parts that are its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision import tv_tensors
+
+from tests.unit.settings import settings
+from tests.unit.trainer_process import ranks, start, wait
+from trainer.config import Hyp
+from trainer.data.masked import MaskFolder, open_masked
+from trainer.data.masked_loader import MaskedBatch, MaskedLoader, MaskedValLoader, crops
+from trainer.dist import World
+from trainer.errors import TrainerError
+from trainer.events import Events
+from trainer.losses.segmentation import SegmentationLoss
+from trainer.metrics.overlap import Confusion
+from trainer.models.segmenter import build_segmenter
+from trainer.plots import segment
+from trainer.tasks import open_task
+from trainer.training.run import Run
+from trainer.weights import checkpoint
+
+COLOURS = ((30, 30, 30), (40, 220, 40), (40, 40, 220))  # BGR of each class; the first is the background
+LRASPP = "lraspp_mobilenet_v3_large"
+QUICK = ("--task", "segment", "--device", "cpu", "--imgsz", "64", "--workers", "0", "--precision", "fp32")
+
+
+def folders(root: Path, train: int = 7, val: int = 3) -> Path:
+    """Two coloured rectangles on a dark ground in pictures of 80 x 64 px, with a strip that does not count."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for kind in ("images", "masks"):
+            (root / kind / split).mkdir(parents=True)
+        for k in range(count):
+            mask = np.zeros((64, 80), np.uint8)
+            for cls, left in ((1, 0), (2, 40)):
+                x, y = left + rng.integers(0, 8), rng.integers(0, 24)
+                mask[y : y + 36, x : x + 32] = cls
+            picture = np.array(COLOURS, np.uint8)[mask] + rng.integers(0, 30, (64, 80, 3), np.uint8)
+            mask[:3] = 255
+            cv2.imwrite(str(root / "images" / split / f"{k}.png"), picture)
+            Image.fromarray(mask).save(root / "masks" / split / f"{k}.png")
+    return root
+
+
+def table(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+def loader(data: Any, rank: int, world: int, hyp: Hyp) -> MaskedLoader:
+    place: dict[str, Any] = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 16}
+    return MaskedLoader(data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
+
+
+def test_it_learns_where_things_are_and_two_ranks_score_it_like_one(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data", train=24)
+    (data / "classes.txt").write_text("ground\ngreen\nred\n")
+    (tmp_path / "hyp.yaml").write_text("lr0: 0.004\nwarmup_epochs: 0\nscale: 0.2\n")
+    options = ("--data", str(data), "--batch", "6", "--epochs", "12", "--optimizer", "AdamW")
+    options += ("--hyp", "hyp.yaml", "--val-period", "12", "--project", "runs")
+    code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options))[0]
+    assert code == 0, err
+    assert "mIoU" in out.splitlines()[-1]
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("ground", "green", "red"))] == [
+        "ground",
+        "green",
+        "red",
+    ]
+    rows = table(tmp_path / "runs/train/results.csv")
+    assert len(rows) == 12
+    assert rows[-1]["cls_loss"] < rows[0]["cls_loss"] / 2
+    assert rows[-1]["miou"] > 0.6
+    assert rows[-1]["accuracy"] > 0.7
+    for name in ("labels.png", "train_batch0.jpg", "predictions.jpg", "confusion_matrix.png", "results.png"):
+        assert cv2.imread(str(tmp_path / "runs/train" / name)) is not None, name
+    content = torch.load(tmp_path / "runs/train/best.pt", weights_only=True)
+    assert (content["task"], content["cfg"]) == ("segment", {"torchvision": "lraspp_mobilenet_v3_large"})
+    best = str(tmp_path / "runs/train/best.pt")
+    asked = ("--weights", best, "--data", str(data), "--device", "cpu", "--precision", "fp32", "--batch", "2")
+    code, out, err = wait(start(tmp_path, ranks(2), "val", *asked, "--json"))[0]
+    assert code == 0, err
+    scores = json.loads(out)
+    assert scores["miou"] == pytest.approx(rows[-1]["miou"], abs=2e-3)
+    assert list(scores["per_class"]) == ["ground", "green", "red"]
+    with pytest.raises(TrainerError, match="trained with --task segment, not classify"):
+        open_task(settings("digits", "classify", weights=best))
+
+
+def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    mask = tmp_path / "data/masks/train/3.png"  # one picture counts little: the mean is not one of the ranks' means
+    half = np.array(Image.open(mask))
+    half[:, 20:] = 255
+    Image.fromarray(half).save(mask)
+    arguments = ("--task", "segment", "--data", str(data), "--imgsz", "64", "--batch", "5")
+    done = wait(start(tmp_path, [{}], "verify", *arguments, "--ranks", "1,2", "--steps", "2", "--json"))[0]
+    assert done[0] == 0, done
+    found = json.loads(done[1])["differences"]
+    assert max(d["gradient_off"] for d in found) < 1e-5
+
+
+def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    options = ("--data", str(data), "--batch", "2", "--epochs", "2", "--log-steps", "--save-every", "1steps")
+    options += ("--project", "runs", "--noval")
+    (whole,) = start(tmp_path, ranks(1), "train", *QUICK, *options, "--name", "whole")
+    (cut,) = start(tmp_path, ranks(1), "train", *QUICK, *options, "--name", "cut")
+    steps = tmp_path / "runs/cut/steps.csv"
+    while cut.poll() is None and not (steps.exists() and len(steps.read_text().splitlines()) > 4):
+        pass
+    cut.kill()
+    assert wait([whole, cut])[0][0] == 0
+    code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options, "--resume", "runs/cut"))[0]
+    assert code == 0, err
+    assert "goes on" in out
+    assert (tmp_path / "runs/whole/steps.csv").read_bytes() == steps.read_bytes()
+    states = [torch.load(tmp_path / f"runs/{name}/last.pt", weights_only=True) for name in ("whole", "cut")]
+    for part in ("model", "ema"):
+        assert all(torch.equal(value, states[1][part][key]) for key, value in states[0][part].items())
+
+
+def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
+    data, _ = open_masked(str(folders(tmp_path, train=11)), 64)
+    hyp = Hyp(scale=0.5, fliplr=0.5, flipud=0.5)
+    for number in range(3):
+        whole = list(loader(data, 0, 1, hyp).epoch(1))[number]
+        parts = [list(loader(data, rank, 3, hyp).epoch(1))[number] for rank in range(3)]
+        assert torch.equal(whole.images, torch.cat([part.images for part in parts]))
+        assert torch.equal(whole.masks, torch.cat([part.masks for part in parts]))
+
+
+def test_picture_and_mask_are_moved_together(tmp_path: Path) -> None:
+    data, _ = open_masked(str(folders(tmp_path)), 64)
+    seen = set()
+    for epoch in range(4):
+        for batch in loader(data, 0, 1, Hyp(scale=0.5, fliplr=0.5, flipud=0.5)).epoch(epoch):
+            for image, mask in zip(batch.images.numpy(), batch.masks.numpy(), strict=True):
+                seen.add(float((mask == 1).mean()))
+                for cls, colour in enumerate(COLOURS):
+                    inside = cv2.erode((mask == cls).astype(np.uint8), np.ones((5, 5), np.uint8)).astype(bool)
+                    if inside.any():
+                        assert image[inside].mean(0) == pytest.approx(np.add(colour[::-1], 14.5), abs=12)
+    assert len(seen) > 15  # in another size or crop every time
+
+
+def test_picture_and_mask_are_mirrored() -> None:
+    picture = tv_tensors.Image(torch.arange(64 * 64 * 3).remainder(251).to(torch.uint8).view(3, 64, 64))
+    truth = tv_tensors.Mask(torch.arange(64 * 64).remainder(7).to(torch.uint8).view(64, 64))
+    for hyp, side in ((Hyp(scale=0.0, fliplr=1.0), -1), (Hyp(scale=0.0, fliplr=0.0, flipud=1.0), -2)):
+        image, mask = crops(64, hyp)(picture, truth)
+        assert torch.equal(image, picture.flip(side))
+        assert torch.equal(mask, truth.flip(side))
+
+
+def test_deeplab_is_not_given_single_pictures_to_normalise(tmp_path: Path) -> None:
+    data = str(folders(tmp_path))
+    for cfg, refused in (("deeplabv3_mobilenet_v3_large", True), (LRASPP, False)):
+        told = settings(data, "segment", cfg=cfg, batch=1)
+        with pytest.raises(TrainerError, match="a single value for batch norm") if refused else nullcontext():
+            Run(told, World(), torch.device("cpu"), Events({}))
+
+
+def test_validation_sees_whole_pictures_each_on_one_rank(tmp_path: Path) -> None:
+    _, data = open_masked(str(folders(tmp_path)), 64)
+    place: dict[str, Any] = {"world": 2, "local_size": 2, "workers": 0, "stride": 16}
+    batches: list[MaskedBatch] = []
+    for rank in range(2):
+        batches += MaskedValLoader(data, imgsz=64, batch=2, rank=rank, **place)
+    assert torch.cat([batch.ids for batch in batches]).tolist() == [0, 1, 2]
+    mask = batches[0].masks[0]
+    assert (mask[52:] == 255).all()  # 64 x 51 px of it are the picture
+    share, true = (mask[:51] == 1).float().mean(), (data.mask(0) == 1).mean()
+    assert float(share) == pytest.approx(float(true), abs=0.02)
+
+
+def test_the_scores_are_those_counted_by_hand() -> None:
+    true = torch.tensor([[[0, 0, 1, 1], [0, 255, 1, 2]]], dtype=torch.uint8)
+    found = torch.tensor([[[0, 1, 1, 1], [0, 2, 0, 3]]], dtype=torch.uint8)
+    parts = [Confusion(["a", "b", "c", "d", "e"]) for _ in range(2)]
+    parts[0].update(found[..., :2], true[..., :2])
+    parts[1].update(found[..., 2:], true[..., 2:])
+    whole = Confusion(parts[0].names)
+    for part in parts:
+        whole.merge(part.state())
+    scores = whole.compute()
+    assert scores.pixels == 7
+    assert scores.accuracy == pytest.approx(4 / 7)
+    # a: 2 right of 3 true and 3 found; b: 2 of 3 and 3; c: none of 1; d and e do not occur
+    assert {name: one.iou for name, one in scores.per_class.items()} == {"a": 0.5, "b": 0.5, "c": 0.0}
+    assert scores.fitness == scores.columns()["miou"] == pytest.approx(1 / 3)
+    assert scores.per_class["a"].pixels == 3
+    assert np.isnan(scores.by_class(whole.names)).tolist() == [False, False, False, True, True]
+
+
+def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> None:
+    loss = SegmentationLoss(0.1)
+    logits = torch.randn(3, 4, 8, 8)
+    masks = torch.randint(0, 4, (3, 8, 8)).to(torch.uint8)
+    masks[0, :5] = 255
+    wanted = loss.assign(masks, 3, 8, 8)
+    assert wanted.counts.tolist() == [3, 3 * 64 - 40]
+    mine = loss(logits, loss.match(logits, wanted)[0], wanted.counts)
+    torchs = F.cross_entropy(logits, masks.long(), ignore_index=255, label_smoothing=0.1)
+    assert float(mine.sum()) == pytest.approx(float(torchs), rel=1e-5)
+    nothing = loss.assign(torch.full_like(masks, 255), 3, 8, 8)
+    assert float(loss(logits, nothing, nothing.counts)) == 0
+
+
+def test_embedded_pages_have_digits_where_their_masks_say() -> None:
+    train, val = open_masked("digits", 64)
+    assert train.names == val.names == ["background", "digit"]
+    mask, image = val.mask(0), val.image(0).astype(int)
+    assert np.unique(mask).tolist() == [0, 1]
+    paper = np.median(image[mask == 0], 0)
+    off = np.abs(image - paper).sum(2)
+    assert off[mask > 0].mean() > 3 * off[mask == 0].mean()
+    assert val.pixels().sum() == len(val) * 64 * 64
+
+
+@pytest.mark.parametrize(
+    "name", ["lraspp_mobilenet_v3_large", "fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"]
+)
+def test_models_of_torchvision_answer_for_every_pixel(name: str) -> None:
+    with torch.device("meta"):
+        model = build_segmenter(name, 5).eval()
+        assert model(torch.rand(1, 3, 64, 96)).shape == (1, 5, 64, 96)
+    assert [part for part, _ in model.parts] == ["backbone", "classifier"]
+    assert model.pools == name.startswith("deeplab")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"rect": True}, "--rect is for boxes, and this is --task segment"),
+        ({"hyp": Hyp(mosaic=1.0)}, "mosaic: without effect"),
+        ({"hyp": Hyp(mosaic=0.0, scale=1.0)}, "scale is 1, it must be below 1"),
+        ({"cfg": "resnet18"}, "no segmentation model"),
+        ({"data": "nowhere"}, "no such folder"),
+    ],
+)
+def test_what_cannot_be_segmented_is_said(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    values = {"data": str(folders(tmp_path)), **more}
+    with pytest.raises(TrainerError, match=said):
+        open_task(settings(task="segment", **values)).build(print)
+
+
+def test_faults_of_the_data_are_named_with_their_file(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    mask = root / "masks/train/1.png"
+    good = Image.open(mask).copy()
+
+    def refused(said: str) -> None:
+        with pytest.raises(TrainerError, match=said):
+            open_masked(str(root), 64)
+
+    good.resize((40, 64)).save(mask)
+    refused(r"masks/train/1\.png: 40 x 64 px, its picture has 80 x 64")
+    good.convert("RGB").save(mask)
+    refused(r"1\.png: a picture in colours \(RGB\)")
+    mask.write_bytes(b"no picture")
+    refused(r"1\.png: not a readable PNG")
+    mask.unlink()
+    refused(r"images/train/1\.png: it has no mask .*masks/train/1\.png")
+    good.save(mask)
+    (root / "classes.txt").write_text("ground\ngreen\n")
+    refused(r"masks/train/0\.png: a pixel has the value 2, the classes are 0 to 1")
+    (root / "classes.txt").write_text("ground\ngreen\ngreen\n")
+    refused(r"classes\.txt: 3 names, 2 of them different")
+    (root / "classes.txt").unlink()
+    for split in ("val", "train"):
+        masks = {path: path.read_bytes() for path in (root / "masks" / split).iterdir()}
+        for path in masks:
+            Image.fromarray(np.full((64, 80), 255, np.uint8)).save(path)
+        refused(f"no mask in masks/{split} has a pixel that counts, all are 255")
+        for path, content in masks.items():
+            path.write_bytes(content)
+    assert open_masked(str(root), 64)[1].names == ["0", "1", "2"]
+    (root / "images/train/2.png").write_bytes(b"no picture")
+    refused(r"images/train/2\.png: not a readable picture")
+    (root / "masks/val").rename(root / "masks/test")
+    refused("no folder masks/val|images/train/2")
+
+
+def test_pictures_are_found_as_for_boxes_and_each_has_its_own_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, other = folders(tmp_path / "data"), folders(tmp_path / "other", train=2)
+    for kind in ("images", "masks"):
+        (root / kind / "train/more").symlink_to(other / kind / "train")
+    (root / "images/train/._0.jpg").write_bytes(b"what macOS leaves on other disks")
+    (root / "here").mkdir()
+    monkeypatch.chdir(root / "here")
+    train, _ = open_masked("..", 64)
+    assert [train.name(k) for k in range(len(train))] == [*(f"{k}.png" for k in range(7)), "more/0.png", "more/1.png"]
+    assert train.mask(7).shape == (64, 80)
+    (root / "images/train/0.jpg").write_bytes((root / "images/train/0.png").read_bytes())
+    with pytest.raises(TrainerError, match=r"images/train/0\.png: shares its mask with 0\.jpg"):
+        open_masked(str(root), 64)
+
+
+def test_a_mask_with_a_palette_has_the_numbers_of_its_colours(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    path = root / "masks/train/0.png"
+    mask = np.array(Image.open(path))
+    coloured = Image.fromarray(mask, mode="L").convert("P")
+    coloured.putdata(mask.reshape(-1).tolist())
+    coloured.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0] + [255] * 759)
+    coloured.save(path)
+    data = MaskFolder(str(root), "train")
+    data.check_classes(["a", "b", "c"])
+    assert np.array_equal(data.mask(0), mask)
+
+
+def test_the_picture_of_predictions_shows_the_classes_colours(tmp_path: Path) -> None:
+    image, mask = np.full((64, 64, 3), 90, np.uint8), np.zeros((64, 64), np.uint8)
+    mask[:32] = 1
+    segment.shown([(image, mask, np.zeros_like(mask))], ["a", "b"], tmp_path / "p.png")
+    picture = cv2.imread(str(tmp_path / "p.png"))
+    assert picture is not None
+    true, found = picture[10:250, 10:250].astype(int), picture[10:250, 250:490].astype(int)
+    assert np.abs(true[20:100] - 90).max() > 30  # class 1 has a colour
+    assert np.abs(true[140:220] - 90).max() <= 2  # class 0 has none
+    assert np.abs(found[20:220] - 90).max() <= 2
+
+
+def test_a_gathered_batch_counts_for_its_share() -> None:
+    for nbs, share in ((0.0, 1.0), (4.0, 1.0), (8.0, 0.5)):
+        task = open_task(settings("digits", "segment", batch=4, hyp=Hyp(mosaic=0.0, nbs=nbs)))
+        assert float(task.weight(torch.tensor(4.0))) == share
+
+
+def test_a_split_without_pictures_cannot_be_scored(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data", val=0)
+    state = build_segmenter(LRASPP, 3).state_dict()
+    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "task": "segment", "imgsz": 64}
+    content |= {"model": state, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
+    checkpoint.save(tmp_path / "best.pt", content)
+    asked = ("--weights", "best.pt", "--data", str(data), "--device", "cpu")
+    code, _, err = wait(start(tmp_path, ranks(1), "val", *asked))[0]
+    assert (code, f"error: --data {data}: there is no picture in its split val" in err) == (2, True), err
+    code, _, err = wait(start(tmp_path, ranks(1), "val", *asked, "--task", "segment"))[0]
+    assert (code, "the weights tell what they were trained for" in err) == (2, True), err
