@@ -89,7 +89,7 @@ def launch(
     from cluster.records import Records
 
     if not isinstance(inventory, Inventory):
-        found = discovery.load(inventory or "")
+        found = discovery.load(inventory or "", backend=backend)
         inventory = discovery.complete(found) if found else None
     names = tuple(secrets or {})
     request = config.Request(gpus=gpus, arguments=tuple(arguments), env_names=names, **options)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import typer
 
 from cluster.errors import ClusterError
 from cluster.verbs import image, jobs
+from cluster.verbs.bench import bench
 from cluster.verbs.doctor import doctor
 from cluster.verbs.follow import EXIT_INTERRUPTED
 from cluster.verbs.gc import gc
@@ -34,6 +35,7 @@ for verb in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs)
     app.command()(verb)
 app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
 app.command(epilog="Example: clusterctl doctor --skip link")(doctor)
+app.command(epilog="Example: clusterctl bench --nodes 1,2,4 --gpus 2 -- train --data coco.yaml --epochs 2")(bench)
 app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)
 app.add_typer(image.app, name="image")
 app.command(epilog="Example: clusterctl gc --only gpu-b")(gc)

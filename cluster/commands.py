@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, files, logs, looks, manifest, rendezvous, report
+from cluster import config, logs, looks, manifest, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem
 from cluster.backends.hosts import HostsBackend
@@ -155,13 +155,13 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
         return "ssh", ""
     if wanted in BACKENDS:
         return wanted, ""
-    if wanted != "auto":
-        raise UsageError(f"--backend {wanted!r}", f"one of: auto, {', '.join(BACKENDS)}")
+    if wanted not in ("auto", "here"):
+        raise UsageError(f"--backend {wanted!r}", f"one of: auto, {', '.join(BACKENDS)}, here")
     problem = engine_problem(LocalShell())
     if problem is None:
         return "compose", ""
     why = problem[0].removeprefix("this machine: ")
-    return "local", f"no containers: {why}. The nodes are process groups on this machine (--backend compose: an error)"
+    return "local", f"no containers, the nodes are process groups here (--backend compose makes this an error): {why}"
 
 
 def plan(job: Job, backend: str) -> Plan:
@@ -200,6 +200,8 @@ def check_files(job: Job) -> None:
 
     Without a container the program sees the host's own files, under the same paths: that they exist is all we ask.
     """
+    from cluster import files  # hashes and archives take long to import, and `plan` needs neither
+
     machines = (job.queue.login,) if job.queue and job.queue.login.login else job.hosts
     nodes = [node for node in machines if node.runtime != "none"]
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])

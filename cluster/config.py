@@ -21,6 +21,8 @@ DEFAULT_RESTARTS = 3
 
 #: Ports that `auto` chooses from: below the ephemeral range of Linux, so that no outgoing connection sits on one.
 _AUTO_PORTS = range(20000, 30000)
+#: What `--backend` calls this machine, whatever cluster.yaml says; `here` leaves open how.
+ON_THIS_MACHINE = ("here", "local", "compose")
 #: Trainer options whose value is a file of this machine when it has a '/'.
 _FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -186,7 +188,7 @@ def default_name(made: Job) -> str:
     if "--data" in words[:-1]:
         stem = _stem(words[words.index("--data") + 1])
     else:
-        stem = "digits" if made.says_ready else _stem(words[0] if words[0] != "-m" else words[-1])
+        stem = "digits" if made.says_ready else _stem(words[1] if words[0] == "-m" and words[1:] else words[0])
     digest = hashlib.sha256(json.dumps(asdict(made), sort_keys=True).encode()).hexdigest()
     return f"{stem}-{digest[:4]}"
 

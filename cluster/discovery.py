@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster import addresses, fanout, inventory
+from cluster import addresses, config, fanout, inventory
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.model import Inventory, Node
 from cluster.shells import reach
@@ -78,17 +78,29 @@ class _Seen:
 
 
 def load(
-    path: str = "", hosts: str = "", hostfile: str = "", ssh_config: str = "", only: str = "", cwd: str = ""
+    path: str = "",
+    hosts: str = "",
+    hostfile: str = "",
+    ssh_config: str = "",
+    only: str = "",
+    cwd: str = "",
+    backend: str = "auto",
 ) -> Inventory | None:
     """The inventory of a cluster.yaml, of `a,b` or of a hostfile; by default of `cluster.yaml` in `cwd`.
 
-    None where nothing is named and there is no such file: this machine is meant. Only files are read; see `complete`.
+    None where nothing is named and there is no such file, or where `backend` is one of this machine: that is meant.
+    Only files are read; see `complete`.
     Raises UsageError for what is not there, says nothing, or excludes each other.
     """
     given = {"--inventory": path, "--hosts": hosts, "--hostfile": hostfile}
     named = [option for option, value in given.items() if value]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", "they are three ways to name the machines")
+    if backend in config.ON_THIS_MACHINE:
+        for option, value in {**given, "--ssh-config": ssh_config, "--only": only}.items():
+            if value:
+                raise UsageError(f"--backend {backend} is this machine, and {option} names others", "leave one out")
+        return None
     here = Path(cwd) if cwd else Path.cwd()
     if not named and not (here / DEFAULT_FILE).exists():
         if only or ssh_config:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster import fanout, files, logs, readiness
+from cluster import fanout, logs, readiness
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Mount, Node, NodeStatus, Plan
 from cluster.shells import Shell
@@ -161,6 +161,8 @@ def collect(plan: Plan) -> list[str]:
 
     The first node's files are the job's; of the others only the ranks' logs are taken.
     """
+    from cluster import files
+
     remote = [node for node in machines(plan) if node.login]
 
     def bring(node: Node) -> None:
@@ -195,6 +197,8 @@ def attempt_dir(plan: Plan, node: Node) -> str:
 
 def mounted(node: Node, mount: Mount) -> Mount:
     """A job's mount as a node has it: what was synced is below its `data_dir`."""
+    from cluster import files
+
     source = files.mirror(node, mount.source) if mount.synced and node.data_dir else mount.source
     return Mount(source, mount.target, mount.read_only)
 

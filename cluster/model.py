@@ -211,6 +211,29 @@ class Record:
     detail: str = ""
 
 
+def plan_of(
+    job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int], in_containers: bool
+) -> Plan:
+    """An attempt of the job on these nodes, without its steps."""
+    return Plan(
+        job_id=job.name,
+        attempt=attempt,
+        backend=backend,
+        nodes=nodes,
+        steps=(),
+        run_dir=f"{job.run_root}/{job.name}",
+        master_addr=master[0],
+        master_port=master[1],
+        world_size=job.world_size,
+        timeout_s=job.timeout_s,
+        says_ready=job.says_ready,
+        image=job.image if in_containers else "",
+        command=(job.python, *job.command),
+        device=job.device,
+        secrets=job.secrets,
+    )
+
+
 def one_box(job: Job, addresses: Sequence[str]) -> tuple[Node, ...]:
     """The nodes of a job that share one machine: `node-0`, `node-1`, ... with consecutive GPUs, none used twice."""
     per_node = job.procs_per_node

@@ -1,4 +1,4 @@
-"""Words into bash text: the only shell quoting of what a plan holds."""
+"""Words into bash text, and fields into the CSV of --mount: the only quoting of what a plan holds."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def exports(values: Mapping[str, str]) -> str:
 def line(words: Sequence[str]) -> str:
     """The words as one command."""
     return " ".join('"${options[@]}"' if word == OPTIONS else shlex.quote(word) for word in words)
+
+
+def csv(fields: Sequence[str]) -> str:
+    """One line of CSV, which is what `--mount` takes: a path may hold ':', ',' and quotes."""
+    return ",".join('"' + field.replace('"', '""') + '"' if set(field) & set(',"\n') else field for field in fields)

@@ -14,6 +14,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_LATE = 4
 
+# What a trainer's events may tell of, with its title.
+SCORES = {"map50": "mAP50", "map": "mAP50-95", "top1": "top-1", "top5": "top-5", "miou": "mIoU"}
 _SIGNALS = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
 
 
@@ -30,7 +32,7 @@ def seconds(value: float) -> str:
 def scores(event: Event, first: str) -> str:
     """`epoch 6   mAP50 0.912   mAP50-95 0.684`, with the scores that the event has."""
     words = [first]
-    for key, title in (("map50", "mAP50"), ("map", "mAP50-95")):
+    for key, title in SCORES.items():
         if isinstance(event.get(key), int | float):
             words.append(f"{title} {event[key]:.3f}")
     return "   ".join(words)
@@ -67,6 +69,12 @@ def cause(view: JobView, verdict: Verdict) -> str:
         late = missing(view)
         return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
     return ""
+
+
+def hint(view: JobView, verdict: Verdict) -> str:
+    """What to do about it, where the node that failed first knew; else ""."""
+    said = failing(view)[0].failed if verdict == "failed" else None
+    return str((said or {}).get("hint") or "")
 
 
 def last_words(view: JobView, verdict: Verdict, tails: Mapping[str, Sequence[str]]) -> list[str]:

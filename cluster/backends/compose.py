@@ -6,19 +6,23 @@ config. Containers, network and project are named after the job, so all of them 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Any
 
 from cluster import contract, logs, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box
+from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box, plan_of
 from cluster.runtimes.none import NoRuntime
 from cluster.shells import Completed, Shell
+
+# yaml takes longer to import than all of the backends, and only a compose file needs it.
+if TYPE_CHECKING:
+    import yaml
 
 #: Where the job's run root is inside a container.
 RUNS = "/runs"
@@ -55,38 +59,11 @@ class ComposeBackend:
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
         nodes = one_box(job, [f"node-{rank}" for rank in range(job.nodes)])
-        run_dir = f"{job.run_root}/{job.name}"
-        file = f"{run_dir}/attempt-{attempt}/compose.yaml"
-        argv = (
-            "docker",
-            "compose",
-            "-p",
-            job.name,
-            "-f",
-            file,
-            "--project-directory",
-            ".",
-            "up",
-            "-d",
-            "--no-build",
-        )
-        return Plan(
-            job_id=job.name,
-            attempt=attempt,
-            backend=self.name,
-            nodes=nodes,
-            steps=(Step("this machine", {file: render(job, nodes, attempt=attempt, port=port)}, argv),),
-            run_dir=run_dir,
-            master_addr=nodes[0].address,
-            master_port=port,
-            world_size=job.world_size,
-            timeout_s=job.timeout_s,
-            says_ready=job.says_ready,
-            image=job.image,
-            command=(job.python, *job.command),
-            device=job.device,
-            secrets=job.secrets,
-        )
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port), in_containers=True)
+        file = f"{made.attempt_dir}/compose.yaml"
+        up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
+        step = Step("this machine", {file: render(job, nodes, attempt=attempt, port=port)}, up)
+        return replace(made, steps=(step,))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Raise UsageError without an engine, without compose or without the image."""
@@ -189,6 +166,8 @@ def engine_problem(shell: Shell) -> tuple[str, str] | None:
 
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> str:
     """The compose file: one service per node, whose script is an inline config."""
+    import yaml
+
     run_dir = f"{RUNS}/{job.name}"
     services, configs = {}, {}
     for rank, node in enumerate(nodes):
@@ -210,10 +189,12 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> str:
         "`docker compose up` runs it by itself.\n"
     )
     document = {"name": job.name, "services": services, "configs": configs}
-    return head + yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return head + yaml.dump(document, Dumper=_dumper(), sort_keys=False, width=120, allow_unicode=True)
 
 
 def _with_secrets(text: str, secrets: Mapping[str, str]) -> str:
+    import yaml
+
     document = yaml.safe_load(text)
     for service in document["services"].values():
         service["environment"] = {name: _escaped(value) for name, value in secrets.items()}
@@ -300,12 +281,15 @@ class _Block(str):
     """Text that YAML shows as it is, line by line."""
 
 
-class _Dumper(yaml.SafeDumper):
-    pass
+@functools.cache
+def _dumper() -> type[yaml.SafeDumper]:
+    import yaml
 
+    class Dumper(yaml.SafeDumper):
+        """With blocks."""
 
-def _represent_block(dumper: yaml.SafeDumper, text: _Block) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+    def represent(dumper: yaml.SafeDumper, text: _Block) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
 
-
-_Dumper.add_representer(_Block, _represent_block)
+    Dumper.add_representer(_Block, represent)
+    return Dumper

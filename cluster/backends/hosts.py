@@ -7,11 +7,12 @@ processes are found by `CLUSTER_JOB_ID` in their environment: no record, no pid 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from cluster import errands, fanout, logs, looks, quoting, readiness, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.looks import Looks, Seen, attempt_dir, machines, on
-from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, one_box
+from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, one_box, plan_of
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Shell
 
@@ -30,24 +31,10 @@ class HostsBackend:
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
         nodes = job.hosts or one_box(job, ["127.0.0.1"] * job.nodes)
-        made = Plan(
-            job_id=job.name,
-            attempt=attempt,
-            backend=self.name,
-            nodes=nodes,
-            steps=(),
-            run_dir=f"{job.run_root}/{job.name}",
-            master_addr=nodes[0].address,
-            master_port=port,
-            world_size=job.world_size,
-            timeout_s=job.timeout_s,
-            says_ready=job.says_ready,
-            image=job.image if any(node.runtime != "none" for node in nodes) else "",
-            command=(job.python, *job.command),
-            device=job.device,
-            secrets=job.secrets,
-        )
-        return Plan(**{**vars(made), "steps": tuple(_step(job, made, rank) for rank in range(len(nodes)))})
+        inside = any(node.runtime != "none" for node in nodes)
+        master = (nodes[0].address, port)
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=master, in_containers=inside)
+        return replace(made, steps=tuple(_step(job, made, rank) for rank in range(len(nodes))))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Look at every node before anything is started anywhere.

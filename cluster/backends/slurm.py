@@ -14,7 +14,7 @@ from dataclasses import replace
 from cluster import errands, logs, looks, quoting, readiness, sbatch, script, slurm
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
 from cluster.looks import Looks, Seen
-from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step
+from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, plan_of
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Shell
 
@@ -42,23 +42,8 @@ class SlurmBackend:
         assert job.queue is not None
         login = job.queue.login
         nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
-        made = Plan(
-            job_id=job.name,
-            attempt=attempt,
-            backend=self.name,
-            nodes=nodes,
-            steps=(),
-            run_dir=f"{job.run_root}/{job.name}",
-            master_addr="",
-            master_port=job.port,
-            world_size=job.world_size,
-            timeout_s=job.timeout_s,
-            says_ready=job.says_ready,
-            image=job.image if login.runtime != "none" else "",
-            command=(job.python, *job.command),
-            device=job.device,
-            secrets=job.secrets,
-        )
+        inside = login.runtime != "none"
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port), in_containers=inside)
         return replace(made, steps=(_step(job, made),))
 
     def check(self, job: Job, plan: Plan) -> None:

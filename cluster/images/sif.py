@@ -35,7 +35,10 @@ printf '%s' "$2" > "$work/root/.singularity.d/env/10-docker.sh"
 printf '%s' "$3" > "$work/root/.singularity.d/runscript"
 chmod 755 "$work/root/.singularity.d/env/10-docker.sh" "$work/root/.singularity.d/runscript"
 options=()
-if mksquashfs -help 2>&1 | grep -q zstd; then options=(--mksquashfs-args "-comp zstd -Xcompression-level 3"); fi
+# Not through a pipe to grep -q, which ends at the first match: mksquashfs would fail by the closed pipe, now and then.
+case $(mksquashfs -help 2>&1) in
+    *zstd*) options=(--mksquashfs-args "-comp zstd -Xcompression-level 3") ;;
+esac
 APPTAINER_TMPDIR="$work" APPTAINER_CACHEDIR="$work/cache" \
     apptainer --silent build "${options[@]}" "$work/image.sif" "$work/root" >&2
 mv -f -- "$work/image.sif" "$1"

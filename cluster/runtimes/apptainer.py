@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster import torchrun
+from cluster import quoting, torchrun
 from cluster.model import Job, Mount, Node
 
 #: Gives the container the variables that are named (`$1` of them), and nothing else of the environment: no value is on
@@ -32,7 +32,8 @@ class ApptainerRuntime:
         if job.device == "cuda":
             words.append("--nv")
         for mount in mounts:
-            words += ["--mount", _mount(mount)]
+            fields = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
+            words += ["--mount", quoting.csv([*fields, "ro"] if mount.read_only else fields)]
         words += ["--pwd", job.workdir or "/"]
         return (*words, job.image, *torchrun.command(job))
 
@@ -43,13 +44,3 @@ class ApptainerRuntime:
     def stop(self, job_id: str, grace_s: int) -> str:
         """Its processes are the machine's, and are found and ended without us."""
         return ""
-
-
-def _mount(mount: Mount) -> str:
-    """CSV, as docker's: a path may hold ':', ',' and quotes."""
-    fields = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
-    if mount.read_only:
-        fields.append("ro")
-    return ",".join(
-        f'"{field.replace(chr(34), chr(34) * 2)}"' if set(field) & set(',"\n') else field for field in fields
-    )

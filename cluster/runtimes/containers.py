@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from cluster import contract, torchrun
+from cluster import contract, quoting, torchrun
 from cluster.model import Job, Mount, Node
-from cluster.quoting import OPTIONS
 
 #: RDMA and NCCL want memory that stays in place, which only an engine that may raise limits (bit 24) can give.
 _LIMITS = """
@@ -54,14 +53,15 @@ class ContainerRuntime:
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """`docker run --network host --ipc host ...`, variables by name, ended by the signals that the script gets."""
-        words = [self._program, "run", "--rm", "--init", OPTIONS]
+        words = [self._program, "run", "--rm", "--init", quoting.OPTIONS]
         words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
         words += ["--network", "host", "--ipc", "host"]
         words += ["--pull", "never", "--log-driver", "none"] if self._program == "docker" else ["--pull", "never"]
         if job.device == "cuda" and node.gpus:
             words += self._gpu_words(node)
         for mount in mounts:
-            words += ["--mount", _mount(mount)]
+            fields = ["type=bind", f"source={mount.source}", f"target={mount.target}"]
+            words += ["--mount", quoting.csv([*fields, "readonly"] if mount.read_only else fields)]
         if job.workdir:
             words += ["--workdir", job.workdir]
         for name in names:
@@ -89,13 +89,3 @@ for container in $left; do echo "container $container"; done
         if self._program == "podman":
             return [word for gpu in node.gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
         return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in node.gpus) + '"']  # the quotes are docker's CSV
-
-
-def _mount(mount: Mount) -> str:
-    """The long form is CSV: a path may hold ':', ',' and quotes."""
-    fields = ["type=bind", f"source={mount.source}", f"target={mount.target}"]
-    if mount.read_only:
-        fields.append("readonly")
-    return ",".join(
-        f'"{field.replace(chr(34), chr(34) * 2)}"' if set(field) & set(',"\n') else field for field in fields
-    )

@@ -39,7 +39,7 @@ def follow(
     screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skips_past=not stops)
     job_id = record.plan.job_id
     try:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
         with screen:
             return supervise.run(record, records, screen, secrets=values)
     except KeyboardInterrupt:
@@ -57,7 +57,8 @@ def follow(
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _interrupt(*_: object) -> NoReturn:
+def interrupt(*_: object) -> NoReturn:
+    """What SIGTERM does: the same as Ctrl-C."""
     raise KeyboardInterrupt
 
 

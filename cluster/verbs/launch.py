@@ -85,7 +85,7 @@ def launch(
     )
     file_secrets = secrets.read(env_file)
     request = replace(request, env_names=tuple(file_secrets))
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)
+    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
     job, chosen, notes = _resolve(request, nodes, backend, machines)
     if push and job.queue:
         raise UsageError("--push: the nodes of a Slurm cluster take the image from its disk", "clusterctl image sif")
@@ -167,7 +167,7 @@ def plan(
         slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
         env_names=tuple(secrets.read(env_file)),
     )
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only)
+    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
     job, chosen, notes = _resolve(request, nodes, backend, machines)
     made = commands.plan(job, chosen)
     for note in notes:

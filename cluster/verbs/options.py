@@ -88,8 +88,8 @@ BackendName = Annotated[
         "--backend",
         "-b",
         help="[b]ssh[/b]: the machines of the inventory; [b]slurm[/b]: a cluster with a queue; [b]compose[/b]: "
-        "containers on this machine; [b]local[/b]: process groups on it; [b]auto[/b]: what the inventory says, else "
-        "compose where an engine answers, else local.",
+        "containers on this machine; [b]local[/b]: process groups on it; [b]here[/b]: compose where an engine answers, "
+        "else local; [b]auto[/b]: what the inventory says, else here.",
     ),
 ]
 Name = Annotated[
@@ -182,6 +182,7 @@ def chosen_inventory(
     only: str = "",
     *,
     complete: bool = True,
+    backend: str = "auto",
 ) -> Inventory | None:
     """The machines that the options choose; None where there are none and no cluster.yaml: this machine is meant.
 
@@ -190,7 +191,7 @@ def chosen_inventory(
     """
     from cluster import discovery
 
-    found = discovery.load(inventory, hosts, hostfile, ssh_config, only)
+    found = discovery.load(inventory, hosts, hostfile, ssh_config, only, backend=backend)
     return discovery.complete(found) if found and complete else found
 
 

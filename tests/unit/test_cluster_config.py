@@ -86,6 +86,11 @@ def test_the_name_comes_from_the_job_and_changes_with_it():
     assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
 
 
+def test_a_module_gives_its_name_to_the_job():
+    names = [job(command=text)[0].name for text in ("-m acme.train --lr 0.1", "acme/train.py --lr 0.1", "-m")]
+    assert [name.rpartition("-")[0] for name in names] == ["acme", "train", "m"]
+
+
 def test_automatic_ports_are_fixed_by_the_name_and_outside_the_ephemeral_range():
     assert config.auto_port("digits") == config.auto_port("digits")
     assert config.auto_port("digits", 1) != config.auto_port("digits")

@@ -1,0 +1,117 @@
+"""`clusterctl bench` with real jobs on process groups of this machine."""
+
+import csv
+import json
+import re
+import signal
+
+import pytest
+
+from tests.conftest import processes_of
+from tests.contract.sshd import inventory
+
+FEW = """
+import os
+from trainer.data.digits import Digits
+
+def pages(split, imgsz):
+    return Digits(split, imgsz, pages=32 if split == "train" else 4)
+
+def alone(split, imgsz):
+    if os.environ["WORLD_SIZE"] != "1":
+        raise RuntimeError("not for two")
+    return pages(split, imgsz)
+"""
+TRAIN = ["--", "train", "--data", "few:pages", "--imgsz", "64", "--noval"]
+
+
+@pytest.fixture
+def few(clusterctl):
+    (clusterctl.folder / "few.py").write_text(FEW)
+    return clusterctl
+
+
+def test_two_numbers_of_nodes_are_trained_on_and_compared(few):
+    files = ["--csv", "all.csv", "--markdown", "tables.md"]
+    code, text = few.run("bench", "--backend", "local", "--nodes", "1,2", *files, *TRAIN, "--batch", "8", timeout_s=250)
+    assert code == 0, text
+    one, two = csv.DictReader((few.folder / "all.csv").read_text().splitlines())
+    assert [(row["nodes"], row["ranks"], row["batch"], row["failure"]) for row in (one, two)] == [
+        ("1", "1", "8", ""),
+        ("2", "2", "16", ""),
+    ]
+    rates = [float(row["images_per_s"]) for row in (one, two)]
+    assert float(two["gain"]) == pytest.approx(rates[1] / rates[0], rel=1e-4)
+    # 32 pictures: the epoch's time and its speed are told by the trainer, each by itself
+    assert float(one["train_s"]) == pytest.approx(32 / rates[0], rel=0.2)
+    assert float(one["parameters"]) > 1e6
+    assert 0 < float(two["sync_share"]) < 1
+    tables = (few.folder / "tables.md").read_text()
+    assert tables in text
+    assert "| bs | 1 node | 2 nodes | gain |" in tables.replace("  ", " ").replace("  ", " ")
+    # each point was a job like any other: two epochs, the batch of all ranks together
+    scripts = [few.folder / "runs" / name / "attempt-1" / "node-0.sh" for name in ("bench-1x1-b8", "bench-2x1-b16")]
+    assert "--epochs 2 --batch 16" in scripts[1].read_text()
+    # nodes on one machine stand for devices: a process has as many threads at every point
+    threads = [re.findall(r"OMP_NUM_THREADS=(\d+)", script.read_text()) for script in scripts]
+    assert len(threads[0]) == 1
+    assert threads[0] == threads[1]
+
+
+def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measured(few):
+    code, text = few.run(
+        *("bench", "--backend", "local", "--nodes", "1,2", "--rounds", "2", "--json"),
+        *("--", "--data", "few:alone", "--imgsz", "64", "--noval", "--epochs", "1"),
+        timeout_s=250,
+    )
+    assert code == 1, text
+    one, two = json.loads(text[text.index("{") :])["rows"]
+    assert (one["failure"], one["images_per_s"] > 0) == ("", True)
+    assert "not for two" in two["failure"]
+    assert two["images_per_s"] is None
+    assert sorted(path.name for path in (few.folder / "runs").glob("bench*")) == [
+        "bench-1x1-b16",
+        "bench-1x1-b16-2",
+        "bench-2x1-b32",
+    ]
+    assert not list((few.folder / "runs").glob("*/attempt-2"))  # what began anew would be no measurement
+
+
+def test_what_makes_no_sense_is_refused_before_anything_runs(few):
+    for more, said in (
+        (["--strong", "--batch", "1"], "--batch 1: fewer pictures in a step than ranks, 2 on 2 nodes"),
+        (["--nodes", "1,²"], "--nodes 1,²: not numbers of 1 or more"),
+        (["--csv", "runs"], "--csv runs: no file in a folder that is there"),
+    ):
+        (few.folder / "runs").mkdir(exist_ok=True)
+        code, text = few.run("bench", "--backend", "local", "--nodes", "1,2", *more, *TRAIN)
+        assert code == 2, text
+        assert said in text
+        assert "Traceback" not in text
+    assert list((few.folder / "runs").iterdir()) == []
+
+
+def test_ctrl_c_stops_the_job_and_shows_what_was_measured(few):
+    process = few.start("bench", "--backend", "local", "--nodes", "1,2", "--json", *TRAIN, "--epochs", "1")
+    few.wait_for("bench-2x1-b32", '"event":"ready"', timeout_s=200)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert [row["nodes"] for row in json.loads(text[text.index("{") :])["rows"]] == [1]
+    assert processes_of("bench-2x1-b32") == []
+    assert {row["job"]: row["state"] for row in json.loads(few.run("ps", "--all", "--json")[1])} == {
+        "bench-1x1-b16": "done",
+        "bench-2x1-b32": "stopped",
+    }
+
+
+def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecast(clusterctl, sshd):
+    inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
+    code, text = clusterctl.run("bench", "--nodes", "1,2", "--python", "/nowhere/python3", "--json")
+    assert code == 1, text
+    # all of the test's machines are this one, which nobody else reaches at such an address
+    assert "link: not measured: node-0: 127.0.1.1 is on lo" in text
+    rows = json.loads(text[text.index("{") :])["rows"]
+    assert [row["forecast_best"] for row in rows] == [None, None]
+    assert all("node-0: " in row["failure"] and "/nowhere/python3" in row["failure"] for row in rows)
+    assert "; node-1: " in rows[1]["failure"]
