@@ -10,6 +10,7 @@
 #   testbed-node share FROM INTO ID LAYER...   gives an engine an image that another engine has, without copying
 set -eu
 
+ENGINE_TIMEOUT_S=90
 DISKS=/disks  # the testbed's volume: keys, the common folder, and what the hosts' engines hold
 
 fail() { echo "$(hostname): $*" >&2; exit 1; }
@@ -55,17 +56,25 @@ engine_cgroup() {
     fi
 }
 
+engine_answers() { timeout 20 docker info >/dev/null 2>&1; }
+
 engine() {
-    if docker info >/dev/null 2>&1; then return 0; fi
+    if engine_answers; then return 0; fi
     rm -f /run/docker.pid /run/docker/containerd/containerd.pid
-    (setsid dockerd --cgroup-parent "$(engine_cgroup)" >>/var/log/dockerd.log 2>&1 </dev/null &)  # init's child, not ours
-    for _ in $(seq 300); do
-        if docker info >/dev/null 2>&1; then return 0; fi
-        pidof dockerd >/dev/null || break
+    group=$(engine_cgroup)
+    # Init's child, not ours. Its number is known from the start: asked for by name, it may not have its name yet.
+    pid=$(setsid dockerd --cgroup-parent "$group" >>/var/log/dockerd.log 2>&1 </dev/null & echo $!)
+    until=$(($(date +%s) + ENGINE_TIMEOUT_S))
+    until engine_answers; do
+        reason=''
+        kill -0 "$pid" 2>/dev/null || reason="ended at its start"
+        [ "$(date +%s)" -lt "$until" ] || reason="does not answer after $ENGINE_TIMEOUT_S s"
+        if [ -n "$reason" ]; then
+            tail -n 15 /var/log/dockerd.log >&2
+            fail "its Docker Engine $reason"
+        fi
         sleep 0.1
     done
-    tail -n 15 /var/log/dockerd.log >&2
-    fail "its Docker Engine did not come up"
 }
 
 stop_engine() {
@@ -79,7 +88,7 @@ stop_engine() {
 }
 
 answers() {
-    pidof sshd && docker info && scontrol ping && sinfo --noheader --nodes "$(hostname)" --states idle,alloc,mix | grep .
+    pidof sshd && engine_answers && scontrol ping && sinfo --noheader --nodes "$(hostname)" --states idle,alloc,mix | grep .
 }
 
 join() {

@@ -38,7 +38,7 @@ run_node() {
         --tmpfs /data:size=300m,mode=1777 --shm-size 1g "$@"
 }
 
-UP_TIMEOUT_S=60
+UP_TIMEOUT_S=120
 wait_until_up() {
     until=$(($(date +%s) + UP_TIMEOUT_S))
     until docker exec "$(container "$1")" testbed-node answers >/dev/null 2>&1; do

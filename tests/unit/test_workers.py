@@ -104,7 +104,7 @@ def train(folder: Path, data: Path, *more: str) -> tuple[str, str]:
             str(program),
             *arguments,
             "--epochs",
-            "6",
+            "8",
             "--noval",
             "--device",
             "cpu",
@@ -135,14 +135,14 @@ def test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered(tmp_pat
     assert "is taken" not in again
     _, plain = train(tmp_path, data, "--workers", "0")
     assert losses == same == plain
-    assert len(losses.splitlines()) == 1 + 6 * 8
+    assert len(losses.splitlines()) == 1 + 8 * 8
 
 
 def test_two_ranks_agree_on_one_number(tmp_path: Path) -> None:
     program = tmp_path / "quick.py"
     program.write_text(QUICK)
     data = squares(tmp_path / "set", train=32)
-    arguments = ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "6", "--device", "cpu"]
+    arguments = ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "8", "--device", "cpu"]
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), *arguments, "--noval", "--workers", "auto"],
