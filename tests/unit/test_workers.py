@@ -10,7 +10,6 @@ import pytest
 
 from tests.unit.trainer_process import environment, ranks, squares, wait
 from trainer.config import workers_of
-from trainer.dist import usable_cores
 from trainer.errors import TrainerError
 from trainer.training.workers import KEPT, choose, next_to_try, recall, remember, together
 
@@ -87,7 +86,7 @@ QUICK = (
     "import trainer.training.workers as workers\n"
     "from trainer.__main__ import main\n"
     "workers.SECONDS, workers.FEWEST, workers.IDLE = 0.0, 2, 0.0\n"  # what is measured in seconds, in steps
-    "workers.TURNS = 2\n"
+    "workers.LADDER, workers.TURNS = (0, 1), 2\n"
     "if __name__ == '__main__':\n"  # workers import it, too
     "    main()\n"
 )
@@ -104,7 +103,7 @@ def train(folder: Path, data: Path, *more: str) -> tuple[str, str]:
             str(program),
             *arguments,
             "--epochs",
-            "8",
+            "4",
             "--noval",
             "--device",
             "cpu",
@@ -126,8 +125,8 @@ def test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered(tmp_pat
     data = squares(tmp_path / "set", train=32)
     found, losses = train(tmp_path, data, "--workers", "auto")
     said = next(line for line in found.splitlines() if line.startswith("--workers auto: "))
-    numbers = [k for k in (0, 1, 2) if k <= max(1, usable_cores())]
-    assert all(f" with {k}" in said for k in numbers)
+    assert " with 0, " in said
+    assert " with 1 " in said
     taken = re.search(r"; (\d) is taken, and remembered$", said)
     assert taken, said
     again, same = train(tmp_path, data, "--workers", "auto")
@@ -135,14 +134,14 @@ def test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered(tmp_pat
     assert "is taken" not in again
     _, plain = train(tmp_path, data, "--workers", "0")
     assert losses == same == plain
-    assert len(losses.splitlines()) == 1 + 8 * 8
+    assert len(losses.splitlines()) == 1 + 4 * 8
 
 
 def test_two_ranks_agree_on_one_number(tmp_path: Path) -> None:
     program = tmp_path / "quick.py"
     program.write_text(QUICK)
     data = squares(tmp_path / "set", train=32)
-    arguments = ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "8", "--device", "cpu"]
+    arguments = ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "4", "--device", "cpu"]
     processes = [
         subprocess.Popen(
             [sys.executable, str(program), *arguments, "--noval", "--workers", "auto"],
