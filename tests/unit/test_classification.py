@@ -196,6 +196,22 @@ def test_pictures_and_classes_are_those_of_the_folders(tmp_path: Path) -> None:
         assert brightest == {0: -1, 1: 1, 2: 0}[data.label(k)]  # RGB
 
 
+def test_hidden_files_are_no_pictures_and_hidden_folders_no_classes(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    seen = open_labelled(str(root), "val")
+    (root / "test/red/._0.png").write_bytes(b"what macOS keeps beside a file")
+    (root / "test/.ipynb_checkpoints").mkdir()
+    (root / "test/.ipynb_checkpoints/0.png").write_bytes((root / "test/red/0.png").read_bytes())
+    again = open_labelled(str(root), "val")
+    assert again.names == seen.names
+    assert len(again) == len(seen)
+    assert again.fingerprint() == seen.fingerprint()
+    only_hidden = tmp_path / "hidden"
+    (only_hidden / "train/.class").mkdir(parents=True)
+    with pytest.raises(TrainerError, match="no class folder"):
+        open_labelled(str(only_hidden), "train")
+
+
 def test_a_large_jpeg_is_shrunk_while_it_is_decoded(tmp_path: Path) -> None:
     root = folders(tmp_path)
     cv2.imwrite(str(root / "train/red/large.jpg"), np.full((400, 640, 3), (40, 40, 200), np.uint8))

@@ -50,19 +50,25 @@ class Folder:
     """Pictures in a folder for each class: ROOT/train/cat/1.jpg, as torchvision's ImageFolder reads them."""
 
     def __init__(self, root: str, split: Split) -> None:
-        from torchvision.datasets import ImageFolder
+        from torchvision.datasets.folder import find_classes, make_dataset
 
         self._root = _split_folder(Path(root), split)
         try:
-            found = ImageFolder(str(self._root))
+            # Without what other programs hide: `.ipynb_checkpoints` is no class, and `._1.jpg` of macOS no picture.
+            self.names: list[str] = [name for name in find_classes(str(self._root))[0] if not name.startswith(".")]
+            numbers = {name: number for number, name in enumerate(self.names)}
+            samples = make_dataset(str(self._root), numbers, is_valid_file=_is_picture) if numbers else []
         except FileNotFoundError as error:
             raise TrainerError(
                 f"--data {root}: {' '.join(str(error).split())}", "each class needs a folder with pictures"
             ) from None
-        self.names: list[str] = found.classes
+        if not samples:
+            raise TrainerError(
+                f"--data {root}: no class folder in {self._root}", "each class needs a folder with pictures"
+            )
         # Flat arrays: a list of a million tuples would be copied into every loading process, page by page.
-        self._paths = np.array([os.path.relpath(path, self._root) for path, _ in found.samples], object).astype("U")
-        self._labels = np.array([label for _, label in found.samples], np.int64)
+        self._paths = np.array([os.path.relpath(path, self._root) for path, _ in samples], object).astype("U")
+        self._labels = np.array([label for _, label in samples], np.int64)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -127,6 +133,12 @@ class Arrays:
         digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self._images).tobytes() + self._labels.tobytes())
         return digest.hexdigest()
+
+
+def _is_picture(path: str) -> bool:
+    from torchvision.datasets.folder import is_image_file
+
+    return is_image_file(path) and not Path(path).name.startswith(".")
 
 
 def _digits(split: Split) -> Arrays:
