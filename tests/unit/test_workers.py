@@ -98,18 +98,7 @@ def train(folder: Path, data: Path, *more: str) -> tuple[str, str]:
     program.write_text(QUICK)
     arguments = ["train", "--data", str(data), "--project", str(folder / "runs"), "--imgsz", "64", "--batch", "4"]
     done = subprocess.run(
-        [
-            sys.executable,
-            str(program),
-            *arguments,
-            "--epochs",
-            "4",
-            "--noval",
-            "--device",
-            "cpu",
-            "--log-steps",
-            *more,
-        ],
+        [sys.executable, str(program), *arguments, "--epochs", "4", "--noval", "--device", "cpu", "--log-steps", *more],
         cwd=folder,
         env=environment(XDG_CACHE_HOME=str(folder / "cache")),
         text=True,
