@@ -2,9 +2,9 @@
 
     python benchmarks/workers.py -- --data bccd/data.yaml --cfg yolov5n.yaml --imgsz 320 --batch 16
 
-What stands after `--` are options of `trainer train`. Every fixed number of workers trains for two seconds, in many
-turns of one and the same training: other trainings, minutes apart, differ by more than what is compared. Before it
-and after it, trainings of their own begin with `--workers auto` until they have taken a number.
+What stands after `--` are options of `trainer train`. Some trainings begin with `--workers auto` until each has taken a
+number. Then those, and the fixed ones that are asked for, train for two seconds each, in many turns of one and the
+same training: trainings of their own, minutes apart, differ by more than what is compared.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=4, help="trainings with --workers auto")
     parser.add_argument("train", nargs="*", help="options of `trainer train`, after --")
     arguments = parser.parse_args()
-    numbers = [int(k) for k in arguments.numbers.split(",")]
 
-    first = arguments.runs // 2
-    taken = [found(arguments.train) for _ in range(first)]
-    rates = found(arguments.train, numbers, arguments.turns)["images_per_s"]
-    taken += [found(arguments.train) for _ in range(arguments.runs - first)]
+    taken = [found(arguments.train) for _ in range(arguments.runs)]
+    numbers = {int(k) for k in arguments.numbers.split(",")} | {run["workers"] for run in taken}
+    rates = found(arguments.train, sorted(numbers), arguments.turns)["images_per_s"]
 
     best = max(rates.values())
     rows = [[k, f"{rate:.1f}", f"{rate / best:.2f}"] for k, rate in rates.items()]

@@ -86,7 +86,12 @@ QUICK = (
     "import trainer.training.workers as workers\n"
     "from trainer.__main__ import main\n"
     "workers.SECONDS, workers.FEWEST, workers.IDLE = 0.0, 2, 0.0\n"  # what is measured in seconds, in steps
-    "workers.LADDER, workers.TURNS = (0, 1), 2\n"
+    "workers.LADDER, workers.NEAR, workers.TURNS = (0, 1), 1.0, 2\n"
+    "use_workers = workers.Run.use_workers\n"
+    "def said(run, number):\n"
+    "    print('use', number)\n"
+    "    use_workers(run, number)\n"
+    "workers.Run.use_workers = said\n"
     "if __name__ == '__main__':\n"  # workers import it, too
     "    main()\n"
 )
@@ -118,6 +123,7 @@ def test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered(tmp_pat
     assert " with 1 " in said
     taken = re.search(r"; (\d) is taken, and remembered$", said)
     assert taken, said
+    assert re.findall(r"^use (\d)$", found, re.MULTILINE) == ["0", "1", "1", "0", taken[1]]  # in turns
     again, same = train(tmp_path, data, "--workers", "auto")
     assert f"--workers auto: {taken[1]}, as found before" in again
     assert "is taken" not in again
