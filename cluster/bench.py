@@ -10,7 +10,7 @@ from cluster import commands, config, doctor, logs, report, scaling, supervise
 from cluster.commands import Show
 from cluster.config import Request
 from cluster.doctor.forecast import Link
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import ClusterError, UsageError, with_hint
 from cluster.model import Inventory, Job
 from cluster.records import Records
 from cluster.scaling import Measured, Point
@@ -79,7 +79,7 @@ def run(job: Job, backend: str, records: Records, show: Show, values: Mapping[st
     try:
         record = commands.launch(job, backend, records, numbered=True, secrets=values)
     except ClusterError as error:
-        return _with_hint("; ".join(line.strip() for line in error.message.splitlines()), error.hint)
+        return with_hint("; ".join(line.strip() for line in error.message.splitlines()), error.hint)
     name = record.plan.job_id
     try:
         watched, _ = supervise.run(record, records, show, secrets=values)
@@ -92,12 +92,12 @@ def run(job: Job, backend: str, records: Records, show: Show, values: Mapping[st
         raise
     except ClusterError as error:
         _stop(name, records)
-        return _with_hint(error.message, error.hint)
+        return with_hint(error.message, error.hint)
     for text in undone:
         show.note(text)
     if outcome != "done":
         why = report.cause(watched.view, watched.verdict) or f"it was {outcome}"
-        return _with_hint(why, report.hint(watched.view, watched.verdict) or f"clusterctl logs {name}")
+        return with_hint(why, report.hint(watched.view, watched.verdict) or f"clusterctl logs {name}")
     first = watched.plan.nodes[0].name
     lines = logs.read(watched.plan, {first: 0})[first].decode(errors="replace").splitlines()
     found = scaling.measured([event for line in lines if (event := logs.event(line)) is not None])
@@ -109,7 +109,3 @@ def _stop(name: str, records: Records) -> None:
         commands.stop(name, records)
     except ClusterError as error:
         raise ClusterError(f"{name} may still be running: {error.message}", f"clusterctl stop {name}") from error
-
-
-def _with_hint(why: str, hint: str) -> str:
-    return f"{why} ({hint})" if hint else why

@@ -218,7 +218,7 @@ def start(record: Record, records: Records, secrets: Mapping[str, str] | None = 
         _make_folder(record.plan)
         BACKENDS[record.plan.backend].submit(record.plan, secrets)
     except ClusterError as error:
-        records.end(record.plan.job_id, "failed", error.message)
+        records.end(record.plan.job_id, "failed", error.message, error.exit_code)
         raise
     except KeyboardInterrupt:  # some nodes may have started
         records.end(record.plan.job_id, "stopped")
@@ -290,7 +290,8 @@ def finish(watched: Watched, records: Records) -> tuple[Outcome, list[str]]:
     outcome: Outcome = "done" if watched.verdict == "done" else "failed"
     undone = _remove(record, grace_s=0.0 if watched.verdict == "done" else FAILED_GRACE_S)
     undone += _collect(watched.plan)
-    records.end(watched.plan.job_id, outcome, report.cause(watched.view, watched.verdict))
+    view, verdict = watched.view, watched.verdict
+    records.end(watched.plan.job_id, outcome, report.cause(view, verdict), report.exit_code(view, verdict))
     return records.load(watched.plan.job_id).outcome or outcome, undone
 
 

@@ -79,6 +79,14 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         raise UsageError(
             "--python: a container has its own", "name an image with the interpreter you mean: --image NAME"
         )
+    without_containers = {"--image": request.image, "--mount": request.mounts}
+    for option, value in without_containers.items() if backend == "local" else ():
+        if value:
+            raise UsageError(f"{option}: process groups take none, they see this machine's files", "--backend compose")
+    if request.build and backend != "compose":
+        raise UsageError("--build: only a compose file has one", "--backend compose")
+    if request.spares < 0:
+        raise UsageError(f"--spares {request.spares}: less than none", "leave it out")
     if request.slurm and backend != "slurm":
         raise UsageError(f"--slurm {request.slurm[0]}: only Slurm takes it", "--backend slurm")
     inventory = request.inventory if backend in ("ssh", "slurm") else None

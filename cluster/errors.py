@@ -40,3 +40,8 @@ class UnreachableError(ClusterError):
     """A machine or an engine does not answer."""
 
     exit_code = 5
+
+
+def with_hint(why: str, hint: str) -> str:
+    """Both in one line, for where more is said after them."""
+    return f"{why} ({hint})" if hint else why

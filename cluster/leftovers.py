@@ -37,7 +37,8 @@ def remove(node: Node, job: str) -> None:
     if done.out.strip():
         left = ", ".join(done.out.split("\n")[:-1])
         raise ClusterError(
-            f"{readiness.place(node)}: {left} of {job} do not end", "as root there, or its engine: doctor"
+            f"{readiness.place(node)}: {left} of {job} do not end",
+            "look at the engine with clusterctl doctor, or end them as root there",
         )
 
 

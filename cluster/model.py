@@ -199,6 +199,8 @@ class NodeStatus:
 class Record:
     """What is remembered of a job: the plan of its newest attempt, and how it ended ("" while nobody has seen the end).
 
+    `exit_code` is what a launcher that sees a bad end exits with.
+
     `retired` are the nodes of earlier attempts that the plan has no more, `past` how each earlier attempt failed.
     """
 
@@ -209,6 +211,7 @@ class Record:
     past: tuple[str, ...] = ()
     outcome: Literal["", "done", "failed", "stopped"] = ""
     detail: str = ""
+    exit_code: int = 1
 
 
 def plan_of(

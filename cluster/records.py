@@ -35,21 +35,28 @@ class Records:
                 f"a job {record.plan.job_id} exists already", "choose another --name, or see: clusterctl ps"
             ) from None
         except OSError as error:
-            raise ClusterError(f"cannot write the job's record {path}: {error.strerror}") from error
+            raise _unwritable(path, error) from error
 
     def update(self, record: Record) -> None:
-        """Replace a job's record."""
+        """Replace a job's record; raises ClusterError when its folder cannot be written to."""
         path = self._path(record.plan.job_id)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
-        partial.write_text(_text(record))
-        partial.replace(path)
+        try:
+            partial.write_text(_text(record))
+            partial.replace(path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     @contextmanager
     def watch(self, job_id: str) -> Iterator[bool]:
         """Be the one that restarts the job when it fails; gives False where another process is that already."""
         path = self._path(job_id).with_suffix(".lock")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -57,11 +64,11 @@ class Records:
                 return
             yield True
 
-    def end(self, job_id: str, outcome: Outcome, detail: str = "") -> None:
+    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
         """Note how a job ended; the first end counts."""
         record = self.load(job_id)
         if not record.outcome:
-            self.update(replace(record, outcome=outcome, detail=detail))
+            self.update(replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
 
     def load(self, job_id: str) -> Record:
         """The record of one job; raises UsageError when there is none, naming those that are."""
@@ -90,6 +97,13 @@ def default_folder() -> Path:
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "clusterctl" / "jobs"
+
+
+def _unwritable(path: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"cannot write the job's record {path}: {error.strerror}",
+        "make room there, or keep the records elsewhere: CLUSTERCTL_STATE_DIR=FOLDER clusterctl ...",
+    )
 
 
 def _text(record: Record) -> str:

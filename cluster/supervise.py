@@ -11,7 +11,7 @@ from cluster import commands, fanout, files, restarts
 from cluster.backends import BACKENDS
 from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
-from cluster.errors import ClusterError, UnreachableError
+from cluster.errors import ClusterError, UnreachableError, with_hint
 from cluster.model import Node, Plan, Record
 from cluster.records import Records
 from cluster.restarts import Failure
@@ -62,7 +62,7 @@ def run(
             try:
                 record = _next_attempt(record, records, past[-1], show, secrets, wait)
             except ClusterError as error:
-                return watched, f"it could not be started again: {error.message}"
+                return watched, f"it could not be started again: {with_hint(error.message, error.hint)}"
             places = ", ".join(node.name for node in record.plan.nodes)
             show.note(
                 f"attempt {record.plan.attempt} on {places}, {time.time() - began:.1f} s after the failure was seen"

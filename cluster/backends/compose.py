@@ -94,7 +94,8 @@ class ComposeBackend:
         if up.code:
             self.cancel(plan, grace_s=0)
             raise LaunchError(
-                f"this machine: docker compose up: {_last_line(up)}", f"clusterctl plan --name {plan.job_id}"
+                f"this machine: docker compose up: {up.last_line}",
+                "see what compose was given: the same command with plan instead of launch",
             )
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
@@ -104,9 +105,9 @@ class ComposeBackend:
         try:
             listed = json.loads(found.out or "[]")
         except json.JSONDecodeError as error:
-            raise UnreachableError(f"this machine: docker inspect: {_last_line(found)}") from error
+            raise UnreachableError(f"this machine: docker inspect: {found.last_line}") from error
         if not listed and "no such container" not in found.err.lower():
-            raise UnreachableError(f"this machine: docker inspect: {_last_line(found)}", "docker info")
+            raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
         states = {container["Name"].lstrip("/"): container["State"] for container in listed}
         return [_status(node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
 
@@ -145,7 +146,7 @@ def engine_problem(shell: Shell) -> tuple[str, str] | None:
         return error.message, "make engine   (installs one on Debian as root), or --backend local"
     if engine.code:
         return (
-            f"this machine: the Docker Engine does not answer: {_last_line(engine)}",
+            f"this machine: the Docker Engine does not answer: {engine.last_line}",
             "make engine   (installs and starts one on Debian as root), or --backend local",
         )
     compose = shell.run(["docker", "compose", "version", "--short"], timeout_s=15)
@@ -270,11 +271,6 @@ def _seconds(stamp: str) -> float | None:
     if match is None or stamp.startswith("0001"):
         return None
     return datetime.fromisoformat(match[1] + "+00:00").timestamp() + float(match[2] or 0)
-
-
-def _last_line(done: Completed) -> str:
-    lines = [line for line in (done.err or done.out).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else f"exit {done.code}"
 
 
 class _Block(str):

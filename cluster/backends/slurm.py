@@ -83,7 +83,7 @@ class SlurmBackend:
             why = done.err.strip().splitlines()[-1:] or [done.last_line]
             raise LaunchError(
                 f"{readiness.place(replace(login, name='the login node'))}: {why[0].removeprefix('sbatch: error: ')}",
-                "see what it was given: clusterctl plan --backend slurm",
+                "see what it was given: the same command with plan instead of launch",
             )
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:

@@ -89,6 +89,8 @@ def doctor(
     for option, count in (("--nodes", nodes), ("--gpus", gpus)):
         if count < 0:
             raise UsageError(f"{option} {count}: must be more than 0")
+    if job and step_ms:
+        raise UsageError("--job and --step-time both tell the time of a step", "leave one out")
     step_s = _measured(job) if job else step_ms / 1000 or None
     machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
     for_sbatch = options.for_sbatch(partition, account, qos, time_limit, slurm)

@@ -91,10 +91,12 @@ def end(watched: Watched, refused: str, records: Records, out: Console) -> int:
 
 
 def ended(record: Record, out: Console) -> int:
-    """Tell how a job ended that nobody needs to wait for any more."""
+    """Tell how a job ended that nobody needs to wait for any more, return its exit code."""
+    from cluster import report
+
     text = f"{record.plan.job_id} has ended: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
     say(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
-    return 0 if record.outcome == "done" else 1
+    return report.EXIT_DONE if record.outcome == "done" else record.exit_code
 
 
 def header(made: Plan) -> str:

@@ -23,12 +23,13 @@ def attach(
     """
     from cluster.records import Records
 
+    all_nodes = options.every_log(logs)
     records, out = Records(), console()
     record = records.load(job)
     if record.outcome:
         raise typer.Exit(ended(record, out))
     say(out, header(record.plan))
-    watched, refused = follow(record, records, out, all_nodes=logs == "all", stops=False)
+    watched, refused = follow(record, records, out, all_nodes=all_nodes, stops=False)
     raise typer.Exit(end(watched, refused, records, out))
 
 

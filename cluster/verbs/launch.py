@@ -62,8 +62,7 @@ def launch(
     from cluster import commands, secrets
     from cluster.records import Records
 
-    if logs not in ("master", "all"):
-        raise UsageError(f"--logs {logs!r}", "one of: master, all")
+    all_nodes = options.every_log(logs)
     request = Request(
         gpus=gpus,
         name=name,
@@ -93,7 +92,9 @@ def launch(
     records = Records()
     out = console()
     in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
-    if push and in_containers:
+    if push and not in_containers:
+        raise UsageError("--push: no other machine of this job runs containers", "leave it out")
+    if push:
         from cluster.verbs.image import bring
 
         bring(in_containers, job.image, out)
@@ -105,7 +106,7 @@ def launch(
         say(out, f"running; see it with: clusterctl attach {record.plan.job_id}")
         return
     say(out, "")
-    watched, refused = follow(record, records, out, all_nodes=logs == "all", stops=True, values=values)
+    watched, refused = follow(record, records, out, all_nodes=all_nodes, stops=True, values=values)
     raise typer.Exit(end(watched, refused, records, out))
 
 
@@ -146,6 +147,8 @@ def plan(
     """Print what launch would do, node by node, and do nothing."""
     from cluster import commands, secrets
 
+    if output and as_json:
+        raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
     request = Request(
         gpus=gpus,
         name=name,

@@ -174,6 +174,13 @@ def for_sbatch(partition: str, account: str, qos: str, time: str, others: list[s
     return (*(f"{name}={value}" for name, value in named.items() if value), *others)
 
 
+def every_log(logs: str) -> bool:
+    """Whether `--logs` asks for every node's log and not the master's alone; raises UsageError for another word."""
+    if logs not in ("master", "all"):
+        raise UsageError(f"--logs {logs!r}", "one of: master, all")
+    return logs == "all"
+
+
 def chosen_inventory(
     inventory: str = "",
     hosts: str = "",

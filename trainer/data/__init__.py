@@ -50,7 +50,9 @@ def _imported(path: str, split: Split, imgsz: int) -> Dataset:
     """A user's own data set."""
     made = imports.load(path, "--data")(split, imgsz)
     missing = [
-        name for name in ("names", "flips", "__len__", "size", "image", "labels", "segments") if not hasattr(made, name)
+        part
+        for part in ("names", "flips", "__len__", "size", "name", "image", "labels", "segments")
+        if not hasattr(made, part)
     ]
     if missing:
         raise TrainerError(
