@@ -96,6 +96,6 @@ def launch(
     chosen, _ = commands.choose_backend(backend, inventory)
     fewest, most = config.node_range(str(nodes), len(inventory.nodes) - request.spares if inventory else 1)
     request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
-    job, _ = config.job(request, commands.here(request), chosen)
+    job, _ = config.job(request, commands.here(request, chosen), chosen)
     record = commands.launch(job, chosen, Records(), numbered=not request.name, secrets=secrets)
     return Launched(record, dict(secrets or {}))

@@ -47,7 +47,7 @@ def jobs(
             max_restarts=0,  # what began anew would be no measurement
         )
 
-    here = commands.here(asked(most))
+    here = commands.here(asked(most), backend)
     largest, notes = config.job(asked(most), here, backend)
     request = replace(request, device=largest.device)
     if backend in config.ON_THIS_MACHINE and largest.device == "cpu" and "OMP_NUM_THREADS" not in largest.env:

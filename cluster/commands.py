@@ -13,10 +13,18 @@ from typing import Protocol
 
 from cluster import config, logs, looks, manifest, rendezvous, report
 from cluster.backends import BACKENDS, Backend
-from cluster.backends.compose import ComposeBackend, engine_problem
+from cluster.backends.compose import ComposeBackend, engine_problem, is_rootless
 from cluster.backends.hosts import HostsBackend
 from cluster.config import Here, Request
-from cluster.errors import ClusterError, LaunchError, NameTakenError, PortTakenError, UnreachableError, UsageError
+from cluster.errors import (
+    ClusterError,
+    GpusHeldError,
+    LaunchError,
+    NameTakenError,
+    PortTakenError,
+    UnreachableError,
+    UsageError,
+)
 from cluster.model import Inventory, Job, Plan, Record
 from cluster.records import Outcome, Records
 from cluster.rendezvous import JobView, Verdict
@@ -120,16 +128,16 @@ class Follower:
         return texts
 
 
-def here(request: Request) -> Here:
-    """What this machine is, as far as a job depends on it."""
+def here(request: Request, backend: str) -> Here:
+    """What this machine is, as far as a job of this backend depends on it."""
     cwd = str(Path.cwd())
     paths = [Path(path) for path in config.named_paths(request, cwd)]
     existing = [path for path in paths if path.exists()]
     return Here(
         cwd=cwd,
-        user=f"{os.getuid()}:{os.getgid()}",
+        user="0:0" if backend == "compose" and is_rootless(LocalShell()) else f"{os.getuid()}:{os.getgid()}",
         python=sys.executable,
-        gpus=_count_gpus() if request.device in ("auto", "cuda") else 0,
+        gpus=_gpus() if request.device != "cpu" else (),
         existing=frozenset(str(path) for path in existing),
         folders=frozenset(str(path) for path in existing if path.is_dir()),
     )
@@ -177,6 +185,7 @@ def launch(
     `secrets` has the values of the job's secrets, which are in no plan and no record.
     """
     check_files(job)
+    _refuse_held(job, records)
     nth = 0
     while True:
         named, nth = _unused_name(job, records, nth + 1) if numbered else (job, 0)
@@ -193,6 +202,18 @@ def launch(
     records.reserve(record)
     start(record, records, secrets)
     return record
+
+
+def _refuse_held(job: Job, records: Records) -> None:
+    """Raise GpusHeldError when a job that runs on this machine has one of the GPUs."""
+    for record in records if job.gpus else ():
+        held = sorted(set(job.gpus) & set(record.job.gpus))
+        if held and not record.outcome and look(record)[0] in ("joining", "running"):
+            name, ids = record.plan.job_id, ", ".join(str(gpu) for gpu in held)
+            raise GpusHeldError(
+                f"this machine: GPU {ids} is held by the job {name}",
+                f"name others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait for it: clusterctl wait {name}",
+            )
 
 
 def check_files(job: Job) -> None:
@@ -354,12 +375,12 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
     return kept
 
 
-def _count_gpus() -> int:
+def _gpus() -> tuple[int, ...]:
     try:
         listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
     except UnreachableError:
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.out.splitlines()) if listed.code == 0 else 0
+        return ()
+    return config.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed.code == 0 else ()
 
 
 def _unused_name(job: Job, records: Records, first: int) -> tuple[Job, int]:

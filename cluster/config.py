@@ -30,12 +30,15 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Here:
-    """What the launching machine is: the only facts that a job's defaults depend on."""
+    """What the launching machine is: the only facts that a job's defaults depend on.
+
+    `gpus` are the ids of those that this process may use; `user` is who owns the files of containers here.
+    """
 
     cwd: str
     user: str
     python: str
-    gpus: int
+    gpus: tuple[int, ...] = ()
     existing: frozenset[str] = frozenset()
     folders: frozenset[str] = frozenset()
 
@@ -91,7 +94,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         raise UsageError(f"--slurm {request.slurm[0]}: only Slurm takes it", "--backend slurm")
     inventory = request.inventory if backend in ("ssh", "slurm") else None
     queue = _queue(request, here, inventory) if backend == "slurm" else None
-    hosts, spares, device, notes = _queued(request, inventory) if queue else _places(request, here, inventory)
+    hosts, spares, device, notes = _queued(request, inventory, queue) if queue else _places(request, here, inventory)
     elsewhere = bool(hosts) or bool(queue and queue.login.login)
     mounts = [mount(text, here.cwd) for text in request.mounts]
     mounts = [replace(each, synced=elsewhere and each.source in here.existing) for each in mounts]
@@ -119,6 +122,8 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         if device != "any" and "--device" not in arguments:
             arguments += ["--device", device]
         command = ("-m", "trainer", *arguments)
+    # A program that may choose (`any`) gets its node's part of them where there are enough, and else sees them all.
+    shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= request.nodes * request.gpus
     made = Job(
         name=request.name or "job",
         command=command,
@@ -137,6 +142,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         port=_port(request.master_port),
         timeout_s=request.timeout_s,
         says_ready=not request.command,
+        gpus=here.gpus[: request.nodes * request.gpus] if shares else (),
         hosts=hosts,
         spares=spares,
         queue=queue,
@@ -165,14 +171,17 @@ def _queue(request: Request, here: Here, inventory: Inventory | None) -> Queue:
 
 
 def _queued(
-    request: Request, inventory: Inventory | None
+    request: Request, inventory: Inventory | None, queue: Queue
 ) -> tuple[tuple[Node, ...], tuple[Node, ...], Device, list[str]]:
     """As `_places`, for a job whose nodes Slurm chooses: none, and the device as it is asked for."""
     wanted = request.device if request.device != "auto" else inventory.device if inventory else "cuda"
     if wanted not in ("cpu", "cuda", "any"):
         raise UsageError(f"--device {wanted!r}", "one of: cuda, cpu, any")
-    processes = _count(request.gpus, "CPU process", "CPU processes")
-    return (), (), cast(Device, wanted), [f"{processes} per node over gloo"] if wanted == "cpu" else []
+    notes = [f"{_count(request.gpus, 'CPU process', 'CPU processes')} per node over gloo"] if wanted == "cpu" else []
+    if not {"cpus-per-gpu", "cpus-per-task", "exclusive"} & queue.options.keys():
+        more = "cpus-per-gpu=8" if wanted == "cuda" else f"cpus-per-task={2 * request.gpus}"
+        notes.append(f"CPU cores as the partition gives by default, often one per node (more: --slurm {more})")
+    return (), (), cast(Device, wanted), notes
 
 
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
@@ -188,6 +197,24 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
             f"no image: {queue.login.runtime} needs one to be named", "clusterctl image sif, then image in cluster.yaml"
         )
     return image
+
+
+def visible_gpus(listed: str, visible: str | None) -> tuple[int, ...]:
+    """The ids in what `nvidia-smi -L` prints that CUDA_VISIBLE_DEVICES (None: not set) leaves, in its order.
+
+    As CUDA does, it takes numbers and beginnings of UUIDs, and none from the first on that is neither.
+    """
+    uuids = {int(match[1]): match[2] for match in re.finditer(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", listed, re.MULTILINE)}
+    if visible is None:
+        return tuple(uuids)
+    chosen: list[int] = []
+    for word in visible.split(","):
+        word = word.strip()
+        found = [gpu for gpu, uuid in uuids.items() if word == str(gpu) or (word and uuid.startswith(word))]
+        if not found:
+            break
+        chosen.append(found[0])
+    return tuple(dict.fromkeys(chosen))
 
 
 def default_name(made: Job) -> str:
@@ -277,16 +304,15 @@ def _name(text: str) -> str:
 
 def _device(request: Request, here: Here) -> tuple[Device, list[str]]:
     wanted = request.nodes * request.gpus
-    has = f"{here.gpus} GPUs" if here.gpus != 1 else "1 GPU"
-    have = "no GPU" if not here.gpus else f"only {has}"
+    have = f"only {_count(len(here.gpus), 'GPU', 'GPUs')}" if here.gpus else "no GPU"
     if request.device == "cuda":
-        if here.gpus < wanted:
+        if len(here.gpus) < wanted:
             raise UsageError(
                 f"this machine: {have}, and {request.nodes} x {request.gpus} need {wanted}",
                 "fewer --gpus, or --device auto (CPU processes instead)",
             )
         return "cuda", []
-    if request.device == "auto" and here.gpus >= wanted:
+    if request.device == "auto" and len(here.gpus) >= wanted:
         return "cuda", []
     if request.device in ("auto", "cpu"):
         why = f"{have} on this machine: " if request.device == "auto" else ""

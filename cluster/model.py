@@ -76,7 +76,7 @@ class Job:
 
     `run_root` holds one folder per job. `says_ready` tells whether the program writes the contract's events.
     `secrets` are names of variables whose values are in no plan. `hosts` are the machines, none for the one at hand,
-    or `queue` is what gives them out.
+    or `queue` is what gives them out. `gpus` are those of the machine at hand, for all of its nodes together.
     After a failure it is started again `max_restarts` times, on `spares` where hosts are lost, on fewer nodes down to
     `min_nodes` (0: never fewer); `stall_timeout_s` without progress is a failure (0: never).
     Raises UsageError when a field makes no sense.
@@ -99,6 +99,7 @@ class Job:
     port: int = 0
     timeout_s: float = 300.0
     says_ready: bool = True
+    gpus: tuple[int, ...] = ()
     hosts: tuple[Node, ...] = ()
     spares: tuple[Node, ...] = ()
     queue: Queue | None = None
@@ -238,9 +239,9 @@ def plan_of(
 
 
 def one_box(job: Job, addresses: Sequence[str]) -> tuple[Node, ...]:
-    """The nodes of a job that share one machine: `node-0`, `node-1`, ... with consecutive GPUs, none used twice."""
+    """The nodes of a job that share one machine: `node-0`, `node-1`, ..., each with its part of the GPUs."""
     per_node = job.procs_per_node
     return tuple(
-        Node(f"node-{rank}", address, tuple(range(rank * per_node, (rank + 1) * per_node)))
+        Node(f"node-{rank}", address, job.gpus[rank * per_node : (rank + 1) * per_node])
         for rank, address in enumerate(addresses)
     )

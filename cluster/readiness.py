@@ -67,11 +67,16 @@ def _sync_hint(node: Node, path: str) -> str:
 
 def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
     """The nodes whose image is not the first node's."""
-    images = {name: line.split()[1] for name, lines in seen.items() for line in lines if line.startswith("image ")}
+    images = {
+        name: line.split()[1].removeprefix("sha256:")  # which podman leaves out
+        for name, lines in seen.items()
+        for line in lines
+        if line.startswith("image ")
+    }
     first = next(iter(images.items()), ("", ""))
     return [
         (
-            f"{name}: its image {plan.image} is {_short(image)}, that of {first[0]} is {_short(first[1])}",
+            f"{name}: its image {plan.image} is {image[:12]}, that of {first[0]} is {first[1][:12]}",
             f"clusterctl image push {' '.join(images)}   (or launch with --push)",
         )
         for name, image in images.items()
@@ -99,10 +104,6 @@ def refuse_port(plan: Plan, seen: Mapping[str, Sequence[str]]) -> None:
                 f"{place(master)}: port {plan.master_port} is {line.removeprefix('port ')}",
                 "choose another: --master-port auto",
             )
-
-
-def _short(image_id: str) -> str:
-    return image_id.removeprefix("sha256:")[:7]
 
 
 def held(plan: Plan, node: Node, seen: Sequence[str]) -> set[str]:

@@ -15,6 +15,7 @@ OPTIONS = (
     "begin",
     "comment",
     "constraint",
+    "cpus-per-gpu",
     "cpus-per-task",
     "dependency",
     "exclude",
@@ -160,7 +161,8 @@ if [ "${#gpus[@]}" -lt "$PET_NPROC_PER_NODE" ]; then
     echo "error: $where: Slurm gave ${#gpus[@]} GPUs, and --gpus $PET_NPROC_PER_NODE asks for more" >&2
     exit 71
 fi
-export GIVEN_GPUS="$CUDA_VISIBLE_DEVICES"
+# an engine is outside of the step's cgroup, in which these count from 0
+export GIVEN_GPUS="${SLURM_STEP_GPUS:-$CUDA_VISIBLE_DEVICES}"
 """
 #: Their values are in a file beside the script, or, where somebody typed sbatch, in the environment.
 SECRETS = r"""

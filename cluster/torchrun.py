@@ -38,8 +38,9 @@ def environment(
         contract.ATTEMPT: str(attempt),
         contract.RUN_DIR: run_dir,
     }
-    if job.device == "cuda":
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
-    elif job.device == "cpu":
+    if job.device == "cpu":
         values["CUDA_VISIBLE_DEVICES"] = ""
+    elif job.device == "cuda" or gpus:
+        # CUDA counts the fastest first where it is not told to count as nvidia-smi does, which our ids are from.
+        values |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus)}
     return values

@@ -165,6 +165,15 @@ def engine_problem(shell: Shell) -> tuple[str, str] | None:
     return None
 
 
+def is_rootless(shell: Shell) -> bool:
+    """Whether this machine's engine is a rootless one, in whose containers root is the caller outside."""
+    try:
+        found = shell.run(["docker", "info", "--format", "{{.SecurityOptions}}"], timeout_s=15)
+    except UnreachableError:
+        return False
+    return found.code == 0 and "rootless" in found.out
+
+
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> str:
     """The compose file: one service per node, whose script is an inline config."""
     import yaml
@@ -228,7 +237,7 @@ def _service(job: Job, node: Node) -> dict[str, Any]:
     }
     if job.user:
         service["user"] = job.user
-    if job.device == "cuda":
+    if job.device != "cpu" and node.gpus:
         service |= gpu_reservation(node)
     return service
 

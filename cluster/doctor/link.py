@@ -134,7 +134,7 @@ def _inside(node: Node, seen: Seen, image: str, name: str, *, gpus: bool) -> Seq
     device = _device(node, seen)
     values = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": f"={device}", "OMP_NUM_THREADS": "1"}
     if gpus:
-        values["CUDA_VISIBLE_DEVICES"] = str(node.gpus[0])
+        values |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(node.gpus[0])}
     pairs = [f"{key}={value}" for key, value in values.items()]
     if node.runtime == "none":
         return ["env", *pairs, "python3"]

@@ -29,7 +29,7 @@ class ApptainerRuntime:
         """
         words = ["bash", "-c", _ENTER, "enter", str(len(names)), *names]
         words += ["apptainer", "--silent", "run", "--no-eval", "--cleanenv", "--no-home", "--no-mount", "cwd"]
-        if job.device == "cuda":
+        if job.device == "cuda" or (job.device == "any" and node.gpus):
             words.append("--nv")
         for mount in mounts:
             fields = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]

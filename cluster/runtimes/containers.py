@@ -19,6 +19,7 @@ fi
 #: GPUs that are known on the node alone, where a scheduler gives them; inside they count from 0.
 _GIVEN = """
 if [ -n "${GIVEN_GPUS:-}" ]; then
+    IFS=, read -r -a gpus <<< "$GIVEN_GPUS"
     %s
     CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((${#gpus[@]} - 1)))
 fi
@@ -57,7 +58,7 @@ class ContainerRuntime:
         words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
         words += ["--network", "host", "--ipc", "host"]
         words += ["--pull", "never", "--log-driver", "none"] if self._program == "docker" else ["--pull", "never"]
-        if job.device == "cuda" and node.gpus:
+        if job.device != "cpu" and node.gpus:
             words += self._gpu_words(node)
         for mount in mounts:
             fields = ["type=bind", f"source={mount.source}", f"target={mount.target}"]

@@ -194,7 +194,7 @@ def _resolve(request: Request, nodes: str, backend: str, inventory: Inventory | 
     chosen, why = commands.choose_backend(backend, inventory)
     fewest, most = config.node_range(nodes, len(inventory.nodes) - request.spares if inventory else 1)
     request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
-    job, notes = config.job(request, commands.here(request), chosen)
+    job, notes = config.job(request, commands.here(request, chosen), chosen)
     return job, chosen, [*([why] if why else []), *notes]
 
 

@@ -46,6 +46,32 @@ def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl):
     assert "node-0" in text
     assert "node-1" in text
     assert processes_of("job") == []
+    assert [clusterctl.run(verb, "job")[0] for verb in ("wait", "attach")] == [4, 4]  # as the launch said itself
+
+
+def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl):
+    """The GPUs are simulated, as far as nvidia-smi lists them."""
+    smi = clusterctl.folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text('#!/bin/sh\nfor gpu in 0 1 2; do echo "GPU $gpu: NVIDIA (UUID: GPU-$gpu$gpu$gpu)"; done\n')
+    smi.chmod(0o755)
+    clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "2,1"}
+    (clusterctl.folder / "show.py").write_text(
+        "import os, time\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
+    )
+    code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name="first"))
+    assert code == 0, text
+    try:
+        clusterctl.wait_for("first", "sees 2")
+        code, text = clusterctl.run(*launch("show.py", "--gpus", "1", name="second"))
+        assert (code, "GPU 2 is held by the job first" in text) == (2, True), text
+        clusterctl.env["CUDA_VISIBLE_DEVICES"] = "GPU-11"
+        code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name="second"))
+        assert code == 0, text
+        clusterctl.wait_for("second", "sees 1")
+    finally:
+        for name in ("first", "second"):
+            clusterctl.run("stop", name)
 
 
 def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl):

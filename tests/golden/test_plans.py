@@ -17,7 +17,7 @@ ROOT = HERE.parents[1]
 
 JOBS = {
     "trainer": Job("digits", ("-m", "trainer", "train", "--device", "cpu"), 3, 2, "/home/ann/runs", device="cpu"),
-    "cuda": Job("coco", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cuda"),
+    "cuda": Job("coco", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cuda", gpus=(0, 1, 2, 3)),
     "foreign": Job(
         "mine",
         ("train.py", "--note", "a'; echo foo", "--and", 'a"=0"', "--line", "one\ntwo", "--cost", "$5 @rank@"),
@@ -144,6 +144,7 @@ def test_docker_compose_yml_is_what_plan_writes():
 
 
 def test_docker_compose_gpu_yml_gives_each_node_its_own_gpus():
-    nodes = BACKENDS["compose"].plan(DOCKER_COMPOSE_YML, attempt=1, port=29500).nodes
+    job = replace(DOCKER_COMPOSE_YML, gpus=(0, 1, 2, 3))
+    nodes = BACKENDS["compose"].plan(job, attempt=1, port=29500).nodes
     wanted = {"services": {node.name: gpu_reservation(node) for node in nodes}}
     assert yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text()) == wanted

@@ -1,12 +1,14 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster import config
 from cluster.config import Here, Request
 from cluster.errors import UsageError
-from cluster.model import Mount
+from cluster.model import Mount, one_box
 
-LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=0)
-GPU_BOX = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=4)
+LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
+GPU_BOX = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=(0, 1, 2, 3))
 
 
 def job(here=LAPTOP, backend="compose", **request):
@@ -45,7 +47,7 @@ def test_a_device_among_the_trainer_arguments_is_left_alone():
 
 
 def test_a_named_file_is_mounted_read_only_at_its_own_path():
-    here = Here("/home/ann/work", "1:1", "py", 0, existing=frozenset({"/home/ann/data/coco.yaml"}))
+    here = Here("/home/ann/work", "1:1", "py", (), existing=frozenset({"/home/ann/data/coco.yaml"}))
     made, _ = job(here, arguments=("train", "--data", "../data/coco.yaml", "--epochs", "3"))
     assert "/home/ann/data/coco.yaml" in made.command
     assert made.mounts == (Mount("/home/ann/data", "/home/ann/data", read_only=True),)
@@ -61,7 +63,7 @@ def test_a_file_that_is_not_there_stops_the_launch_unless_it_is_in_a_mount():
 
 
 def test_a_word_that_is_no_path_is_left_alone_even_when_a_folder_has_that_name():
-    here = Here("/home/ann/work", "1:1", "py", 0, existing=frozenset({"/home/ann/work/digits"}))
+    here = Here("/home/ann/work", "1:1", "py", (), existing=frozenset({"/home/ann/work/digits"}))
     made, _ = job(here, arguments=("--data", "digits"))
     assert made.mounts == ()
     assert "digits" in made.command
@@ -81,7 +83,7 @@ def test_the_name_comes_from_the_job_and_changes_with_it():
     other, _ = job(nodes=3)
     assert first.name == again.name != other.name
     assert first.name.startswith("digits-")
-    there = Here("/", "1:1", "py", 0, existing=frozenset({"/d/Bccd/data.yaml"}))
+    there = Here("/", "1:1", "py", (), existing=frozenset({"/d/Bccd/data.yaml"}))
     assert job(there, arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
     assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
 
@@ -123,10 +125,54 @@ def test_a_request_that_makes_no_sense_names_the_option(request_, message):
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.parametrize(("backend", "option"), [("local", "user"), ("compose", "python")])
-def test_an_option_that_a_backend_cannot_honour_is_refused(backend, option):
-    with pytest.raises(UsageError, match=f"--{option}: "):
-        job(backend=backend, **{option: "1000:1000"})
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [
+        ("local", {"user": "1000:1000"}),
+        ("compose", {"python": "python3"}),
+        ("local", {"image": "trainer:0.1"}),
+        ("local", {"mounts": ("/data",)}),
+        ("local", {"build": "."}),
+        ("local", {"spares": 1}),
+    ],
+)
+def test_an_option_that_a_backend_cannot_honour_is_refused(backend, given):
+    (option,) = given
+    with pytest.raises(UsageError, match=f"--{option.removesuffix('s')}"):
+        job(backend=backend, **given)
+
+
+LISTED = """\
+GPU 0: NVIDIA GeForce GTX 1080 (UUID: GPU-1111)
+  MIG 1g.18gb     Device  0: (UUID: MIG-5555)
+GPU 1: NVIDIA GeForce RTX 4090 (UUID: GPU-2222)
+GPU 2: NVIDIA GeForce RTX 4090 (UUID: GPU-3333)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, (0, 1, 2)),
+        ("", ()),
+        ("2,1", (2, 1)),
+        ("1, 7,2", (1,)),  # as CUDA does: nothing behind a wrong one
+        ("GPU-33,0", (2, 0)),
+        ("1,1", (1,)),
+        ("-1", ()),
+    ],
+)
+def test_only_the_visible_gpus_of_a_machine_are_taken(visible, gpus):
+    assert config.visible_gpus(LISTED, visible) == gpus
+
+
+def test_nodes_of_one_machine_share_the_gpus_that_are_there():
+    here = replace(GPU_BOX, gpus=(3, 1))
+    made, _ = job(here, nodes=2, gpus=1)
+    assert [node.gpus for node in one_box(made, ["", ""])] == [(3,), (1,)]
+    assert job(here, nodes=2, gpus=1, device="any")[0].gpus == (3, 1)
+    assert job(here, nodes=2, gpus=2, device="any")[0].gpus == ()  # it sees both and chooses
+    assert job(here, nodes=2, gpus=1, device="cpu")[0].gpus == ()
 
 
 def test_a_range_of_nodes_has_the_fewest_first():
