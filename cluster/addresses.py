@@ -10,12 +10,11 @@ from itertools import pairwise
 
 from cluster.errors import ClusterError
 
-#: Networks inside one machine: every machine has its own docker0, often with the same address.
-_INSIDE = re.compile(
-    r"lo|docker.*|br-.*|veth.*|virbr.*|vnet.*|cni.*|flannel.*|cali.*|podman.*|lxcbr.*|lxdbr.*|nerdctl.*"
-)
+#: Networks inside one machine: every machine has its own docker0, often with the same address. Docker's other bridges
+#: are called after their id; a `br-lan` leads outside.
+INSIDE = re.compile(r"lo|(docker|podman|nerdctl|virbr|lxcbr|lxdbr|cni|flannel|cali|veth|vnet)[\w.-]*|br-[0-9a-f]{12}")
 #: Networks made of encrypted packets on another network: they reach everywhere, slowly.
-_OVERLAY = re.compile(r"tailscale.*|zt.*|wg.*|nebula.*|tun.*|utun.*")
+_OVERLAY = re.compile(r"tailscale.*|zt.*|wg.*|nebula.*|tun.*|tap.*|utun.*")
 _LINE = re.compile(r"\d+: (?P<device>[^\s@]+)\S*\s+inet6? (?P<number>[0-9A-Fa-f.:]+)(?P<rest>.*)")
 
 
@@ -68,14 +67,14 @@ def route(text: str) -> Route:
         return Route("lo", problem="it has the same address itself")
     after = dict(pairwise(words))
     device = after["dev"]
-    if _INSIDE.fullmatch(device):
+    if INSIDE.fullmatch(device):
         return Route(device, problem=f"there it leads into {device}")
     return Route(device, after.get("via", ""))
 
 
 def candidates(found: Sequence[Address]) -> list[Address]:
     """The addresses that another machine could dial."""
-    return [address for address in found if not _INSIDE.fullmatch(address.device)]
+    return [address for address in found if not INSIDE.fullmatch(address.device)]
 
 
 def choose(
@@ -135,7 +134,7 @@ def _refuse_twins(found: Mapping[str, Sequence[Address]]) -> None:
 
 def _choice(address: Address, mine: Sequence[Address], ways: Mapping[str, Route], *, overlay: bool) -> Choice:
     direct = [name for name, way in ways.items() if not way.via]
-    passed = [str(each) for each in mine if _INSIDE.fullmatch(each.device)]
+    passed = [str(each) for each in mine if INSIDE.fullmatch(each.device)]
     why = f"on {address.device}"
     if ways:
         why += f", from {_names(direct)} directly" if direct else ""

@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Literal, TypeVar, cast
 
+from rich.filesize import decimal
+
 from cluster import fanout, manifest, transfer
 from cluster.errors import ClusterError, UsageError
 from cluster.inventory import DATA_DIR
@@ -300,39 +302,19 @@ def collect(
     return Synced(node.name, how, len(wanted), moved, seconds=time.monotonic() - began)
 
 
-def place(
-    node: Node, local_files: Sequence[str | Path], remote_folder: str, *, report: Report = lambda *_: None
-) -> Synced:
-    """Put files of this machine into a folder of the node under their own names, each appearing when it is whole.
+def place(node: Node, file: Path, remote_folder: str) -> None:
+    """Put a file of this machine into a folder of the node under its own name, where it appears when it is whole.
 
-    Raises UsageError for a file that is not here, ClusterError naming the node when it cannot be written there.
+    Raises ClusterError naming the node when it cannot be written there.
     """
-    began = time.monotonic()
-    by_folder: dict[Path, dict[str, int]] = {}
-    for file in map(Path, local_files):
-        if not file.is_file():
-            raise UsageError(f"this machine: {file}: no such file")
-        by_folder.setdefault(file.absolute().parent, {})[file.name] = file.stat().st_size
     beside = f"{remote_folder.rstrip('/')}/{OURS}{secrets.token_hex(4)}"
-    total = sum(sum(sizes.values()) for sizes in by_folder.values())
-    moved, before = 0, 0
-    how: transfer.How = "rsync"
-
-    def tell(now: int) -> None:
-        report(node.name, "sending", before + now, total)
-
+    sizes = {file.name: file.stat().st_size}
+    send = partial(transfer.send, node, file.parent, sizes, remote_folder.rstrip("/"), beside, follow=True)
     try:
-        for parent, sizes in by_folder.items():
-            send = partial(
-                transfer.send, node, parent, sizes, remote_folder.rstrip("/"), beside, follow=True, report=tell
-            )
-            one, how = _interruptible(lambda stop, send=send: send(stop=stop))  # type: ignore[misc]
-            moved += one
-            before += sum(sizes.values())
+        _interruptible(lambda stop: send(stop=stop, report=lambda _: None))
     finally:
         with suppress(ClusterError):
             reach(node).run(["rm", "-rf", "--", beside])
-    return Synced(node.name, how, len(local_files), moved, seconds=time.monotonic() - began)
 
 
 def _remote(nodes: Sequence[Node]) -> list[Node]:
@@ -475,7 +457,7 @@ def _sync(
     needed = manifest.space_needed(difference, here.entries, there)
     if needed > seen.free:
         raise ClusterError(
-            f"{node.name}: {seen.mirror} needs {size(needed)} and its disk has {size(seen.free)} free",
+            f"{node.name}: {seen.mirror} needs {decimal(needed)} and its disk has {decimal(seen.free)} free",
             f"make room on {node.name}, or choose another data_dir in the inventory",
         )
     moved = 0
@@ -570,15 +552,6 @@ def _is_here(path: Path, stamp: manifest.Stamp) -> bool:
         return False
     # A tar stream keeps a time to less than a microsecond.
     return not path.is_symlink() and seen.st_size == stamp.size and abs(seen.st_mtime_ns - stamp.mtime_ns) < 1000
-
-
-def size(count: float) -> str:
-    """`512 B`, `1.4 GB`: bytes for people, in powers of ten as disks have them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
 
 
 def _interruptible(work: Callable[[transfer.Stop], T]) -> T:

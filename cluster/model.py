@@ -9,7 +9,7 @@ from typing import Literal
 
 from cluster.errors import UsageError
 
-Phase = Literal["pending", "pulling", "starting", "joining", "ready", "exited", "lost"]
+Phase = Literal["pending", "starting", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
 
 #: A job's name becomes part of container, network and folder names, so it has their narrowest alphabet.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from cluster.errors import GpusHeldError, NameTakenError, PortTakenError
 from cluster.model import Node, Plan
+from cluster.runtimes.containers import ARCHITECTURES, short_id
 
 
 def place(node: Node) -> str:
@@ -16,10 +17,6 @@ def place(node: Node) -> str:
 def ids(node: Node) -> str:
     """The GPUs of a node's machine that a job holds alone: none where the nodes share one machine."""
     return ",".join(str(gpu) for gpu in node.gpus) if node.login else ""
-
-
-#: What Linux and the engines call the same processors.
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str]]:
@@ -42,7 +39,7 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
             why, hint = f"{node.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
             if "permission denied" in text:
                 hint = f"on {where}: sudo usermod -aG {node.runtime} $USER, then log in again"
-        elif word == "image" and _ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
+        elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
             _, made_for, machine = text.split()
             why = f"{plan.image} is an image for {made_for}, and the machine is {machine}"
             hint = f"build one there, or name one for {machine}: --image NAME"
@@ -76,7 +73,7 @@ def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, 
     first = next(iter(images.items()), ("", ""))
     return [
         (
-            f"{name}: its image {plan.image} is {image[:12]}, that of {first[0]} is {first[1][:12]}",
+            f"{name}: its image {plan.image} is {short_id(image)}, that of {first[0]} is {short_id(first[1])}",
             f"clusterctl image push {' '.join(images)}   (or launch with --push)",
         )
         for name, image in images.items()

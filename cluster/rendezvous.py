@@ -13,7 +13,7 @@ from cluster.model import NodeStatus, Phase, Plan
 Verdict = Literal["waiting", "met", "late", "stalled", "failed", "done"]
 
 #: A phase never goes back to an earlier one, except to lost or exited.
-_ORDER: dict[Phase, int] = {"pending": 0, "pulling": 1, "starting": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
+_ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "joining": 2, "ready": 3, "exited": 4, "lost": 4}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _PHASES: dict[str, Phase] = {
     "REQUEUE_FED": "pending",
     "SPECIAL_EXIT": "pending",
     "RESV_DEL_HOLD": "pending",
-    "CONFIGURING": "pulling",
+    "CONFIGURING": "pending",
     "RUNNING": "starting",
     "SUSPENDED": "starting",
     "STOPPED": "starting",
@@ -135,6 +135,8 @@ def _waiting(found: Row) -> str:
     if not _waits(found):
         return {"SUSPENDED": "suspended", "STOPPED": "suspended"}.get(found.state, "")
     words = f"in the queue: {_REASONS.get(found.reason, found.reason)}"
+    if found.state == "CONFIGURING":
+        words = "Slurm makes its nodes ready"
     known = re.match(r"\d{4}-\d\d-\d\dT", found.start)
     return f"{words}; Slurm expects its start at {found.start}" if known else words
 

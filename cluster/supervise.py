@@ -131,7 +131,7 @@ def _bring_checkpoint(record: Record, show: Show) -> None:
     source = max((node for node in record.retired if node.name in left_out), key=lambda node: left_out[node.name])
     everything_else = [f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous")]
     files.collect(source, plan.dir_on(source), plan.run_dir, everything_else)
-    files.place(plan.nodes[0], [Path(plan.run_dir, _CHECKPOINT)], plan.dir_on(plan.nodes[0]))
+    files.place(plan.nodes[0], Path(plan.run_dir, _CHECKPOINT), plan.dir_on(plan.nodes[0]))
     show.note(f"the newest checkpoint was brought from {source.name} to {plan.nodes[0].name}")
 
 

@@ -19,7 +19,6 @@ from cluster.report import seconds
 
 _STYLES: dict[Phase, str] = {
     "pending": "dim",
-    "pulling": "yellow",
     "starting": "yellow",
     "joining": "cyan",
     "ready": "green",

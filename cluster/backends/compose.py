@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import contract, logs, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box, plan_of
+from cluster.runtimes.containers import short_id
 from cluster.runtimes.none import NoRuntime
 from cluster.shells import Completed, Shell
 
@@ -78,9 +79,9 @@ class ComposeBackend:
             )
 
     def image_id(self, image: str) -> str:
-        """The first 7 hex digits of the image's id, or "" when it is not there."""
+        """The image's id as people are shown it, or "" when it is not there."""
         found = self._docker("image", "inspect", "--format", "{{.Id}}", image)
-        return found.out.strip().removeprefix("sha256:")[:7] if found.code == 0 else ""
+        return short_id(found.out.strip()) if found.code == 0 else ""
 
     def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
         """Bring the project up; take it down again when any container does not start."""

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from cluster.doctor.findings import Finding, Level, Seen, typed_on
 from cluster.doctor.probe import Facts
 from cluster.model import Node
+from cluster.runtimes.containers import ARCHITECTURES, short_id
 
 #: The oldest driver that runs a major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility).
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
-
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def runtime(seen: Seen) -> list[Finding]:
@@ -117,12 +116,14 @@ def image(seen: Seen) -> list[Finding]:
     nodes = [node for node in seen.nodes if node.runtime != "none" and seen.facts[node.name].text("engine_version")]
     if not seen.image:
         return []
-    ids = {node.name: _short(seen.facts[node.name].text("image_id")) for node in nodes}
+    ids = {node.name: short_id(seen.facts[node.name].text("image_id")) for node in nodes}
     stores = {"containerd.snapshotter" in seen.facts[node.name].text("engine_store") for node in nodes}
     by_layers = len(stores) > 1  # the two kinds of store give one image two ids
     if by_layers:
         ids = {node.name: seen.facts[node.name].text("image_layers") for node in nodes}
-    wanted = _short(seen.image_id) if seen.image_id and not by_layers else _usual(each for each in ids.values() if each)
+    wanted = (
+        short_id(seen.image_id) if seen.image_id and not by_layers else _usual(each for each in ids.values() if each)
+    )
     found = []
     for node in nodes:
         fix = f"clusterctl image push {node.name} --image {seen.image}"
@@ -150,8 +151,8 @@ def architecture(seen: Seen) -> list[Finding]:
         facts = seen.facts[node.name]
         kind = facts.text("arch")
         made_for = facts.text("image_arch")
-        if made_for and made_for != _MACHINES.get(kind, kind):
-            fix = f"docker buildx build --platform linux/{_MACHINES.get(kind, kind)}, then: clusterctl image push"
+        if made_for and made_for != ARCHITECTURES.get(kind, kind):
+            fix = f"docker buildx build --platform linux/{ARCHITECTURES.get(kind, kind)}, then: clusterctl image push"
             why = f"{kind}, but its {seen.image} is for {made_for}"
             found.append(Finding("architecture", node.name, "failure", why, fix))
         elif kind != usual:
@@ -209,7 +210,3 @@ def _named(seen: Seen, kind: str) -> str:
 def _major(version: str) -> int:
     number = re.match(r"\d+", version)
     return int(number[0]) if number else 0
-
-
-def _short(image_id: str) -> str:
-    return image_id.removeprefix("sha256:")[:12]

@@ -7,13 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.addresses import INSIDE
 from cluster.doctor.findings import Finding, Seen, typed_on
 from cluster.doctor.probe import Facts
 from cluster.model import Node
-
-#: Devices that exist on one machine only: peers cannot reach what is behind them.
-_INWARD = re.compile(r"lo|(docker|podman|virbr|lxcbr|lxdbr|cni|flannel|cali|veth|vnet|tap)[\w.-]*|br-[0-9a-f]{12}")
-
 
 #: What a node says of a port that it could not listen on.
 TAKEN = "another program holds it"
@@ -37,7 +34,7 @@ def devices(facts: Facts) -> list[tuple[str, ipaddress.IPv4Interface | ipaddress
 def own_address(node: Node, seen: Seen) -> str:
     """The address that peers should dial: the source of the node's route to another node; "" when none is found."""
     facts = seen.facts[node.name]
-    real = {str(address.ip): address for device, address in devices(facts) if not _INWARD.fullmatch(device)}
+    real = {str(address.ip): address for device, address in devices(facts) if not INSIDE.fullmatch(device)}
     others = {other.address for other in seen.nodes if other.name != node.name}
     for peer, route in facts.pairs("route"):
         source = re.search(r"\bsrc (\S+)", route)
@@ -84,7 +81,7 @@ def _address(node: Node, seen: Seen) -> Finding:
         at[number] = "lo"  # 127.0.0.0/8 is all there
     if number not in at:
         return wrong(f"{shown} is on no device of it; peers dial addresses that a node has itself")
-    if _INWARD.fullmatch(at[number]) and len(seen.nodes) > 1:
+    if INSIDE.fullmatch(at[number]) and len(seen.nodes) > 1:
         return wrong(f"{shown} is on {at[number]}, which no other machine can reach")
     return Finding("address", node.name, "ok", f"{shown} on {at[number]}")
 

@@ -21,13 +21,12 @@ from pathlib import Path
 from cluster import fanout
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.images import engine, layer
-from cluster.images.compare import chain_ids, difference, file_name, head, missing, short
+from cluster.images.compare import chain_ids, file_name, head, missing
 from cluster.images.delivery import Blob, Delivery, Show, SourceError
 from cluster.images.engine import HERE, Engine
 from cluster.model import Node
+from cluster.runtimes.containers import short_id
 from cluster.shells import reach
-
-__all__ = ["Pushed", "Show", "difference", "ids", "push", "short"]
 
 #: Room needed on a node as a multiple of the unpacked layers: the engine first copies what it is given.
 _ROOM = 1.5
@@ -52,19 +51,13 @@ class Pushed:
     whole: bool = False
 
 
-def ids(nodes: Sequence[Node], image: str) -> dict[str, str]:
-    """The image's full id on every node by its name, "" where it is not; raises ClusterError naming all that fail."""
-    _refuse_name(image)
-    return fanout.all_of(nodes, lambda node: engine.image_id(node, image))
-
-
 def push(nodes: Sequence[Node], image: str, show: Show) -> dict[str, Pushed]:
     """Give every node the image that this machine has; returns what that took, by node.
 
     Nothing is sent unless all nodes can take it; when sending fails for some, the others still get theirs. Raises
     ClusterError that names the nodes. Interrupted, it leaves on them only parts, from which the next push goes on.
     """
-    _refuse_name(image)
+    refuse_name(image)
     here = engine.look(HERE, image)
     if not here.id:
         raise UsageError(f"this machine: no image {image}", "make image   (or name one that is there: --image NAME)")
@@ -151,7 +144,9 @@ class _Push:
                 begin = head(self.layers.config, self.image, self.here.layers, _ending(zstd))
             became = engine.load(node, self.image, files[node.name], begin)
             if became != self.here.id:
-                raise LaunchError(f"{node.name}: {self.image} is {short(became)} there and {short(self.here.id)} here")
+                raise LaunchError(
+                    f"{node.name}: {self.image} is {short_id(became)} there and {short_id(self.here.id)} here"
+                )
             return Pushed(
                 id=became,
                 size=self.here.size,
@@ -243,6 +238,7 @@ def _ending(zstd: bool) -> str:
     return "zst" if zstd else "gz"
 
 
-def _refuse_name(image: str) -> None:
+def refuse_name(image: str) -> None:
+    """Raise UsageError for what is no image's name."""
     if not _NAME.fullmatch(image):
         raise UsageError(f"--image {image!r}: not an image's name", "for example: --image trainer:0.1")

@@ -1,4 +1,4 @@
-"""What an engine lacks of an image, the archive that brings it, and whether nodes have the same image: pure."""
+"""What an engine lacks of an image, and the archive that brings it: pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
@@ -47,27 +47,3 @@ def head(config: str, image: str, layers: Sequence[str], ending: str) -> bytes:
             archive.addfile(entry, io.BytesIO(data))
         end = archive.offset
     return made.getvalue()[:end]
-
-
-def difference(found: Mapping[str, str], image: str, ours: str = "") -> tuple[str, str] | None:
-    """Why nodes with these ids of an image cannot run one job, as (message, hint); None when all have the same.
-
-    `ours` is the id on the launching machine, "" when it has none: then the first node that has one is the measure.
-    """
-    first = next((node for node, image_id in found.items() if image_id), "")
-    measure, where = (ours, "here") if ours else (found.get(first, ""), f"on {first}")
-    other = [node for node, image_id in found.items() if not image_id or image_id != measure]
-    if not other:
-        return None
-    lines = [
-        f"{node}: {image} is {short(found[node])} there and {short(measure)} {where}"
-        if found[node]
-        else f"{node}: no image {image}"
-        for node in other
-    ]
-    return "\n       ".join(lines), f"clusterctl image push {' '.join(other)}   (or launch with --push)"
-
-
-def short(image_id: str) -> str:
-    """The first 7 hex digits of an id."""
-    return image_id.removeprefix("sha256:")[:7]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.images.delivery import FOLDER
 from cluster.model import Node
+from cluster.runtimes.containers import ARCHITECTURES
 from cluster.shells import reach
 
 #: This machine, as a node that has no login.
@@ -69,7 +70,6 @@ rmdir "$PWD" 2>/dev/null || true
 echo "$is"
 """
 )
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def look(node: Node, image: str) -> Engine:
     return Engine(
         program=said["engine"],
         version=tuple(int(number) for number in re.findall(r"\d+", said["version"])[:3]),
-        platform=f"{system}/{_MACHINES.get(machine, machine)}",
+        platform=f"{system}/{ARCHITECTURES.get(machine, machine)}",
         root=said["root"],
         driver=driver,
         containerd="io.containerd" in status,

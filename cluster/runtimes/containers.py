@@ -43,6 +43,15 @@ options=(--user "$(id -u):$(id -g)") rootless=
 }
 
 
+#: What Linux and the engines call the same processors.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def short_id(image_id: str) -> str:
+    """The first 12 hex digits of an image's id, as the engines themselves show it."""
+    return image_id.removeprefix("sha256:")[:12]
+
+
 class ContainerRuntime:
     """`program` is docker or podman, which take the same words here except for GPUs."""
 

@@ -34,12 +34,7 @@ class Stream(Protocol):
 
 
 class Shell(Protocol):
-    """Runs commands on one machine; `place` is what errors call it."""
-
-    @property
-    def place(self) -> str:
-        """The machine's name in messages."""
-        ...
+    """Runs commands on one machine."""
 
     def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
         """Never raises for a failing command; raises UnreachableError when it cannot run or does not end in time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
@@ -41,11 +41,7 @@ class LocalStream:
 
 
 class LocalShell:
-    """Runs commands as children of this process; `env` replaces the environment when given."""
-
-    def __init__(self, env: Mapping[str, str] | None = None, place: str = "this machine") -> None:
-        self._env = env
-        self.place = place
+    """Runs commands as children of this process."""
 
     def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
         """Raises UnreachableError when there is no such program or it does not end in `timeout_s`."""
@@ -56,15 +52,14 @@ class LocalShell:
                 capture_output=True,
                 timeout=timeout_s,
                 check=False,
-                env=None if self._env is None else dict(self._env),
                 # A Ctrl-C in the terminal is for the launcher alone: it decides what to stop and in which order.
                 start_new_session=True,
             )
         except FileNotFoundError as error:
-            raise UnreachableError(f"{self.place}: no program {argv[0]!r}") from error
+            raise UnreachableError(f"this machine: no program {argv[0]!r}") from error
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(
-                f"{self.place}: `{' '.join(argv[:3])}` did not answer within {timeout_s:g} s"
+                f"this machine: `{' '.join(argv[:3])}` did not answer within {timeout_s:g} s"
             ) from error
         return Completed(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
@@ -78,11 +73,10 @@ class LocalShell:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
-                    env=None if self._env is None else dict(self._env),
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
-                raise UnreachableError(f"{self.place}: no program {argv[0]!r}") from error
+                raise UnreachableError(f"this machine: no program {argv[0]!r}") from error
             try:
                 yield LocalStream(process, errors)
             finally:

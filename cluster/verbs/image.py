@@ -15,6 +15,8 @@ import typer
 
 from cluster.config import DEFAULT_IMAGE
 from cluster.errors import ClusterError, UsageError
+from cluster.runtimes.containers import short_id
+from cluster.verbs.follow import EXIT_INTERRUPTED
 from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, SshConfig, needed_inventory
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Send the job's image to the nodes, and see which one they have.", no_args_is_help=True)
 
-_EXIT_INTERRUPTED = 130
 #: Where there is no terminal, a node's progress is a line this often.
 _EVERY_S = 10.0
 
@@ -64,7 +65,7 @@ def push(
             done = images.push(nodes, image, screen)
     except KeyboardInterrupt:
         print("interrupted; what has arrived is kept: clusterctl image push goes on from there", file=sys.stderr)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print(json.dumps({name: asdict(pushed) for name, pushed in done.items()}, indent=1))
         return
@@ -89,16 +90,17 @@ def ls(
     from cluster import fanout, images
 
     nodes, image = _chosen(names, image, inventory, hosts, hostfile, ssh_config)
-    found = fanout.each(nodes, lambda node: images.ids([node], image)[node.name])
+    images.refuse_name(image)
+    found = fanout.each(nodes, lambda node: images.engine.image_id(node, image))
     ids = {name: image_id for name, image_id in found.items() if not isinstance(image_id, ClusterError)}
     if as_json:
         print(json.dumps({name: ids.get(name) for name in found}, indent=1))
     else:
         width = max(len(name) for name in found)
         for name in found:
-            print(f"{name:<{width}}   {image}   {_shown(ids[name]) if name in ids else 'no answer'}")
+            print(f"{name:<{width}}   {image}   {(short_id(ids[name]) or 'not there') if name in ids else 'no answer'}")
     fanout.together(found)
-    if images.difference(ids, image):
+    if len({*ids.values()}) > 1 or "" in ids.values():
         raise typer.Exit(1)
 
 
@@ -140,7 +142,7 @@ def sif(
             sif_file.make(login, image, target, lambda done, size: screen.sent(login.name, done, size))
     except KeyboardInterrupt:
         print("interrupted; there is no half file", file=sys.stderr)
-        raise typer.Exit(_EXIT_INTERRUPTED) from None
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     out.print(f"{login.name}: {target}, {time.monotonic() - began:.0f} s", markup=False, soft_wrap=True)
     if found.image != target:
         out.print(f"for every job, in {found.path}: image: {target}", markup=False, soft_wrap=True)
@@ -160,15 +162,11 @@ def _chosen(
     return [known[name] for name in dict.fromkeys(names or known)], image or found.image or DEFAULT_IMAGE
 
 
-def _shown(image_id: str) -> str:
-    return image_id.removeprefix("sha256:")[:12] or "not there"
-
-
 def _line(name: str, image: str, pushed: Pushed) -> str:
     """`gpu-b: has trainer:0.1 (99074e3c7b21): 1 of 6 layers, 0.7 MB by zstd (0.01 % of the image), 2.1 s`."""
     from rich.filesize import decimal
 
-    has = f"{name}: has {image} ({_shown(pushed.id)})"
+    has = f"{name}: has {image} ({short_id(pushed.id)})"
     if not pushed.missing and not pushed.seconds:
         return f"{has} already"
     what = "the whole image" if pushed.whole else f"{pushed.missing} of {pushed.layers} layers"

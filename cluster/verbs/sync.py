@@ -82,7 +82,7 @@ def sync(
 
 
 def _line(done: Synced) -> str:
-    from cluster.files import size
+    from rich.filesize import decimal
 
     took = f"{done.seconds:.1f} s"
     removed = f", {done.removed} removed" if done.removed else ""
@@ -91,7 +91,7 @@ def _line(done: Synced) -> str:
     if done.how == "same":
         return f"nothing to send{removed}, {took}"
     files = "file" if done.files == 1 else "files"
-    return f"{done.files} {files}, {size(done.bytes)} sent with {done.how}{removed}, {took}"
+    return f"{done.files} {files}, {decimal(done.bytes)} sent with {done.how}{removed}, {took}"
 
 
 def _say(out: Console, text: str) -> None:

@@ -198,13 +198,6 @@ def test_the_reason_is_taken_from_what_programs_say(errors, said):
     assert why(errors) == said
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (123456, "123 kB"), (2.5e13, "25.0 TB")]
-)
-def test_sizes_are_for_people(count, text):
-    assert files.size(count) == text
-
-
 @pytest.mark.parametrize("folder", ["/", "nowhere", "bad\udce9"])
 def test_what_cannot_be_synced_is_refused_before_any_node_is_asked(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -47,33 +47,6 @@ class Metric(Protocol):
         """The Scores of everything collected."""
 
 
-class Data(Protocol):
-    """Pictures with their truth, as far as every task has them."""
-
-    @property
-    def names(self) -> list[str]:
-        """The class names."""
-
-    def __len__(self) -> int: ...
-
-
-class Epochs(Protocol):
-    """A training loader; its batches have `images`, `ids` and `global_size`."""
-
-    steps: int
-    notes: list[str]
-    fewest_cells: int
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Any]:
-        """This rank's batches of an epoch from a step on."""
-
-    def names_of(self, epoch: int, step: int) -> list[str]:
-        """What the pictures of a step are called, those of all ranks."""
-
-    def use_workers(self, workers: int) -> None:
-        """Make the batches to come with another number of loading processes."""
-
-
 class Batches(Protocol):
     """A validation loader."""
 
