@@ -1,4 +1,4 @@
-"""The verbs: what `clusterctl` does for each of them, without printing; a `Show` is told what to draw."""
+"""What the verbs for jobs do, without printing: plan, launch, follow, stop; a `Show` is told what to draw."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what the user typed, and what the machine has, to a Job: pure, and the only place that has defaults."""
+"""From what the user typed, and what the machine has, to a Job: pure; what is not typed gets its default here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words into bash text, and fields into the CSV of --mount: the only quoting of what a plan holds."""
+"""Words into bash text, and fields into the CSV of --mount, as plans hold them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trains a detector under torchrun or alone: model, data, loss, metric and loop."""
+"""Trains a detector, a classifier or a segmentation under torchrun or alone: model, data, loss, metric and loop."""
 
 from __future__ import annotations
 

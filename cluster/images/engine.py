@@ -1,4 +1,4 @@
-"""What the engine on a node is, knows and holds: the only place that knows how docker and podman are asked."""
+"""What the engine on a node is, what it knows of an image and which layers it holds, and how it loads what it lacks."""
 
 from __future__ import annotations
 

@@ -42,8 +42,6 @@ def gc(
         present = found[node.name]
         if not isinstance(present, ClusterError):
             rows += [(node, each) for each in present if not job or each.job == job]
-    if as_json:
-        print(json.dumps([asdict(each) for _, each in rows], indent=1))
     for _, each in rows if not as_json else []:
         state = "runs" if each.runs else "is left over"
         parts = [
@@ -53,11 +51,15 @@ def gc(
         ]
         out.print(f"{each.node}: {each.job} {state}: {', '.join(parts) or 'its script'}", markup=False)
     mine = [(node, each) for node, each in rows if not each.runs or job]
-    if mine and not as_json and (yes or typer.confirm(f"remove {len(mine)} of them?")):
-        for node, each in mine:
-            leftovers.remove(node, each.job)
+    removes = bool(mine) and (yes or (not as_json and typer.confirm(f"remove {len(mine)} of them?")))
+    for node, each in mine if removes else []:
+        leftovers.remove(node, each.job)
+        if not as_json:
             out.print(f"{each.node}: removed {each.job}", markup=False)
-    elif not rows and not failed and not as_json:
+    if as_json:
+        gone = [each for _, each in mine] if removes else []
+        print(json.dumps([{**asdict(each), "removed": each in gone} for _, each in rows], indent=1))
+    elif not rows and not failed:
         out.print("nothing of any job is on " + ", ".join(node.name for node in nodes), markup=False)
     if failed:
         raise failed[0]

@@ -104,12 +104,14 @@ def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd):
     assert (code, "has 3: node-0, node-1, node-2" in text) == (2, True), text
 
 
-def test_leftovers_are_found_without_a_record_and_removed(machines):
+@pytest.mark.parametrize(("option", "said"), [("--yes", "node-0: removed gone-1"), ("-y --json", '"removed": true')])
+def test_leftovers_are_found_without_a_record_and_removed(machines, option, said):
     with subprocess.Popen(["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": "gone-1"}) as orphan:
         code, text = machines.run("gc", "--only", "node-0", "--json", "--job", "gone-1")
-        assert (code, [row["processes"] for row in json.loads(text)]) == (0, [1]), text
-        code, text = machines.run("gc", "--only", "node-0", "--yes", "--job", "gone-1")
-        assert (code, "node-0: removed gone-1" in text) == (0, True), text
+        found = [(row["processes"], row["removed"]) for row in json.loads(text)]
+        assert (code, found) == (0, [(1, False)]), text
+        code, text = machines.run("gc", "--only", "node-0", *option.split(), "--job", "gone-1")
+        assert (code, said in text) == (0, True), text
         assert orphan.wait(5) == -signal.SIGTERM
 
 

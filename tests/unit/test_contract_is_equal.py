@@ -15,4 +15,4 @@ def test_every_name_is_in_the_document():
     page = Path(__file__).parents[2].joinpath("docs/contract.md").read_text()
     for name, value in vars(cluster.contract).items():
         if name.isupper() and isinstance(value, str):
-            assert value.strip() in page, name
+            assert f"`{value}`" in page, name
