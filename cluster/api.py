@@ -82,7 +82,6 @@ def launch(
     None takes ./cluster.yaml where there is one, else this machine. `options` are the fields of `config.Request`: name,
     device, image, command, env, mounts, timeout_s, spares, max_restarts and so on. Raises ClusterError.
     """
-    from dataclasses import replace
 
     from cluster import commands, config, discovery
     from cluster.model import Inventory
@@ -93,9 +92,6 @@ def launch(
         inventory = discovery.complete(found) if found else None
     names = tuple(secrets or {})
     request = config.Request(gpus=gpus, arguments=tuple(arguments), env_names=names, **options)  # type: ignore[arg-type]
-    chosen, _ = commands.choose_backend(backend, inventory)
-    fewest, most = config.node_range(str(nodes), len(inventory.nodes) - request.spares if inventory else 1)
-    request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
-    job, _ = config.job(request, commands.here(request, chosen), chosen)
+    job, chosen, _ = commands.resolve(request, str(nodes), backend, inventory)
     record = commands.launch(job, chosen, Records(), numbered=not request.name, secrets=secrets)
     return Launched(record, dict(secrets or {}))

@@ -172,6 +172,18 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     return "local", f"no containers, the nodes are process groups here (--backend compose makes this an error): {why}"
 
 
+def resolve(request: Request, nodes: str, backend: str, inventory: Inventory | None) -> tuple[Job, str, list[str]]:
+    """The job that a request on `nodes` nodes means, the backend that runs it, and what the user should know.
+
+    Raises UsageError for what makes no sense.
+    """
+    chosen, why = choose_backend(backend, inventory)
+    fewest, most = config.node_range(nodes, len(inventory.nodes) - request.spares if inventory else 1)
+    request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
+    job, notes = config.job(request, here(request, chosen), chosen)
+    return job, chosen, [*([why] if why else []), *notes]
+
+
 def plan(job: Job, backend: str) -> Plan:
     """What launching the job would do, without looking at the machine: pure."""
     return BACKENDS[backend].plan(job, attempt=1, port=job.port or config.auto_port(job.name))

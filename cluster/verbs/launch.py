@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,6 @@ from cluster.config import Request
 from cluster.errors import UsageError
 from cluster.verbs import options
 from cluster.verbs.follow import console, end, follow, header, say
-
-if TYPE_CHECKING:
-    from cluster.model import Inventory, Job
 
 
 def launch(
@@ -85,7 +82,7 @@ def launch(
     file_secrets = secrets.read(env_file)
     request = replace(request, env_names=tuple(file_secrets))
     machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
-    job, chosen, notes = _resolve(request, nodes, backend, machines)
+    job, chosen, notes = commands.resolve(request, nodes, backend, machines)
     if push and job.queue:
         raise UsageError("--push: the nodes of a Slurm cluster take the image from its disk", "clusterctl image sif")
     values = secrets.values(job.secrets, file_secrets)
@@ -171,7 +168,7 @@ def plan(
         env_names=tuple(secrets.read(env_file)),
     )
     machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
-    job, chosen, notes = _resolve(request, nodes, backend, machines)
+    job, chosen, notes = commands.resolve(request, nodes, backend, machines)
     made = commands.plan(job, chosen)
     for note in notes:
         print(note, file=sys.stderr)
@@ -186,16 +183,6 @@ def plan(
         if len(files) > 1:
             print(f"# ---- {step.place}: {path}")
         print(text, end="" if text.endswith("\n") else "\n")
-
-
-def _resolve(request: Request, nodes: str, backend: str, inventory: Inventory | None) -> tuple[Job, str, list[str]]:
-    from cluster import commands, config
-
-    chosen, why = commands.choose_backend(backend, inventory)
-    fewest, most = config.node_range(nodes, len(inventory.nodes) - request.spares if inventory else 1)
-    request = replace(request, nodes=most, min_nodes=fewest, inventory=inventory)
-    job, notes = config.job(request, commands.here(request, chosen), chosen)
-    return job, chosen, [*([why] if why else []), *notes]
 
 
 def _write_plan(output: Path, files: list[tuple[str, str]]) -> None:
