@@ -15,13 +15,11 @@ from cluster.shells import reach
 DEFAULT_FILE = "cluster.yaml"
 
 _TIMEOUT_S = 45.0
-_MARK = "clusterctl found:"
 # Prints names and values, each ended by NUL. $1 and $2: the run and the data directory.
 _LOOK = r"""
 PATH=$PATH:/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib
 say() { printf '%s\0' "$@"; }
 limited() { if command -v timeout >/dev/null; then timeout 10 "$@"; else "$@"; fi; }
-say "" "$0"
 say hostname "$(uname -n)" user "$(id -un)" ssh "$SSH_CONNECTION"
 say addresses "$(ip -o addr show up 2>&1)"
 for device in /sys/class/net/*; do say "speed ${device##*/}" "$(cat "$device/speed" 2>/dev/null)"; done
@@ -170,12 +168,10 @@ def look(asked: Inventory) -> dict[str, Found]:
 
 def _seen(node: Node, *, needs_gpus: bool) -> _Seen:
     folders = (node.run_dir or inventory.RUN_DIR, node.data_dir or inventory.DATA_DIR)
-    done = reach(node).run(["bash", "-c", _LOOK, _MARK, *folders], timeout_s=_TIMEOUT_S)
-    # What a login script prints stands in front.
-    _, mark, text = done.out.partition(f"\0{_MARK}\0")
-    words = text.split("\0")
-    if done.code or not mark:
+    done = reach(node).run(["bash", "-c", _LOOK, "look", *folders], timeout_s=_TIMEOUT_S)
+    if done.code:
         raise LaunchError(f"{node.name}: cannot look at it: {done.last_line}", "it needs bash and the usual tools")
+    words = done.out.split("\0")
     said = dict(zip(words[0::2], words[1::2], strict=False))
     for name in ("run_dir", "data_dir"):
         if said[f"{name}.writable"] != "yes":

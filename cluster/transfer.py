@@ -39,6 +39,8 @@ _CHUNK = 1 << 20
 _END_S = 600.0
 #: rsync: some files vanished, or changed, while they were read (what a running job's folder does).
 _RSYNC_VANISHED = 24
+#: rsync: something else than rsync spoke first, such as a ~/.bashrc that prints. A tar stream passes all the same.
+_RSYNC_GREETED = 2
 #: rsync and ssh: the connection, not a file, is what failed.
 _RSYNC_BROKEN = (10, 12, 30, 35, 255)
 
@@ -183,9 +185,10 @@ def send(
         options += ["--copy-links" if follow else "--links"]
         ends = [f"{root}/", _there(node, f"{target}/")]
         code, errors, moved = _rsync(node, options, ends, sizes, stop, report, "sent")
-        if code:
+        if not code:
+            return moved, "rsync"
+        if code != _RSYNC_GREETED:
             raise _cannot_write(node, target, errors)
-        return moved, "rsync"
     moved = 0
     for names in _archives(sizes):
         moved += _send_archive(node, root, names, target, beside, follow, stop, partial(_after, report, moved))
@@ -206,9 +209,10 @@ def fetch(
     if rsync and _rsync_here():
         ends = [_there(node, f"{source}/"), f"{root}/"]
         code, errors, moved = _rsync(node, ["--ignore-times", "--links"], ends, sizes, stop, report, "received")
-        if code not in (0, _RSYNC_VANISHED):
+        if code in (0, _RSYNC_VANISHED):
+            return moved, "rsync"
+        if code != _RSYNC_GREETED:
             raise ClusterError(f"{node.name}: {source} cannot be fetched to {root}: {why(errors)}")
-        return moved, "rsync"
     return _fetch_archive(node, source, set(sizes), root, stop, report), "tar"
 
 

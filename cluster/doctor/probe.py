@@ -36,7 +36,6 @@ export LC_ALL=C
 say() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
 room() { df -P "$1" "$2" 2>/dev/null | { read -r _; read -r _ total _ left _; echo "${left:-} ${total:-}"; }; }
 has() { command -v "$1" >/dev/null 2>&1 && say has "$1"; }
-echo probe=begin
 say user "$(id -un)"; say uid "$(id -u)"; say groups "$(id -Gn)"
 say arch "$(uname -m)"; say kernel "$(cat /proc/version)"
 while read -r name value _; do [ "$name" = MemTotal: ] && say memory_kb "$value"; done < /proc/meminfo
@@ -164,12 +163,9 @@ class Facts:
 
 
 def parse(text: str) -> Facts:
-    """The facts of a probe's output; what a login shell printed before is not among them."""
-    lines = text.splitlines()
-    if "probe=begin" in lines:
-        lines = lines[lines.index("probe=begin") :]
+    """The facts of a probe's output."""
     values: dict[str, tuple[str, ...]] = {}
-    for line in lines:
+    for line in text.splitlines():
         key, is_fact, value = line.partition("=")
         if is_fact and value.strip():
             values[key] = (*values.get(key, ()), value.strip())

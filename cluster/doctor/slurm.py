@@ -32,7 +32,6 @@ _ADMINISTRATOR = "whoever runs the cluster: "
 # `$1` run_dir, `$2` data_dir, then programs. Of a folder the nearest one that is there is said, too, and nothing made.
 _LOGIN = r"""
 say() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
-echo probe=begin
 i=0
 for path in "$1" "$2"; do
     name=run_dir rest=runs; [ $i = 0 ] || { name=data_dir rest=data; }; i=1
@@ -222,12 +221,8 @@ def told(text: str) -> Told:
             code = int(line.partition("=")[2])
         elif line.strip():
             said.append(line)
-    # the probe drops what stands before its first line, where a login shell may greet
-    marks = {
-        rank: "\n".join(["probe=begin", *(each for each in own if each != "probe=begin")])
-        for rank, own in lines.items()
-    }
-    return Told({rank: probe.parse(own) for rank, own in sorted(marks.items())}, frozenset(back), code, said)
+    facts = {rank: probe.parse("\n".join(own)) for rank, own in sorted(lines.items())}
+    return Told(facts, frozenset(back), code, said)
 
 
 def on_login(login: Node, facts: Facts) -> list[Finding]:

@@ -34,6 +34,8 @@ _BUSY_S = 20.0
 #: paramiko sends something this often, so that a connection whose other end has gone is noticed.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+#: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd.
+_MARK = b"clusterctl begins\n"
 # What goes wrong becomes an error here; without a handler paramiko's tracebacks would stand on the screen beside it.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -61,7 +63,7 @@ class SshStream:
         self._channel = channel
         self._place = place
         self.stdin = cast(BinaryIO, _Input(channel))
-        self.stdout = cast(BinaryIO, channel.makefile("rb", _CHUNK))
+        self.stdout = cast(BinaryIO, _Output(channel))
         self._errors = bytearray()
         # stderr shares its flow control with stdout: unread, it would stop both.
         self._drain = threading.Thread(target=self._read_errors, daemon=True)
@@ -99,6 +101,29 @@ class _Input:
     def close(self) -> None:
         """End of input."""
         self._channel.shutdown_write()
+
+
+class _Output:
+    """A channel as a file to read: what the command prints, without what the login shell printed before."""
+
+    def __init__(self, channel: paramiko.Channel) -> None:
+        self._file = channel.makefile("rb", _CHUNK)
+        self._began = False
+
+    def read(self, size: int = -1) -> bytes:
+        """So many bytes, fewer only at the end; all of them by default."""
+        self._begin()
+        return bytes(self._file.read(size))
+
+    def readline(self) -> bytes:
+        """The next line with its end; empty at the end."""
+        self._begin()
+        return bytes(self._file.readline())
+
+    def _begin(self) -> None:
+        while not self._began:
+            line = self._file.readline()
+            self._began = not line or line.endswith(_MARK)
 
 
 class SshShell:
@@ -141,7 +166,16 @@ class SshShell:
         if code == -1:
             self.close()
             raise UnreachableError(f"{self.place}: the connection broke")
-        return Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
+        said, began, printed = out.partition(_MARK)
+        out = printed if began else said
+        done = Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
+        if not began:
+            config = f"-F {self._config_file} " if self._config_file else ""
+            raise UnreachableError(
+                f"{self.place}: commands do not run there: {done.last_line}",
+                f'try by hand: ssh {config}{self._login} "bash --version"',
+            )
+        return done
 
     @contextmanager
     def stream(self, argv: Sequence[str]) -> Iterator[SshStream]:
@@ -180,7 +214,7 @@ class SshShell:
             transport, fresh = self._transport(min(timeout_s, CONNECT_TIMEOUT_S))
             try:
                 channel = transport.open_session(timeout=min(timeout_s, CONNECT_TIMEOUT_S))
-                channel.exec_command(shlex.join(argv))
+                channel.exec_command(_line(argv))
             except (OSError, EOFError, paramiko.SSHException) as error:
                 self.close()
                 if fresh or attempt == 2:
@@ -239,6 +273,12 @@ class SshShell:
             ) from error
         connection.transport.set_keepalive(_KEEPALIVE_S)
         return connection
+
+
+def _line(argv: Sequence[str]) -> str:
+    """The command line for the login shell: bash prints the mark, and becomes the command."""
+    # A bash that sshd or another bash has become reads ~/.bashrc as well, unless SHLVL says that it is a deeper one.
+    return f"exec bash -c 'echo {_MARK.decode().strip()}; SHLVL=3; exec \"$@\"' bash {shlex.join(argv)}"
 
 
 def _log_in(connection: Connection, timeout_s: float) -> None:

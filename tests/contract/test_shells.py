@@ -10,9 +10,11 @@ import time
 
 import pytest
 
+from cluster import files
 from cluster.errors import UnreachableError
 from cluster.model import Node
 from cluster.shells import close_all, reach
+from tests.contract.sshd import Sshd
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
 
@@ -88,6 +90,50 @@ def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd)
     sshd.drop_sessions()
     assert shell.run(["echo", "again"]).out == "again\n"
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
+
+
+@pytest.fixture
+def greeting(tmp_path):
+    """A machine whose ~/.bashrc prints, the last line without its end."""
+    server = Sshd(tmp_path / "sshd", ["127.0.1.1"], bare=True)
+    (server.folder / ".bashrc").write_text("echo Welcome to gpu-a; printf 'have a nice'; echo beware >&2\n")
+    yield server
+    close_all()
+    server.stop()
+
+
+def test_what_a_login_shell_prints_is_no_output_of_a_command(greeting):
+    shell = connect(greeting)
+    assert shell.run(["echo", "mine"]).out == "mine\n"
+    done = shell.run(["bash", "-c", "bash -c 'cat; exit 7'"], stdin="one\ntwo")
+    assert (done.code, done.out, set(done.err.split())) == (7, "one\ntwo", {"beware"})
+    sent = os.urandom(1_000_000)
+    with shell.stream(["bash", "-c", "cat; exit 3"]) as stream:
+        stream.stdin.write(b"first\n" + sent)
+        stream.stdin.close()
+        assert stream.stdout.readline() == b"first\n"
+        assert stream.stdout.read(1000) + stream.stdout.read() == sent
+        assert stream.wait(10).code == 3
+
+
+def test_a_greeting_does_not_keep_files_from_being_compared_sent_and_fetched(greeting, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a").write_text("a")
+    node = Node("gpu-a", "", login="h0", ssh_config=str(greeting.config), data_dir=str(tmp_path / "there"))
+    assert files.differences([node], str(tmp_path / "set"))["gpu-a"].missing == ("a",)
+    files.sync([node], str(tmp_path / "set"), copy=True)
+    assert not files.differences([node], str(tmp_path / "set"))["gpu-a"]
+    files.collect(node, files.mirror(node, str(tmp_path / "set")), str(tmp_path / "back"))
+    assert (tmp_path / "back" / "a").read_text() == "a"
+
+
+def test_a_login_shell_that_never_gets_to_the_command_is_an_error_that_quotes_it(greeting):
+    (greeting.folder / ".bashrc").write_text("echo This account is closed.; exit 0\n")
+    with pytest.raises(
+        UnreachableError, match=r"^gpu-a: commands do not run there: This account is closed\.$"
+    ) as refused:
+        connect(greeting).run(["true"])
+    assert refused.value.hint == f'try by hand: ssh -F {greeting.config} h0 "bash --version"'
 
 
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):

@@ -12,8 +12,6 @@ from cluster.errors import ClusterError
 from cluster.model import Node
 
 HEALTHY = """
-Welcome to this machine = enjoy
-probe=begin
 user=ada
 uid=1000
 arch=x86_64

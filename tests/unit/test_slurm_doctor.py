@@ -11,8 +11,6 @@ from cluster.model import Node
 LOGIN = Node("login", "", (), "ann@login", "/shared/runs", "/shared/data", "apptainer")
 REQUEST = slurm.Request(2, 1, "cpu", {"partition": "gpu"})
 ON_LOGIN = """
-Welcome = to the cluster
-probe=begin
 run_dir=/shared/runs
 nearest_run_dir=/shared
 data_dir=/shared/data
@@ -48,7 +46,6 @@ srun: job 39 has been allocated resources
 1: image_arch=amd64
 0: image_arch=amd64
 1: sif_runs=yes
-1: probe=begin
 1: user=ada
 1: uid=1000
 1: arch=x86_64
@@ -68,7 +65,6 @@ srun: job 39 has been allocated resources
 1: run_inodes=16116584 16777216
 1: writable=/shared
 1: probe=end
-0: probe=begin
 0: user=ada
 0: uid=1000
 0: arch=x86_64
@@ -167,18 +163,18 @@ def test_gpus_are_those_that_the_step_sees_and_the_driver_lists():
 
 
 def test_an_image_whose_cuda_needs_a_newer_driver():
-    held = "0: inside_python=3.12.3\n0: inside_torch=2.9.0\n0: inside_cuda=13.0\n0: probe=begin"
+    held = "0: inside_python=3.12.3\n0: inside_torch=2.9.0\n0: inside_cuda=13.0\n0: user=ada"
     old = SMI.replace("580.82.07", "550.54.15")
     changes = [
         ("visible_gpus=", "visible_gpus=0,1"),
-        ("^0: probe=begin", held),
+        ("^0: user=ada", held),
         ("^1: probe=end", old + "1: probe=end"),
         ("^0: probe=end", SMI.replace("1: gpu", "0: gpu") + "0: probe=end"),
     ]
     found = one(*changes, request=CUDA)
     assert found[:3] == ("versions", "n2", "failure")
     assert "driver 550.54.15: CUDA 13.0 needs 580 or newer" in found[3]
-    without = judged(("^0: probe=begin", "0: inside_python=3.12.3\n0: probe=begin"))
+    without = judged(("^0: user=ada", "0: inside_python=3.12.3\n0: user=ada"))
     assert {each[:2] for each in without} == {("versions", "n0"), ("versions", "n2")}
 
 
