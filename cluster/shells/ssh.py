@@ -11,6 +11,7 @@ import base64
 import hashlib
 import logging
 import random
+import re
 import shlex
 import socket
 import threading
@@ -276,9 +277,14 @@ class SshShell:
 
 
 def _line(argv: Sequence[str]) -> str:
-    """The command line for the login shell: bash prints the mark, and becomes the command."""
+    """The command line for the login shell, whichever it is: bash prints the mark, and becomes the command."""
+    # Between quotes csh takes no newline, expands `!`, and has room for 1024 characters; fish reads `\\` as one `\`.
+    coded = re.sub(rb"[^ -~]|['!\\]", lambda found: b"\\0%03o" % ord(found[0]), shlex.join(argv).encode()).decode()
+    words = "' '".join(re.findall(r"(?:\\0...|[^\\]){1,200}", coded))
+    # csh leaves copies of its input and output open: who waits for the end of the output would wait for a daemon's.
     # A bash that sshd or another bash has become reads ~/.bashrc as well, unless SHLVL says that it is a deeper one.
-    return f"exec bash -c 'echo {_MARK.decode().strip()}; SHLVL=3; exec \"$@\"' bash {shlex.join(argv)}"
+    begin = f"echo {_MARK.decode().strip()}; SHLVL=3; exec 3>&- 4>&- 5>&- 6>&-"
+    return f"exec bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
 
 
 def _log_in(connection: Connection, timeout_s: float) -> None:

@@ -3,6 +3,8 @@
 import contextlib
 import getpass
 import os
+import shlex
+import shutil
 import socket
 import subprocess
 import threading
@@ -13,7 +15,8 @@ import pytest
 from cluster import files
 from cluster.errors import UnreachableError
 from cluster.model import Node
-from cluster.shells import close_all, reach
+from cluster.shells import LocalShell, close_all, reach
+from cluster.shells.ssh import _line
 from tests.contract.sshd import Sshd
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
@@ -134,6 +137,22 @@ def test_a_login_shell_that_never_gets_to_the_command_is_an_error_that_quotes_it
     ) as refused:
         connect(greeting).run(["true"])
     assert refused.value.hint == f'try by hand: ssh -F {greeting.config} h0 "bash --version"'
+
+
+@pytest.mark.parametrize("login", [each for each in ("sh", "bash", "zsh", "fish", "tcsh", "csh") if shutil.which(each)])
+def test_any_login_shell_passes_a_command_on_as_it_is(login):
+    """Of those that this machine has; csh is the strictest, and what it takes no part of is nowhere in the line."""
+    words = [*HOSTILE, "tab\t\x7f", "\\0041 \\\\ \\'", "%s ~ [a] {b,c} #", "it's long, isn't it! " * 1000, "the end\n"]
+    line = _line(["python3", "-c", "import sys; print(sys.argv[1:])", *words])
+    assert line.isascii()
+    assert line.isprintable()
+    assert "!" not in line
+    assert "\\\\" not in line
+    assert max(map(len, shlex.split(line))) < 1024
+    done = LocalShell().run([login, "-c", line])
+    assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "")
+    # what goes on in the background keeps no caller waiting: csh hands copies of its own input and output down
+    LocalShell().run([login, "-c", _line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"])], timeout_s=10)
 
 
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):
