@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar, cast
+from typing import BinaryIO, Generic, TypeVar, cast
 
 import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
+from cluster.shells.includes import expand
 from cluster.shells.result import Completed
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ _BUSY_S = 20.0
 #: paramiko sends something this often, so that a connection whose other end has gone is noticed.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+_SYSTEM = Path("/etc/ssh/ssh_config")
 #: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd.
 _MARK = b"clusterctl begins\n"
 # What goes wrong becomes an error here; without a handler paramiko's tracebacks would stand on the screen beside it.
@@ -311,39 +313,47 @@ def _hung_up(error: BaseException) -> bool:
 
 
 class _Read(Generic[T]):
-    """What `parse` made of some files, read again only when one of them has changed: not once for each machine."""
+    """What `parse` made of some files, read again only when one of them has changed: not once for each machine.
 
-    def __init__(self, parse: Callable[[tuple[Path, ...]], T]) -> None:
+    `parse` tells what it has read: the files, those that they include, and the folders where it looked for such.
+    """
+
+    def __init__(self, parse: Callable[[tuple[Path, ...]], tuple[T, Sequence[Path]]]) -> None:
         self._parse = parse
-        self._kept: dict[tuple[Path, ...], tuple[list[tuple[int, int, int]], T]] = {}
+        self._kept: dict[tuple[Path, ...], tuple[T, Sequence[Path], list[tuple[int, int, int]]]] = {}
         self._lock = threading.Lock()
 
     def __call__(self, *files: Path) -> T:
         with self._lock:
-            stats = [file.stat() for file in files if file.is_file()]
-            stamp = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
-            if files not in self._kept or self._kept[files][0] != stamp:
-                self._kept[files] = stamp, self._parse(files)
-            return self._kept[files][1]
+            if files not in self._kept or self._kept[files][2] != self._stamp(self._kept[files][1]):
+                made, sources = self._parse(files)
+                self._kept[files] = made, sources, self._stamp(sources)
+            return self._kept[files][0]
+
+    def _stamp(self, sources: Sequence[Path]) -> list[tuple[int, int, int]]:
+        stats = [source.stat() for source in sources if source.exists()]
+        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
-def _parse_keys(files: tuple[Path, ...]) -> paramiko.HostKeys:
+def _parse_keys(files: tuple[Path, ...]) -> tuple[paramiko.HostKeys, Sequence[Path]]:
     keys = paramiko.HostKeys()
     for file in files:
         if file.is_file():
             keys.load(str(file))
-    return keys
+    return keys, files
 
 
-def _parse_config(files: tuple[Path, ...]) -> paramiko.SSHConfig:
+def _parse_config(files: tuple[Path, ...]) -> tuple[paramiko.SSHConfig, Sequence[Path]]:
     if len(files) == 1 and not files[0].is_file():
         raise FileNotFoundError("there is no such file")
     config = paramiko.SSHConfig()
+    sources: list[Path] = []
     for file in files:
-        if file.is_file():
-            with file.open() as lines:
-                config.parse(lines)
-    return config
+        # A user's file includes from ~/.ssh, wherever it is itself.
+        found = expand(file, file.parent if file == _SYSTEM else Path("~/.ssh").expanduser())
+        config.parse(found.lines)
+        sources += found.sources
+    return config, sources
 
 
 _ssh_config = _Read(_parse_config)
@@ -351,19 +361,43 @@ _known_keys = _Read(_parse_keys)
 
 
 def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
-    files = [config_file] if config_file else ["~/.ssh/config", "/etc/ssh/ssh_config"]
+    files = [Path(config_file)] if config_file else [Path("~/.ssh/config"), _SYSTEM]
+    # lazy: not what `fabric.yaml` files on this machine say, which would be looked for again for each machine.
+    config = Config(ssh_config=_ssh_config(*(file.expanduser() for file in files)), lazy=True)
+    return _hop(login, config, timeout_s, None)
+
+
+def _hop(login: str, config: Config, timeout_s: float, before: Connection | None) -> Connection:
+    """A connection through the one `before` it, or through what its ssh_config says."""
     connection = Connection(
         login,
-        # lazy: not what `fabric.yaml` files on this machine say, which would be looked for again for each machine.
-        config=Config(ssh_config=_ssh_config(*(Path(file).expanduser() for file in files)), lazy=True),
+        config=config,
+        # not None: fabric takes `ProxyJump none` for a host, and the last of several hosts for the first
+        gateway=before or False,
         connect_timeout=timeout_s,
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
-    hop: Any = connection
-    while isinstance(hop, Connection):
-        _trust_only_known_hosts(hop)
-        hop = hop.gateway
+    if before is None:
+        connection.gateway = _gateway(connection, config, timeout_s)
+    _trust_only_known_hosts(connection)
     return connection
+
+
+def _gateway(connection: Connection, config: Config, timeout_s: float) -> Connection | str | None:
+    """The last of its jump hosts, or its ProxyCommand: whichever ssh_config says first, also where that is `none`."""
+    for key, value in connection.ssh_config.items():
+        if key == "proxycommand":
+            return value and str(value)  # paramiko has made None of `none`
+        if key == "proxyjump":
+            hops = [] if value.lower() == "none" else value.split(",")
+            gateway = None
+            for hop in hops:
+                # where `Host *` has a jump host, this may be it
+                if connection.derive_shorthand(hop)["host"] in (connection.host, connection.original_host):
+                    return None
+                gateway = _hop(hop, config, timeout_s, gateway)
+            return gateway
+    return None
 
 
 def _trust_only_known_hosts(connection: Connection) -> None:
