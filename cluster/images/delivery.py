@@ -1,6 +1,7 @@
 """Files on their way to nodes: made once, sent to each at its own pace, and on after a broken connection.
 
-What has arrived is kept on the node in `~/.cache/clusterctl/layers`: FILE.part until it is whole and its digest right.
+What has arrived is kept on the node in `~/.cache/clusterctl/layers-HOSTNAME`: FILE.part until it is whole and its
+digest right. Nodes may share a home: each has a folder of its own there, or they would wait for each other's locks.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ _RATIO = 0.5
 FOLDER = r"""
 set -e -o pipefail
 umask 077
-mkdir -p "$HOME/.cache/clusterctl/layers"
-cd "$HOME/.cache/clusterctl/layers"
+folder=$HOME/.cache/clusterctl/layers-$(uname -n)
+mkdir -p "$folder"
+cd "$folder"
 """
 # Answers how much of the file is there, then adds its input to it. A connection that broke may still be writing.
 _RECEIVE = f"""{FOLDER}

@@ -14,11 +14,11 @@ from cluster.config import DEFAULT_IMAGE
 from cluster.errors import LaunchError
 from cluster.images import _Layers, engine
 from cluster.images.compare import chain_ids
-from cluster.images.delivery import Blob, Delivery, SourceError
+from cluster.images.delivery import _RECEIVE, Blob, Delivery, SourceError
 from cluster.model import Node
 from cluster.shells import close_all
 
-ARRIVED = Path.home() / ".cache" / "clusterctl" / "layers"
+ARRIVED = Path.home() / ".cache" / "clusterctl" / f"layers-{os.uname().nodename}"
 MB = 1 << 20
 
 
@@ -121,6 +121,25 @@ def test_a_broken_connection_costs_only_what_was_under_way(nodes, name, content,
     assert len(screen.notes) == 1
     assert "h0: the connection broke" in screen.notes[0]
     assert delivery.wire < 8 * MB, "what had arrived was sent again"
+
+
+def test_nodes_that_share_a_home_take_the_same_file_at_the_same_time(tmp_path):
+    """Two machines but for their kernels: what tells them apart is what `uname -n` says."""
+
+    def receive(host):
+        (tmp_path / host).mkdir()
+        (tmp_path / host / "uname").write_text(f"#!/bin/sh\necho {host}\n")
+        (tmp_path / host / "uname").chmod(0o755)
+        env = {"HOME": str(tmp_path), "PATH": f"{tmp_path / host}:{os.environ['PATH']}"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(["bash", "-c", _RECEIVE, "receive", "layer.gz"], env=env, **pipes)
+
+    with receive("gpu-a") as first, receive("gpu-b") as second:
+        assert (first.stdout.readline(), second.stdout.readline()) == (b"0\n", b"0\n")
+        for node, sent in ((first, b"from a"), (second, b"from b")):
+            assert node.communicate(sent, timeout=20) == (b"", b"")
+    parts = sorted((tmp_path / ".cache" / "clusterctl").rglob("*.part"))
+    assert [part.read_bytes() for part in parts] == [b"from a", b"from b"]
 
 
 def test_a_source_runs_once_for_all_nodes(tmp_path, content, blob):

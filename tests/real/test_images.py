@@ -17,7 +17,7 @@ from cluster.shells import close_all
 
 pytestmark = pytest.mark.real
 
-LAYERS = "~/.cache/clusterctl/layers"
+LAYERS = "~/.cache/clusterctl/layers-*"
 
 
 def docker(*argv, stdin=None):
@@ -114,7 +114,7 @@ def test_after_a_changed_line_only_the_last_layer_is_sent(make_image, push, test
         assert image.id_on(testbed[name]) == new
         assert image.code_on(testbed[name]) == "second"
         assert testbed[name].try_run(f"docker image inspect {old}")[0] != 0, "the replaced image is still there"
-        assert testbed[name].run(f"ls {LAYERS} ~ada/.cache/clusterctl/layers 2>/dev/null || true") == ""
+        assert testbed[name].run(f"ls {LAYERS} ~ada/.cache/clusterctl/layers-* 2>/dev/null || true") == ""
     code, text = push(image, "n0,ada@n1")
     assert code == 0
     assert text.count("already") == 2
