@@ -17,7 +17,6 @@ DEFAULT_FILE = "cluster.yaml"
 _TIMEOUT_S = 45.0
 # Prints names and values, each ended by NUL. $1 and $2: the run and the data directory.
 _LOOK = r"""
-PATH=$PATH:/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib
 say() { printf '%s\0' "$@"; }
 limited() { if command -v timeout >/dev/null; then timeout 10 "$@"; else "$@"; fi; }
 say hostname "$(uname -n)" user "$(id -un)" ssh "$SSH_CONNECTION"
@@ -40,7 +39,6 @@ for name in run_dir data_dir; do
 done
 """
 _ROUTES = r"""
-PATH=$PATH:/usr/sbin:/sbin
 for number; do printf '%s\0' "$number" "$(ip -o route get "$number" 2>&1)"; done
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
 from cluster.errors import UnreachableError
-from cluster.shells.result import Completed
+from cluster.shells.result import MORE_PATH, Completed
 
 
 @dataclass
@@ -52,6 +53,7 @@ class LocalShell:
                 capture_output=True,
                 timeout=timeout_s,
                 check=False,
+                env=_environment(),
                 # A Ctrl-C in the terminal is for the launcher alone: it decides what to stop and in which order.
                 start_new_session=True,
             )
@@ -73,6 +75,7 @@ class LocalShell:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=errors,
+                    env=_environment(),
                     start_new_session=True,
                 )
             except FileNotFoundError as error:
@@ -94,3 +97,7 @@ class LocalShell:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:{MORE_PATH}"}

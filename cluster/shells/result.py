@@ -1,8 +1,11 @@
-"""What a command left."""
+"""What a command left, and where programs are looked for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+#: Where `ip`, docker and WSL's nvidia-smi are, and where a session without a login may not look.
+MORE_PATH = "/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib"
 
 
 @dataclass(frozen=True)

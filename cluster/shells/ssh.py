@@ -26,7 +26,7 @@ from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
 from cluster.shells.includes import expand
-from cluster.shells.result import Completed
+from cluster.shells.result import MORE_PATH, Completed
 
 T = TypeVar("T")
 
@@ -285,7 +285,7 @@ def _line(argv: Sequence[str]) -> str:
     words = "' '".join(re.findall(r"(?:\\0...|[^\\]){1,200}", coded))
     # csh leaves copies of its input and output open: who waits for the end of the output would wait for a daemon's.
     # A bash that sshd or another bash has become reads ~/.bashrc as well, unless SHLVL says that it is a deeper one.
-    begin = f"echo {_MARK.decode().strip()}; SHLVL=3; exec 3>&- 4>&- 5>&- 6>&-"
+    begin = f"echo {_MARK.decode().strip()}; SHLVL=3; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
     return f"exec bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
 
 

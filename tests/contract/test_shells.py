@@ -80,6 +80,11 @@ def test_a_stream_that_is_left_ends_its_command(shell, tmp_path):
     assert not subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout
 
 
+def test_programs_are_found_where_a_session_without_a_login_may_not_look(shell):
+    folders = shell.run(["bash", "-c", 'echo "$PATH"']).out.strip().split(":")
+    assert {"/usr/sbin", "/usr/lib/wsl/lib"} <= {*folders}
+
+
 def connect(server, login="h0"):
     close_all()
     return reach(Node("gpu-a", "127.0.1.1", login=login, ssh_config=str(server.config)))
