@@ -22,11 +22,11 @@ _POOR_SHARE = 0.4
 # Prints `joined`, then `sum BYTES SECONDS` (the median of several) for growing sizes, while there is time for the next.
 _PROGRAM = """
 import os, statistics, sys, threading, time
-threading.Timer(float(sys.argv[6]), os._exit, (70,)).start()
+threading.Timer(float(sys.argv[5]), os._exit, (70,)).start()
 import datetime, torch, torch.distributed as dist
-rank, world, address, port, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5]
+rank, world, master, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-dist.init_process_group(backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world,
+dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world,
                         timeout=datetime.timedelta(seconds=30))
 def timed(numbers):
     began = time.perf_counter()
@@ -57,7 +57,8 @@ def measure(seen: Seen, image: str) -> tuple[Link | None, list[Finding]]:
     port = 20000 + secrets.randbelow(10000)
     master = seen.nodes[0]
     gpus = seen.device == "cuda" and all(node.gpus for node in seen.nodes)
-    tail = [str(len(seen.nodes)), master.address, str(port), "nccl" if gpus else "gloo", str(TIMEOUT_S - 5)]
+    where = f"[{master.address}]:{port}" if ":" in master.address else f"{master.address}:{port}"
+    tail = [str(len(seen.nodes)), where, "nccl" if gpus else "gloo", str(TIMEOUT_S - 5)]
     ranks = {node.name: str(rank) for rank, node in enumerate(seen.nodes)}
 
     def run(node: Node) -> str:

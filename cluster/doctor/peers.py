@@ -14,9 +14,20 @@ from cluster.fanout import each
 from cluster.model import Node
 from cluster.shells import Stream, reach
 
-# Tells who it is to everyone who connects; its input ends when the launcher goes.
+# Tells who it is to everyone who connects, over IPv4 and IPv6; its input ends when the launcher goes. A machine's own
+# Python may be old (RHEL 8 has 3.6).
 _LISTEN = """
 import os, socket, sys, threading
+def listen(port):
+    try:
+        listener = socket.socket(socket.AF_INET6)
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    except OSError:
+        listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("", port))
+    listener.listen(256)
+    return listener
 def serve(listener):
     while True:
         connection, _ = listener.accept()
@@ -24,7 +35,7 @@ def serve(listener):
         connection.close()
 for port in sys.argv[2:]:
     try:
-        listener = socket.create_server(("", int(port)), backlog=256)
+        listener = listen(int(port))
     except OSError as error:
         print("busy", port, error.strerror, flush=True)
         continue
