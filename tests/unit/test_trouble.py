@@ -303,6 +303,35 @@ def test_gradients_in_half_the_bytes_and_scaled_losses_train_nearly_the_same(tmp
     assert fp16 == pytest.approx(exact, rel=0.05)
 
 
+def test_ranks_on_different_machines_compute_in_a_type_that_all_have(tmp_path: Path) -> None:
+    """A rank on a processor with bf16 beside one without: each by itself, they would sum unlike gradients."""
+    data = squares(tmp_path / "set", train=8)
+    (tmp_path / "unlike.py").write_text(
+        "import os\n"
+        "from trainer.__main__ import main\n"
+        "import trainer.training.run as run\n"
+        "has = os.environ['HAS']\n"
+        "run.native_bf16 = lambda device: has == 'bf16' or has == os.environ['RANK']\n"
+        "main()\n"
+    )
+    for has, kind in (("bf16", "bf16"), ("0", "fp32")):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "unlike.py", *options(data, "--epochs", "1", "--name", f"of{has}")],
+                cwd=tmp_path,
+                env=environment(HAS=has, **place),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for place in ranks(2)
+        ]
+        (code, out, err), (other, _, _) = wait(processes)
+        assert (code, other) == (0, 0), err
+        assert f"2 ranks on cpu, {kind}, " in out.replace(" over gloo", "")
+        assert ("no bf16 on rank" in out) == (kind == "fp32")
+
+
 def test_who_is_late() -> None:
     def beats(*states: tuple[int, str, float]) -> dict[int, Beat]:
         return {k: Beat(*state) for k, state in enumerate(states)}

@@ -169,6 +169,7 @@ def begin(settings: Settings, threads: int) -> Run:
         raise TrainerError(f"there are only {len(run.task.train_set)} training pictures for a step of {settings.batch}")
     start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
     dist.join(world, device)
+    run.agree_on_precision()
     if settings.workers == AUTO_WORKERS and (known := dist.broadcast(recall(key_of(run)))) is not None:
         run.use_workers(known)
     run.start(going_on=True)  # with the anchors of the model file

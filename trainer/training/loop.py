@@ -49,6 +49,7 @@ def train(settings: Settings) -> None:
     with ignored():  # a signal to the whole group is this process's to answer, not its loading processes'
         start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
     backend = dist.join(world, device)
+    run.agree_on_precision()
     parameters = sum(p.numel() for p in run.model.parameters())
     met = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
     events.emit(contract.READY, rank=world.rank, **met)

@@ -114,6 +114,16 @@ class Run:
         self.shown: Sequence[Any] = ()  # validation pictures with what was found in them
         self.metric = self.task.metric()  # of the last validation, all ranks' together on rank 0
 
+    def agree_on_precision(self) -> None:
+        """Compute in a type that all ranks have, now that they have met: one kind of GPU may lack what another has.
+
+        The ranks' gradients are summed, and those of fp16 are of a loss that is scaled up. A collective.
+        """
+        natives = dist.all_gather(native_bf16(self.device))
+        self.dtype = pick_dtype(self.settings.precision, self.device, all(natives))
+        if self.settings.precision == "auto" and any(natives) and not all(natives):
+            self.screen.say(f"no bf16 on rank {natives.index(False)}, so that no rank computes in it")
+
     def use_workers(self, workers: int) -> None:
         """Load with another number of processes from the next step on; the batches stay the same."""
         self.workers = workers
