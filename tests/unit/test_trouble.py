@@ -98,6 +98,35 @@ def test_such_a_batch_can_be_left_out(optimizer: str, often: list[str], fragile:
     assert all(np.isfinite(float(loss)) for row in losses for loss in row)
 
 
+def test_that_batch_is_named_where_only_every_20th_step_is_looked_at(fragile: Path, tmp_path: Path) -> None:
+    """As on a GPU. The weights move at every fourth step, so that going back meets gradients that are half gathered."""
+    (tmp_path / "plain.yaml").write_text(PLAIN + "warmup_epochs: 0\n")
+    (tmp_path / "seldom.py").write_text(
+        "from trainer.__main__ import main\nimport trainer.training.run as run\nrun.LOOK_EVERY['cpu'] = 20\nmain()\n"
+    )
+    told = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--batch", "1")
+
+    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        arguments = options(fragile, *told, "--log-steps", "--name", name, *more)
+        program = [sys.executable, "seldom.py", *arguments]
+        return subprocess.run(program, cwd=tmp_path, env=environment(), text=True, capture_output=True)
+
+    stopped = run("stop")
+    assert stopped.returncode == 2, stopped.stderr
+    named = r"the loss is no longer finite \(epoch 1, step \d+; the batch: \S*images/train/5.png\)"
+    assert re.search(named, stopped.stderr), stopped.stderr
+    assert not list(tmp_path.glob("runs/stop/*.pt"))
+    skipped = run("skip", "--on-nan", "skip", "--save-every", "1steps")
+    assert skipped.returncode == 0, skipped.stderr
+    assert re.search(named + ": back to step", skipped.stdout), skipped.stdout
+    last = torch.load(tmp_path / "runs" / "skip" / "last.pt", weights_only=True)
+    assert len(last["at"]["skipped"]) == 1
+    assert all(bool(value.isfinite().all()) for value in last["model"].values())
+    rows = [line.split(",") for line in (tmp_path / "runs" / "skip" / "steps.csv").read_text().split()[1:]]
+    assert len({number for number, *_ in rows}) == len(rows)  # none twice
+    assert all(np.isfinite(float(loss)) for _, *losses in rows for loss in losses)
+
+
 def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=32)
     program = tmp_path / "limited.py"

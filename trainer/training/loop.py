@@ -317,6 +317,8 @@ class Course:
         skipped = (*run.at.skipped, number)
         run.restore(self.last)
         run.at.skipped = skipped
+        if self.writes:
+            resume.discard_after(run.folder / "steps.csv", run.number - (run.at.step > 0))
         run.screen.say(f"{what}: back to step {run.number}, without that batch")
 
 

@@ -34,6 +34,8 @@ from trainer.training.timing import Clock
 from trainer.weights import checkpoint
 
 SCALED_GRADIENTS = torch.float16  # the type whose small gradients vanish, so that the loss is scaled up
+LOOK_EVERY = {"cpu": 1, "cuda": 20}  # steps from one look at their numbers to the next: a look waits for a GPU
+FINE = -1  # instead of a step's number, where none was bad
 WISHES = 2  # numbers that travel with every step's sums: ranks that were told to stop, ranks that want a checkpoint
 
 
@@ -174,6 +176,8 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == SCALED_GRADIENTS)
         self.total = torch.zeros(len(self.task.terms), dtype=torch.float64, device=self.device)
         self.pending = torch.zeros_like(self.total)
+        self.pending_of = 0  # the step whose terms these are
+        self.first_bad = torch.full((), FINE, device=self.device)  # the step that was first not finite, this epoch
         self.norm = torch.zeros((), device=self.device)
 
     def autocast(self) -> torch.autocast:
@@ -221,11 +225,14 @@ class Run:
         self.mode.step(prepared.images, evaluate, moves)
         with self.clock.spending("sync"):
             dist.wait(work)  # a rank that does not see the outputs has not yet
+        self.before = sums[len(counts) : -WISHES]
+        self._note(self.before, self.pending_of)
         if moves:
             self._move(number, rates)
-        self.before = sums[len(counts) : -WISHES]
+            if not self.scaler.is_enabled():  # with one, the weights do not move by broken gradients
+                self._note(self.norm, number)
         self.total += self.before
-        self.pending = terms.detach().double()
+        self.pending, self.pending_of = terms.detach().double(), number
         at.images += batch.global_size
         at.step += 1
         asked = sums[-WISHES:].tolist() if self.looks(at.step) else [0.0, 0.0]
@@ -240,14 +247,20 @@ class Run:
         self.ema.update()
         self.at.last_move = number
 
+    def _note(self, values: Tensor, number: int) -> None:
+        """Remember the first step whose values were not finite, without waiting for a GPU (`where` would)."""
+        self.first_bad.masked_fill_(~values.isfinite().all() & (self.first_bad == FINE), number)
+
     def looks(self, step: int) -> bool:
-        """Whether this step's numbers are looked at: on a GPU a look waits for the device, so only now and then."""
-        return self.device.type == "cpu" or step % 20 == 1 or step == self.train.steps
+        """Whether this step's numbers are looked at; all of them count, also those that nobody looks at."""
+        every = LOOK_EVERY[self.device.type]
+        return step % every == 1 % every or step == self.train.steps
 
     def check_finite(self) -> None:
-        """Raise NotFinite, on all ranks together, where the loss of the steps before the last one is not finite."""
-        if not bool(self.total.isfinite().all()):
-            raise NotFinite(max(0, self.number - 2))
+        """Raise NotFinite, on all ranks together, where a loss before the last step's or a gradient is not finite."""
+        found = int(self.first_bad)
+        if found != FINE:
+            raise NotFinite(found)
 
     def flush(self) -> Tensor:
         """The last step's loss terms, summed over the ranks: the end of an epoch.
@@ -257,13 +270,9 @@ class Run:
         last = self.pending.clone()
         with self.clock.spending("sync"):
             dist.wait(dist.start_sum(last))
-        if not bool((self.total + last).isfinite().all()) or self._broken_gradients():
-            raise NotFinite(self.number - 1)
+        self._note(last, self.pending_of)
+        self.check_finite()
         return last
-
-    def _broken_gradients(self) -> bool:
-        """Whether the weights last moved by gradients that were not finite; with a scaler, they do not."""
-        return not self.scaler.is_enabled() and not bool(self.norm.isfinite())
 
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
@@ -272,6 +281,7 @@ class Run:
             self._unfreeze()
         self.total.zero_()
         self.pending.zero_()
+        self.first_bad.fill_(FINE)
 
     def _unfreeze(self) -> None:
         """Train what was frozen (--unfreeze): the gradients of more parameters are exchanged from now on."""
@@ -318,14 +328,16 @@ class Run:
         What the ranks do not share (batch norm's statistics between two epochs, the last step's loss terms) is kept
         for each of them. Random generators need no state: every step seeds them from its number.
         """
+        self._note(self.pending, self.pending_of)
         mine = {
-            "bad": not bool(self.pending.isfinite().all()) or self._broken_gradients(),
+            "bad": int(self.first_bad),
             "pending": self.pending.cpu(),
             "statistics": [{k: t.cpu() for k, t in _statistics(m).items()} for m in (self.net, self.ema.model)],
         }
         ranks = dist.all_gather(mine)
-        if any(rank["bad"] for rank in ranks):
-            raise NotFinite(self.number - 1)
+        bad = [rank["bad"] for rank in ranks if rank["bad"] != FINE]
+        if bad:
+            raise NotFinite(min(bad))
         stages = self.mode.stages
         shares = [_joined(ranks[k : k + stages], self.state_names) for k in range(0, len(ranks), stages)]
         return {
@@ -367,7 +379,8 @@ class Run:
         if 0 < self.settings.unfreeze <= self.at.epoch:
             self._unfreeze()
         self.total.copy_(content["total"])
-        self.norm = torch.zeros_like(self.norm)  # of no move of these weights
+        self.first_bad.fill_(FINE)
+        self.optimizer.zero_grad(set_to_none=not dist.together())  # what a bad step has left half gathered
         self.history = list(content["history"])
         self.task.cfg = content["cfg"]  # with the anchors that were fitted
         self.weigh(content["class_map"])
