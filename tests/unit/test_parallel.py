@@ -2,8 +2,10 @@
 
 import copy
 import csv
+import functools
 import itertools
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from trainer.models.yolo import build_yolo, load_cfg
 from trainer.parallel import tensors
 from trainer.parallel.cut import part, split, trace
 from trainer.parallel.ddp import Ddp
-from trainer.parallel.dp import Dp
+from trainer.parallel.dp import Dp, Precise
 from trainer.parallel.fsdp import blocks
 from trainer.training.optim import CLIP_NORM
 
@@ -228,6 +230,18 @@ def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, said: str) -> N
 def test_blocks_are_the_members_of_a_models_lists() -> None:
     assert len(list(blocks(build_yolo(load_cfg("yolov5n.yaml"), nc=3)))) == 19  # upsampling and concatenation have none
     assert [type(block).__name__ for block in blocks(resnet18())] == ["BasicBlock"] * 8
+
+
+def test_a_copy_of_the_network_computes_in_its_precision_in_any_thread() -> None:
+    """DataParallel runs each copy in a thread of its own, which has another precision than the one that started it."""
+    found: list[torch.dtype] = []
+    bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    for net in (nn.Conv2d(3, 4, 1), Precise(nn.Conv2d(3, 4, 1), bf16)):
+        with bf16():
+            thread = threading.Thread(target=lambda net=net: found.append(net(torch.rand(1, 3, 8, 8)).dtype))
+            thread.start()
+            thread.join()
+    assert found == [torch.float32, torch.bfloat16]
 
 
 def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path) -> None:

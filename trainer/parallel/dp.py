@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer import dist
 from trainer.config import Settings
@@ -36,4 +40,20 @@ class Dp(Ddp):
 
     def refresh(self) -> None:
         """Wrap the model anew."""
-        self._net = nn.DataParallel(self.module, device_ids=self._gpus) if len(self._gpus) > 1 else self.module
+        self._net = self.module
+        if len(self._gpus) > 1:
+            copied = Precise(self.module, self._conditions.autocast)
+            self._net = nn.DataParallel(copied, device_ids=self._gpus)
+
+
+class Precise(nn.Module):
+    """A network that enters its precision itself: DataParallel's threads know whether there is one, but not which."""
+
+    def __init__(self, module: nn.Module, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self._module, self._autocast = module, autocast
+
+    def forward(self, images: Tensor) -> Any:
+        """The network's outputs."""
+        with self._autocast():
+            return self._module(images)
