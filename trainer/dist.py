@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,11 @@ def gpu_numbers(wanted: str) -> list[int]:
             raise TrainerError(
                 f"--device {wanted}: no such device", "use cpu, cuda, a GPU number, or numbers like 0,1"
             ) from None
+        if len(set(numbers)) < len(numbers):
+            once = ",".join(map(str, dict.fromkeys(numbers)))
+            raise TrainerError(
+                f"--device {wanted}: a GPU is named twice, and each is one rank's alone", f"use --device {once}"
+            )
     if not have:
         raise TrainerError(
             f"--device {wanted}: no GPU can be used on this machine",
@@ -115,12 +120,17 @@ def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.de
             f"--device {wanted}: one process drives one GPU",
             f"torchrun --nproc-per-node {len(numbers)} -m trainer train --device {wanted} ...",
         )
-    if world.local_rank >= len(numbers):
+    return torch.device("cuda", gpu_of(numbers, world))
+
+
+def gpu_of(numbers: Sequence[int], world: World) -> int:
+    """This process's GPU; too few for the node are an error in all of its processes, so that none waits for others."""
+    if world.local_size > len(numbers):
         raise TrainerError(
             f"{world.local_size} processes on this node but {len(numbers)} GPUs",
             "start one process per GPU, or use --device cpu",
         )
-    return torch.device("cuda", numbers[world.local_rank])
+    return numbers[world.local_rank]
 
 
 def thread_count(environment: Mapping[str, str], world: World, cores: int) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.dist import World, pick_device, thread_count, world_of
+from trainer.dist import World, gpu_numbers, gpu_of, pick_device, thread_count, world_of
 from trainer.errors import TrainerError
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +92,17 @@ def test_devices() -> None:
         assert pick_device("", World()) == torch.device("cpu")
         with pytest.raises(TrainerError, match="no GPU can be used"):
             pick_device("cuda", World())
+
+
+def test_each_rank_has_a_gpu_of_its_own_or_all_of_the_node_refuse() -> None:
+    with pytest.raises(TrainerError, match="--device 0,1,0: a GPU is named twice") as twice:
+        gpu_numbers("0,1,0")
+    assert twice.value.hint == "use --device 0,1"
+    for rank in range(4):
+        place = World(rank=rank, local_rank=rank, size=4, local_size=4, launched=True)
+        assert gpu_of([4, 5, 6, 7], place) == 4 + rank
+        with pytest.raises(TrainerError, match="4 processes on this node but 2 GPUs"):
+            gpu_of([0, 1], place)
 
 
 def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
