@@ -15,8 +15,9 @@ from trainer.ranks import end_with_parent
 from trainer.training.signals import Stopped
 
 EXIT_INTERRUPTED = 130
-# What gloo says when the process at the other end is gone.
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# What gloo and NCCL say when the process at the other end is gone.
+LOST: tuple[str, ...] = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+LOST += ("remote process exited", "NCCL communicator was aborted", "ncclRemoteError")
 LOST_HINT = "what it died of stands in its own log; --resume goes on from the last checkpoint"
 
 

@@ -174,9 +174,13 @@ class _Told:
 
         def precedence(rank: int) -> tuple[int, float]:
             event = told.get(rank)
-            if not event:
-                return 1 if failed[rank] < 0 else 3, 0
-            return 0 if event["exit_code"] == contract.EXIT_BAD_INPUT else 2 + bool(event["hint"]), event["time"]
+            if event:
+                if event["exit_code"] == contract.EXIT_BAD_INPUT:
+                    return 0, event["time"]
+                return 5 if event["hint"] else 2, event["time"]  # a hint is for those that have lost another rank
+            if failed[rank] == -signal.SIGABRT:  # how NCCL's watchdog ends a rank that has lost another one
+                return 4, 0
+            return 1 if failed[rank] < 0 else 3, 0
 
         rank = min(failed, key=precedence)
         where = f"rank {rank}" if self._count > 1 else "the training"

@@ -1,5 +1,6 @@
 """The Python interface with real ranks: what a program or a notebook gets back, hears and has to catch."""
 
+import json
 import math
 import os
 import signal
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 
 from tests.unit.yolo_folder import make_yolo_set
-from trainer import Callback, TrainerError, ranks, train
+from trainer import Callback, TrainerError, contract, ranks, train
+from trainer.api import _Told
+from trainer.ranks import Line
 from trainer.tasks.inference import load_trained
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +143,23 @@ def test_a_rank_that_is_lost_ends_the_others(place: Path, monkeypatch: pytest.Mo
     with pytest.raises(TrainerError, match="rank 1 ended with SIGKILL"):
         train(data=make_yolo_set(place / "data"), callback="mine:Fatal", ranks=2, **QUICK)
     assert time.monotonic() - begin < 60  # not the ten minutes that a rendezvous waits
+
+
+def test_a_rank_that_others_failed_for_comes_before_those_that_lost_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """NCCL's watchdog ends by SIGABRT, without a word, a rank whose peer is gone."""
+
+    def named(codes: dict[int, int], *events: dict[str, Any]) -> str:
+        told = _Told(2, None)
+        for event in events:
+            told.line(Line(event["rank"], False, contract.EVENT_MARK + json.dumps({"event": "failed", **event})))
+        return told.failure(codes).message
+
+    defect = {"rank": 1, "error": "KeyError: 3", "hint": "", "exit_code": 1, "time": 2.0}
+    lost = {"rank": 1, "error": "another rank ended: Broken pipe", "hint": "--resume", "exit_code": 1, "time": 1.0}
+    assert named({0: -signal.SIGABRT, 1: -signal.SIGKILL}) == "rank 1 ended with SIGKILL"
+    assert named({0: -signal.SIGABRT, 1: 1}, defect) == "rank 1: KeyError: 3"
+    assert named({0: -signal.SIGABRT, 1: 3}) == "rank 1 ended with exit 3"
+    assert named({0: -signal.SIGABRT, 1: 1}, lost) == "rank 0 ended with SIGABRT"
 
 
 def test_ctrl_c_ends_all_ranks(place: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from tests.unit.trainer_process import environment, ranks, squares, start, wait
 from trainer import contract
+from trainer.__main__ import main
 from trainer.config import interval
 from trainer.errors import TrainerError
 from trainer.training.advice import advice, slowest
@@ -238,6 +239,28 @@ def test_a_dead_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
     assert code == 1
     assert "error: another rank ended: " in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "NCCL error in: ProcessGroupNCCL.cpp:77, remote process exited or there was a network error, NCCL version 2.28",
+        "NCCL communicator was aborted on rank 1.  Original reason for failure was: the watchdog's",
+    ],
+)
+def test_what_nccl_says_of_a_dead_rank_is_one_line_too(
+    said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lost() -> None:
+        raise RuntimeError(f"{said}\nncclRemoteError: A call failed possibly due to a network error")
+
+    monkeypatch.setattr("trainer.cli.app", lost)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first == f"error: another rank ended: {said}"
+    assert [line.startswith("hint: ") for line in rest] == [True]
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:
