@@ -109,6 +109,19 @@ def gpu_numbers(wanted: str) -> list[int]:
     return numbers
 
 
+def devices_of(device: str, ranks: int, mode: str = "ddp") -> str:
+    """--device for some of its ranks: of a list of GPUs the first ones, as one process takes one number only.
+
+    With `dp` one process takes them all: as many GPUs as it would be ranks, or a TrainerError.
+    """
+    if mode != "dp":
+        return ",".join(device.split(",")[:ranks])
+    gpus = gpu_numbers(device)
+    if len(gpus) < ranks:
+        raise TrainerError(f"--parallel dp on {ranks} GPUs: there are {len(gpus)}", "leave dp out, or use fewer ranks")
+    return ",".join(map(str, gpus[:ranks]))
+
+
 def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.device:
     """The device of this process for --device; the first where one process drives `several`."""
     numbers = gpu_numbers(wanted)

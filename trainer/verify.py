@@ -58,7 +58,8 @@ def verify(settings: Settings, counts: Sequence[int], steps: int, *, wide: bool,
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         for count in counts:
             asked = Path(folder) / f"ranks{count}.json"
-            content = dataclasses.asdict(parallel.settings_for(settings, count))
+            own = dataclasses.replace(settings, device=dist.devices_of(settings.device, count))
+            content = dataclasses.asdict(parallel.settings_for(own, count))
             asked.write_text(json.dumps({**content, "steps": steps, "wide": wide}), encoding="utf-8")
             runs.append(_run(asked, count, threads))
     return [

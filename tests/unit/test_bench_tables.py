@@ -12,9 +12,10 @@ from trainer.bench import workers
 from trainer.bench.advice import advice_of
 from trainer.bench.measure import Measured, NoMemory
 from trainer.bench.plot import gains, plot_scaling, speed_ups
-from trainer.bench.scaling import Outcome, Point, Row, devices_of, in_mode, points_of, rows_of
+from trainer.bench.scaling import Outcome, Point, Row, in_mode, points_of, rows_of
 from trainer.bench.tables import clock, csv_text, detail_table, notes_of, record_of, thread_table, yolov5_table
 from trainer.cli.bench import settings_of
+from trainer.dist import devices_of
 from trainer.errors import TrainerError
 
 MEASURED = Measured(

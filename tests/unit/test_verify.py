@@ -47,7 +47,10 @@ def test_uneven_shares_of_a_batch_train_as_one_rank_does(
 def test_what_a_rank_finds_wrong_is_said_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    no_gpu = [] if torch.cuda.is_available() else ["--device 0: no GPU can be used on this machine"]
     for arguments, said in (
+        # One rank gets one of the two; with both it would be refused before they are looked for.
+        *((["--device", "0,1", "--ranks", "1,2"], f"error: {said}") for said in no_gpu),
         (["--data", "none.yaml", "--ranks", "2"], "error: --data none.yaml: no such file"),
         (["--ranks", "1,9"], "error: --ranks 1,9: each must be from 1 to --batch 8"),
         (["--ranks", "two"], "error: --ranks two"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trainer.bench.measure import Effort, Measured, NoMemory, measure
 from trainer.config import PARALLEL, PRECISIONS, Settings
-from trainer.dist import gpu_numbers
+from trainer.dist import devices_of
 from trainer.errors import TrainerError
 
 Outcome = Measured | TrainerError
@@ -113,19 +113,6 @@ def in_mode(settings: Settings, mode: str) -> Settings:
     """The same training by another --parallel; what only a pipeline is told is left out of the others."""
     stages, micro_batches = (settings.stages, settings.micro_batches) if mode == "pipeline" else (0, 0)
     return replace(settings, parallel=mode, stages=stages, micro_batches=micro_batches)
-
-
-def devices_of(device: str, ranks: int, mode: str = "ddp") -> str:
-    """--device for some of its ranks: of a list of GPUs the first ones, as one process takes one number only.
-
-    With `dp` one process takes them all: as many GPUs as it would be ranks, or a TrainerError.
-    """
-    if mode != "dp":
-        return ",".join(device.split(",")[:ranks])
-    gpus = gpu_numbers(device)
-    if len(gpus) < ranks:
-        raise TrainerError(f"--parallel dp on {ranks} GPUs: there are {len(gpus)}", "leave dp out, or use fewer ranks")
-    return ",".join(map(str, gpus[:ranks]))
 
 
 def rows_of(outcomes: Mapping[Point, Sequence[Outcome]]) -> list[Row]:

@@ -160,9 +160,8 @@ def workers(
     where more workers gain nothing, and `trainer train --workers auto` remembers the answer. On a CPU, workers take the
     training's cores: what counts is the training's rate, not the loader's.
     """
-    from trainer.bench.scaling import devices_of
     from trainer.bench.workers import advice_of, rates_of, table_of, try_workers
-    from trainer.dist import usable_cores
+    from trainer.dist import devices_of, usable_cores
     from trainer.training.workers import choose, most_workers, remember
 
     for option, value in (("--ranks", ranks), ("--rounds", rounds)):

@@ -34,8 +34,7 @@ def profile(
     from rich.console import Console
 
     from trainer.bench import profile as profiling
-    from trainer.bench.scaling import devices_of
-    from trainer.dist import usable_cores
+    from trainer.dist import devices_of, usable_cores
 
     if record:  # a rank of another `trainer profile`
         profiling.record(*map(Path, record.split(",")))
