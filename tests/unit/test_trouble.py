@@ -1,5 +1,6 @@
 """What a training says and does when something goes wrong: numbers, memory, a rank that stands still."""
 
+import json
 import re
 import resource
 import signal
@@ -97,6 +98,29 @@ def test_such_a_batch_can_be_left_out(optimizer: str, often: list[str], fragile:
     assert all(bool(value.isfinite().all()) for value in last["model"].values())
     losses = [line.split(",")[1:] for line in (tmp_path / "runs" / "train" / "steps.csv").read_text().split()[1:]]
     assert all(np.isfinite(float(loss)) for row in losses for loss in row)
+
+
+SELDOM = """
+from trainer.__main__ import main
+import trainer.training.run as run
+run.LOOK_EVERY["cpu"] = 20
+main()
+"""
+
+
+def test_wishes_are_heard_at_every_step_also_where_only_every_20th_is_looked_at(tmp_path: Path) -> None:
+    """As on a GPU: a checkpoint that is due, and a signal, which travels in the same sum."""
+    data = squares(tmp_path / "set", train=24)
+    (tmp_path / "plain.yaml").write_text(PLAIN + "warmup_epochs: 0\n")
+    (tmp_path / "seldom.py").write_text(SELDOM)
+    arguments = options(data, "--hyp", "plain.yaml", "--epochs", "1", "--save-every", "4steps")
+    program = [sys.executable, "seldom.py", *arguments, "--batch", "2"]
+    job = environment(**{contract.JOB_ID: "unit-job"})
+    done = subprocess.run(program, cwd=tmp_path, env=job, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix(contract.EVENT_MARK) for line in done.stdout.splitlines()]
+    told = [json.loads(line) for line in lines if '"event":"checkpoint"' in line]
+    assert [event["step"] for event in told][:2] == [4, 8]
 
 
 def test_that_batch_is_named_where_only_every_20th_step_is_looked_at(fragile: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,14 +210,16 @@ class Run:
         sums = torch.cat((counts, self.pending, wishes))
         work = dist.start_sum(sums)  # runs while the network does
         terms = torch.zeros_like(self.pending)
+        asked: Callable[[], list[float]] | None = None
 
         def evaluate(raw: Any) -> Tensor:
-            nonlocal terms
+            nonlocal terms, asked
             matched, late = self.loss.match(raw, prepared.assignment)
             late_work = dist.start_sum(late, self.mode.seeing)  # what only the outputs could tell
             with self.clock.spending("sync"):
                 dist.wait(work)
                 dist.wait(late_work)
+            asked = _coming(sums[-WISHES:])  # before the backward pass: reading it does not wait for that
             terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
             # The ranks' gradients are summed.
             return self.scaler.scale(terms.sum() * self.task.weight(sums[0].float()))
@@ -225,6 +227,7 @@ class Run:
         self.mode.step(prepared.images, evaluate, moves)
         with self.clock.spending("sync"):
             dist.wait(work)  # a rank that does not see the outputs has not yet
+        asked = asked or _coming(sums[-WISHES:])
         self.before = sums[len(counts) : -WISHES]
         self._note(self.before, self.pending_of)
         if moves:
@@ -235,8 +238,8 @@ class Run:
         self.pending, self.pending_of = terms.detach().double(), number
         at.images += batch.global_size
         at.step += 1
-        asked = sums[-WISHES:].tolist() if self.looks(at.step) else [0.0, 0.0]
-        return Told(bool(asked[0]), bool(asked[1]), moves)
+        to_stop, to_save = asked()
+        return Told(bool(to_stop), bool(to_save), moves)
 
     def _move(self, number: int, rates: Any) -> None:
         set_rates(self.optimizer, rates)
@@ -393,6 +396,21 @@ class Run:
                 tensor.copy_(values[number] if same else torch.stack(values).mean(0))
         pending = ranks[number]["pending"] if same else sum(rank["pending"] for rank in ranks) / shares
         self.pending.copy_(pending if self.mode.sees_outputs else torch.zeros_like(self.pending))
+
+
+def _coming(values: Tensor) -> Callable[[], list[float]]:
+    """Begin to bring a few numbers to the host; what is returned waits for them alone, not for what comes after."""
+    if values.device.type != "cuda":
+        return values.tolist
+    there = values.to("cpu", non_blocking=True)  # in pinned memory, as torch has it for such a copy
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return there.tolist()
+
+    return read
 
 
 def seed_generators(seed: int, number: int, rank: int) -> None:
