@@ -185,6 +185,38 @@ def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -
     assert run(int(fits[1])).returncode == 0
 
 
+@pytest.mark.parametrize(("error", "advised"), [("Memory", "--batch 4 fits (2 on each rank"), ("Key", "try --batch 4")])
+def test_what_fits_is_tried_without_the_other_ranks(error: str, advised: str, tmp_path: Path) -> None:
+    """Memory ends in the middle of a backward pass, where DDP waits for the others' gradients and for all of its own.
+
+    Tries that fail of something else tell nothing about memory.
+    """
+    data = squares(tmp_path / "set", train=16)
+    (tmp_path / "greedy.py").write_text(
+        "import torch\n"
+        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
+        "calls = []\n\n"
+        "def build(nc):\n"
+        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        "    def fail(gradient):\n"
+        "        calls.append(len(gradient))\n"
+        f"        if len(calls) == 1 or '{error}' == 'Memory':\n"
+        "            raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')\n"
+        "        raise RuntimeError('not for want of it')\n"
+        "    def watch(layer, args, out):\n"
+        f"        if out.requires_grad and len(out) > 2 or calls and '{error}' == 'Key':\n"
+        "            out.register_hook(fail)\n"
+        "    model.model[4].register_forward_hook(watch)\n"
+        "    return model\n"
+    )
+    arguments = options(data, "--cfg", "greedy:build", "--epochs", "1", "--precision", "fp32", "--batch", "8")
+    for code, _, err in wait(start(tmp_path, ranks(2), *arguments)):
+        assert code == 2, err
+        assert re.search(r"error: rank \d: out of memory with 4 pictures of 64 x 64 px on this cpu", err), err
+        assert f"hint: {advised}" in err, err
+        assert "Traceback" not in err
+
+
 def started(tmp_path: Path, errors: Path, *more: str) -> list[subprocess.Popen[str]]:
     """Two ranks under a launcher that have done their first steps; what they say to stderr goes into files."""
     run = tmp_path / "job"
