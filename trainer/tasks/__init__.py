@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainer.config import Settings
-from trainer.tasks.task import Batches, Metric, Prepared, Scores, Task
+from trainer.tasks.task import Batches, Metric, Scores, Task
 
 
 def _detect(settings: Settings) -> Task:
@@ -34,4 +34,4 @@ def open_task(settings: Settings) -> Task:
     return OPEN[settings.task](settings)
 
 
-__all__ = ["OPEN", "Batches", "Metric", "Prepared", "Scores", "Task", "open_task"]
+__all__ = ["OPEN", "Batches", "Metric", "Scores", "Task", "open_task"]

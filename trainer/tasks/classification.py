@@ -20,7 +20,6 @@ from trainer.metrics.table import accuracy_text
 from trainer.models.classifier import Classifier, build_classifier, freeze_parts
 from trainer.tasks.inference import to_device
 from trainer.tasks.own_weights import OWN_WEIGHTS, own_weights
-from trainer.tasks.task import Prepared
 from trainer.weights import checkpoint
 
 DEFAULT_CFG = "resnet18"
@@ -121,13 +120,13 @@ class Classification:
         batch = -(-self._settings.batch // share["world"])
         return LabelledValLoader(self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
 
-    def prepare(self, batch: LabelledBatch, loss: Loss, device: torch.device) -> Prepared:
-        """A training batch on the device, its pictures in 0..1, mixed where they are to be."""
+    def move(self, batch: LabelledBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A training batch on the device: its pictures in 0..1, and its classes, mixed where they are to be."""
         images, labels = to_device(batch.images, device), batch.labels.to(device, non_blocking=True)
         if batch.mix_seed >= 0:
             images, labels = mixed(images, labels, len(self.names), batch.mix_seed, self._settings.hyp)
             images = images.contiguous(memory_format=torch.channels_last)
-        return Prepared(images, loss.assign(labels, len(images), *images.shape[2:]))
+        return images, labels
 
     def metric(self) -> TopK:
         """An empty metric."""

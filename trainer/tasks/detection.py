@@ -22,7 +22,6 @@ from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, freeze, load_cfg
 from trainer.tasks.autoanchor import fit_anchors
 from trainer.tasks.inference import Detections, Detector, Limits, to_device, to_original
-from trainer.tasks.task import Prepared
 from trainer.weights import checkpoint
 
 DEFAULT_CFG = "yolov5n.yaml"
@@ -129,12 +128,9 @@ class Detection:
         """Letterboxed batches."""
         return ValLoader(self.val_set, imgsz=self._settings.imgsz, batch=self._settings.batch, **share)
 
-    def prepare(self, batch: Batch, loss: Loss, device: torch.device) -> Prepared:
-        """A training batch on the device, its pictures in 0..1 and its targets assigned."""
-        images = to_device(batch.images, device)
-        b, _, height, width = images.shape
-        targets = batch.targets.to(device, non_blocking=True)
-        return Prepared(images, loss.assign(targets, b, height, width))
+    def move(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A training batch on the device: its pictures in 0..1, and its targets."""
+        return to_device(batch.images, device), batch.targets.to(device, non_blocking=True)
 
     def metric(self) -> BoxMAP:
         """An empty metric; those of several ranks can be merged."""

@@ -21,7 +21,6 @@ from trainer.models.segmenter import Segmenter, build_segmenter
 from trainer.tasks.classification import refuse_others
 from trainer.tasks.inference import to_device
 from trainer.tasks.own_weights import OWN_WEIGHTS, own_weights
-from trainer.tasks.task import Prepared
 from trainer.weights import checkpoint
 
 DEFAULT_CFG = "lraspp_mobilenet_v3_large"  # small enough for a CPU
@@ -98,10 +97,9 @@ class Segmentation:
         batch = -(-self._settings.batch // share["world"])
         return MaskedValLoader(self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
 
-    def prepare(self, batch: MaskedBatch, loss: Loss, device: torch.device) -> Prepared:
-        """A training batch on the device, its pictures in 0..1."""
-        images, masks = to_device(batch.images, device), batch.masks.to(device, non_blocking=True)
-        return Prepared(images, loss.assign(masks, len(images), *images.shape[2:]))
+    def move(self, batch: MaskedBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A training batch on the device: its pictures in 0..1, and its masks."""
+        return to_device(batch.images, device), batch.masks.to(device, non_blocking=True)
 
     def metric(self) -> Confusion:
         """An empty metric."""

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer.losses import Loss
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A batch on the device: `images` float (b, 3, h, w), channels last, and what its loss assigned."""
-
-    images: Tensor
-    assignment: Any
 
 
 class Scores(Protocol):
@@ -99,8 +90,8 @@ class Task(Protocol):
     def val_loader(self, share: Mapping[str, Any]) -> Batches:
         """The validation batches of this rank."""
 
-    def prepare(self, batch: Any, loss: Loss, device: torch.device) -> Prepared:
-        """A training batch on the device, its targets assigned."""
+    def move(self, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A training batch on the device: images float (b, 3, h, w), channels last, and what its loss assigns."""
 
     def metric(self) -> Metric:
         """An empty metric."""

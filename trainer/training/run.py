@@ -201,9 +201,10 @@ class Run:
         rates = self.schedule.at(number)
         moves = at.step + 1 == self.train.steps or number - at.last_move >= rates.accumulate
         seed_generators(self.settings.seed, number, self.world.rank)
-        with self.clock.spending("transfer"):
-            prepared = self.task.prepare(batch, self.loss, self.device)
-        counts = prepared.assignment.counts
+        with self.clock.copying():
+            images, truth = self.task.move(batch, self.device)
+        assignment = self.loss.assign(truth, len(images), *images.shape[2:])
+        counts = assignment.counts
         if not self.mode.sees_outputs:  # another rank counts the same pictures
             counts = torch.zeros_like(counts)
         wishes = counts.new_tensor([float(stop), float(save)])
@@ -214,7 +215,7 @@ class Run:
 
         def evaluate(raw: Any) -> Tensor:
             nonlocal terms, asked
-            matched, late = self.loss.match(raw, prepared.assignment)
+            matched, late = self.loss.match(raw, assignment)
             late_work = dist.start_sum(late, self.mode.seeing)  # what only the outputs could tell
             with self.clock.spending("sync"):
                 dist.wait(work)
@@ -224,7 +225,7 @@ class Run:
             # The ranks' gradients are summed.
             return self.scaler.scale(terms.sum() * self.task.weight(sums[0].float()))
 
-        self.mode.step(prepared.images, evaluate, moves)
+        self.mode.step(images, evaluate, moves)
         with self.clock.spending("sync"):
             dist.wait(work)  # a rank that does not see the outputs has not yet
         asked = asked or _coming(sums[-WISHES:])

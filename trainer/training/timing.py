@@ -27,7 +27,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._handed_over: Any = None
-        self._pairs: list[tuple[Any, Any]] = []
+        self._pairs: list[tuple[str, Any, Any]] = []  # what two events on the stream are the begin and end of
         self.restart()
 
     def restart(self) -> None:
@@ -44,6 +44,17 @@ class Clock:
             yield
         finally:
             self._spent[share] += time.perf_counter() - before
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Count as transfer what a block copies to the device; on a GPU not the host's wait for what runs there yet."""
+        if not self._cuda:
+            with self.spending("transfer"):
+                yield
+            return
+        begin = _event()
+        yield
+        self._pairs.append(("transfer", begin, _event()))
 
     def waiting(self, batches: Iterator[T]) -> Iterator[T]:
         """The same batches; the time that they take to come counts as data."""
@@ -66,8 +77,7 @@ class Clock:
     def _hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         if bucket.is_last():
             if self._cuda:
-                self._handed_over = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-                self._handed_over.record()
+                self._handed_over = _event()
             else:
                 self._handed_over = time.perf_counter()
         buffer = bucket.buffer()
@@ -84,9 +94,7 @@ class Clock:
         if self._handed_over is None:
             return
         if self._cuda:
-            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            end.record()
-            self._pairs.append((self._handed_over, end))
+            self._pairs.append(("sync", self._handed_over, _event()))
         else:
             self._spent["sync"] += time.perf_counter() - self._handed_over
         self._handed_over = None
@@ -99,10 +107,18 @@ class Clock:
         """SHARES as fractions of the epoch so far; their sum is 1."""
         if self._pairs:
             torch.cuda.synchronize()
-            self._spent["sync"] += sum(a.elapsed_time(b) for a, b in self._pairs) / 1000
+            for share, begin, end in self._pairs:
+                self._spent[share] += begin.elapsed_time(end) / 1000
             self._pairs.clear()
         total = max(self.seconds(), 1e-9)
         shares = {k: min(v / total, 1.0) for k, v in self._spent.items()}
         rest = max(0.0, 1 - sum(shares.values()))
         shares["compute"] = rest
         return {k: round(shares[k], 4) for k in SHARES}
+
+
+def _event() -> Any:
+    """This moment of the GPU's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
