@@ -187,6 +187,20 @@ def test_what_is_no_coco_file(tmp_path, text, what):
     assert error.hint
 
 
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        (["--val-images", "val"], "--val-images val: no annotations of these pictures"),
+        (["--val", "b.json", "--val-share", "0.2"], "--val-share 0.2: --val b.json says which pictures"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(coco, tmp_path, more, what):
+    _, error = convert("coco", coco, "--images", tmp_path / "pictures", "--out", tmp_path / "set", *more)
+    assert error
+    assert what in error.message
+    assert not (tmp_path / "set").exists()
+
+
 def test_nothing_is_overwritten(coco, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/precious").write_text("x")

@@ -252,8 +252,9 @@ def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path)
     assert "nothing to share" in mode.said
     with pytest.raises(TrainerError, match="one process for all GPUs, and this is one of 2"):
         Dp(settings(parallel="dp", sync_bn=False), World(size=2, launched=True), torch.device("cpu"))
-    with pytest.raises(TrainerError, match="--parallel dp does not go with --sync-bn"):
-        Dp(settings(parallel="dp", sync_bn=True), World(), torch.device("cpu"))
+    for option, value in (("--sync-bn", {"sync_bn": True}), ("--grad-compress", {"grad_compress": "bf16"})):
+        with pytest.raises(TrainerError, match=f"--parallel dp does not go with {option}"):
+            Dp(settings(parallel="dp", **{"sync_bn": False, **value}), World(), torch.device("cpu"))
     arguments = ["train", "--parallel", "dp", "--device", "0,1", "--data", str(data)]
     ((code, _, err),) = wait(start(tmp_path, [{}], *arguments))
     assert (code, "no GPU can be used" in err) == (2, True), err  # and not two processes, as without dp

@@ -49,6 +49,17 @@ def predict(weights, tmp_path, monkeypatch, capfd):
     return run
 
 
+def test_options_that_would_have_no_effect_are_refused(predict, tmp_path):
+    cv2.imwrite(str(tmp_path / "a.png"), picture())
+    for more, said in (
+        (["--save-conf"], "--save-conf: no labels are written"),
+        (["--half"], "--half and --precision fp32 contradict each other"),
+    ):
+        code, _, err = predict("--source", "a.png", *more)
+        assert (code, said in err) == (2, True), err
+        assert not (tmp_path / "runs").exists()
+
+
 def test_pictures_of_a_folder_are_drawn_and_written_down(predict, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()

@@ -11,6 +11,7 @@ from tests.unit.settings import settings
 from tests.unit.trainer_process import squares
 from trainer.config import Hyp
 from trainer.dist import World
+from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.training.run import Run
@@ -42,6 +43,13 @@ def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
     assert "349/349 tensors\n" in capsys.readouterr().out
     assert pixels(cfg="yolov5n.yaml")[0].flatten().tolist() == [10, 13, 16, 30, 33, 23]
     assert "348/349 tensors; the anchors are those of yolov5n.yaml\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["cutmix", "randaugment", "pad"])
+def test_a_hyper_parameter_of_another_task_is_refused(key: str, tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=6)
+    with pytest.raises(TrainerError, match=f"{key} has no effect on boxes"):
+        made(data, hyp=dataclasses.replace(Hyp(), **{key: 0.5}))
 
 
 def test_what_both_loaders_have_to_say_is_said_once(

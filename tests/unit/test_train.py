@@ -132,6 +132,7 @@ BAD = [
     (["--device", "tpu"], "--device tpu"),
     (["--optimizer", "Lion"], "--optimizer Lion"),
     (["--freeze", "30"], "--freeze: there is no layer 25"),
+    (["--ranks", "0"], "--ranks is 0"),
 ]
 
 
@@ -160,6 +161,20 @@ def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
     assert event["event"] == "failed"
     assert event["error"] == first.removeprefix("error: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_within_other_ranks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun or a launcher has started them, and this option would have been ignored."""
+    monkeypatch.chdir(tmp_path)
+    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "argv", ["trainer", "train", "--ranks", "2"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "error: --ranks 2: RANK is set, so this is already one of 4 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,13 @@ def coco(
         Path | None, typer.Option(help="Annotations of the validation pictures: instances_val2017.json.")
     ] = None,
     val_images: Annotated[Path | None, typer.Option(help="The folder of these, if it is another one.")] = None,
-    val_share: ValShare = 0.1,
+    val_share: Annotated[
+        float | None,
+        typer.Option(
+            help="Without --val: share of the pictures for validation, chosen by their names. (default: 0.1)",
+            show_default=False,
+        ),
+    ] = None,
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:

@@ -320,6 +320,13 @@ def train(
     `clusterctl launch`.
     The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
+    if ranks is not None and ranks < 1:
+        raise TrainerError(f"--ranks is {ranks}, it must be 1 or more")
+    if ranks is not None and "RANK" in os.environ and os.environ.get("WORLD_SIZE", str(ranks)) != str(ranks):
+        raise TrainerError(
+            f"--ranks {ranks}: RANK is set, so this is already one of {os.environ['WORLD_SIZE']} ranks",
+            "leave --ranks out where torchrun or a launcher starts the ranks",
+        )
     count = ranks_of(device, parallel) if ranks is None else ranks
     if count > 1 and "RANK" not in os.environ:
         raise typer.Exit(run_here(sys.argv[1:], count))

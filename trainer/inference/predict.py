@@ -25,8 +25,7 @@ from trainer.inference.formats import label_rows, unique_stems, write_text
 from trainer.inference.growing import json_list, mp4
 from trainer.inference.sources import Unreadable, find_sources, frames, is_video
 from trainer.plots import draw_boxes, write_picture
-from trainer.precision import native_bf16, pick_dtype
-from trainer.tasks.inference import Detections, Detector, Limits, half_of, load_trained, to_original
+from trainer.tasks.inference import Detections, Detector, Limits, load_trained, to_original, type_for
 from trainer.weights import checkpoint
 
 _DRAWN_PX = 700  # a picture of this size gets boxes and text of size 1
@@ -54,6 +53,10 @@ class PredictSettings:
     name: str = "predict"
     exist_ok: bool = False
     cfg: str = ""  # of a user's own model
+
+    def __post_init__(self) -> None:
+        if self.save_conf and not self.save_txt:
+            raise TrainerError("--save-conf: no labels are written for it to stand in", "add --save-txt")
 
 
 @dataclass
@@ -123,7 +126,7 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
     imgsz = s.imgsz or trained.imgsz
     trained.check_imgsz(imgsz)
     limits = Limits(s.confidence, s.iou, s.most, class_numbers(s.classes, trained.names))
-    dtype = half_of(device) if s.half else pick_dtype(s.precision, device, native_bf16(device))
+    dtype = type_for(s.precision, s.half, device)
     detector = Detector(trained.model, device, dtype, limits)
     writes = s.save or s.save_txt or s.save_json
     folder = checkpoint.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None

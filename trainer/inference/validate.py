@@ -21,9 +21,8 @@ from trainer.inference.formats import category_ids, coco_results, image_id, labe
 from trainer.inference.progress import Waits, track
 from trainer.inference.truth import CocoTruth
 from trainer.metrics import BoxMAP, BoxScores
-from trainer.precision import native_bf16, pick_dtype
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
-from trainer.tasks.inference import Detections, Detector, Limits, Trained, half_of, load_trained
+from trainer.tasks.inference import Detections, Detector, Limits, Trained, load_trained, type_for
 from trainer.weights import checkpoint
 
 SPLITS = ("train", "val", "test")
@@ -64,6 +63,8 @@ class ValSettings:
             raise TrainerError(f"--batch is {self.batch}, it must be 1 or more")
         if self.workers is not None and self.workers < 0:
             raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
+        if self.save_conf and not self.save_txt:
+            raise TrainerError("--save-conf: no labels are written for it to stand in", "add --save-txt")
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,7 @@ def validate(settings: ValSettings) -> Validation | None:
     trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     trained.check_imgsz(imgsz)
-    dtype = pick_dtype(s.precision, device, native_bf16(device))
-    if s.half:
-        dtype = half_of(device)
+    dtype = type_for(s.precision, s.half, device)
     how: dict[str, Any] = {"single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **how)  # type: ignore[arg-type]
     check_names(dataset.names, trained, s)

@@ -24,7 +24,11 @@ class Dp(Ddp):
                 f"--parallel dp is one process for all GPUs, and this is one of {world.size}",
                 "start it without torchrun and --ranks, or use --parallel ddp",
             )
-        for option, given in (("--sync-bn", settings.sync_bn), ("--compile", settings.compile)):
+        for option, given in (
+            ("--sync-bn", settings.sync_bn),
+            ("--compile", settings.compile),
+            ("--grad-compress", settings.grad_compress != "none"),
+        ):
             if given:
                 raise TrainerError(f"--parallel dp does not go with {option}", "use --parallel ddp")
         super().__init__(settings, world, device)

@@ -42,8 +42,8 @@ class Detection:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = s = settings
-        for key in ("cutmix", "randaugment"):
-            if getattr(s.hyp, key):
+        for key in ("cutmix", "randaugment", "pad"):
+            if getattr(s.hyp, key) != getattr(Hyp(), key):
                 raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
         check_data_path(s.data)
         self._weights = checkpoint.load(s.weights) if s.weights else None

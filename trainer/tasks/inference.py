@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torchvision.ops import batched_nms
 
+from trainer.config import PRECISIONS
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
+from trainer.precision import native_bf16, pick_dtype
 from trainer.weights import checkpoint
 
 # Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
@@ -149,9 +151,19 @@ class Trained:
             )
 
 
-def half_of(device: torch.device) -> torch.dtype:
-    """The 16 bits that --half asks for."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
+def type_for(precision: str, half: bool, device: torch.device) -> torch.dtype:
+    """The type that --precision asks for, or --half, which means 16 bits: fp16 on a GPU, bf16 on a CPU."""
+    if precision not in PRECISIONS:
+        raise TrainerError(f"--precision {precision}: unknown", f"use one of {', '.join(PRECISIONS)}")
+    meant = ("fp16" if device.type == "cuda" else "bf16") if half else precision
+    if precision not in ("auto", meant):
+        raise TrainerError(
+            f"--half and --precision {precision} contradict each other: --half is {meant} on {device.type}",
+            "give one of them",
+        )
+    if half:  # also where the device would be slow at it
+        return torch.float16 if meant == "fp16" else torch.bfloat16
+    return pick_dtype(precision, device, native_bf16(device))
 
 
 def load_trained(weights: str, cfg: str = "") -> Trained:

@@ -23,19 +23,26 @@ def from_coco(
     *,
     val_annotations: Path | None = None,
     val_images: Path | None = None,
-    val_share: float = 0.1,
+    val_share: float | None = None,
 ) -> Conversion:
     """Read COCO annotations whose pictures are in the folder `images`.
 
     Validation gets its own annotations (whose pictures are in `val_images`, or in `images`), or else a share of the
-    pictures. Category ids become 0, 1, ... in their order.
+    pictures, a tenth if none is named. Category ids become 0, 1, ... in their order.
     """
+    if val_images and not val_annotations:
+        raise TrainerError(f"--val-images {val_images}: no annotations of these pictures", "name them with --val")
+    if val_annotations and val_share is not None:
+        raise TrainerError(
+            f"--val-share {val_share:g}: --val {val_annotations} says which pictures are for validation",
+            "give one of them",
+        )
     content = _load(annotations)
     names = _categories(content, annotations)
     conversion = Conversion(list(names.values()))
     items = _read(content, annotations, images, list(names), conversion)
     if not val_annotations:
-        conversion.splits = split_by_name(items, val_share)
+        conversion.splits = split_by_name(items, 0.1 if val_share is None else val_share)
         return conversion
     content = _load(val_annotations)
     if _categories(content, val_annotations) != names:
