@@ -21,6 +21,11 @@ def native_bf16(device: torch.device) -> bool:
     return bool(flags & ({"avx512_bf16", "amx_bf16"} if platform.machine() in ("x86_64", "AMD64") else {"bf16"}))
 
 
+def full_fp32() -> None:
+    """Let fp32 be fp32: torch computes convolutions on GPUs since Ampere in TF32, which keeps 10 bits of its 23."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def pick_dtype(precision: str, device: torch.device, native: bool) -> torch.dtype:
     """The type that convolutions compute in; weights, their averages and the optimizer stay in fp32.
 

@@ -45,6 +45,15 @@ def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
     assert "348/349 tensors; the anchors are those of yolov5n.yaml\n" in capsys.readouterr().out
 
 
+def test_fp32_that_was_asked_for_is_not_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default for convolutions on GPUs since Ampere."""
+    data = squares(tmp_path / "set", train=6)
+    for precision, tf32 in (("auto", True), ("fp32", False)):
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+        made(data, precision=precision)
+        assert torch.backends.cudnn.allow_tf32 is tf32
+
+
 @pytest.mark.parametrize("key", ["cutmix", "randaugment", "pad"])
 def test_a_hyper_parameter_of_another_task_is_refused(key: str, tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=6)

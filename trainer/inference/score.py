@@ -15,8 +15,8 @@ from trainer.config import Settings, preset_for
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.inference.progress import track
-from trainer.precision import native_bf16, pick_dtype
 from trainer.tasks import Scores, Task, open_task
+from trainer.tasks.inference import type_for
 from trainer.weights import checkpoint
 
 
@@ -73,7 +73,7 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     batches = track(iter(loader), len(loader), "validating") if world.rank == 0 else loader
     started = time.perf_counter()
-    metric, shown = task.evaluate(model, batches, device, pick_dtype(s.precision, device, native_bf16(device)))
+    metric, shown = task.evaluate(model, batches, device, type_for(s.precision, False, device))
     per_picture = 1000 * (time.perf_counter() - started) * world.size / max(1, len(task.val_set))
     states = dist.gather(metric.state())
     result = None

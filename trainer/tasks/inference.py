@@ -13,7 +13,7 @@ from torchvision.ops import batched_nms
 from trainer.config import PRECISIONS
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
-from trainer.precision import native_bf16, pick_dtype
+from trainer.precision import full_fp32, native_bf16, pick_dtype
 from trainer.weights import checkpoint
 
 # Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
@@ -163,6 +163,8 @@ def type_for(precision: str, half: bool, device: torch.device) -> torch.dtype:
         )
     if half:  # also where the device would be slow at it
         return torch.float16 if meant == "fp16" else torch.bfloat16
+    if precision == "fp32":
+        full_fp32()
     return pick_dtype(precision, device, native_bf16(device))
 
 

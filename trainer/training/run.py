@@ -17,7 +17,7 @@ from trainer import dist, parallel
 from trainer.config import Settings
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.precision import native_bf16, pick_dtype
+from trainer.precision import full_fp32, native_bf16, pick_dtype
 from trainer.tasks import open_task
 from trainer.training.optim import (
     CLIP_NORM,
@@ -86,6 +86,8 @@ class Run:
                 f"--batch counts the pictures of all ranks together: use {shares} or more",
             )
         self.dtype = pick_dtype(s.precision, device, native_bf16(device))
+        if s.precision == "fp32":
+            full_fp32()
         self.task = open_task(s)
         if not len(self.task.val_set) and s.val:
             raise TrainerError(f"--data {s.data}: there is no validation picture", "or train with --noval")
