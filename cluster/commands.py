@@ -260,13 +260,17 @@ def start(record: Record, records: Records, secrets: Mapping[str, str] | None = 
 
 
 def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep) -> Watched:
-    """Watch until the job is done, failed, or late for its rendezvous; nothing is stopped here."""
+    """Watch until the job is done, failed, or late for its rendezvous; nothing is stopped here.
+
+    Time in which this process slept counts for nothing: the job's limits are for what was looked at.
+    """
     plan = record.plan
     follower = Follower(plan, BACKENDS[plan.backend], record.created_at)
     show.begin(plan)
     silent = 0
+    clock = looks.Clock()
     while True:
-        now = time.time()
+        now = clock()
         try:
             lines = follower.step(now)
             silent = 0
@@ -282,10 +286,10 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             # One node's end makes the others fail within moments: look again, so that the first is named and not the
             # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
-            lines += follower.step(time.time())
-            while _is_an_echo(follower.view) and time.time() - now < _CAUSE_S:
+            lines += follower.step(clock())
+            while _is_an_echo(follower.view) and clock() - now < _CAUSE_S:
                 wait(TICK_S)
-                lines += follower.step(time.time())
+                lines += follower.step(clock())
             lines = _before_tracebacks(lines)
         show.show(follower.view, lines)
         if verdict in ("done", "failed", "late", "stalled"):

@@ -1,8 +1,12 @@
-"""What the nodes of a plan say, through a shell: their states and their logs, also when a machine is slow or silent."""
+"""What the nodes of a plan say, through a shell: their states and their logs, also when a machine is slow or silent.
+
+All that judges how long something lasts goes by a `Clock`: while nobody looked, nobody was silent.
+"""
 
 from __future__ import annotations
 
 import base64
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +26,11 @@ _PATIENCE_S = 1.0
 _SILENT_PATIENCE_S = 4.0
 #: A machine that is alive may still be slow.
 _LOOK_TIMEOUT_S = 30.0
+#: How often the launcher notes that it is there. After a longer gap it was not: a closed lid, Ctrl-Z, a clock set anew.
+_BEAT_S = 1.0
+_ABSENT_S = 5.0
+#: A machine that wakes has its network back only after a while; what it cannot reach until then is not lost.
+WAKING_S = 20.0
 #: So much of a log is fetched at once.
 LOG_CHUNK = 1 << 20
 
@@ -30,6 +39,65 @@ _NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.secrets", "*.tmp", "common.*", "a
 
 #: What was seen of a plan's nodes on one machine, by node.
 Seen = dict[str, NodeStatus]
+
+
+class Presence:
+    """How long the launcher was there to look: `seconds` stand still while it sleeps, and for WAKING_S after it.
+
+    Told by two clocks, as the first may stand still with the machine, and somebody may put the second right.
+    """
+
+    def __init__(self, monotonic: float, wall: float) -> None:
+        self.seconds = 0.0
+        #: How often it has woken.
+        self.wakings = 0
+        self._before = (monotonic, wall)
+        self._still_until = monotonic
+
+    def beat(self, monotonic: float, wall: float) -> None:
+        """The launcher is there, at this time."""
+        since, wall_since = self._before
+        if max(monotonic - since, wall - wall_since) > _ABSENT_S:
+            self.wakings += 1
+            self._still_until = monotonic + WAKING_S
+        self.seconds += max(0.0, monotonic - max(since, self._still_until))
+        self._before = (monotonic, wall)
+
+
+class _Heart:
+    """Beats for this process in a thread, because the launcher itself may wait for long; who asks, beats too."""
+
+    def __init__(self) -> None:
+        self._presence = Presence(time.monotonic(), time.time())
+        self._lock = threading.Lock()
+        threading.Thread(target=self._go_on, daemon=True).start()
+
+    def beat(self) -> tuple[float, int]:
+        """The seconds in which this process was there, and how often it has woken."""
+        with self._lock:
+            self._presence.beat(time.monotonic(), time.time())
+            return self._presence.seconds, self._presence.wakings
+
+    def _go_on(self) -> None:
+        while True:
+            self.beat()
+            time.sleep(_BEAT_S)
+
+
+@functools.cache
+def _heart() -> _Heart:
+    return _Heart()
+
+
+class Clock:
+    """The time of day, less the time in which the launcher was not there since the clock was made."""
+
+    def __init__(self) -> None:
+        self._zero = time.time() - _heart().beat()[0]
+
+    def __call__(self) -> float:
+        """Seconds since 1970, as long as the launcher has not slept."""
+        return self._zero + _heart().beat()[0]
 
 
 class Looks:
@@ -45,6 +113,7 @@ class Looks:
         self._looks: dict[tuple[str, int, str], _Look] = {}
         #: The machines that gave no sign of life when they were last looked at.
         self._silent: set[tuple[str, str]] = set()
+        self._wakings = 0
 
     def statuses(self, plan: Plan) -> list[NodeStatus]:
         """One per node of the plan, in its order.
@@ -52,7 +121,8 @@ class Looks:
         A machine that is slow keeps its last state, one that gives no sign of life says so and in the end is lost.
         """
         each = machines(plan)
-        looks = [self._looks.setdefault((plan.job_id, plan.attempt, node.name), _Look(time.time())) for node in each]
+        self._let_go_after_sleep(each)
+        looks = [self._looks.setdefault((plan.job_id, plan.attempt, node.name), _Look()) for node in each]
         for machine, look in zip(each, looks, strict=True):
             look.start(self._reach(machine), lambda machine=machine: self._look(plan, machine))  # type: ignore[misc]
         # the first look may have to log in before it sees anything
@@ -75,6 +145,14 @@ class Looks:
         self._reach(machine).close()
         return _SILENT_PATIENCE_S
 
+    def _let_go_after_sleep(self, each: Sequence[Node]) -> None:
+        """A connection that has slept may be dead without a word; waiting for it takes longer than opening another."""
+        _, wakings = _heart().beat()
+        if wakings != self._wakings:
+            for machine in each:
+                self._reach(machine).close()
+        self._wakings = wakings
+
     def _hushed(self, status: NodeStatus, silent_s: float, error: ClusterError | None) -> NodeStatus:
         if status.phase in ("exited", "lost"):
             return status
@@ -89,9 +167,10 @@ class Looks:
 class _Look:
     """The looks at one machine, one after the other, each in a thread: a machine that hangs holds up nobody else."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self) -> None:
         self.seen: Seen = {}
-        self._heard = now
+        self._clock = Clock()
+        self._heard = self._clock()
         self._error: ClusterError | None = None
         self._looking: threading.Thread | None = None
         self._pinging: threading.Thread | None = None
@@ -100,7 +179,7 @@ class _Look:
     @property
     def silent_s(self) -> float:
         """For how long the machine has given no sign of life."""
-        return time.time() - self._heard
+        return self._clock() - self._heard
 
     def start(self, shell: Shell, work: Callable[[], Seen]) -> None:
         """Begin the next look, unless one is still going on."""
@@ -121,14 +200,14 @@ class _Look:
     def _look(self, work: Callable[[], Seen]) -> None:
         try:
             self.seen = work()
-            self._error, self._heard = None, time.time()
+            self._error, self._heard = None, self._clock()
         except ClusterError as error:
             self._error = error
 
     def _ping(self) -> None:
         assert self._shell is not None
         if self._shell.ping():
-            self._heard = time.time()
+            self._heard = self._clock()
 
 
 def ask(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster import commands, fanout, files, restarts
+from cluster import commands, fanout, files, looks, restarts
 from cluster.backends import BACKENDS
 from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
@@ -145,15 +145,16 @@ def _cancel(plan: Plan, show: Show) -> None:
 
 def _nodes(record: Record, wait: Callable[[float], None]) -> tuple[Node, ...]:
     """The nodes of the next attempt; waits a while for lost ones where there are too few."""
-    job, until = record.job, time.time() + RETURN_S
+    job, clock = record.job, looks.Clock()
+    until = clock() + RETURN_S
     wanted = tuple(dict.fromkeys((*record.plan.nodes, *job.hosts, *job.spares)))
     everyone = replace(job, name=record.plan.job_id, hosts=wanted, nodes=len(wanted))
     while True:
         state = commands.survey(everyone, record.plan)
         chosen = restarts.choose(job, job.hosts, state)
-        if len(chosen) == job.nodes or (chosen and time.time() > until):
+        if len(chosen) == job.nodes or (chosen and clock() > until):
             return chosen
-        if time.time() > until:
+        if clock() > until:
             raise ClusterError("; ".join(error.message for error in state.values() if error is not None))
         if chosen and job.least_nodes < job.nodes:
             return chosen

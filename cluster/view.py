@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.logs import number
+from cluster.looks import Clock
 from cluster.model import Phase, Plan
 from cluster.rendezvous import JobView
 from cluster.report import seconds
@@ -94,6 +94,7 @@ class Screen:
     def __init__(self, console: Console, plan: Plan, *, all_nodes: bool, skips_past: bool = False) -> None:
         self._console = console
         self._plan = plan
+        self._clock = Clock()
         self._all_nodes = all_nodes
         self._said: dict[str, str] = {}
         self._met = False
@@ -122,7 +123,7 @@ class Screen:
 
     def begin(self, plan: Plan) -> None:
         """Another attempt: other nodes, perhaps another master, and they have to meet anew."""
-        self._plan = plan
+        self._plan, self._clock = plan, Clock()
         self._said, self._met, self._view = {}, False, None
         self._width = max(len(node.name) for node in plan.nodes)
 
@@ -134,7 +135,7 @@ class Screen:
         if view.met_after_s is not None and not self._met:
             self._met = True
             if self._live is not None:
-                self._console.print(node_table(view, self._plan, time.time()))
+                self._console.print(node_table(view, self._plan, self._clock()))
             self._print(met(view, self._plan) + "\n")
         if self._first:  # attached to a job that has run for a while: its past is in `clusterctl logs`
             self._first, lines = False, lines[-10:]
@@ -161,7 +162,7 @@ class Screen:
             return Text("")
         if self._view.met_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
-            return Group(node_table(self._view, self._plan, time.time()), Text(f"  {ready}", "dim"))
+            return Group(node_table(self._view, self._plan, self._clock()), Text(f"  {ready}", "dim"))
         silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
         if self._view.progress is None or self._view.done is not None:
             return Group(*silent)

@@ -7,7 +7,6 @@ and the cancelling only looks. A job of Slurm is found by its name.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -109,8 +108,9 @@ class SlurmBackend:
 
         Raises ClusterError when somebody has cancelled it.
         """
-        until = time.monotonic() + _REQUEUE_S
-        while time.monotonic() < until:
+        clock = looks.Clock()
+        until = clock() + _REQUEUE_S
+        while clock() < until:
             found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
             if found is not None and found.state == "PENDING":
                 # Slurm lets a job that comes back wait for two minutes; refused where the site wants that

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -177,3 +178,27 @@ def test_input_that_the_trainer_refuses_is_said_once_without_a_traceback(cluster
     assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # as it was logged, and as the cause
     assert "Traceback" not in text
     assert processes_of("job") == []
+
+
+def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clusterctl):
+    program = clusterctl.folder / "steps.py"
+    program.write_text(
+        "import json, time\n"
+        "for step in range(12):\n"
+        "    event = {'event': 'progress', 'node': 0, 'time': time.time(), 'epoch': 1, 'step': step}\n"
+        "    print('::cluster', json.dumps(event), flush=True)\n"
+        "    time.sleep(1)\n"
+    )
+    process = clusterctl.start(*launch("steps.py", "--stall-timeout", "5"))
+    clusterctl.wait_for("job", '"step": 2')
+    # A machine that has woken runs one before the other.
+    asleep = processes_of("job")
+    for pid in (process.pid, *asleep):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(8)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    for pid in asleep:
+        os.kill(pid, signal.SIGCONT)
+    text, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, text

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster import launch
+from cluster.looks import LOST_AFTER_S
 from tests.conftest import ROOT, processes_of
 from tests.contract.sshd import inventory
 
@@ -136,3 +137,20 @@ def test_a_program_that_fails_is_started_again_and_given_up_when_it_fails_in_the
     assert text.count("ValueError: this rank was told to fail") == 1
     assert processes_of("job") == []
     assert time.time() - began < 200
+
+
+def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(machines, sshd):
+    command = ["launch", "--name", "job", "--nodes", "2", "--python", sys.executable]
+    process = machines.start(*command, "--command", "all_reduce.py --ticks 25")
+    machines.wait_for("job", "tick 1", node="node-1")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(LOST_AFTER_S + 2)
+    sshd.stop()
+    process.send_signal(signal.SIGCONT)
+    time.sleep(4)
+    sshd.start()
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "lost" not in text
+    assert "tick 24: rank 0 of 2" in text
+    assert processes_of("job") == []

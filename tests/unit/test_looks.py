@@ -1,0 +1,43 @@
+"""How long the launcher was there: what it says of a machine's silence and of a job's standstill counts from that."""
+
+from cluster.looks import WAKING_S, Presence
+
+
+def present_for(presence, seconds, monotonic=0.0, wall=0.0):
+    """Beat each second; gives the time of both clocks at the end."""
+    for _ in range(seconds):
+        monotonic, wall = monotonic + 1, wall + 1
+        presence.beat(monotonic, wall)
+    return monotonic, wall
+
+
+def test_time_in_which_the_launcher_runs_counts():
+    presence = Presence(0.0, 0.0)
+    present_for(presence, 100)
+    assert (presence.seconds, presence.wakings) == (100, 0)
+
+
+def test_a_launcher_that_is_slow_was_there():
+    presence = Presence(0.0, 0.0)
+    presence.beat(4.0, 4.0)
+    assert (presence.seconds, presence.wakings) == (4, 0)
+
+
+def test_neither_sleep_nor_the_moments_after_it_count():
+    for slept in ((3600.0, 3600.0), (0.5, 3600.0)):  # Ctrl-Z; a closed lid, which may stop the first clock
+        presence = Presence(0.0, 0.0)
+        monotonic, wall = present_for(presence, 10)
+        monotonic, wall = monotonic + slept[0], wall + slept[1]
+        presence.beat(monotonic, wall)
+        assert (presence.seconds, presence.wakings) == (10, 1)
+        monotonic, wall = present_for(presence, int(WAKING_S), monotonic, wall)
+        assert presence.seconds == 10
+        present_for(presence, 5, monotonic, wall)
+        assert (presence.seconds, presence.wakings) == (15, 1)
+
+
+def test_a_clock_that_is_put_back_changes_nothing():
+    presence = Presence(0.0, 7200.0)
+    presence.beat(1.0, 3600.0)
+    present_for(presence, 9, 1.0, 3600.0)
+    assert (presence.seconds, presence.wakings) == (10, 0)
