@@ -127,7 +127,7 @@ class Looks:
             look.start(self._reach(machine), lambda machine=machine: self._look(plan, machine))  # type: ignore[misc]
         # the first look may have to log in before it sees anything
         patience_s = _PATIENCE_S if all(look.seen for look in looks) else LOST_AFTER_S
-        until = time.monotonic() + (_LOOK_TIMEOUT_S if not each[0].login else patience_s)
+        until = time.monotonic() + (patience_s if any(node.login for node in each) else _LOOK_TIMEOUT_S)
         found: Seen = {}
         for machine, look in zip(each, looks, strict=True):
             error = look.answer(max(0.0, until - time.monotonic()))
@@ -215,10 +215,10 @@ def ask(
 ) -> tuple[list[str], Seen]:
     """Run a look's text with three words per node after `words`: its first `head` lines, and what its nodes say.
 
-    The logs of a machine that is another than this one are copied here as they grow. Raises UnreachableError.
+    Logs that are not in the job's folder here are copied there as they grow. Raises UnreachableError.
     """
     nodes = on(plan, machine)
-    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if node.login}
+    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
     each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
     seen = shell.run(["bash", "-c", text, "look", *words, *each], timeout_s=_LOOK_TIMEOUT_S)
@@ -236,13 +236,13 @@ def ask(
 
 
 def collect(plan: Plan) -> list[str]:
-    """Bring what the job wrote on other machines into its folder here; gives what could not be, a sentence each.
+    """Bring what the job wrote elsewhere into its folder here; gives what could not be brought, a sentence each.
 
     The first node's files are the job's; of the others only the ranks' logs are taken.
     """
     from cluster import files
 
-    remote = [node for node in machines(plan) if node.login]
+    remote = [node for node in machines(plan) if plan.is_elsewhere(node)]
 
     def bring(node: Node) -> None:
         folder = plan.dir_on(node)

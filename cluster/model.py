@@ -44,6 +44,11 @@ class Node:
     ssh_config: str = ""
     labels: tuple[str, ...] = ()
 
+    @property
+    def is_machine(self) -> bool:
+        """Whether it is a machine of an inventory, which may be this one, and not a part of one that nodes share."""
+        return bool(self.login or self.run_dir)
+
 
 @dataclass(frozen=True)
 class Queue:
@@ -179,6 +184,10 @@ class Plan:
     def dir_on(self, node: Node) -> str:
         """The job's folder on a node's own disk."""
         return f"{node.run_dir}/{self.job_id}" if node.run_dir else self.run_dir
+
+    def is_elsewhere(self, node: Node) -> bool:
+        """Whether a node writes into another folder than the job's here, so that what it writes has to be brought."""
+        return bool(node.login) or self.dir_on(node) != self.run_dir
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from cluster.runtimes.containers import ARCHITECTURES, short_id
 
 def place(node: Node) -> str:
     """What messages call the machine of a node."""
-    return node.name if node.login else "this machine"
+    return node.name if node.is_machine else "this machine"
 
 
 def ids(node: Node) -> str:
     """The GPUs of a node's machine that a job holds alone: none where the nodes share one machine."""
-    return ",".join(str(gpu) for gpu in node.gpus) if node.login else ""
+    return ",".join(str(gpu) for gpu in node.gpus) if node.is_machine else ""
 
 
 def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str]]:
@@ -27,7 +27,7 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
         word, _, text = line.partition(" ")
         if word == "tools":
             why = "process groups need Linux with bash, setsid, flock and base64"
-            hint = "use containers: --backend compose" if not node.login else "install util-linux and coreutils there"
+            hint = "install util-linux and coreutils there" if node.is_machine else "use containers: --backend compose"
         elif word == "run_dir":
             why, hint = f"cannot write to the run directory {text}", f"run_dir of {where} in cluster.yaml"
         elif word == "torch":
@@ -59,7 +59,7 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
 
 
 def _sync_hint(node: Node, path: str) -> str:
-    return f"clusterctl sync {path.removeprefix(node.data_dir)}" if node.data_dir else ""
+    return f"clusterctl sync {path.removeprefix(node.data_dir)}" if node.login and node.data_dir else ""
 
 
 def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:

@@ -117,9 +117,9 @@ def _bring_checkpoint(record: Record, show: Show) -> None:
 
     def ages(nodes: Sequence[Node]) -> dict[str, int]:
         look = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
-        remote = [node for node in nodes if node.login]
+        there = [node for node in nodes if node.is_machine]
         found = fanout.each(
-            remote, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
+            there, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
         )
         return {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
 

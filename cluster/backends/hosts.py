@@ -113,9 +113,9 @@ class HostsBackend:
     def _prepare(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
         words = [node.runtime, plan.image, node.run_dir, plan.device, readiness.ids(node), plan.command[0], *step.needs]
-        peer = node.login and node is not plan.nodes[0] and not alone
+        peer = node.is_machine and node is not plan.nodes[0] and not alone
         words[6:6] = [
-            plan.dir_on(node) if node.login and plan.attempt == 1 else "",
+            plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",
             f"{plan.master_addr}:{plan.master_port}" if peer else "",
             str(plan.master_port) if node is plan.nodes[0] and not alone else "",
         ]
@@ -159,8 +159,8 @@ def _step(job: Job, plan: Plan, rank: int) -> Step:
         nodes_on_host=len(on(plan, node)),
         runtime=runtime,
         mounts=[Mount(run_dir, run_dir, read_only=False), *mounts] if node.runtime != "none" else (),
-        extra={} if node.login else _LOOPBACK,
-        finds_device=bool(node.login),
+        extra={} if node.is_machine else _LOOPBACK,
+        finds_device=node.is_machine,
     )
     path = f"{attempt_dir(plan, node)}/{node.name}.sh"
     needs = tuple(mount.source if node.runtime != "none" else mount.target for mount in mounts)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster import launch
 from cluster.looks import LOST_AFTER_S
@@ -30,6 +31,31 @@ def machines(clusterctl, sshd):
 def run(clusterctl, program, *options, name="job", nodes=2):
     command = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
     return clusterctl.run(*command, "--command", program)
+
+
+@pytest.mark.parametrize(("here", "nodes"), [(0, 1), (0, 2), (1, 2)], ids=["alone", "first", "last"])
+def test_this_machine_may_be_one_of_the_machines(machines, here, nodes):
+    file, own = machines.folder / "cluster.yaml", machines.folder / "own"
+    described = yaml.safe_load(file.read_text())
+    described["nodes"][f"node-{here}"] |= {"login": "", "run_dir": str(own)}
+    file.write_text(yaml.safe_dump(described))
+    (machines.folder / "show.py").write_text(
+        "import os, pathlib\n"
+        "print('here is rank', os.environ['RANK'], flush=True)\n"
+        "pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'result-' + os.environ['RANK']).touch()\n"
+    )
+    code, text = run(machines, "show.py", "--logs", "all", nodes=nodes)
+    assert code == 0, text
+    assert (own / "job" / f"result-{here}").exists()
+    brought = machines.folder / "runs" / "job"
+    assert (brought / "result-0").exists()
+    for rank in range(nodes):
+        assert f"node-{rank} | here is rank {rank}" in text
+        (log,) = (brought / "attempt-1" / "ranks" / f"node-{rank}").glob("*/*/*/stdout.log")
+        assert log.read_text() == f"here is rank {rank}\n"
+    (own / "taken").mkdir()
+    code, text = run(machines, "show.py", name="taken", nodes=nodes)
+    assert (code, f"node-{here}: {own}/taken is there already" in text) == (2, True), text
 
 
 def test_secrets_reach_the_program_and_nothing_else(machines):

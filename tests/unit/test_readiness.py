@@ -51,6 +51,20 @@ def test_gpus_are_held_only_by_other_jobs_and_only_where_they_are_the_same():
     assert readiness.held(PLAN, HOSTS[0], ["held other 2,3", "held job 0,1"]) == set()
 
 
+def test_this_machine_in_an_inventory_has_gpus_to_hold_and_a_network_like_the_others():
+    box = Node("box", "10.0.0.7", (0, 1), run_dir="/r", runtime="none")
+    plan = BACKENDS["ssh"].plan(
+        Job("job", ("-m", "trainer"), 2, 2, "/runs", hosts=(box, HOSTS[1])), attempt=1, port=20000
+    )
+    assert readiness.held(plan, box, ["held other 1"]) == {"other"}
+    ((message, hint),) = readiness.problems(plan, box, ["engine no answer"])
+    assert (message.startswith("box: "), hint) == (True, "clusterctl doctor --only box")
+    for step in plan.steps:
+        ((_, text),) = step.files.items()
+        assert "NODE_ADDRESS=10.0.0." in text
+        assert "GLOO_SOCKET_IFNAME=lo" not in text
+
+
 def test_a_folder_of_that_name_is_another_jobs():
     with pytest.raises(NameTakenError, match="b: /r/job is there already"):
         readiness.refuse_taken({"a": [], "b": ["exists /r/job"]})
