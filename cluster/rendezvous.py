@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster import contract, logs
@@ -44,7 +44,6 @@ class JobView:
     progress: Event | None = None
     metric: Event | None = None
     done: Event | None = None
-    heard: frozenset[str] = field(default_factory=frozenset)
     moved_at: float | None = None
     began: float = 0.0
 
@@ -65,6 +64,9 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
         # By the node's own clock where it is plausible, so that a launcher that attaches later tells the same times.
         at = min(max(float(event.get("time", now)), view.started), now)
         view = _fold_event(view, event, at)
+        if event["event"] in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+            # Not `at`: of a long log whose beginning has just been read nobody knows the end yet.
+            view = replace(view, moved_at=now)
         if view.met_after_s is None and view.ready_count == len(view.nodes):
             view = replace(view, met_after_s=at - view.started)
     nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
@@ -141,10 +143,7 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
 
 def _fold_event(view: JobView, event: Event, now: float) -> JobView:
     kind = event["event"]
-    view = replace(view, heard=view.heard | {str(kind)})
-    if kind in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
-        view = replace(view, moved_at=now)
-    elif kind == contract.HEARTBEAT and view.moved_at is not None:
+    if kind == contract.HEARTBEAT and view.moved_at is not None:
         # also steps that make no progress event: the batches of a validation
         view = replace(view, moved_at=max(view.moved_at, now - logs.number(event, "idle_s")))
     index = event.get("node")

@@ -105,8 +105,16 @@ def test_fewer_nodes_only_where_that_was_asked_for():
 def test_a_job_that_makes_no_step_is_stalled_but_a_validation_is_not():
     view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
     assert rendezvous.judge(view, 160.0, 300, 60) == "met"
-    assert rendezvous.judge(view, 170.0, 300, 60) == "stalled"
-    assert rendezvous.judge(view, 170.0, 300, 0) == "met"
+    assert rendezvous.judge(view, 171.0, 300, 60) == "stalled"  # of a step that was heard of at 110
+    assert rendezvous.judge(view, 171.0, 300, 0) == "met"
     alive = {"event": "heartbeat", "node": 0, "time": 168.0, "phase": "validation", "idle_s": 1.0}
     view = rendezvous.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [alive], 168.0)
     assert rendezvous.judge(view, 170.0, 300, 60) == "met"
+
+
+def test_a_job_is_not_stalled_while_what_it_has_done_long_ago_is_still_being_read():
+    """A launcher that attaches after hours gets the log in parts, the oldest first."""
+    view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
+    view = rendezvous.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0)
+    assert rendezvous.judge(view, 9001.0, 300, 60) == "met"
+    assert rendezvous.judge(view, 9061.0, 300, 60) == "stalled"
