@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.bench.measure import Effort, begin, device_name, measure
-from trainer.bench.scaling import devices_of
 from trainer.bench.tables import markdown
 from trainer.cli.bench import settings_of
 from trainer.config import Settings
-from trainer.dist import World, pick_device, usable_cores
+from trainer.dist import World, devices_of, pick_device, usable_cores
 from trainer.heap import keep_freed_memory
 from trainer.verify import settings_from
 

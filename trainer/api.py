@@ -178,8 +178,8 @@ class _Told:
                 if event["exit_code"] == contract.EXIT_BAD_INPUT:
                     return 0, event["time"]
                 return 5 if event["hint"] else 2, event["time"]  # a hint is for those that have lost another rank
-            if failed[rank] == -signal.SIGABRT:  # how NCCL's watchdog ends a rank that has lost another one
-                return 4, 0
+            if failed[rank] == -signal.SIGABRT and any("NCCL" in line for line in self._stderr[rank]):
+                return 4, 0  # how NCCL's watchdog ends a rank that has lost another one
             return 1 if failed[rank] < 0 else 3, 0
 
         rank = min(failed, key=precedence)

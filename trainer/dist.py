@@ -35,6 +35,7 @@ class World:
     local_size: int = 1
     node: int = 0
     launched: bool = False  # by torchrun, even if alone
+    guessed: bool = False  # local_size, by whoever set the others but not LOCAL_WORLD_SIZE
 
 
 def world_of(environment: Mapping[str, str]) -> World:
@@ -63,6 +64,7 @@ def world_of(environment: Mapping[str, str]) -> World:
         local_size=values["LOCAL_WORLD_SIZE"],
         node=values["GROUP_RANK"],
         launched=True,
+        guessed="LOCAL_WORLD_SIZE" not in environment,
     )
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
         raise TrainerError(
@@ -138,9 +140,10 @@ def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.de
 
 def gpu_of(numbers: Sequence[int], world: World) -> int:
     """This process's GPU; too few for the node are an error in all of its processes, so that none waits for others."""
-    if world.local_size > len(numbers):
+    processes = world.local_rank + 1 if world.guessed else world.local_size
+    if processes > len(numbers):
         raise TrainerError(
-            f"{world.local_size} processes on this node but {len(numbers)} GPUs",
+            f"{processes} processes on this node but {len(numbers)} GPUs",
             "start one process per GPU, or use --device cpu",
         )
     return numbers[world.local_rank]

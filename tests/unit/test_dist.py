@@ -103,6 +103,11 @@ def test_each_rank_has_a_gpu_of_its_own_or_all_of_the_node_refuse() -> None:
         assert gpu_of([4, 5, 6, 7], place) == 4 + rank
         with pytest.raises(TrainerError, match="4 processes on this node but 2 GPUs"):
             gpu_of([0, 1], place)
+    # Who sets the ranks by hand may not say how many are on this node: each can only speak for itself.
+    del (alone := dict(WHOLE))["LOCAL_WORLD_SIZE"]
+    assert gpu_of([4, 5], world_of(alone)) == 5
+    with pytest.raises(TrainerError, match="2 processes on this node but 1 GPUs"):
+        gpu_of([4], world_of(alone))
 
 
 def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:

@@ -25,7 +25,9 @@ from trainer.parallel.cut import part, split, trace
 from trainer.parallel.ddp import Ddp
 from trainer.parallel.dp import Dp, Precise
 from trainer.parallel.fsdp import blocks
+from trainer.parallel.mode import Conditions
 from trainer.training.optim import CLIP_NORM
+from trainer.training.timing import Clock
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +244,12 @@ def test_a_copy_of_the_network_computes_in_its_precision_in_any_thread() -> None
             thread.start()
             thread.join()
     assert found == [torch.float32, torch.bfloat16]
+    mode = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
+    net, cpu = nn.Conv2d(3, 4, 1), torch.device("cpu")
+    mode.place(net, copy.deepcopy(net), Conditions(bf16, Clock(cpu), 32, 32, always_moves=True, least_share=2))
+    mode._gpus = [0, 1]  # as far as DataParallel can be made here: it does without GPUs that are not there
+    mode.refresh()
+    assert isinstance(mode._net.module, Precise)
 
 
 def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path) -> None:

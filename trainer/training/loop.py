@@ -151,7 +151,7 @@ class Course:
             resume.share(run.folder / "best.pt", self.writes)
         if self.writes:
             results.write_table(run.history, run.folder / "results.csv")
-            resume.discard_after(run.folder / "steps.csv", run.number - (run.at.step > 0))
+            resume.discard_after(run.folder / "steps.csv", run.known)
         if content:
             run.screen.say(f"goes on in epoch {run.at.epoch + 1} after step {run.at.step} of {run.train.steps}")
         if run.world.rank == 0:
@@ -241,7 +241,7 @@ class Course:
             self.watchdog.step(run.number)
             if run.looks(at.step):
                 run.check_finite()
-            self._log(run.number - 1, run.before)
+            self._log(run.before_of + 1, run.before)
             stopping, saving = stopping or told.stop, saving or told.save
             if (stopping or saving) and told.moved:  # in between there are gradients that a checkpoint does not hold
                 self._save()
@@ -249,7 +249,7 @@ class Course:
                 saving = False
             self._tell(time.perf_counter() - begin, at.images - images)
         last = run.flush()
-        self._log(run.number, last)
+        self._log(run.pending_of + 1, last)
         return (run.total + last) / steps, (at.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Any]:
@@ -318,7 +318,7 @@ class Course:
         run.restore(self.last)
         run.at.skipped = skipped
         if self.writes:
-            resume.discard_after(run.folder / "steps.csv", run.number - (run.at.step > 0))
+            resume.discard_after(run.folder / "steps.csv", run.known)
         run.screen.say(f"{what}: back to step {run.number}, without that batch")
 
 

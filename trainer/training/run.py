@@ -35,7 +35,7 @@ from trainer.weights import checkpoint
 
 SCALED_GRADIENTS = torch.float16  # the type whose small gradients vanish, so that the loss is scaled up
 LOOK_EVERY = {"cpu": 1, "cuda": 20}  # steps from one look at their numbers to the next: a look waits for a GPU
-FINE = -1  # instead of a step's number, where none was bad
+NONE = -1  # instead of a step's number
 WISHES = 2  # numbers that travel with every step's sums: ranks that were told to stop, ranks that want a checkpoint
 
 
@@ -85,7 +85,8 @@ class Run:
                 f"--batch {s.batch} is smaller than the number of ranks, {shares}",
                 f"--batch counts the pictures of all ranks together: use {shares} or more",
             )
-        self.dtype = pick_dtype(s.precision, device, native_bf16(device))
+        # A bf16 that this rank has not is refused by all of them, once they have met: none shall wait for it till then.
+        self.dtype = pick_dtype(s.precision, device, s.precision == "bf16" or native_bf16(device))
         if s.precision == "fp32":
             full_fp32()
         self.task = open_task(s)
@@ -123,7 +124,10 @@ class Run:
 
         The ranks' gradients are summed, and those of fp16 are of a loss that is scaled up. A collective.
         """
-        natives = dist.all_gather(native_bf16(self.device))
+        devices = [self.device]
+        if self.settings.parallel == "dp" and self.device.type == "cuda":
+            devices = [torch.device("cuda", gpu) for gpu in dist.gpu_numbers(self.settings.device)]
+        natives = dist.all_gather(all(native_bf16(device) for device in devices))
         self.dtype = pick_dtype(self.settings.precision, self.device, all(natives))
         if self.settings.precision == "auto" and any(natives) and not all(natives):
             self.screen.say(f"no bf16 on rank {natives.index(False)}, so that no rank computes in it")
@@ -178,8 +182,9 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == SCALED_GRADIENTS)
         self.total = torch.zeros(len(self.task.terms), dtype=torch.float64, device=self.device)
         self.pending = torch.zeros_like(self.total)
-        self.pending_of = 0  # the step whose terms these are
-        self.first_bad = torch.full((), FINE, device=self.device)  # the step that was first not finite, this epoch
+        self.pending_of = NONE  # the step whose terms these are
+        self.before_of = NONE  # and the step of those that the sum over the ranks has reached
+        self.first_bad = torch.full((), NONE, device=self.device)  # the step that was first not finite, this epoch
         self.norm = torch.zeros((), device=self.device)
 
     def autocast(self) -> torch.autocast:
@@ -192,6 +197,12 @@ class Run:
         number: int = self.at.epoch * self.train.steps + self.at.step
         return number
 
+    @property
+    def known(self) -> int:
+        """The steps so far whose loss is known: within an epoch that of the last one comes with the next one's sums."""
+        before: int = self.at.epoch * self.train.steps
+        return max(self.pending_of, before)
+
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> Told:
         """One batch forward and backward, and the weights moved where enough batches have been gathered.
 
@@ -201,7 +212,8 @@ class Run:
         """
         at, number = self.at, self.number
         rates = self.schedule.at(number)
-        moves = at.step + 1 == self.train.steps or number - at.last_move >= rates.accumulate
+        is_last = {*range(number + 1, number + self.train.steps - at.step)} <= {*at.skipped}
+        moves = is_last or number - at.last_move >= rates.accumulate
         seed_generators(self.settings.seed, number, self.world.rank)
         with self.clock.copying():
             images, truth = self.task.move(batch, self.device)
@@ -231,8 +243,8 @@ class Run:
         with self.clock.spending("sync"):
             dist.wait(work)  # a rank that does not see the outputs has not yet
         asked = asked or _coming(sums[-WISHES:])
-        self.before = sums[len(counts) : -WISHES]
-        self._note(self.before, self.pending_of)
+        self.before, self.before_of = sums[len(counts) : -WISHES], self.pending_of
+        self._note(self.before, self.before_of)
         if moves:
             self._move(number, rates)
             if not self.scaler.is_enabled():  # with one, the weights do not move by broken gradients
@@ -255,7 +267,7 @@ class Run:
 
     def _note(self, values: Tensor, number: int) -> None:
         """Remember the first step whose values were not finite, without waiting for a GPU (`where` would)."""
-        self.first_bad.masked_fill_(~values.isfinite().all() & (self.first_bad == FINE), number)
+        self.first_bad.masked_fill_(~values.isfinite().all() & (self.first_bad == NONE), number)
 
     def looks(self, step: int) -> bool:
         """Whether this step's numbers are looked at; all of them count, also those that nobody looks at."""
@@ -265,7 +277,7 @@ class Run:
     def check_finite(self) -> None:
         """Raise NotFinite, on all ranks together, where a loss before the last step's or a gradient is not finite."""
         found = int(self.first_bad)
-        if found != FINE:
+        if found != NONE:
             raise NotFinite(found)
 
     def flush(self) -> Tensor:
@@ -287,7 +299,7 @@ class Run:
             self._unfreeze()
         self.total.zero_()
         self.pending.zero_()
-        self.first_bad.fill_(FINE)
+        self.first_bad.fill_(NONE)
 
     def _unfreeze(self) -> None:
         """Train what was frozen (--unfreeze): the gradients of more parameters are exchanged from now on."""
@@ -341,7 +353,7 @@ class Run:
             "statistics": [{k: t.cpu() for k, t in _statistics(m).items()} for m in (self.net, self.ema.model)],
         }
         ranks = dist.all_gather(mine)
-        bad = [rank["bad"] for rank in ranks if rank["bad"] != FINE]
+        bad = [rank["bad"] for rank in ranks if rank["bad"] != NONE]
         if bad:
             raise NotFinite(min(bad))
         stages = self.mode.stages
@@ -385,7 +397,7 @@ class Run:
         if 0 < self.settings.unfreeze <= self.at.epoch:
             self._unfreeze()
         self.total.copy_(content["total"])
-        self.first_bad.fill_(FINE)
+        self.first_bad.fill_(NONE)
         self.optimizer.zero_grad(set_to_none=not dist.together())  # what a bad step has left half gathered
         self.history = list(content["history"])
         self.task.cfg = content["cfg"]  # with the anchors that were fitted
@@ -399,6 +411,7 @@ class Run:
                 tensor.copy_(values[number] if same else torch.stack(values).mean(0))
         pending = ranks[number]["pending"] if same else sum(rank["pending"] for rank in ranks) / shares
         self.pending.copy_(pending if self.mode.sees_outputs else torch.zeros_like(self.pending))
+        self.pending_of = next((n for n in range(self.number - 1, -1, -1) if n not in self.at.skipped), NONE)
 
 
 def _coming(values: Tensor) -> Callable[[], list[float]]:
