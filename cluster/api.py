@@ -47,9 +47,7 @@ class Launched:
         watched, refused = supervise.run(self._record, records, commands.Quiet(), secrets=self._secrets)
         outcome, _ = commands.finish(watched, records)
         why = "; ".join(text for text in (report.cause(watched.view, watched.verdict), refused) if text)
-        return Ended(
-            outcome, report.exit_code(watched.view, watched.verdict), why, watched.view.done or watched.view.metric
-        )
+        return Ended(outcome, records.load(self.name).exit_code, why, watched.view.done or watched.view.metric)
 
     def state(self) -> str:
         """One word: joining, running, done, failed or stopped."""

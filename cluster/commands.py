@@ -220,7 +220,11 @@ def _refuse_held(job: Job, records: Records) -> None:
     """Raise GpusHeldError when a job that runs on this machine has one of the GPUs."""
     for record in records if job.gpus else ():
         held = sorted(set(job.gpus) & set(record.job.gpus))
-        if held and not record.outcome and look(record)[0] in ("joining", "running"):
+        try:
+            runs = bool(held) and not record.outcome and look(record)[0] in ("joining", "running")
+        except ClusterError:  # its engine is gone, and its containers with it
+            continue
+        if runs:
             name, ids = record.plan.job_id, ", ".join(str(gpu) for gpu in held)
             raise GpusHeldError(
                 f"this machine: GPU {ids} is held by the job {name}",

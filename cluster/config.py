@@ -85,7 +85,10 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     without_containers = {"--image": request.image, "--mount": request.mounts}
     for option, value in without_containers.items() if backend == "local" else ():
         if value:
-            raise UsageError(f"{option}: process groups take none, they see this machine's files", "--backend compose")
+            raise UsageError(
+                f"{option}: process groups take none, they see this machine's files",
+                "leave it out, or --backend compose",
+            )
     if request.build and backend != "compose":
         raise UsageError("--build: only a compose file has one", "--backend compose")
     if request.spares < 0:
@@ -122,7 +125,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
         if device != "any" and "--device" not in arguments:
             arguments += ["--device", device]
         command = ("-m", "trainer", *arguments)
-    # A program that may choose (`any`) gets its node's part of them where there are enough, and else sees them all.
+    # A program that may choose (`any`) gets its node's part of them where there are enough for all nodes.
     shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= request.nodes * request.gpus
     made = Job(
         name=request.name or "job",

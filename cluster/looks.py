@@ -42,7 +42,7 @@ Seen = dict[str, NodeStatus]
 
 
 class Presence:
-    """How long the launcher was there to look: `seconds` stand still while it sleeps, and for WAKING_S after it.
+    """How long the launcher was there to look: `seconds` stand still while it sleeps, and for a while after it.
 
     Told by two clocks, as the first may stand still with the machine, and somebody may put the second right.
     """
@@ -57,9 +57,10 @@ class Presence:
     def beat(self, monotonic: float, wall: float) -> None:
         """The launcher is there, at this time."""
         since, wall_since = self._before
-        if max(monotonic - since, wall - wall_since) > _ABSENT_S:
+        absent_s = max(monotonic - since, wall - wall_since)
+        if absent_s > _ABSENT_S:
             self.wakings += 1
-            self._still_until = monotonic + WAKING_S
+            self._still_until = monotonic + min(WAKING_S, 2 * absent_s)
         self.seconds += max(0.0, monotonic - max(since, self._still_until))
         self._before = (monotonic, wall)
 
@@ -185,6 +186,8 @@ class _Look:
         """Begin the next look, unless one is still going on."""
         self._shell = shell
         if self._looking is None or not self._looking.is_alive():
+            if self._error is None:  # since the last look nobody has asked, so nobody was silent
+                self._heard = self._clock()
             self._looking = threading.Thread(target=self._look, args=(work,), daemon=True)
             self._looking.start()
 

@@ -15,8 +15,8 @@ def place(node: Node) -> str:
 
 
 def ids(node: Node) -> str:
-    """The GPUs of a node's machine that a job holds alone: none where the nodes share one machine."""
-    return ",".join(str(gpu) for gpu in node.gpus) if node.is_machine else ""
+    """The GPUs of a node, which a job holds alone."""
+    return ",".join(str(gpu) for gpu in node.gpus)
 
 
 def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str]]:

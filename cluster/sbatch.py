@@ -161,8 +161,11 @@ if [ "${#gpus[@]}" -lt "$PET_NPROC_PER_NODE" ]; then
     echo "error: $where: Slurm gave ${#gpus[@]} GPUs, and --gpus $PET_NPROC_PER_NODE asks for more" >&2
     exit 71
 fi
-# an engine is outside of the step's cgroup, in which these count from 0
-export GIVEN_GPUS="${SLURM_STEP_GPUS:-$CUDA_VISIBLE_DEVICES}"
+# an engine is outside of the step's cgroup, in which these count from 0; parts of a GPU (MIG) have names
+case $CUDA_VISIBLE_DEVICES in
+    *[!0-9,]*) export GIVEN_GPUS="$CUDA_VISIBLE_DEVICES" ;;
+    *) export GIVEN_GPUS="${SLURM_STEP_GPUS:-$CUDA_VISIBLE_DEVICES}" ;;
+esac
 """
 #: Their values are in a file beside the script, or, where somebody typed sbatch, in the environment.
 SECRETS = r"""

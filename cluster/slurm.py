@@ -104,7 +104,7 @@ def statuses(
     `attempt` is the one that runs now (0: none yet), `hosts` has the host of each of its nodes, `error` is what the
     batch script complained of.
     """
-    left = attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and _waits(found))
+    left = attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and waits(found))
     made = []
     for rank, status in enumerate(said):
         where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
@@ -126,13 +126,14 @@ def statuses(
     return made
 
 
-def _waits(found: Row) -> bool:
+def waits(found: Row) -> bool:
+    """Whether the job is in the queue, or Slurm makes its nodes ready."""
     return _PHASES.get(found.state) == "pending"
 
 
 def _waiting(found: Row) -> str:
     """`waits for free nodes; Slurm expects the start at 2026-11-21T17:02:11`."""
-    if not _waits(found):
+    if not waits(found):
         return {"SUSPENDED": "suspended", "STOPPED": "suspended"}.get(found.state, "")
     words = f"in the queue: {_REASONS.get(found.reason, found.reason)}"
     if found.state == "CONFIGURING":

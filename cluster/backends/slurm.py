@@ -116,7 +116,7 @@ class SlurmBackend:
                 # Slurm lets a job that comes back wait for two minutes; refused where the site wants that
                 begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now"]
                 self._reach(plan.nodes[0]).run(begin, timeout_s=30)
-            if attempt > plan.attempt or (found is not None and found.state == "PENDING"):
+            if attempt > plan.attempt or (found is not None and slurm.waits(found)):
                 return replace(plan, attempt=max(attempt, plan.attempt + 1))
             if found is not None and found.state == "CANCELLED":
                 raise ClusterError(slurm.CANCELLED)

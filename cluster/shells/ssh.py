@@ -284,9 +284,9 @@ def _line(argv: Sequence[str]) -> str:
     coded = re.sub(rb"[^ -~]|['!\\]", lambda found: b"\\0%03o" % ord(found[0]), shlex.join(argv).encode()).decode()
     words = "' '".join(re.findall(r"(?:\\0...|[^\\]){1,200}", coded))
     # csh leaves copies of its input and output open: who waits for the end of the output would wait for a daemon's.
-    # A bash that sshd or another bash has become reads ~/.bashrc as well, unless SHLVL says that it is a deeper one.
-    begin = f"echo {_MARK.decode().strip()}; SHLVL=3; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
-    return f"exec bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
+    # A bash that sshd or another bash has become reads ~/.bashrc once more, unless SHLVL says that it is a deeper one.
+    begin = f"echo {_MARK.decode().strip()}; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
+    return f"exec env SHLVL=3 bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
 
 
 def _log_in(connection: Connection, timeout_s: float) -> None:

@@ -87,7 +87,7 @@ def end(watched: Watched, refused: str, records: Records, out: Console) -> int:
     for line in report.last_words(view, verdict, watched.tails):
         say(out, line)
     say(out, f"all nodes stopped {time.time() - began:.1f} s later; every rank's log: {plan.attempt_dir}")
-    return report.exit_code(view, verdict)
+    return records.load(plan.job_id).exit_code
 
 
 def ended(record: Record, out: Console) -> int:

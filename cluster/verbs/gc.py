@@ -52,12 +52,17 @@ def gc(
         out.print(f"{each.node}: {each.job} {state}: {', '.join(parts) or 'its script'}", markup=False)
     mine = [(node, each) for node, each in rows if not each.runs or job]
     removes = bool(mine) and (yes or (not as_json and typer.confirm(f"remove {len(mine)} of them?")))
+    gone = []
     for node, each in mine if removes else []:
-        leftovers.remove(node, each.job)
+        try:
+            leftovers.remove(node, each.job)
+        except ClusterError as error:
+            failed.append(error)
+            continue
+        gone.append(each)
         if not as_json:
             out.print(f"{each.node}: removed {each.job}", markup=False)
     if as_json:
-        gone = [each for _, each in mine] if removes else []
         print(json.dumps([{**asdict(each), "removed": each in gone} for _, each in rows], indent=1))
     elif not rows and not failed:
         out.print("nothing of any job is on " + ", ".join(node.name for node in nodes), markup=False)
