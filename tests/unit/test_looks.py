@@ -1,6 +1,11 @@
 """How long the launcher was there: what it says of a machine's silence and of a job's standstill counts from that."""
 
-from cluster.looks import WAKING_S, Presence
+import threading
+import time
+
+from cluster.errors import UnreachableError
+from cluster.looks import WAKING_S, Presence, _Look
+from cluster.shells.local import LocalShell
 
 
 def present_for(presence, seconds, monotonic=0.0, wall=0.0):
@@ -41,3 +46,27 @@ def test_a_clock_that_is_put_back_changes_nothing():
     presence.beat(1.0, 3600.0)
     present_for(presence, 9, 1.0, 3600.0)
     assert (presence.seconds, presence.wakings) == (10, 0)
+
+
+def test_a_machine_that_nobody_asked_was_not_silent_and_one_that_does_not_answer_is():
+    look = _Look()
+    look.start(LocalShell(), dict)
+    assert look.answer(5) is None
+    time.sleep(0.5)  # a stalled terminal, a program that asks now and then
+    slow = threading.Event()
+    look.start(LocalShell(), lambda: slow.wait(5) and {})
+    assert look.silent_s < 0.3
+    time.sleep(0.5)
+    look.start(LocalShell(), dict)  # while the last one goes on
+    assert look.silent_s > 0.4
+    slow.set()
+    look.answer(5)
+
+    def fails():
+        raise UnreachableError("gone")
+
+    look.start(LocalShell(), fails)
+    assert look.answer(5) is not None
+    time.sleep(0.5)
+    look.start(LocalShell(), fails)
+    assert look.silent_s > 0.4

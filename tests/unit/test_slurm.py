@@ -34,6 +34,8 @@ def test_a_job_that_waits_says_for_what_and_until_when():
     assert first.detail == "in the queue: for free nodes; Slurm expects its start at 2026-11-21T17:00:00"
     (first, _) = seen(line("PENDING", reason="(AssocGrpCPU)"), attempt=0, hosts=())
     assert first.detail == "in the queue: (AssocGrpCPU)"
+    (first, _) = seen(line("CONFIGURING"), attempt=0, hosts=())  # its nodes boot: nobody can come late yet
+    assert (first.phase, first.detail) == ("pending", "Slurm makes its nodes ready")
 
 
 def test_a_node_that_runs_is_told_with_its_host():
@@ -80,6 +82,7 @@ def test_the_batch_scripts_own_complaint_is_the_reason():
 
 def test_an_attempt_that_slurm_put_back_into_the_queue_is_lost_and_the_next_one_is_not():
     assert {each.phase for each in seen(line("PENDING", restarts=1), attempt=1)} == {"lost"}
+    assert {each.phase for each in seen(line("CONFIGURING", restarts=1), attempt=1)} == {"lost"}
     assert {each.phase for each in seen(line("RUNNING", restarts=1), attempt=2)} == {"lost"}
     second = replace(PLAN, attempt=2)
     assert {each.phase for each in seen(line("PENDING", restarts=1), attempt=1, plan=second)} == {"pending"}
