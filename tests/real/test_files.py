@@ -62,7 +62,7 @@ def test_three_machines_have_the_same_files_and_one_that_differs_is_named(testbe
 def test_a_full_disk_is_refused_before_anything_is_sent(testbed, nodes, folder):
     testbed.fault("fill", "n1")
     done = files.sync(nodes, str(folder))
-    assert done["n1"].message == f"n1: {files.mirror(nodes[1], str(folder))} needs 4.0 MB and its disk has 0 B free"
+    assert done["n1"].message == f"n1: {files.mirror(nodes[1], str(folder))} needs 4.0 MB and its disk has 0 bytes free"
     assert (done["n0"].files, done["n2"].files) == (200, 200)
     assert testbed["n1"].run("find '/data/sync test' -type f | wc -l", user="root") == "0"
     testbed.fault("heal", "n1")
