@@ -54,7 +54,10 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl):
     """The GPUs are simulated, as far as nvidia-smi lists them."""
     smi = clusterctl.folder / "bin" / "nvidia-smi"
     smi.parent.mkdir()
-    smi.write_text('#!/bin/sh\nfor gpu in 0 1 2; do echo "GPU $gpu: NVIDIA (UUID: GPU-$gpu$gpu$gpu)"; done\n')
+    smi.write_text(
+        "#!/bin/sh\ncase $1 in --query-gpu=index) seq 0 2; exit ;; esac\n"
+        'for gpu in 0 1 2; do echo "GPU $gpu: NVIDIA (UUID: GPU-$gpu$gpu$gpu)"; done\n'
+    )
     smi.chmod(0o755)
     clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "2,1"}
     (clusterctl.folder / "show.py").write_text(
@@ -149,7 +152,7 @@ def test_backend_here_is_this_machine_whatever_cluster_yaml_says(clusterctl):
     (clusterctl.folder / "cluster.yaml").write_text("nodes: [nowhere.invalid]\n")
     for backend in ("here", "local"):
         code, text = clusterctl.run("plan", "--backend", backend, "--nodes", "2")
-        assert (code, "PET_NNODES=2" in text, "nowhere" in text) == (0, True, False), text
+        assert (code, "PET_NNODES=2" in text, "nowhere.invalid" in text) == (0, True, False), text
     code, text = clusterctl.run("plan", "--backend", "here", "--hosts", "a,b")
     assert (code, "--backend here is this machine, and --hosts names others" in text) == (2, True), text
 

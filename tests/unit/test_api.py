@@ -148,8 +148,9 @@ def test_a_rank_that_is_lost_ends_the_others(place: Path, monkeypatch: pytest.Mo
 def test_a_rank_that_others_failed_for_comes_before_those_that_lost_it(capsys: pytest.CaptureFixture[str]) -> None:
     """NCCL's watchdog ends by SIGABRT, without a word, a rank whose peer is gone."""
 
-    def named(codes: dict[int, int], *events: dict[str, Any]) -> str:
+    def named(codes: dict[int, int], *events: dict[str, Any], said: str = "ProcessGroupNCCL's watchdog") -> str:
         told = _Told(2, None)
+        told.line(Line(0, True, said))
         for event in events:
             told.line(Line(event["rank"], False, contract.EVENT_MARK + json.dumps({"event": "failed", **event})))
         return told.failure(codes).message
@@ -160,6 +161,7 @@ def test_a_rank_that_others_failed_for_comes_before_those_that_lost_it(capsys: p
     assert named({0: -signal.SIGABRT, 1: 1}, defect) == "rank 1: KeyError: 3"
     assert named({0: -signal.SIGABRT, 1: 3}) == "rank 1 ended with exit 3"
     assert named({0: -signal.SIGABRT, 1: 1}, lost) == "rank 0 ended with SIGABRT"
+    assert named({0: -signal.SIGABRT, 1: 1}, defect, said="malloc(): corrupted") == "rank 0 ended with SIGABRT"
 
 
 def test_ctrl_c_ends_all_ranks(place: Path) -> None:
