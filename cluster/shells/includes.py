@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ def _add(found: Expanded, file: Path, folder: Path, around: Sequence[str], depth
         key, value = (setting[1].lower(), setting[2]) if setting else ("", "")
         if key == "include":
             for name in shlex.split(value, comments=True):
-                path = folder / Path(name).expanduser()
+                path = folder / os.path.expanduser(name)  # noqa: PTH111 (a Path raises for a user that is not there)
                 found.sources.append(path.parent)
                 for each in sorted(glob.glob(str(path))):  # noqa: PTH207 (a Path globs below a folder only)
                     _add(found, Path(each), folder, conditions, depth + 1)

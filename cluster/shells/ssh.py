@@ -367,8 +367,15 @@ def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
     return _hop(login, config, timeout_s, None)
 
 
-def _hop(login: str, config: Config, timeout_s: float, before: Connection | None) -> Connection:
-    """A connection through the one `before` it, or through what its ssh_config says."""
+def _hop(
+    login: str, config: Config, timeout_s: float, before: Connection | None, towards: Sequence[str] = ()
+) -> Connection:
+    """A connection through the one `before` it, or through what its ssh_config says, as a way `towards` other hosts.
+
+    Raises ValueError where jump hosts need each other.
+    """
+    if login in towards:
+        raise ValueError(f"ProxyJump leads in a circle: {' -> '.join((*towards, login))}")
     connection = Connection(
         login,
         config=config,
@@ -378,12 +385,14 @@ def _hop(login: str, config: Config, timeout_s: float, before: Connection | None
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
     if before is None:
-        connection.gateway = _gateway(connection, config, timeout_s)
+        connection.gateway = _gateway(connection, config, timeout_s, (*towards, login))
     _trust_only_known_hosts(connection)
     return connection
 
 
-def _gateway(connection: Connection, config: Config, timeout_s: float) -> Connection | str | None:
+def _gateway(
+    connection: Connection, config: Config, timeout_s: float, towards: Sequence[str]
+) -> Connection | str | None:
     """The last of its jump hosts, or its ProxyCommand: whichever ssh_config says first, also where that is `none`."""
     for key, value in connection.ssh_config.items():
         if key == "proxycommand":
@@ -395,7 +404,7 @@ def _gateway(connection: Connection, config: Config, timeout_s: float) -> Connec
                 # where `Host *` has a jump host, this may be it
                 if connection.derive_shorthand(hop)["host"] in (connection.host, connection.original_host):
                     return None
-                gateway = _hop(hop, config, timeout_s, gateway)
+                gateway = _hop(hop, config, timeout_s, gateway, towards)
             return gateway
     return None
 

@@ -359,3 +359,10 @@ def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
         assert len(turned_away) == 3
         close_all()
         serving.join(10)
+
+
+def test_jump_hosts_that_need_each_other_are_an_error_and_a_home_that_is_not_there_includes_nothing(tmp_path):
+    config = tmp_path / "config"
+    config.write_text("Include ~nosuchuser/x\nHost a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    with pytest.raises(UnreachableError, match="ProxyJump leads in a circle: a -> b -> a"):
+        reach(Node("gpu-a", "", login="a", ssh_config=str(config))).run(["true"])
