@@ -15,6 +15,7 @@ import typer
 
 from trainer.config import PARALLEL, Settings
 from trainer.errors import TrainerError
+from trainer.progress import bar
 
 if TYPE_CHECKING:
     from trainer.bench.scaling import Point, Row
@@ -360,20 +361,14 @@ def described(point: Point) -> str:
 
 def watched(found: Any, total: int | None, name: Callable[[Any], str], outcomes: dict[Any, list[Any]]) -> bool:
     """Gather what is measured, with a bar where stderr is a terminal; False where Ctrl-C came in between."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with bar(total) as move:
         try:
             for point, outcome in found:
                 if outcome is None:
-                    bar.update(task, description=name(point))
+                    move(description=name(point))
                 else:
                     outcomes.setdefault(point, []).append(outcome)
-                    bar.advance(task)
+                    move(advance=1)
         except KeyboardInterrupt:
             return False
     return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import stat
-import sys
 import tarfile
 import zipfile
 import zlib
@@ -14,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from trainer.errors import TrainerError
+from trainer.progress import track
 
 _RATIO = 100  # pictures hardly shrink, labels by ten: more is made to fill the disk
 _SMALL = 1 << 30  # bytes that any archive may become
@@ -80,9 +80,6 @@ def _open(archive: Path) -> Iterator[_Zip | _Tar]:
 
 
 def _write(packed: _Zip | _Tar, archive: Path, folder: Path, named: str) -> None:
-    from rich.console import Console
-    from rich.progress import track
-
     for name, kind, _, _ in packed.members:
         parts = PurePosixPath(name).parts
         if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
@@ -98,14 +95,7 @@ def _write(packed: _Zip | _Tar, archive: Path, folder: Path, named: str) -> None
     free = shutil.disk_usage(folder).free
     if total > free:
         raise TrainerError(f"{named}: needs {total >> 20} MiB, {folder} has {free >> 20} MiB free", "make room there")
-    members = track(
-        packed.members,
-        "unpacking",
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
-    for name, kind, size, member in members:
+    for name, kind, size, member in track(packed.members, len(packed.members), "unpacking"):
         path = folder / name
         if kind == "folder":
             path.mkdir(parents=True, exist_ok=True)

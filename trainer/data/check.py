@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from trainer.data.faults import BadData, Fault
 from trainer.data.listing import THREADS
 from trainer.data.yolo import Source, read_split
+from trainer.progress import track
 
 SPLITS = ("train", "val")
 
@@ -97,9 +97,6 @@ def _paths(source: Source) -> list[str]:
 
 
 def _undecodable(source: Source) -> list[Fault]:
-    from rich.console import Console
-    from rich.progress import track
-
     def problem(path: str, size: list[int]) -> Fault | None:
         try:
             with open(path, "rb") as stream:
@@ -117,14 +114,8 @@ def _undecodable(source: Source) -> list[Fault]:
     cv2.utils.logging.setLogLevel(2)  # errors only: what it warns of is reported here, with the file's name
     paths = _paths(source)
     with ThreadPoolExecutor(THREADS) as pool:
-        problems = track(
-            pool.map(problem, paths, source.scan.sizes.tolist()),
-            f"decoding {source.split} pictures",
-            total=len(paths),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
-        )
+        found = pool.map(problem, paths, source.scan.sizes.tolist())
+        problems = track(found, len(paths), f"decoding {source.split} pictures")
         return [fault for fault in problems if fault]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from trainer.data.faults import Fault
 from trainer.data.listing import THREADS, pictures_below
 from trainer.data.scan import picture_size
 from trainer.errors import TrainerError
+from trainer.progress import track
 
 Split = Literal["train", "val"]
 Mask = npt.NDArray[np.uint8]  # (h, w): a class, or IGNORED
@@ -68,19 +68,9 @@ class MaskFolder:
         self.counts = self._count()  # (256,): pixels of each value
 
     def _count(self) -> Ints:
-        from rich.console import Console
-        from rich.progress import track
-
         counts = np.zeros(256, np.int64)
         with ThreadPoolExecutor(THREADS) as pool:
-            for each in track(
-                pool.map(self._checked, range(len(self))),
-                "reading masks",
-                total=len(self),
-                console=Console(stderr=True),
-                disable=not sys.stderr.isatty(),
-                transient=True,
-            ):
+            for each in track(pool.map(self._checked, range(len(self))), len(self), "reading masks"):
                 counts += each
         return counts
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from trainer.data.dataset import Dataset, Image, reduction
 from trainer.data.label_cache import cache_folders
 from trainer.dist import World
 from trainer.errors import TrainerError
+from trainer.progress import bar
 
 _FORMAT = 1  # of the file, and of how pictures are decoded: another one is another name
 _SLICE_S = 1.0  # of work between two looks at how far the others are
@@ -250,7 +251,8 @@ def _fill(dataset: Dataset, layout: _Layout, offer: _Offer, rank: int, exchange:
             _write(file, np.array(picture.shape[:2], np.int32).tobytes(), 8 * k)
 
     try:
-        with ThreadPoolExecutor(threads) as pool, _bar(len(dataset), rank == 0 and not offer.whole) as show:
+        shown = rank == 0 and not offer.whole
+        with ThreadPoolExecutor(threads) as pool, bar(len(dataset), "decoding pictures", shown) as move:
             done, others = 0, True
             while others or done < len(todo):
                 error: Exception | None = None
@@ -265,7 +267,7 @@ def _fill(dataset: Dataset, layout: _Layout, offer: _Offer, rank: int, exchange:
                 if done == len(todo) and not offer.whole:
                     os.fsync(file)
                 states = _agreed(exchange, (offer.path, done, len(todo)), error)
-                show(sum(count for path, count, _ in states if path == offer.path))
+                move(completed=sum(count for path, count, _ in states if path == offer.path))
                 others = any(count < total for _, count, total in states)
     finally:
         os.close(file)
@@ -275,15 +277,3 @@ def _write(file: int, content: bytes, offset: int) -> None:
     while content:
         written = os.pwrite(file, content, offset)
         content, offset = content[written:], offset + written
-
-
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task("decoding pictures", total=total)
-        yield lambda count: progress.update(task, completed=count)

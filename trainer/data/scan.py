@@ -8,7 +8,6 @@ A list of a million small objects would be copied, page by page, into every work
 from __future__ import annotations
 
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from PIL import Image as Pillow
 from trainer.data.dataset import Labels
 from trainer.data.faults import Fault
 from trainer.data.listing import CHUNK, THREADS, Listing
+from trainer.progress import track
 
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
 _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
@@ -44,22 +44,12 @@ class Scan:
 
 def scan(listing: Listing, nc: int) -> Scan:
     """Read all pictures' headers and all labels of `listing`, whose classes are 0 to nc - 1; needs some seconds."""
-    from rich.console import Console
-    from rich.progress import track
-
     starts = range(0, len(listing.pictures), CHUNK)
     with ThreadPoolExecutor(THREADS) as pool:
-        parts = track(
-            pool.map(
-                lambda first: _read_chunk(listing, range(len(listing.pictures))[first : first + CHUNK], nc), starts
-            ),
-            "reading labels",
-            total=len(starts),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-            transient=True,
+        parts = pool.map(
+            lambda first: _read_chunk(listing, range(len(listing.pictures))[first : first + CHUNK], nc), starts
         )
-        return _joined(list(parts))
+        return _joined(list(track(parts, len(starts), "reading labels")))
 
 
 def _joined(parts: list[Scan]) -> Scan:

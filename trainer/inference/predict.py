@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from trainer.inference.formats import label_rows, unique_stems, write_text
 from trainer.inference.growing import json_list, mp4
 from trainer.inference.sources import Unreadable, find_sources, frames, is_video
 from trainer.plots import draw_boxes, write_picture
+from trainer.progress import bar
 from trainer.tasks.inference import Detections, Detector, Limits, load_trained, to_original, type_for
 from trainer.weights import checkpoint
 
@@ -137,13 +138,13 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
             tell.append(lambda entry: print(json.dumps(entry), flush=True))
         if folder and s.save_json:
             tell.append(stack.enter_context(json_list(folder / "predictions.json")))
-        bar = stack.enter_context(_bar(len(paths)))
+        move = stack.enter_context(bar(len(paths)))
         for path, stem in zip(paths, unique_stems([str(path) for path in paths]), strict=True):
             boxes, begin, count, error = Counter[int](), time.perf_counter(), 0, ""
             with _Files(s, folder, stem, trained.names) as files:
                 try:
                     for frame, image, fps in frames(path):
-                        bar(f"{path.name} {frame or ''}", 0)
+                        move(description=f"{path.name} {frame or ''}")
                         seen = Seen(path, frame, image, look(detector, image, imgsz, trained.stride))
                         for to in tell:
                             to(seen.entry(trained.names))
@@ -152,7 +153,7 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
                         count += 1
                 except Unreadable as found:
                     error = str(found)
-            bar("", 1)
+            move(advance=1, description="")
             done.boxes.update(boxes)
             if is_video(path):
                 done.frames += count
@@ -216,21 +217,3 @@ class _Files:
             else:
                 self._video = self._video or self._stack.enter_context(mp4(folder / f"{self._stem}.mp4"))
                 self._video(seen.image, fps)
-
-
-@contextlib.contextmanager
-def _bar(sources: int) -> Iterator[Callable[[str, int], None]]:
-    """A function that names what is looked at and moves a bar by so many sources; silent without a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    with Progress(
-        *(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False)),
-        console=console,
-        transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what is piped stays where it goes
-        disable=not console.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=sources)
-        yield lambda what, advance: progress.update(task, advance=advance, description=what)

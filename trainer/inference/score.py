@@ -14,7 +14,7 @@ from trainer import contract, dist
 from trainer.config import Settings, preset_for
 from trainer.errors import TrainerError
 from trainer.events import Events
-from trainer.inference.progress import track
+from trainer.progress import track
 from trainer.tasks import Scores, Task, open_task
 from trainer.tasks.inference import type_for
 from trainer.weights import checkpoint

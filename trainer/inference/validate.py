@@ -18,9 +18,9 @@ from trainer.data import Dataset, ValLoader, open_dataset
 from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.inference.formats import category_ids, coco_results, image_id, label_rows, unique_stems, write_text
-from trainer.inference.progress import Waits, track
 from trainer.inference.truth import CocoTruth
 from trainer.metrics import BoxMAP, BoxScores
+from trainer.progress import Waits, track
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
 from trainer.tasks.inference import Detections, Detector, Limits, Trained, load_trained, type_for
 from trainer.weights import checkpoint

@@ -7,10 +7,11 @@ from pathlib import Path
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
 
-from trainer.data.convert.writer import Annotated, Conversion, progress, row, sizes, split_by_name
+from trainer.data.convert.writer import Annotated, Conversion, row, sizes, split_by_name
 from trainer.data.faults import Fault
 from trainer.data.listing import SUFFIXES
 from trainer.errors import TrainerError
+from trainer.progress import track
 
 _HINT = "correct the file, or leave this out with --allow-bad-labels"
 _LINE = "line"  # attribute that the parser adds
@@ -33,7 +34,7 @@ def from_voc(folder: Path, *, skip_difficult: bool = False, val_share: float = 0
         raise TrainerError(f"{folder}: no XML files, neither there nor in Annotations", "give the set's folder")
     conversion = Conversion([])
     trees: dict[Path, Element] = {}
-    for file in progress(files, "reading annotations", len(files)):
+    for file in track(files, len(files), "reading annotations"):
         tree = _parse(file)
         if isinstance(tree, Fault):
             conversion.faults.append(tree)

@@ -5,27 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import yaml
-from rich.console import Console
-from rich.progress import track
 
 from trainer.data.faults import BadData, Fault
 from trainer.data.listing import SUFFIXES, THREADS
 from trainer.data.scan import picture_size
 from trainer.errors import TrainerError
+from trainer.progress import track
 
 Points = npt.NDArray[np.float64]  # (k, 2): x, y in pixels from the picture's top left corner
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Point
 def sizes(pictures: Sequence[Path]) -> list[tuple[int, int] | Fault]:
     """(height, width) of every picture, or what is wrong with it."""
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(progress(pool.map(lambda path: _size(path), pictures), "reading pictures", len(pictures)))
+        return list(track(pool.map(lambda path: _size(path), pictures), len(pictures), "reading pictures"))
 
 
 def _size(path: Path) -> tuple[int, int] | Fault:
@@ -86,12 +82,6 @@ def _size(path: Path) -> tuple[int, int] | Fault:
             str(path), 0, f"{path.suffix or 'no suffix'}: not a picture's", f"known: {', '.join(sorted(SUFFIXES))}"
         )
     return picture_size(str(path))
-
-
-def progress(items: Iterable[_T], text: str, total: int) -> Iterable[_T]:
-    """`items` with a progress bar, where somebody sees it."""
-    quiet = not sys.stderr.isatty()
-    return track(items, text, total=total, console=Console(stderr=True), disable=quiet, transient=True)
 
 
 def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[Annotated]]:
@@ -126,7 +116,7 @@ def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bo
         for split, items in conversion.splits.items():
             (draft / "images" / split).mkdir(parents=True)
             (draft / "labels" / split).mkdir(parents=True)
-            for item in progress(items, f"writing {split}", len(items)):
+            for item in track(items, len(items), f"writing {split}"):
                 picture = draft / "images" / split / item.name
                 label = (draft / "labels" / split / item.name).with_suffix(".txt")
                 for path in (picture, label):
