@@ -33,6 +33,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 1 ? threads : 1))}"
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
 mkdir -p -- "$out/ranks" || exit 73
 rm -f -- "$out/$NODE.exit" && printf '%s\n' "$$" > "$out/$NODE.pid" || exit 73
+before=$(cat -- "$out/$NODE.log" 2>/dev/null | wc -c)  # of a run that somebody starts once more by hand
 exec > >(trap '' INT TERM; tee -a -- "$out/$NODE.log" | sed -u '/::cluster /d') 2>&1
 tee=$!
 
@@ -77,7 +78,7 @@ exec >&- 2>&-
 for _ in $(seq 20); do kill -0 "$tee" 2>/dev/null && sleep 0.1; done
 # torchrun says 1 for whatever its ranks ended with; and what was told to end shall go on later
 [ -z "$told" ] || [ "$code" = 0 ] || code=75
-! grep -qs '::cluster {"event":"failed".*"exit_code":75' "$out/$NODE.log" || code=75
+! tail -c "+$((before + 1))" -- "$out/$NODE.log" | grep -qs '::cluster {"event":"failed".*"exit_code":75' || code=75
 printf '%d %s\n' "$code" "$(date +%s.%N)" > "$out/$NODE.exit.tmp" && mv -- "$out/$NODE.exit.tmp" "$out/$NODE.exit" \
     || rm -f -- "$out/$NODE.exit.tmp"
 exit "$code"

@@ -205,3 +205,18 @@ def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clu
         os.kill(pid, signal.SIGCONT)
     text, _ = process.communicate(timeout=90)
     assert process.returncode == 0, text
+
+
+def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clusterctl):
+    (clusterctl.folder / "again.py").write_text(
+        "import pathlib, sys\n"
+        "told = pathlib.Path('told')\n"
+        "if not told.exists():\n"
+        "    told.touch()\n"
+        """    print('::cluster {"event":"failed","node":0,"exit_code":75}', flush=True)\n"""
+        "    sys.exit(1)\n"
+    )
+    code, text = clusterctl.run("plan", *launch("again.py", name="job-by-hand")[1:], "-o", "plan.sh")
+    assert code == 0, text
+    ended = [subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)]
+    assert ended == [75, 0]
