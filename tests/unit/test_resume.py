@@ -185,13 +185,16 @@ def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> No
 
 def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
-    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1")))[0][0] == 0
+    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1", "--patience", "7")))[0][0] == 0
     whole = (run / "last.pt").read_bytes()
     (run / "last.pt").write_bytes(whole[: len(whole) // 2])
     assert content(run / "previous.pt")["step"] == 6
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "runs", "--ranks", "1"))
+    again = ["train", "--resume", "--project", "runs", "--ranks", "1", "--save-period", "1"]
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *again))
     assert code == 0, err
     assert "goes on in epoch 1 after step 6 of 6" in out
+    kept = content(run / "last.pt")["settings"]
+    assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (7, True, 1)  # the last one is what was typed
 
 
 def test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ Resume = Annotated[
     str,
     typer.Option(
         help="Go on exactly where a run was interrupted: its folder or last.pt; alone, the newest in --project. "
-        "The other options are those of that run. (Under clusterctl a restarted job does this by itself.)",
+        "The other options are those of that run, but for where it computes and writes (--device, --ranks, "
+        "--parallel, --workers, --cache, --project). Under clusterctl a restarted job does this by itself.",
         metavar="[PATH]",
         show_default=False,
     ),

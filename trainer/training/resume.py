@@ -15,25 +15,14 @@ from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
 LAST, PREVIOUS = "last.pt", "previous.pt"
+# Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
+_PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
 # What may differ when a run goes on: none of these changes a number that is computed.
 FREE = frozenset(
-    (
-        *(
-            "resume",
-            "device",
-            "parallel",
-            "stages",
-            "micro_batches",
-            "workers",
-            "cache",
-            "project",
-            "name",
-            "exist_ok",
-            "patience",
-            "val_period",
-        ),
-        *("save_every", "save_period", "stall_s", "log_steps", "on_nan", "allow_bad_labels"),
-    )
+    {
+        *_PLACE,
+        *("patience", "val_period", "save_every", "save_period", "stall_s", "log_steps", "on_nan", "allow_bad_labels"),
+    }
 )
 
 
@@ -82,7 +71,8 @@ def find(path: str, project: str) -> Path:
 def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     """The settings of the run that `given.resume` names; `typed` are those that the user has typed this time.
 
-    A typed one that differs and would change the training is an error: the run would not go on, it would be another.
+    What was not typed is that run's, but for where it computes and writes. A typed one that differs and would change
+    the training is an error: the run would not go on, it would be another.
     """
     folder = find(given.resume, given.project)
     content = newest(folder)
@@ -90,7 +80,8 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
         raise TrainerError(f"--resume {folder}: its checkpoints cannot be read", "start anew, or from --weights")
     saved = content["settings"]
     names = {f.name for f in dataclasses.fields(Settings)}
-    values = {k: v for k, v in saved.items() if k in names and k not in FREE and k != "hyp"}
+    anew = {*_PLACE, *(typed & FREE), "hyp"}
+    values = {k: v for k, v in saved.items() if k in names - anew}
     kept = dataclasses.replace(given, **values, hyp=Hyp(**saved["hyp"]), resume=str(folder))
     for name in sorted((typed & names) - FREE):
         _compare(name, dataclasses.asdict(given)[name], saved.get(name))
