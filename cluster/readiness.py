@@ -49,7 +49,7 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
         elif word == "no_image":
             why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
         elif word == "missing":
-            why, hint = f"{text} is not there", _sync_hint(node, text)
+            why, hint = f"{text} is not there", bring(node, text)
         elif word == "no_gpu":
             why, hint = f"it has no GPU {text}", f"gpus of {where} in cluster.yaml, or --device cpu"
         else:
@@ -58,7 +58,10 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
     return found
 
 
-def _sync_hint(node: Node, path: str) -> str:
+def bring(node: Node, path: str) -> str:
+    """How a path that is not on a node comes there."""
+    if node.runtime == "none" and node.login:
+        return "without a container nothing is mounted: the same path must be there, on a common disk or by rsync"
     return f"clusterctl sync {path.removeprefix(node.data_dir)}" if node.login and node.data_dir else ""
 
 

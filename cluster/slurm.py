@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster import sbatch
+from cluster import readiness, sbatch
 from cluster.model import Job, NodeStatus, Phase, Plan
 
 #: The columns of `squeue --Format` that are read, and how wide they are asked for: names may hold any separator.
@@ -203,8 +203,7 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         for text in has.get("no_image", ())
     ]
     found += [
-        (f"{where}: {text} is not there", "clusterctl sync" if job.queue.login.login else "")
-        for text in has.get("missing", ())
+        (f"{where}: {text} is not there", readiness.bring(job.queue.login, text)) for text in has.get("missing", ())
     ]
     if found:
         return found

@@ -1,5 +1,7 @@
 """What a node lacks for a job, from what the look at it printed."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster import readiness
@@ -31,6 +33,12 @@ def test_what_is_missing_is_said_with_the_nodes_name_and_the_next_command(line, 
     ((message, advice),) = readiness.problems(PLAN, HOSTS[1], [line])
     assert message.startswith(why)
     assert hint in advice
+
+
+def test_a_path_that_is_missing_is_synced_but_for_a_program_that_sees_the_machines_own_files():
+    node = Node("b", "", (), "ann@b", "/runs", "/data", "docker")
+    assert readiness.bring(node, "/data/home/ann/coco") == "clusterctl sync /home/ann/coco"
+    assert "the same path must be there" in readiness.bring(replace(node, runtime="none"), "/home/ann/coco")
 
 
 def test_a_machine_that_has_everything_lacks_nothing():
