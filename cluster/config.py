@@ -25,6 +25,8 @@ _AUTO_PORTS = range(20000, 30000)
 ON_THIS_MACHINE = ("here", "local", "compose")
 #: Trainer options whose value is a file of this machine when it has a '/'.
 _FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
+#: Words that are data sets of the trainer after --data, also where a folder has that name.
+DATA_SETS = ("digits", "cifar10", "cifar100")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -104,7 +106,8 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     arguments: list[str] = []
     for argument in _split(request.arguments):
         path = _absolute(argument, here.cwd)
-        if path in here.existing and ("/" in argument or "." in argument):
+        folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and path in here.folders
+        if path in here.existing and ("/" in argument or "." in argument or folder_of_data):
             folder = path if path in here.folders else str(PurePosixPath(path).parent)
             mounts.append(Mount(folder, folder, synced=elsewhere))
             argument = path

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+import trainer.config
 from cluster import config
 from cluster.config import Here, Request
 from cluster.errors import UsageError
@@ -62,11 +63,26 @@ def test_a_file_that_is_not_there_stops_the_launch_unless_it_is_in_a_mount():
     assert "/d/coco.yaml" in made.command
 
 
-def test_a_word_that_is_no_path_is_left_alone_even_when_a_folder_has_that_name():
-    here = Here("/home/ann/work", "1:1", "py", (), existing=frozenset({"/home/ann/work/digits"}))
-    made, _ = job(here, arguments=("--data", "digits"))
+def test_a_word_is_left_alone_even_when_a_folder_has_that_name():
+    folders = frozenset({"/home/ann/work/digits", "/home/ann/work/train", "/home/ann/work/SGD"})
+    here = Here("/home/ann/work", "1:1", "py", (), existing=folders, folders=folders)
+    made, _ = job(here, arguments=("train", "--data", "digits", "--optimizer", "SGD"))
     assert made.mounts == ()
-    assert "digits" in made.command
+    assert made.command[2:7] == ("train", "--data", "digits", "--optimizer", "SGD")
+
+
+def test_a_folder_of_pictures_needs_no_slash():
+    folders = frozenset({"/home/ann/work/pictures"})
+    here = Here("/home/ann/work", "1:1", "py", (), existing=folders, folders=folders)
+    for arguments in (("--data", "pictures"), ("--data=pictures",)):
+        made, _ = job(here, arguments=("train", *arguments))
+        assert "/home/ann/work/pictures" in made.command
+        assert made.mounts == (Mount("/home/ann/work/pictures", "/home/ann/work/pictures"),)
+
+
+def test_the_trainers_data_sets_are_known_by_name():
+    names = {*trainer.config.PRESETS, *trainer.config.CLASSIFY_PRESETS, *trainer.config.SEGMENT_PRESETS}
+    assert set(config.DATA_SETS) == names
 
 
 def test_a_foreign_program_gets_the_current_folder_and_is_not_asked_for_events():
