@@ -28,6 +28,17 @@ _FOLDERS = ("run_dir", "data_dir")
 _PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _TMP_NEEDED_KB = 16 << 10
 _ADMINISTRATOR = "whoever runs the cluster: "
+# The runtimes that Slurm's nodes alone know: what is wrong without one, and what to do.
+_LACKING = {
+    "apptainer": (
+        "there is no apptainer",
+        "module load apptainer in ~/.bashrc, or another runtime in cluster.yaml: docker, podman, none",
+    ),
+    "pyxis": (
+        "there is no pyxis: srun has no --container-image",
+        "another runtime in cluster.yaml: apptainer, docker, podman, none",
+    ),
+}
 
 # `$1` run_dir, `$2` data_dir, then programs. Of a folder the nearest one that is there is said, too, and nothing made.
 _LOGIN = r"""
@@ -97,6 +108,7 @@ apptainer)
         else say sif_says "${why##*$'\n'}"; fi
     fi ;;
 docker | podman) inside=("$runtime" run --rm --entrypoint "" "$image") ;;
+pyxis) srun --help 2>/dev/null | grep -q -- --container-image && say pyxis 'pyxis: srun has --container-image' ;;
 esac
 if [ "$SLURM_NODEID" = 0 ] && [ ${#inside[@]} -gt 0 ]; then
     timeout 60 "${inside[@]}" python3 -c "$versions" 2>/dev/null < /dev/null | sed 's/^/inside_/'
@@ -341,16 +353,15 @@ def runtime(seen: Seen) -> list[Finding]:
     found = []
     for node in seen.nodes:
         facts = seen.facts[node.name]
-        if node.runtime != "apptainer":
+        if node.runtime not in _LACKING:
             for each in engine.runtime(replace(seen, nodes=(node,))):
                 fix = "a python3 with torch on every node: module load in ~/.bashrc; or runtime: apptainer"
                 fix = _ADMINISTRATOR + each.fix if node.runtime != "none" else fix
                 found.append(replace(each, fix=each.fix and fix))
-        elif version := facts.text("apptainer"):
-            found.append(Finding("runtime", node.name, "ok", version))
+        elif has := facts.text(node.runtime):
+            found.append(Finding("runtime", node.name, "ok", has))
         else:
-            fix = "module load apptainer in ~/.bashrc, or another runtime in cluster.yaml: docker, podman, none"
-            found.append(Finding("runtime", node.name, "failure", "there is no apptainer", fix))
+            found.append(Finding("runtime", node.name, "failure", *_LACKING[node.runtime]))
     return found
 
 

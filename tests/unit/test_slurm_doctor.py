@@ -1,6 +1,7 @@
 """What doctor says of what a Slurm cluster printed: the judging alone, on the output of Slurm 24.11."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -144,6 +145,13 @@ def test_what_is_wrong_on_one_node_is_named_with_it(old, new, check, detail):
     found = one((old, new))
     assert found[:3] == (check, "n2", "failure")
     assert detail in found[3]
+
+
+def test_pyxis_is_an_option_of_srun():
+    pyxis = replace(LOGIN, runtime="pyxis")
+    there = ("apptainer=apptainer version 1.4.5", "pyxis=pyxis: srun has --container-image")
+    assert judged(there, login=pyxis) == []
+    assert one(there, ("^1: pyxis=.*\n", ""), login=pyxis)[:3] == ("runtime", "n2", "failure")
 
 
 CUDA = slurm.Request(2, 2, "cuda", {})
