@@ -4,6 +4,7 @@ clusterctl launch --nodes 2 --gpus 2 --command "examples/all_reduce.py --ticks 5
 """
 
 import argparse
+import os
 import time
 
 import torch
@@ -14,10 +15,11 @@ parser.add_argument("--ticks", type=int, default=3)
 parser.add_argument("--fail-at", type=int, default=-1, help="the last rank raises at this tick")
 arguments = parser.parse_args()
 
-dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
 for tick in range(arguments.ticks):
-    total = torch.ones(1)
+    total = torch.ones(1, device=device)
     dist.all_reduce(total)
     print(f"tick {tick}: rank {rank} of {world} sees the sum {total.item():g}", flush=True)
     if tick == arguments.fail_at and rank == world - 1:
