@@ -70,7 +70,7 @@ Time = Annotated[
 ]
 Slurm = Annotated[
     list[str],
-    typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm: any other option of sbatch, as in mem=32G. Repeatable."),
+    typer.Option("--slurm", metavar="KEY=VALUE", help="Slurm: another option of sbatch, as in mem=32G. Repeatable."),
 ]
 Nodes = Annotated[
     str,

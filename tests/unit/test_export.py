@@ -124,5 +124,5 @@ def test_what_is_wrong_is_said_first(best: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(TrainerError, match="package onnxruntime") as error:
         export(str(best), "onnx", **DEFAULTS)
-    assert "clusterctl[export]" in error.value.hint
+    assert "pip install onnx onnxruntime onnxscript" in error.value.hint
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from trainer.cli.val import Cfg
 
 def export(
     weights: Annotated[str, typer.Option(help="A checkpoint: best.pt of a run, or anything that `train` takes.")],
-    format: Annotated[str, typer.Option(help="onnx (needs clusterctl[export]) or torchscript.")] = "onnx",
+    format: Annotated[str, typer.Option(help="onnx (needs onnx, onnxruntime and onnxscript) or torchscript.")] = "onnx",
     imgsz: Annotated[
         int | None, typer.Option("--imgsz", "--img", help="Side of the pictures in pixels. (default: the training's)")
     ] = None,

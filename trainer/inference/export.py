@@ -120,7 +120,7 @@ def _need_onnx() -> None:
     except ImportError as error:
         raise TrainerError(
             f"--format onnx needs the package {error.name}, which is not installed",
-            "pip install 'clusterctl[export]', or use --format torchscript",
+            "pip install onnx onnxruntime onnxscript, or use --format torchscript",
         ) from error
 
 
