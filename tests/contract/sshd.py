@@ -66,9 +66,8 @@ class Sshd:
         subprocess.run([server, "-f", self.folder / "sshd_config", "-E", self.folder / "log"], check=True)
         until = time.time() + 10
         while time.time() < until:
-            with socket.socket() as probe:
-                if not probe.connect_ex((self.addresses[0], self.port)):
-                    return
+            if (self.folder / "pid").exists() and (self.folder / "pid").read_text().endswith("\n"):
+                return  # it listens on all its addresses by then
             time.sleep(0.02)
         raise AssertionError((self.folder / "log").read_text())
 
@@ -77,6 +76,9 @@ class Sshd:
         pid = int((self.folder / "pid").read_text())
         self.drop_sessions()
         os.kill(pid, signal.SIGTERM)
+        until = time.time() + 10
+        while (self.folder / "pid").exists() and time.time() < until:  # which it removes when its ports are free
+            time.sleep(0.02)
 
     def drop_sessions(self) -> None:
         """Break every connection; the server goes on."""
@@ -99,8 +101,12 @@ def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path
 
 
 @pytest.fixture
-def sshd(tmp_path):
-    """A server on 127.0.1.1 to 127.0.1.3, known to its own known_hosts file, as h0, h1 and h2."""
-    server = Sshd(tmp_path / "sshd", [f"127.0.1.{last}" for last in (1, 2, 3)])
+def sshd(tmp_path, request):
+    """A server on 127.0.1.1 to 127.0.1.3, known to its own known_hosts file, as h0, h1 and h2.
+
+    Modules that say `BARE = True` log in to a home folder of its own.
+    """
+    bare = getattr(request.module, "BARE", False)
+    server = Sshd(tmp_path / "sshd", [f"127.0.1.{last}" for last in (1, 2, 3)], bare=bare)
     yield server
     server.stop()

@@ -14,6 +14,8 @@ import pytest
 from tests.conftest import ROOT, processes_of
 from tests.contract.sshd import inventory
 
+BARE = True
+
 
 class Local:
     """Looks at this machine's processes, not at what the launcher says of them."""

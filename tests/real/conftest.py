@@ -32,7 +32,7 @@ class Host:
 
     def ssh(self, command, user="root"):
         """The argv that runs `command` (one text, for the host's shell)."""
-        return ["ssh", "-F", str(self.ssh_config), "-o", "ConnectTimeout=3", f"{user}@{self.name}", command]
+        return ["ssh", "-F", str(self.ssh_config), "-o", "ConnectTimeout=10", f"{user}@{self.name}", command]
 
     def try_run(self, command, user="root", timeout_s=60):
         """Exit code and all that it printed; 255 where the host does not answer."""

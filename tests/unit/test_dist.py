@@ -142,7 +142,7 @@ def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.Complet
             )
         )
     try:
-        outputs = [p.communicate(timeout=60) for p in processes]
+        outputs = [p.communicate(timeout=240) for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -31,7 +31,7 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, folder: Path) -> None:
         self.asked: list[str] = []
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -125,7 +125,7 @@ def test_processes_that_start_at_once_fetch_once(server, tmp_path):
     processes = [
         subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    answers = [process.communicate(timeout=60)[0].splitlines()[-1] for process in processes]
+    answers = [process.communicate(timeout=240)[0].splitlines()[-1] for process in processes]
     assert answers == ["4", "4", "4"]
     assert server.asked == ["/pets.zip"]
 

@@ -46,7 +46,7 @@ def read_at_once(path: Path, *environments: dict[str, str]) -> list[list[str]]:
         assert reader.stdin
         reader.stdin.write("\n")
         reader.stdin.flush()
-    return [reader.communicate(timeout=60)[0].split() for reader in readers]
+    return [reader.communicate(timeout=240)[0].split() for reader in readers]
 
 
 def scans(folder: Path) -> list[Path]:

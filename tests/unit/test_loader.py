@@ -157,7 +157,7 @@ def test_workers_survive_an_epoch_that_was_left_early():
 
 
 KILLED = """
-import os, signal
+import os, signal, time
 from trainer.config import Hyp
 from trainer.data import TrainLoader
 from trainer.data.digits import Digits
@@ -178,7 +178,7 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert trainer.wait(60) == -signal.SIGKILL
+    assert trainer.wait(240) == -signal.SIGKILL
     end = time.monotonic() + 20
     while time.monotonic() < end:
         try:
@@ -191,17 +191,16 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
 
 
 def test_a_program_ends_with_batches_still_being_made(tmp_path):
-    (tmp_path / "left.py").write_text(KILLED.replace("    os.kill(os.getpid(), signal.SIGKILL)\n", ""))
-    begin = time.monotonic()
+    (tmp_path / "left.py").write_text(KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print(time.monotonic())"))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "left.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=60,
+        timeout=240,
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - float(done.stdout) < 20  # from then on only the end
 
 
 def test_loading_leaves_torchs_random_numbers_alone():

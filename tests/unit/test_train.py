@@ -251,7 +251,7 @@ def test_all_ranks_stop_where_rank_0_cannot_write(data: Path, tmp_path: Path) ->
         for place in ranks(2)
     ]
     try:
-        outputs = [p.communicate(timeout=60) for p in processes]
+        outputs = [p.communicate(timeout=240) for p in processes]
     finally:
         for p in processes:
             p.kill()

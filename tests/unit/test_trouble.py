@@ -270,7 +270,7 @@ def test_a_rank_that_stands_still_is_named_with_every_stack_and_ends_the_other(s
 def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
     """Ctrl-Z and fg, `docker pause`: time that no rank has lived through is no stall."""
     errors = tmp_path / "errors"
-    processes = started(tmp_path, errors, "--stall", "1")
+    processes = started(tmp_path, errors, "--stall", "3")
     try:
         for by, wait_s in ((signal.SIGSTOP, 4.0), (signal.SIGCONT, 2.0)):
             for p in processes:
