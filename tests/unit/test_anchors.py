@@ -76,6 +76,13 @@ def test_a_model_whose_anchors_do_not_fit_gets_others() -> None:
     assert said == "anchors fit 100.0% of 100 boxes at 640 px"
 
 
+def test_boxes_of_a_pixel_are_not_fitted_to() -> None:
+    cfg = load_cfg("yolov5n.yaml")
+    new, said = fit_anchors(build_yolo(cfg, nc=3), cfg, Bars(), imgsz=10, anchor_t=4.0, seed=0)  # type: ignore[arg-type]
+    assert new is cfg
+    assert said == "anchors: 100 boxes at 10 px are too few or too small: they stay as they are"
+
+
 def test_anchors_that_fit_stay_and_a_head_without_any_is_left_alone() -> None:
     digits = open_dataset("digits", "train", imgsz=128)
     cfg = load_cfg("yolov5n.yaml")

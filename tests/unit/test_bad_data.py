@@ -126,6 +126,8 @@ def test_a_label_that_is_no_text(tmp_path):
         ("[cat, dog]", "[cat, cat]", "data.yaml:5: class name `cat` is given twice", "name of its own"),
         ("[cat, dog]", "{0: cat, 2: dog}", "data.yaml:5: the classes of `names` must be numbered", "0 to 1"),
         ("[cat, dog]", "2", "data.yaml:5: `names` must list the class names", "names: "),
+        ("[cat, dog]", "{0: cat, 1: }", "data.yaml:5: a class of `names` has no name", "name of its own"),
+        ("path: .", "path: 2024-13-45", "data.yaml: not valid YAML", "correct"),
         ("names: [cat, dog]", "", "data.yaml:1: `names` must list the class names", "names: "),
         ("train: images/train", "test: x", "data.yaml:1: no `train` pictures are named", "train: images/train"),
         ("images/train", "{a: 1}", "data.yaml:2: `train` must be a path or a list of paths", "indentation"),
@@ -187,6 +189,48 @@ def test_a_label_without_picture(tmp_path):
     orphan = tmp_path / "labels/train/lost.txt"
     orphan.write_text("0 0.5 0.5 0.1 0.1\n")
     assert error_of(path).message.startswith(f"{orphan}: label without picture")
+
+
+def test_a_label_whose_picture_is_of_a_kind_that_is_not_read(tmp_path):
+    path = make_yolo_set(tmp_path)
+    picture = tmp_path / "images/train/001.jpg"
+    picture.rename(picture.with_suffix(".heic"))
+    error = error_of(path)
+    assert error.message.startswith(f"{tmp_path / 'labels/train/001.txt'}: label without picture")
+    assert ".jpg" in error.hint
+
+
+def test_a_source_without_pictures_is_not_passed_over(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "more").mkdir()
+    path.write_text(DATA_YAML.replace("images/train", "[images/train, more]", 1))
+    assert re.search(r"data\.yaml:2: no pictures in .*more$", error_of(path).message)
+
+
+def test_a_link_that_leads_back_is_not_followed_for_ever(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "images/train/again").symlink_to(tmp_path / "images/train")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "images/train/000.jpg").rename(tmp_path / "elsewhere/004.jpg")
+    (tmp_path / "images/train/more").symlink_to(tmp_path / "elsewhere")
+    data = Yolo(str(path), "train")
+    assert [data.path(k).name for k in range(len(data))] == ["001.jpg", "002.jpg", "003.jpg", "004.jpg"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_number_or_a_path(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "labels/train/001.txt").write_text("1 0.5 0.5 0.1 0.1\n", encoding="utf-8-sig")
+    (tmp_path / "some.txt").write_text("images/train/001.jpg\n", encoding="utf-8-sig")
+    path.write_text(path.read_text().replace("images/train", "some.txt", 1), encoding="utf-8-sig")
+    data = Yolo(str(path), "train")
+    assert data.labels(0)[:, 0].tolist() == [1]
+
+
+def test_class_names_are_what_is_written(tmp_path):
+    path = make_yolo_set(tmp_path)
+    for names in ("[no, 010]", "{0: no, 1: 010}"):
+        path.write_text(DATA_YAML.replace("[cat, dog]", names))
+        assert Yolo(str(path), "train").names == ["no", "010"]
 
 
 def test_labels_of_another_split_in_the_same_folder_are_no_orphans(tmp_path):

@@ -213,6 +213,16 @@ def test_hidden_files_are_no_pictures_and_hidden_folders_no_classes(tmp_path: Pa
         open_labelled(str(only_hidden), "train")
 
 
+def test_classes_that_lie_a_folder_too_deep_are_no_single_class(tmp_path: Path) -> None:
+    root = folders(tmp_path)
+    (root / "train").rename(root / "images")
+    (root / "train").mkdir()
+    (root / "images").rename(root / "train/images")
+    with pytest.raises(TrainerError, match=r"one class folder alone in .*/train: images") as caught:
+        open_labelled(str(root), "train")
+    assert "move them up" in caught.value.hint
+
+
 def test_a_large_jpeg_is_shrunk_while_it_is_decoded(tmp_path: Path) -> None:
     root = folders(tmp_path)
     cv2.imwrite(str(root / "train/red/large.jpg"), np.full((400, 640, 3), (40, 40, 200), np.uint8))

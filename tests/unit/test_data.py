@@ -116,6 +116,15 @@ def test_a_turned_photograph_has_the_size_that_it_is_seen_in(tmp_path):
     assert data.image(0, min_side=40).shape == (40, 20, 3)
 
 
+@pytest.mark.parametrize("turn", [1, 6])
+def test_a_turned_tiff_is_turned_once(tmp_path, turn):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "images/train/000.jpg").unlink()
+    Image.new("RGB", (80, 40), "red").save(tmp_path / "images/train/000.tif", tiffinfo={0x0112: turn})
+    data = open_dataset(str(path), "train", imgsz=64)
+    assert data.size(0) == data.image(0).shape[:2] == ((80, 40) if turn == 6 else (40, 80))
+
+
 def test_a_smaller_picture_is_decoded_where_that_is_enough(tmp_path):
     path = make_yolo_set(tmp_path)
     write_picture(tmp_path / "images/train/000.jpg", 480, 640)

@@ -84,14 +84,25 @@ def load_data_yaml(path: Path) -> Content:
                     what = f"`{key}` is already set in line {lines[key]}"
                     raise BadData([Fault(str(path), line, what, "delete one")])
                 lines[key] = line
+            for key_node, value in node.value:
+                if key_node.value == "names" and isinstance(value, yaml.CollectionNode):
+                    _as_written(value)
             return Content(path, loader.construct_document(node), lines)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise BadData([Fault(str(path), line, f"not valid YAML: {error.problem}", "correct the line")]) from None
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:  # a date that there is not
         raise BadData([Fault(str(path), 0, f"not valid YAML: {error}", "correct the file")]) from None
+
+
+def _as_written(names: yaml.CollectionNode) -> None:
+    """Make class names text: `no`, `010` and `1:30` are no truth value and no numbers here."""
+    for child in names.value:
+        name = child[1] if isinstance(child, tuple) else child
+        if isinstance(name, yaml.ScalarNode):
+            name.tag = "tag:yaml.org,2002:str"
 
 
 def _unknown(content: Content, key: Any) -> Fault:
@@ -113,6 +124,8 @@ def _names(content: Content, faults: list[Fault]) -> list[str]:
             return []
         names = [names[k] for k in range(len(names))]
     names = [str(name) for name in names]
+    if not all(names):
+        faults.append(content.fault("names", "a class of `names` has no name", "give each class a name of its own"))
     for name in sorted({name for name in names if names.count(name) > 1}):
         faults.append(
             content.fault("names", f"class name `{name}` is given twice", "give each class a name of its own")

@@ -66,6 +66,11 @@ class Folder:
             raise TrainerError(
                 f"--data {root}: no class folder in {self._root}", "each class needs a folder with pictures"
             )
+        if len(self.names) < 2:
+            raise TrainerError(
+                f"--data {root}: one class folder alone in {self._root}: {self.names[0]}",
+                "each class needs a folder of its own there; if they are in that one, move them up",
+            )
         # Flat arrays: a list of a million tuples would be copied into every loading process, page by page.
         self._paths = np.array([os.path.relpath(path, self._root) for path, _ in samples], object).astype("U")
         self._labels = np.array([label for _, label in samples], np.int64)

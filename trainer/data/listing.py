@@ -2,7 +2,7 @@
 
 Reads folders and lists, but no picture and no label: that is what makes it quick enough for every start.
 """
-# ruff: noqa: PTH100, PTH112, PTH116, PTH118, PTH119, PTH120, PTH122, PTH208
+# ruff: noqa: PTH100, PTH112, PTH114, PTH116, PTH118, PTH119, PTH120, PTH122, PTH208
 # (Paths are strings here: a hundred thousand pathlib objects would double the time to open a set.)
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ THREADS = 8  # they wait for the disk or the network most of the time
 CHUNK = 64  # pictures that a thread takes at once
 _NOT_LABELS = frozenset({"classes.txt"})  # annotation tools leave it among the labels
 _ABSENT = (-1, -1)
+_ENDINGS = f"pictures end in {', '.join(sorted(SUFFIXES))}"
 
 
 @dataclass(frozen=True)
@@ -45,17 +46,22 @@ def list_split(spec: DataYaml) -> Listing:
     """List the split that `spec` describes; BadData where there is nothing to list."""
     faults: list[Fault] = []
     pictures: dict[str, Fault] = {}
+    empty: list[Path] = []
     for source in spec.sources:
+        before = len(pictures)
         for picture, file, line in _named(source) if source.is_dir() else _listed(source):
             fault = Fault(file, line, f"no such picture: {picture}", "correct or delete the line")
             if picture in pictures:
                 where = (file, line) if line else (str(spec.path), spec.line)
                 faults.append(Fault(*where, f"{picture} is listed twice", "list each picture once"))
             pictures.setdefault(picture, fault)
-    if not pictures:
-        what = f"no pictures in {', '.join(str(s) for s in spec.sources)}"
-        hint = f"pictures end in {', '.join(sorted(SUFFIXES))}"
-        raise BadData([Fault(str(spec.path), spec.line, what, hint)])
+        if len(pictures) == before:
+            empty.append(source)
+    if empty:
+        fault = Fault(str(spec.path), spec.line, f"no pictures in {', '.join(map(str, empty))}", _ENDINGS)
+        if not pictures:
+            raise BadData([fault])
+        faults.append(fault)
     paths = list(pictures)
     files = [label_file(path) for path in paths]
     stamps = _stamps(paths, files)
@@ -92,11 +98,25 @@ def _relative(path: str, root: str) -> str:
 
 def pictures_below(folder: Path) -> Iterable[str]:
     """The absolute path of each picture below `folder`, also behind links, sorted within each folder."""
-    for parent, folders, files in os.walk(folder.absolute(), followlinks=True):
-        folders.sort()
+    for parent, folders, files in os.walk(folder.absolute(), onerror=_unreadable, followlinks=True):
+        folders[:] = sorted(name for name in folders if not _leads_back(parent, name))
         for name in sorted(files):
             if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
                 yield os.path.normpath(os.path.join(parent, name))
+
+
+def _unreadable(error: OSError) -> None:
+    hint = "give this user the right to read it, or take it out of the set"
+    raise BadData([Fault(str(error.filename), 0, f"cannot be read: {error.strerror}", hint)])
+
+
+def _leads_back(parent: str, name: str) -> bool:
+    """Whether a folder is a link to one that it is in: what is below it would be listed again and again."""
+    path = os.path.join(parent, name)
+    if not os.path.islink(path):
+        return False
+    here, there = os.path.realpath(parent), os.path.realpath(path)
+    return here == there or here.startswith(there.rstrip(os.sep) + os.sep)
 
 
 def _named(folder: Path) -> Iterable[tuple[str, str, int]]:
@@ -110,7 +130,7 @@ def _listed(listing: Path) -> Iterable[tuple[str, str, int]]:
         fault = Fault(str(listing), 0, "neither a folder nor a .txt list of pictures", "correct the data.yaml")
         raise BadData([fault])
     try:
-        lines = listing.read_text(encoding="utf-8").splitlines()
+        lines = listing.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "one path in each line")]) from None
     for number, line in enumerate(lines, 1):
@@ -156,10 +176,11 @@ def _orphans(pictures: list[str], files: list[str]) -> list[Fault]:
             continue
         skipped = names | _NOT_LABELS
         others = [name for name in os.listdir(folder) if name.endswith(".txt") and name not in skipped]
-        found = {_stem(name) for name in os.listdir(picture_folder)} if others else set()  # also those of other splits
+        there = os.listdir(picture_folder) if others else []  # also the pictures of other splits
+        found = {_stem(name) for name in there if os.path.splitext(name)[1].lower() in SUFFIXES}
         for name in sorted(others):
             if _stem(name) not in found:
                 what = f"label without picture in {picture_folder}"
-                hint = "put the picture there, or delete the label file"
+                hint = f"put the picture there, or delete the label file; {_ENDINGS}"
                 faults.append(Fault(os.path.join(folder, name), 0, what, hint))
     return faults

@@ -215,6 +215,13 @@ def open_masked(source: str, imgsz: int) -> tuple[Masked, Masked]:
             raise TrainerError(
                 f"--data {source}: no mask in masks/{split} has a pixel that counts, all are {IGNORED}", _LAYOUT
             )
+    learnt = np.flatnonzero(train.counts[:IGNORED])
+    if len(learnt) < 2:
+        others = f", but for {IGNORED}, which does not count" if train.counts[IGNORED] else ""
+        raise TrainerError(
+            f"--data {source}: every pixel of the masks in masks/train is of class {learnt[0]}{others}",
+            f"give what is to be told apart numbers of its own, 0, 1, ...; {IGNORED} is for what is not to be learnt",
+        )
     values = np.flatnonzero((train.counts + val.counts)[:IGNORED])
     names = _names(root) or [str(k) for k in range(int(values[-1]) + 1)]
     for part in (train, val):
@@ -228,7 +235,7 @@ def _names(root: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{path}: cannot be read: {error}", "write the name of a class on each line") from None
     if not 0 < len(names) <= IGNORED or len(set(names)) < len(names):

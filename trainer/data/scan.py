@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from PIL import Image as Pillow
+from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.data.dataset import Labels
 from trainer.data.faults import Fault
@@ -21,6 +22,7 @@ from trainer.data.listing import CHUNK, THREADS, Listing
 from trainer.progress import track
 
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # tags of TIFF, as the picture is stored
 _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
 _ROW_HINT = "a line is `class cx cy w h`, the last four as fractions of the picture's sides"
 _PICTURE_HINT = "replace the picture, or delete it and its label file"
@@ -123,6 +125,8 @@ def picture_size(picture: str) -> tuple[int, int] | Fault:
     try:
         with Pillow.open(picture) as header:
             width, height = header.size
+            if isinstance(header, TiffImageFile):  # of which newer Pillows tell the size as it is when turned
+                width, height = header.tag_v2[_TIFF_WIDTH], header.tag_v2[_TIFF_HEIGHT]
             # Asked for EXIF it has not met yet, Pillow decodes the whole of a PNG.
             known = header.format == "TIFF" or "exif" in header.info
             turned = known and header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
@@ -144,7 +148,7 @@ def _tail(stream: object, length: int) -> bytes:
 
 def _lines(file: str) -> list[str] | Fault:
     try:
-        with open(file, encoding="utf-8") as stream:
+        with open(file, encoding="utf-8-sig") as stream:
             return stream.read().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         return Fault(file, 0, f"cannot be read: {error}", "labels are text: class cx cy w h")

@@ -36,7 +36,11 @@ def _expand(source: str) -> list[Path]:
             raise TrainerError(f"{where}: no picture and no video in this folder", known)
         return files
     if path.suffix.lower() == ".txt" and path.is_file():
-        lines = [(k, line.strip()) for k, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainerError(f"{where}: cannot be read: {error}", "one path in each line, in UTF-8") from None
+        lines = [(k, line.strip()) for k, line in enumerate(text.splitlines(), 1)]
         files = []
         for number, line in lines:
             if line:

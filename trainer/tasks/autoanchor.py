@@ -9,7 +9,7 @@ import torch
 
 from trainer import dist
 from trainer.data import Dataset
-from trainer.models.anchors import ENOUGH, Sizes, fit, recall
+from trainer.models.anchors import ENOUGH, SMALLEST_PX, Sizes, fit, recall
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo
 
@@ -53,8 +53,8 @@ def _choose(dataset: Dataset, own: Sizes, imgsz: int, anchor_t: float, seed: int
     """Other anchors or None, and what to say about it."""
     sizes = box_sizes(dataset, imgsz, seed)
     sizes = sizes[(sizes > 0).all(1)]
-    if len(sizes) < len(own):
-        return None, f"anchors: {len(sizes)} boxes are too few to judge them by, they stay as they are"
+    if (sizes >= SMALLEST_PX).all(1).sum() < len(own):
+        return None, f"anchors: {len(sizes)} boxes at {imgsz} px are too few or too small: they stay as they are"
     before = recall(sizes, own, anchor_t)
     found = f"anchors fit {before:.1%} of {len(sizes):,} boxes at {imgsz} px"
     if before > ENOUGH:
