@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,17 @@ EXIT_INTERRUPTED = 130
 # What gloo and NCCL say when the process at the other end is gone.
 LOST: tuple[str, ...] = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 LOST += ("remote process exited", "NCCL communicator was aborted", "ncclRemoteError")
+# What the system may refuse, and what to do; no defect of ours.
+_ROOM = "make room there; --resume goes on from the last checkpoint"
+_RIGHTS = "give this user the right to it, or run as its owner"
+REFUSED = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or write to another disk: --project",
+    errno.EACCES: _RIGHTS,
+    errno.EROFS: "a folder that can be written to: --project, or a mount that ends in :rw",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
 LOST_HINT = "what it died of stands in its own log; --resume goes on from the last checkpoint"
 
 
@@ -56,6 +68,12 @@ def main() -> None:
             print(f"error: another rank ended: {first}", file=sys.stderr)
             print(f"hint: {LOST_HINT}", file=sys.stderr)
             _tell_failure(f"another rank ended: {first}", LOST_HINT, 1, echo=True)
+        elif isinstance(error, OSError) and error.errno in REFUSED:
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+            print(f"error: {what}\nhint: {REFUSED[error.errno]}", file=sys.stderr)
+            code = contract.EXIT_BAD_INPUT if error.errno in (errno.EACCES, errno.ENAMETOOLONG) else 1
+            _tell_failure(what, REFUSED[error.errno], code)
+            _exit(code)
         else:  # a defect: the traceback stays, the launcher gets its last line
             _tell_failure(f"{type(error).__name__}: {first}", "", 1)
             traceback.print_exc()

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from trainer.errors import TrainerError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 ALSO_NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = datetime.timedelta(minutes=10)
+PATIENCE_S = 60.0  # until a rank that waits for others says so
 Group = dist.ProcessGroup  # some of the ranks
 
 
@@ -212,6 +215,30 @@ def join(world: World, device: torch.device) -> str:
         ) from None
     _MET.append(backend)
     return backend
+
+
+@contextlib.contextmanager
+def meeting(world: World, device: torch.device) -> Iterator[None]:
+    """Around join() and the first exchange: says after a minute what is waited for; TrainerError where nobody comes."""
+    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    said = f"rank {world.rank} has waited {PATIENCE_S:g} s for the others of {world.size} ranks at {where}"
+    if device.type == "cuda":
+        said += "; if all have started, their GPUs may not reach each other: try NCCL_P2P_DISABLE=1"
+    timer = threading.Timer(PATIENCE_S, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if world.size > 1:
+        timer.start()
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if "timed out" not in str(error).lower() or contract.JOB_ID in os.environ:  # a launcher has words of its own
+            raise
+        raise TrainerError(
+            f"rank {world.rank}: the {world.size} ranks have not met at {where} within {TIMEOUT.seconds} s",
+            "start all of them, and see whether each machine reaches that port (clusterctl doctor)",
+        ) from None
+    finally:
+        timer.cancel()
 
 
 def has_met() -> bool:

@@ -1,4 +1,5 @@
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -147,6 +148,26 @@ def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.Complet
         for p in processes:
             p.kill()
     return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
+
+
+def test_a_rank_whose_peers_do_not_come_says_so_and_ends(tmp_path: Path) -> None:
+    program = """
+        import datetime, os, torch
+        from trainer import dist
+        from trainer.errors import TrainerError
+
+        dist.TIMEOUT, dist.PATIENCE_S = datetime.timedelta(seconds=3), 1.0
+        os.environ["WORLD_SIZE"] = "2"
+        world = dist.world_of(os.environ)
+        try:
+            with dist.meeting(world, torch.device("cpu")):
+                dist.join(world, torch.device("cpu"))
+        except TrainerError as error:
+            print(error.message)
+    """
+    (alone,) = run_ranks(program, 1, tmp_path)
+    assert re.fullmatch(r"rank 0: the 2 ranks have not met at 127\.0\.0\.1:\d+ within 3 s\n", alone.stdout), alone
+    assert "rank 0 has waited 1 s for the others of 2 ranks at 127.0.0.1:" in alone.stderr
 
 
 @pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])

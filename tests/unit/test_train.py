@@ -1,7 +1,9 @@
 """The trainer as its users start it: real processes on a data set of a few small pictures."""
 
 import csv
+import functools
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -257,6 +259,23 @@ def test_all_ranks_stop_where_rank_0_cannot_write(data: Path, tmp_path: Path) ->
             p.kill()
     assert [p.returncode for p in processes] == [2, 2]
     assert all("/proc/self: cannot write there" in err for _, err in outputs)
+
+
+def test_what_the_system_refuses_is_no_defect(data: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk: both are met in the middle of a checkpoint."""
+    name = Path("x" * 300, "data.yaml")
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    for given, code, said in (
+        (data, 1, "error: runs/train/last.pt: File too large\nhint: raise the limit on the size of files"),
+        (name, 2, f"error: {name}: File name too long\nhint: use a shorter path"),
+    ):
+        run = command(given, Path("runs"), "--noval")
+        done = subprocess.run(
+            run, cwd=tmp_path, env=environment(), text=True, capture_output=True, check=False, preexec_fn=limit
+        )
+        assert (done.returncode, done.stderr.startswith(said)) == (code, True), done.stderr
+        assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs/train").glob("*.pt*"))
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> None:

@@ -48,8 +48,9 @@ def train(settings: Settings) -> None:
     run = Run(settings, world, device, events)
     with ignored():  # a signal to the whole group is this process's to answer, not its loading processes'
         start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
-    backend = dist.join(world, device)
-    run.agree_on_precision()
+    with dist.meeting(world, device):
+        backend = dist.join(world, device)
+        run.agree_on_precision()
     parameters = sum(p.numel() for p in run.model.parameters())
     met = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
     events.emit(contract.READY, rank=world.rank, **met)

@@ -88,6 +88,11 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
         if previous and path.exists():
             path.replace(previous)
         temporary.replace(path)
+    except (OSError, RuntimeError) as error:  # torch's own, of which a full disk is only the context
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 
