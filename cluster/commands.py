@@ -254,12 +254,16 @@ def start(record: Record, records: Records, secrets: Mapping[str, str] | None = 
             )
         _make_folder(record.plan)
         BACKENDS[record.plan.backend].submit(record.plan, secrets)
+        if records.load(record.plan.job_id).outcome:  # `stop`, in another terminal, before there was anything to stop
+            BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
+            raise LaunchError("it was stopped meanwhile")
     except ClusterError as error:
+        if isinstance(error, UnreachableError):  # what did not answer in time may start it all the same
+            _remove(record, grace_s=0)
         records.end(record.plan.job_id, "failed", error.message, error.exit_code)
         raise
     except KeyboardInterrupt:  # some nodes may have started
-        records.end(record.plan.job_id, "stopped")
-        BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
+        _stop(record, records, grace_s=0)
         raise
 
 
@@ -331,18 +335,27 @@ def finish(watched: Watched, records: Records) -> tuple[Outcome, list[str]]:
     outcome: Outcome = "done" if watched.verdict == "done" else "failed"
     undone = _remove(record, grace_s=0.0 if watched.verdict == "done" else FAILED_GRACE_S)
     undone += _collect(watched.plan)
+    _note(watched, outcome, records)
+    return records.load(watched.plan.job_id).outcome or outcome, undone
+
+
+def give_up(watched: Watched, records: Records) -> None:
+    """Note that a job has failed for good."""
+    _note(watched, "failed", records)
+
+
+def _note(watched: Watched, outcome: Outcome, records: Records) -> None:
     view, verdict = watched.view, watched.verdict
     records.end(watched.plan.job_id, outcome, report.cause(view, verdict), report.exit_code(view, verdict))
-    return records.load(watched.plan.job_id).outcome or outcome, undone
 
 
 def stop(job_id: str, records: Records) -> Record:
     """End a job on every node and wait for that; safe to repeat, also for a job that has ended."""
-    # Noted first, so that a launcher that follows the job sees a stop and not a failure.
-    records.end(job_id, "stopped")
     record = records.load(job_id)
-    BACKENDS[record.plan.backend].cancel(_everywhere(record), grace_s=STOP_GRACE_S)
-    _collect(record.plan)
+    try:
+        _stop(record, records, grace_s=STOP_GRACE_S)
+    finally:  # also where a machine is gone
+        _collect(record.plan)
     return records.load(job_id)
 
 
@@ -371,10 +384,18 @@ def _everywhere(record: Record) -> Plan:
     return replace(record.plan, nodes=(*record.plan.nodes, *record.retired))
 
 
+def _stop(record: Record, records: Records, *, grace_s: float) -> None:
+    """Note the stop, so that a launcher that follows sees no failure; a note that cannot be made holds up nothing."""
+    try:
+        records.end(record.plan.job_id, "stopped")
+    finally:
+        BACKENDS[record.plan.backend].cancel(_everywhere(records.load(record.plan.job_id)), grace_s=grace_s)
+
+
 def _remove(record: Record, *, grace_s: float) -> list[str]:
     try:
         BACKENDS[record.plan.backend].cancel(_everywhere(record), grace_s=grace_s)
-    except UnreachableError as error:
+    except ClusterError as error:
         return [f"not cleaned up: {error.message}\nhint: once it answers: clusterctl gc"]
     return []
 

@@ -161,8 +161,10 @@ done
 for pid in $left; do echo "process $pid"; done
 """
 # What runs here for jobs, one `kind job what` a line: the node script of a job that is well, else what is left of one.
+# Not ours to judge: ranks that a trainer has started by itself, what Slurm keeps, containers of other users.
 PRESENT = r"""
 for file in $(grep -lzs '^CLUSTER_JOB_ID=' /proc/[0-9]*/environ); do
+    grep -qzs '^CLUSTER_ATTEMPT=' "$file" && ! grep -qzs '^SLURM_JOB_ID=' "$file" || continue
     pid=${file#/proc/} pid=${pid%/environ}
     job=$(tr '\0' '\n' < "$file" 2>/dev/null | sed -n 's/^CLUSTER_JOB_ID=//p')
     case $(tr '\0' '\n' < "/proc/$pid/cmdline" 2>/dev/null | sed -n '1p;2p' | tr '\n' ' ') in
@@ -174,8 +176,11 @@ for runtime in docker podman; do
     command -v "$runtime" >/dev/null || continue
     for container in $(timeout 15 "$runtime" ps -aq --filter label=CLUSTER_JOB_ID 2>/dev/null); do
         about='{{index .Config.Labels "CLUSTER_JOB_ID"}} {{index .Config.Labels "com.docker.compose.project"}}'
-        about="$about {{.State.Status}}"
-        read -r job rest <<< "$("$runtime" inspect --format "$about" "$container" 2>/dev/null)"
+        about="u{{.Config.User}} $about {{.State.Status}}"
+        read -r user job rest <<< "$("$runtime" inspect --format "$about" "$container" 2>/dev/null)"
+        [ -n "$job" ] || continue  # it has gone meanwhile
+        user=${user#u} user=${user%%:*}
+        case ${user:-0} in 0 | "$(id -u)") ;; *) [ "$(id -u)" = 0 ] || continue ;; esac
         # compose starts the script inside the container
         case $rest in ?*" running") echo "script $job $container" ;; *) echo "container $job $container" ;; esac
     done

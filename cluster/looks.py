@@ -132,11 +132,19 @@ class Looks:
         found: Seen = {}
         for machine, look in zip(each, looks, strict=True):
             error = look.answer(max(0.0, until - time.monotonic()))
-            silent = look.silent_s > 2 * _PATIENCE_S
+            if look.here:
+                raise look.here
+            # one that has never answered has told nothing yet that its silence could be measured by
+            silent = look.silent_s > 2 * _PATIENCE_S or (error is not None and not look.seen)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
             for node in on(plan, machine):
                 status = look.seen.get(node.name) or NodeStatus(node.name, "starting" if self._loses else "pending")
                 found[node.name] = self._hushed(status, look.silent_s, error) if silent else status
+        if self._loses and not any(look.seen for look in looks):
+            # Rather this machine's network, or its keys, than all of theirs: nothing is known of the job.
+            reasons = [look.error for look in looks if look.error and look.silent_s > LOST_AFTER_S]
+            if len(reasons) == len(looks):
+                raise UnreachableError(reasons[0].message, reasons[0].hint)
         return [found[node.name] for node in plan.nodes]
 
     def patience_s(self, plan: Plan, machine: Node, usual_s: float) -> float:
@@ -170,12 +178,19 @@ class _Look:
 
     def __init__(self) -> None:
         self.seen: Seen = {}
+        #: What keeps this machine from taking down what the other one says.
+        self.here: UnreachableError | None = None
         self._clock = Clock()
         self._heard = self._clock()
         self._error: ClusterError | None = None
         self._looking: threading.Thread | None = None
         self._pinging: threading.Thread | None = None
         self._shell: Shell | None = None
+
+    @property
+    def error(self) -> ClusterError | None:
+        """Why the last look saw nothing."""
+        return self._error
 
     @property
     def silent_s(self) -> float:
@@ -203,9 +218,11 @@ class _Look:
     def _look(self, work: Callable[[], Seen]) -> None:
         try:
             self.seen = work()
-            self._error, self._heard = None, self._clock()
+            self._error, self._heard, self.here = None, self._clock(), None
         except ClusterError as error:
             self._error = error
+        except OSError as error:  # of this machine: a log's copy cannot be written
+            self.here = UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
 
     def _ping(self) -> None:
         assert self._shell is not None

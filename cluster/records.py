@@ -26,20 +26,25 @@ class Records:
     def reserve(self, record: Record) -> None:
         """Write the record of a new job; raises UsageError when the name is taken, also by a launch at this moment."""
         path = self._path(record.plan.job_id)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x") as file:
-                file.write(_text(record))
+            partial.write_text(_text(record))
+            os.link(partial, path)  # whole or not at all, and never over another one
         except FileExistsError:
             raise UsageError(
                 f"a job {record.plan.job_id} exists already", "choose another --name, or see: clusterctl ps"
             ) from None
         except OSError as error:
             raise _unwritable(path, error) from error
+        finally:
+            partial.unlink(missing_ok=True)
 
     def update(self, record: Record) -> None:
-        """Replace a job's record; raises ClusterError when its folder cannot be written to."""
+        """Replace a job's record, but keep an end that is noted; ClusterError when its folder cannot be written to."""
         path = self._path(record.plan.job_id)
+        if path.exists() and (noted := _load(path)).outcome:
+            record = replace(record, outcome=noted.outcome, detail=noted.detail, exit_code=noted.exit_code)
         partial = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             partial.write_text(_text(record))
@@ -66,9 +71,7 @@ class Records:
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
         """Note how a job ended; the first end counts."""
-        record = self.load(job_id)
-        if not record.outcome:
-            self.update(replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
+        self.update(replace(self.load(job_id), outcome=outcome, detail=detail, exit_code=exit_code))
 
     def load(self, job_id: str) -> Record:
         """The record of one job; raises UsageError when there is none, naming those that are."""
@@ -123,7 +126,10 @@ def _load(path: Path) -> Record:
             job["queue"] = Queue(Node(**_tuples(job["queue"]["login"])), job["queue"]["options"])
         return Record(plan=Plan(**_tuples(plan)), job=Job(**_tuples(job)), **_tuples(values))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ClusterError(f"cannot read the job record {path}: {error}", f"rm {path}") from error
+        raise ClusterError(
+            f"cannot read the job record {path}: {error}",
+            f"if no other version of clusterctl has written it: mv {path} {path}.old",
+        ) from error
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

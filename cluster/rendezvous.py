@@ -90,6 +90,8 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
     if view.met_after_s is not None:
         still_s = now - view.moved_at if view.moved_at is not None else 0.0
         return "stalled" if stall_timeout_s and still_s > stall_timeout_s else "met"
+    if any(node.silent for node in view.nodes):  # it may have met others long ago; its machine decides, or is lost
+        return "waiting"
     return "late" if now - view.began > timeout_s else "waiting"
 
 

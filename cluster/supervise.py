@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ RETURN_S = 60.0
 #: The trainer's newest checkpoint, in the job's folder.
 _CHECKPOINT = "last.pt"
 _RETURN_TICK_S = 3.0
+#: After so many ticks of waiting for somebody else's restart, whether the attempt is well is looked at anew.
+_LOOK_AGAIN = 10
 
 
 def run(
@@ -36,37 +39,50 @@ def run(
 
     Where another process of this machine keeps the job going already, its restarts are followed.
     """
+    while True:
+        with records.watch(record.plan.job_id) as ours:
+            if ours:
+                return _keep_going(record, records, show, secrets, wait)
+        watched = commands.follow(record, show, wait=wait)
+        if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
+            return watched, ""
+        newer = _theirs(record, records, wait)
+        if newer is None:
+            return watched, ""
+        record = newer
+
+
+def _keep_going(
+    record: Record,
+    records: Records,
+    show: Show,
+    secrets: Mapping[str, str] | None,
+    wait: Callable[[float], None],
+) -> tuple[Watched, str]:
     past: list[Failure] = []
-    with records.watch(record.plan.job_id) as ours:
-        while True:
-            watched = commands.follow(record, show, wait=wait)
-            if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
-                return watched, ""
-            if not ours:
-                newer = _theirs(record, records, wait)
-                if newer is None:
-                    return watched, ""
-                record = newer
-                continue
-            again = commands.another_port(record, watched, records, secrets)
-            if again is not None:
-                show.note(f"the port was taken meanwhile: attempt {again.plan.attempt} with {again.plan.master_port}")
-                record = again
-                continue
-            past.append(restarts.failure(watched.view, watched.verdict))
-            refused = restarts.refusal(record.job, watched.view, watched.verdict, past)
-            if refused:
-                return watched, refused
+    while True:
+        watched = commands.follow(record, show, wait=wait)
+        if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
+            return watched, ""
+        again = commands.another_port(record, watched, records, secrets)
+        if again is not None:
+            show.note(f"the port was taken meanwhile: attempt {again.plan.attempt} with {again.plan.master_port}")
+            record = again
+            continue
+        past.append(restarts.failure(watched.view, watched.verdict))
+        refused = restarts.refusal(record.job, watched.view, watched.verdict, past)
+        if not refused:
             show.note(f"{past[-1].why}; restart {len(past)} of {record.job.max_restarts}")
             began = time.time()
             try:
                 record = _next_attempt(record, records, past[-1], show, secrets, wait)
             except ClusterError as error:
-                return watched, f"it could not be started again: {with_hint(error.message, error.hint)}"
-            places = ", ".join(node.name for node in record.plan.nodes)
-            show.note(
-                f"attempt {record.plan.attempt} on {places}, {time.time() - began:.1f} s after the failure was seen"
-            )
+                refused = f"it could not be started again: {with_hint(error.message, error.hint)}"
+        if refused:  # noted while nobody else may take the job over
+            commands.give_up(watched, records)
+            return watched, refused
+        places = ", ".join(node.name for node in record.plan.nodes)
+        show.note(f"attempt {record.plan.attempt} on {places}, {time.time() - began:.1f} s after the failure was seen")
 
 
 def _next_attempt(
@@ -162,14 +178,29 @@ def _nodes(record: Record, wait: Callable[[float], None]) -> tuple[Node, ...]:
 
 
 def _theirs(record: Record, records: Records, wait: Callable[[float], None]) -> Record | None:
-    """The next attempt that the process which keeps the job going has started; None when the job has ended."""
-    while True:
+    """The job as it goes on: the next attempt of the process that keeps it going, or the same when that one has left.
+
+    None when the job has ended. What was seen of it until now may be out of date by the time that process leaves.
+    """
+    for tick in itertools.count(1):
         newer = records.load(record.plan.job_id)
         if newer.outcome:
-            return None
+            break
         if newer.plan.attempt > record.plan.attempt:
             return newer
+        # An attempt is noted before it begins: who saw it too early took it for lost.
+        if tick % _LOOK_AGAIN == 0 and _is_well(newer):
+            return newer
         with records.watch(record.plan.job_id) as free:
-            if free and records.load(record.plan.job_id).plan.attempt == record.plan.attempt:
-                return None
+            if free:
+                now = records.load(record.plan.job_id)
+                return None if now.outcome else now
         wait(commands.TICK_S)
+    return None
+
+
+def _is_well(record: Record) -> bool:
+    try:
+        return commands.look(record)[0] != "failed"
+    except ClusterError:
+        return False

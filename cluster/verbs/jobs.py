@@ -62,10 +62,11 @@ def ps(
     as_json: options.AsJson = False,
     every: Annotated[bool, typer.Option("--all", "-a", help="Also jobs that have ended.")] = False,
 ) -> None:
-    """List jobs."""
+    """List jobs; one whose engine or machines do not answer is `unreachable`."""
     from rich.table import Table
 
     from cluster import commands
+    from cluster.errors import UnreachableError
     from cluster.records import Records
     from cluster.report import seconds
 
@@ -73,7 +74,11 @@ def ps(
     for record in Records():
         if record.outcome and not every:
             continue
-        state, view = commands.look(record)
+        try:
+            state, view = commands.look(record)
+            ready = view.ready_count
+        except UnreachableError:  # which is no reason to say nothing of the others
+            state, ready = record.outcome or "unreachable", 0
         made = record.plan
         age_s = time.time() - record.created_at
         rows.append(
@@ -81,9 +86,7 @@ def ps(
                 "job": made.job_id,
                 "state": state,
                 "backend": made.backend,
-                "nodes": f"{view.ready_count}/{len(made.nodes)}"
-                if state in ("joining", "running")
-                else len(made.nodes),
+                "nodes": f"{ready}/{len(made.nodes)}" if state in ("joining", "running") else len(made.nodes),
                 "age_s": round(age_s),
                 "run_dir": made.run_dir,
             }

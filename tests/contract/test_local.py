@@ -7,9 +7,13 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from cluster.backends import BACKENDS
+from cluster.model import Job, Record
+from cluster.records import Records
 from tests.conftest import ROOT, processes_of
 
 EXAMPLE = f"{ROOT / 'examples' / 'all_reduce.py'}"
@@ -220,3 +224,60 @@ def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clust
     assert code == 0, text
     ended = [subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)]
     assert ended == [75, 0]
+
+
+def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl):
+    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 60", name="job-unnoted"), "--detach")
+    assert code == 0, text
+    clusterctl.wait_for("job-unnoted", "tick 0")
+    no_file_may_grow = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
+        "sys.argv = ['clusterctl', 'stop', 'job-unnoted']; import cluster.__main__ as main; main.main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", no_file_may_grow],
+        cwd=clusterctl.folder,
+        env=clusterctl.env,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 3, ended
+    assert "cannot write the job's record" in ended.stdout + ended.stderr
+    assert processes_of("job-unnoted") == []
+
+
+def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl):
+    program = f"{EXAMPLE} --ticks 25"
+    launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1", name="job-taken"))
+    clusterctl.wait_for("job-taken", "tick 1")
+    watcher = clusterctl.start("attach", "job-taken")
+    try:
+        clusterctl.wait_for("job-taken", "tick 8")
+        os.killpg(launcher.pid, signal.SIGKILL)
+        ranks = [pid for pid in processes_of("job-taken") if b"LOCAL_RANK=" in _environment(pid)]
+        os.kill(ranks[0], signal.SIGKILL)
+        text, _ = watcher.communicate(timeout=150)
+    finally:
+        watcher.kill()
+        launcher.communicate()
+    assert watcher.returncode == 0, text
+    assert "restart 1 of 1" in text
+    assert "done in" in text
+    assert processes_of("job-taken") == []
+
+
+def test_a_job_whose_engine_is_off_keeps_ps_from_listing_no_other(clusterctl):
+    clusterctl.env["DOCKER_HOST"] = "unix:///absent.sock"
+    records = Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
+    for name, backend in (("job-dark", "compose"), ("job-here", "local")):
+        job = Job(name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")
+        records.reserve(Record(BACKENDS[backend].plan(job, attempt=1, port=20000), time.time(), job))
+    code, text = clusterctl.run("ps", "--json")
+    assert code == 0, text
+    assert [(row["job"], row["state"]) for row in json.loads(text)] == [
+        ("job-dark", "unreachable"),
+        ("job-here", "failed"),
+    ]
+
+
+def _environment(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes()

@@ -134,7 +134,9 @@ def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd):
 
 @pytest.mark.parametrize(("option", "said"), [("--yes", "node-0: removed gone-1"), ("-y --json", '"removed": true')])
 def test_leftovers_are_found_without_a_record_and_removed(machines, option, said):
-    with subprocess.Popen(["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": "gone-1"}) as orphan:
+    with subprocess.Popen(
+        ["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": "gone-1", "CLUSTER_ATTEMPT": "1"}
+    ) as orphan:
         code, text = machines.run("gc", "--only", "node-0", "--json", "--job", "gone-1")
         found = [(row["processes"], row["removed"]) for row in json.loads(text)]
         assert (code, found) == (0, [(1, False)]), text

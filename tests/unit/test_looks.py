@@ -3,8 +3,13 @@
 import threading
 import time
 
+import pytest
+
+from cluster import looks
+from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
-from cluster.looks import WAKING_S, Presence, _Look
+from cluster.looks import WAKING_S, Looks, Presence, _Look
+from cluster.model import Job, Node, NodeStatus
 from cluster.shells.local import LocalShell
 
 
@@ -70,3 +75,44 @@ def test_a_machine_that_nobody_asked_was_not_silent_and_one_that_does_not_answer
     time.sleep(0.5)
     look.start(LocalShell(), fails)
     assert look.silent_s > 0.4
+
+
+HOSTS = tuple(Node(name, f"10.0.0.{k}", (), name, "/runs", runtime="none") for k, name in enumerate("ab"))
+PLAN = BACKENDS["ssh"].plan(Job("job", ("x.py",), 2, 1, "/here", hosts=HOSTS), attempt=1, port=20000)
+
+
+def test_where_no_machine_was_ever_seen_the_job_is_not_judged(monkeypatch):
+    """No agent in this terminal, no VPN: that says nothing of a job that was started yesterday."""
+    monkeypatch.setattr(looks, "LOST_AFTER_S", 0.5)
+
+    def dark(plan, node):
+        raise UnreachableError(f"{node.name}: no route to host")
+
+    watch = Looks(lambda node: LocalShell(), dark)
+    assert [(status.phase, "no route" in status.silent) for status in watch.statuses(PLAN)] == [("starting", True)] * 2
+    time.sleep(0.6)
+    with pytest.raises(UnreachableError, match="no route to host"):
+        watch.statuses(PLAN)
+
+
+def test_a_log_that_cannot_be_copied_is_this_machines_trouble():
+    def full(plan, node):
+        raise OSError(28, "No space left on device", "/here/job/node.log")
+
+    watch = Looks(lambda node: LocalShell(), full)
+    with pytest.raises(UnreachableError, match=r"this machine: /here/job/node\.log: No space left on device"):
+        watch.statuses(PLAN)
+
+
+def test_one_machine_that_is_dark_is_lost_when_another_was_seen(monkeypatch):
+    monkeypatch.setattr(looks, "LOST_AFTER_S", 0.5)
+
+    def half(plan, node):
+        if node.name == "b":
+            raise UnreachableError("b: no route to host")
+        return {"a": NodeStatus("a", "starting")}
+
+    watch = Looks(lambda node: LocalShell(), half)
+    watch.statuses(PLAN)
+    time.sleep(0.6)
+    assert [status.phase for status in watch.statuses(PLAN)] == ["starting", "lost"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster.backends import BACKENDS
@@ -31,6 +33,14 @@ def test_the_first_end_counts(tmp_path):
     records.end("a", "failed", "its nodes went away")
     assert records.load("a").outcome == "stopped"
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_stop_outlives_the_next_attempts_note(tmp_path):
+    records = Records(tmp_path)
+    records.reserve(record("a"))
+    records.end("a", "stopped")
+    records.update(replace(record("a"), created_at=9.0))  # of a launcher that has not heard of it
+    assert (records.load("a").outcome, records.load("a").created_at) == ("stopped", 9.0)
 
 
 def test_jobs_are_listed_oldest_first(tmp_path):

@@ -102,6 +102,13 @@ def test_fewer_nodes_only_where_that_was_asked_for():
     assert [node.name for node in restarts.choose(replace(JOB, min_nodes=1), HOSTS, state)] == ["b"]
 
 
+def test_a_node_that_cannot_be_seen_is_not_late():
+    """`attach` long after the start, and one machine's sshd is slow to answer: who has met is not known yet."""
+    dark = rendezvous.fold(seen(), [NodeStatus("a", "starting"), NodeStatus("b", "starting", silent="why")], [], 900.0)
+    assert rendezvous.judge(seen(), 900.0, 300) == "late"
+    assert rendezvous.judge(dark, 900.0, 300) == "waiting"
+
+
 def test_a_job_that_makes_no_step_is_stalled_but_a_validation_is_not():
     view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
     assert rendezvous.judge(view, 160.0, 300, 60) == "met"
