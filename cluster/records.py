@@ -26,19 +26,21 @@ class Records:
     def reserve(self, record: Record) -> None:
         """Write the record of a new job; raises UsageError when the name is taken, also by a launch at this moment."""
         path = self._path(record.plan.job_id)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(_text(record))
-            os.link(partial, path)  # whole or not at all, and never over another one
+            file = path.open("x")
         except FileExistsError:
             raise UsageError(
                 f"a job {record.plan.job_id} exists already", "choose another --name, or see: clusterctl ps"
             ) from None
         except OSError as error:
             raise _unwritable(path, error) from error
-        finally:
-            partial.unlink(missing_ok=True)
+        try:
+            with file:
+                file.write(_text(record))
+        except OSError as error:
+            path.unlink()  # half a record would be in the way of all others
+            raise _unwritable(path, error) from error
 
     def update(self, record: Record) -> None:
         """Replace a job's record, but keep an end that is noted; ClusterError when its folder cannot be written to."""

@@ -1,3 +1,4 @@
+import resource
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,17 @@ def test_a_name_is_given_once(tmp_path):
     Records(tmp_path).reserve(record("a"))
     with pytest.raises(UsageError, match="a job a exists already"):
         Records(tmp_path).reserve(record("a"))
+
+
+def test_half_a_record_does_not_stay(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ClusterError, match="cannot write the job's record"):
+            Records(tmp_path).reserve(record("a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_end_counts(tmp_path):
