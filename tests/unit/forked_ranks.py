@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -42,6 +43,7 @@ def _rank(folder: Path, number: int, place: dict[str, str], arguments: tuple[str
     with Path(f"said{number}").open("w", buffering=1) as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
+        faulthandler.enable(2)  # a crash in C code says which line of Python has led to it
         sys.argv = ["trainer", *arguments]
         from trainer.__main__ import main
 
