@@ -73,7 +73,9 @@ class Records:
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
         """Note how a job ended; the first end counts."""
-        self.update(replace(self.load(job_id), outcome=outcome, detail=detail, exit_code=exit_code))
+        record = self.load(job_id)
+        if not record.outcome:
+            self.update(replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
 
     def load(self, job_id: str) -> Record:
         """The record of one job; raises UsageError when there is none, naming those that are."""

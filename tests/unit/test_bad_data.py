@@ -207,6 +207,14 @@ def test_a_source_without_pictures_is_not_passed_over(tmp_path):
     assert re.search(r"data\.yaml:2: no pictures in .*more$", error_of(path).message)
 
 
+def test_a_source_named_twice_has_pictures(tmp_path):
+    path = make_yolo_set(tmp_path)
+    path.write_text(DATA_YAML.replace("images/train", "[images/train, images/train]", 1))
+    said = error_of(path).message
+    assert "is listed twice" in said
+    assert "no pictures" not in said
+
+
 def test_a_link_that_leads_back_is_not_followed_for_ever(tmp_path):
     path = make_yolo_set(tmp_path)
     (tmp_path / "images/train/again").symlink_to(tmp_path / "images/train")

@@ -48,15 +48,15 @@ def list_split(spec: DataYaml) -> Listing:
     pictures: dict[str, Fault] = {}
     empty: list[Path] = []
     for source in spec.sources:
-        before = len(pictures)
-        for picture, file, line in _named(source) if source.is_dir() else _listed(source):
+        named = list(_named(source) if source.is_dir() else _listed(source))
+        if not named:
+            empty.append(source)
+        for picture, file, line in named:
             fault = Fault(file, line, f"no such picture: {picture}", "correct or delete the line")
             if picture in pictures:
                 where = (file, line) if line else (str(spec.path), spec.line)
                 faults.append(Fault(*where, f"{picture} is listed twice", "list each picture once"))
             pictures.setdefault(picture, fault)
-        if len(pictures) == before:
-            empty.append(source)
     if empty:
         fault = Fault(str(spec.path), spec.line, f"no pictures in {', '.join(map(str, empty))}", _ENDINGS)
         if not pictures:
