@@ -210,9 +210,10 @@ def test_a_source_without_pictures_is_not_passed_over(tmp_path):
 def test_a_source_named_twice_has_pictures(tmp_path):
     path = make_yolo_set(tmp_path)
     path.write_text(DATA_YAML.replace("images/train", "[images/train, images/train]", 1))
-    said = error_of(path).message
-    assert "is listed twice" in said
-    assert "no pictures" not in said
+    with pytest.raises(BadData) as caught:
+        Yolo(str(path), "train")
+    assert len(caught.value.faults) == 4
+    assert all("is listed twice" in fault.what for fault in caught.value.faults)
 
 
 def test_a_link_that_leads_back_is_not_followed_for_ever(tmp_path):
