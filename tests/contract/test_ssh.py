@@ -145,6 +145,17 @@ def test_leftovers_are_found_without_a_record_and_removed(machines, option, said
         assert orphan.wait(5) == -signal.SIGTERM
 
 
+@pytest.mark.parametrize("more", [{}, {"CLUSTER_ATTEMPT": "1", "SLURM_JOB_ID": "7"}], ids=["python", "slurm"])
+def test_ranks_of_a_trainer_alone_and_of_slurm_are_no_leftovers(machines, more):
+    alone = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": "alone-1", **more})
+    try:
+        code, text = machines.run("gc", "--only", "node-0", "--json", "--yes", "--job", "alone-1")
+        assert (code, alone.poll()) == (0, None), text
+    finally:
+        alone.kill()
+        alone.wait()
+
+
 def test_a_job_from_python_is_the_one_of_the_command_line(machines, monkeypatch):
     monkeypatch.chdir(machines.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
