@@ -219,7 +219,8 @@ def fetch(
 def why(errors: str) -> str:
     """What a program's stderr says, in the system's words: `No space left on device` of rsync, mkdir and tar alike."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    for line in lines:
+    # Where rsync says itself what failed, that goes before the words of the ssh and of the login shell under it.
+    for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
         found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)
         if found and not found[1].startswith(("Exiting", "Error is not")):
             return found[1]

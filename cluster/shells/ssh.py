@@ -37,7 +37,8 @@ _BUSY_S = 20.0
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
 _SYSTEM = Path("/etc/ssh/ssh_config")
-#: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd.
+#: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd, or
+#: complained (a `pyenv init` in it does, of sessions that begin at the same moment).
 _MARK = b"clusterctl begins\n"
 # What goes wrong becomes an error here; without a handler paramiko's tracebacks would stand on the screen beside it.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -84,7 +85,7 @@ class SshStream:
         code = self._channel.recv_exit_status()
         if code == -1:
             raise UnreachableError(f"{self._place}: the connection broke")
-        return Completed(code, "", bytes(self._errors).decode(errors="replace"))
+        return Completed(code, "", _own(self._errors)[1].decode(errors="replace"))
 
 
 class _Input:
@@ -169,9 +170,8 @@ class SshShell:
         if code == -1:
             self.close()
             raise UnreachableError(f"{self.place}: the connection broke")
-        said, began, printed = out.partition(_MARK)
-        out = printed if began else said
-        done = Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
+        began, out = _own(out)
+        done = Completed(code, out.decode(errors="replace"), _own(errors)[1].decode(errors="replace"))
         if not began:
             config = f"-F {self._config_file} " if self._config_file else ""
             raise UnreachableError(
@@ -285,8 +285,15 @@ def _line(argv: Sequence[str]) -> str:
     words = "' '".join(re.findall(r"(?:\\0...|[^\\]){1,200}", coded))
     # csh leaves copies of its input and output open: who waits for the end of the output would wait for a daemon's.
     # A bash that sshd or another bash has become reads ~/.bashrc once more, unless SHLVL says that it is a deeper one.
-    begin = f"echo {_MARK.decode().strip()}; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
+    mark = _MARK.decode().strip()
+    begin = f"echo {mark}; echo {mark} >&2; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
     return f"exec env SHLVL=3 bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
+
+
+def _own(printed: bytearray) -> tuple[bool, bytearray]:
+    """Whether a command has begun, and what it printed itself; all that there is where it has not."""
+    before, mark, after = printed.partition(_MARK)
+    return bool(mark), after if mark else before
 
 
 def _log_in(connection: Connection, timeout_s: float) -> None:

@@ -13,10 +13,11 @@ import time
 import pytest
 
 from cluster import files
-from cluster.errors import UnreachableError
+from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node
 from cluster.shells import LocalShell, close_all, reach
 from cluster.shells.ssh import _connection, _line, _ssh_config
+from cluster.transfer import why
 from tests.contract.sshd import Sshd
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
@@ -102,9 +103,12 @@ def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd)
 
 @pytest.fixture
 def greeting(tmp_path):
-    """A machine whose ~/.bashrc prints, the last line without its end."""
+    """A machine whose ~/.bashrc prints, the last line without its end, and notes that it was read."""
     server = Sshd(tmp_path / "sshd", ["127.0.1.1"], bare=True)
-    (server.folder / ".bashrc").write_text("echo Welcome to gpu-a; printf 'have a nice'; echo beware >&2\n")
+    (server.folder / ".bashrc").write_text(
+        "echo Welcome to gpu-a; printf 'have a nice'\n"
+        "echo bash: /usr/share/greeting: No such file or directory >&2; echo >> ~/read\n"
+    )
     yield server
     close_all()
     server.stop()
@@ -114,7 +118,8 @@ def test_what_a_login_shell_prints_is_no_output_of_a_command(greeting):
     shell = connect(greeting)
     assert shell.run(["echo", "mine"]).out == "mine\n"
     done = shell.run(["bash", "-c", "bash -c 'cat; exit 7'"], stdin="one\ntwo")
-    assert (done.code, done.out, done.err) == (7, "one\ntwo", "beware\n")  # it was read once
+    assert (done.code, done.out, done.err) == (7, "one\ntwo", "")
+    assert (greeting.folder / "read").read_text() == "\n" * 2  # once for each command
     sent = os.urandom(1_000_000)
     with shell.stream(["bash", "-c", "cat; exit 3"]) as stream:
         stream.stdin.write(b"first\n" + sent)
@@ -122,6 +127,8 @@ def test_what_a_login_shell_prints_is_no_output_of_a_command(greeting):
         assert stream.stdout.readline() == b"first\n"
         assert stream.stdout.read(1000) + stream.stdout.read() == sent
         assert stream.wait(10).code == 3
+    with shell.stream(["bash", "-c", "echo mine >&2; exit 3"]) as stream:
+        assert stream.wait(10).err == "mine\n"
 
 
 def test_a_greeting_does_not_keep_files_from_being_compared_sent_and_fetched(greeting, tmp_path):
@@ -133,6 +140,18 @@ def test_a_greeting_does_not_keep_files_from_being_compared_sent_and_fetched(gre
     assert not files.differences([node], str(tmp_path / "set"))["gpu-a"]
     files.collect(node, files.mirror(node, str(tmp_path / "set")), str(tmp_path / "back"))
     assert (tmp_path / "back" / "a").read_text() == "a"
+
+
+def test_a_greeting_is_not_taken_for_the_reason_of_a_failure(greeting, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a").write_text("a")
+    (tmp_path / "file").write_text("")
+    node = Node("gpu-a", "", login="h0", ssh_config=str(greeting.config), data_dir=str(tmp_path / "file"))
+    done = files.sync([node], tmp_path / "set")["gpu-a"]
+    assert isinstance(done, ClusterError)
+    assert done.message.endswith(": Not a directory")
+    said = "bash: /usr/share/greeting: No such file or directory"
+    assert why(f'{said}\nrsync: [Receiver] mkdir "/a/b" failed: Not a directory (20)') == "Not a directory"
 
 
 def test_a_login_shell_that_never_gets_to_the_command_is_an_error_that_quotes_it(greeting):
@@ -155,7 +174,7 @@ def test_any_login_shell_passes_a_command_on_as_it_is(login):
     assert "\\\\" not in line
     assert max(map(len, shlex.split(line))) < 1024
     done = LocalShell().run([login, "-c", line])
-    assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "")
+    assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "clusterctl begins\n")
     # what goes on in the background keeps no caller waiting: csh hands copies of its own input and output down
     LocalShell().run([login, "-c", _line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"])], timeout_s=10)
 
