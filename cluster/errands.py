@@ -42,6 +42,11 @@ env "CLUSTER_JOB_ID=$3" "CLUSTER_GPUS=$4" setsid bash "$1/$2.sh" < /dev/null > /
 # its log ("": it is read otherwise). Two lines for each node: its state, then that part of the log in base64, so
 # that bytes stay bytes. The state comes first: what has exited by then has written its last line.
 _ENDED = """
+# A disk without room takes neither the exit code nor the log's last lines, which would say so.
+no_room() {
+    { printf '%4096s' "" > "$1.room.tmp"; } 2>&1 | sed -n 's/.*: //p'
+    rm -f -- "$1.room.tmp"
+}
 ended() {
     local end; end=$(cat "$1.exit")
     # the runtime's own refusals: nothing that we run says why
@@ -49,7 +54,7 @@ ended() {
         12[567]" "*) end="$end $(tail -n 1 "$1.log")" ;;
         # torchrun says 1 for whatever ended its ranks; it logs the signal that ended one
         1" "*) signal=$(sed -n 's/^ *exitcode *: -[0-9]* .*(\\(SIG[A-Z]*\\)).*/\\1/p' "$1.log" | head -n 1)
-            [ -z "$signal" ] || end="$end a rank was ended by $signal" ;;
+            if [ -n "$signal" ]; then end="$end a rank was ended by $signal"; else end="$end $(no_room "$1")"; fi ;;
     esac
     echo "exited $end"
 }
@@ -73,7 +78,10 @@ state() {
         if [ -s "$1/$2.err" ]; then echo "lost $(head -n 1 "$1/$2.err")"; else echo starting; fi
     elif grep -qzxs "CLUSTER_JOB_ID=$job" "/proc/$(cat "$1/$2.pid")/environ"; then echo alive
     elif [ -f "$1/$2.exit" ]; then ended "$1/$2"
-    else echo lost; fi
+    else
+        local why; why=$(no_room "$1/$2")
+        echo "lost${why:+ its process is gone and left no exit code: $why}"
+    fi
 }
 job=$1 most=$2; shift 2
 """

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from cluster import looks
+from cluster import errands, looks
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
 from cluster.looks import WAKING_S, Looks, Presence, _Look
@@ -116,3 +116,23 @@ def test_one_machine_that_is_dark_is_lost_when_another_was_seen(monkeypatch):
     watch.statuses(PLAN)
     time.sleep(0.6)
     assert [status.phase for status in watch.statuses(PLAN)] == ["starting", "lost"]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "line"), [("", "lost its process is gone and left no exit code:"), ("1 12.5", "exited 1 12.5")]
+)
+def test_a_disk_without_room_is_named_as_it_kept_the_node_from_saying_so(tmp_path, exit_code, line):
+    (tmp_path / "n0.pid").write_text("999999999")
+    (tmp_path / "n0.log").write_text("")
+    if exit_code:
+        (tmp_path / "n0.exit").write_text(exit_code)
+
+    def state():
+        done = LocalShell().run(["bash", "-c", errands.LOOK, "look", "job", "1000", str(tmp_path), "n0", ""])
+        assert not done.err
+        return done.out.splitlines()[0].strip()
+
+    assert state() == line.partition(" its")[0]
+    (tmp_path / "n0.room.tmp").symlink_to("/dev/full")  # the system's own word for it
+    assert state() == f"{line} No space left on device"
+    assert not list(tmp_path.glob("*.tmp"))
