@@ -107,7 +107,7 @@ PRESETS = {
     DIGITS: Preset(
         imgsz=128,
         batch=32,
-        epochs=10,
+        epochs=7,
         optimizer="AdamW",
         hyp=Hyp(
             lr0=0.004,
@@ -115,7 +115,7 @@ PRESETS = {
             momentum=0.9,
             weight_decay=0.01,
             nbs=32.0,  # the batch: one optimizer step for each, as there are few of them
-            ema_tau=150.0,  # there are 630 updates in all
+            ema_tau=150.0,  # there are 441 updates in all
             warmup_epochs=1.0,
             warmup_bias_lr=0.004,
             # YOLOv5's gains assume 640 px and 80 classes; scaled to this set, classes and objects would hardly count.
