@@ -25,7 +25,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def run(folder: Path, count: int, *arguments: str) -> list[int]:
     """`trainer ARGUMENTS` in `folder`, once for each rank: the exit codes. What they say is in said0, said1, ..."""
-    _CONTEXT.set_forkserver_preload(["trainer.training.loop", "trainer.verify", "trainer.cli"])
+    # torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli"])
     places = ranks(count)
     processes = [_CONTEXT.Process(target=_rank, args=(folder, k, place, arguments)) for k, place in enumerate(places)]  # type: ignore[attr-defined]
     for process in processes:
