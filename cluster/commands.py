@@ -124,7 +124,8 @@ class Follower:
                 (self._said if own else self._around)[node].append(text)
                 if own or everything:
                     texts.append((node, text))
-        self.view = rendezvous.fold(self.view, statuses, events, now)
+        noticed = [node for node, said in self._said.items() if logs.only_noticed(said)]
+        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=noticed)
         return texts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,12 @@ Event = dict[str, Any]
 
 # torchrun puts "[default0]:" in front of what local rank 0 prints.
 _PREFIX = re.compile(r"^\[[a-z_]+(\d+)\]:")
+# The last line of a traceback, as torch marks it in a rank, and what gloo and NCCL say of a rank that is gone.
+_RAISED = re.compile(r"^(\[\d+\] )?\[rank\d+\]: [\w.]*(Error|Exception)\b")
+_GONE = re.compile(
+    r"gloo/.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError|remote process exited"
+    r"|NCCL communicator was aborted"
+)
 
 
 def read(plan: Plan, offsets: Mapping[str, int]) -> dict[str, bytes]:
@@ -69,6 +75,12 @@ def text(line: str) -> tuple[str, bool]:
         return line, False
     rest = line[match.end() :]
     return (rest if match[1] == "0" else f"[{match[1]}] {rest}"), True
+
+
+def only_noticed(lines: Iterable[str]) -> bool:
+    """Whether all that a node's ranks raised is that other ranks are gone: the cause is another node's."""
+    raised = [line for line in lines if _RAISED.match(line)]
+    return bool(raised) and all(_GONE.search(line) for line in raised)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,6 +30,7 @@ class NodeView:
     silent: str = ""
     progress: Event | None = None
     failed: Event | None = None
+    only_noticed: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,18 @@ def start(plan: Plan, now: float) -> JobView:
     return JobView(tuple(NodeView(node.name, since=now) for node in plan.nodes), plan.says_ready, now, began=now)
 
 
-def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
-    """The view after what a backend saw (one status per node, in order) and what the nodes said."""
+def fold(
+    view: JobView,
+    statuses: Sequence[NodeStatus],
+    events: Iterable[Event],
+    now: float,
+    *,
+    only_noticed: Collection[str] = (),
+) -> JobView:
+    """The view after what a backend saw (one status per node, in order) and what the nodes said.
+
+    `only_noticed` are nodes whose program, by its last words, has lost ranks of other nodes.
+    """
     for event in events:
         # By the node's own clock where it is plausible, so that a launcher that attaches later tells the same times.
         at = min(max(float(event.get("time", now)), view.started), now)
@@ -69,7 +80,10 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
             view = replace(view, moved_at=now)
         if view.met_after_s is None and view.ready_count == len(view.nodes):
             view = replace(view, met_after_s=at - view.started)
-    nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
+    nodes = tuple(
+        replace(_fold_status(node, status, now), only_noticed=node.name in only_noticed)
+        for node, status in zip(view.nodes, statuses, strict=True)
+    )
     view = replace(view, nodes=nodes)
     if all(node.phase == "pending" for node in nodes):  # in a queue; nobody can come late yet
         view = replace(view, began=now)
@@ -105,8 +119,10 @@ def failing(view: JobView) -> list[NodeView]:
 
 
 def is_echo(node: NodeView) -> bool:
-    """Whether a node failed only because another one did."""
-    return bool((node.failed or {}).get("echo"))
+    """Whether a node failed only because another one did; a program without our events tells by its last words."""
+    if node.failed is not None:
+        return bool(node.failed.get("echo"))
+    return node.only_noticed and node.exit_code == 1 and node.note in ("", "exit 1")  # and no signal ended a rank
 
 
 def missing(view: JobView) -> list[NodeView]:

@@ -18,11 +18,13 @@ arguments = parser.parse_args()
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
-for tick in range(arguments.ticks):
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total)
-    print(f"tick {tick}: rank {rank} of {world} sees the sum {total.item():g}", flush=True)
-    if tick == arguments.fail_at and rank == world - 1:
-        raise ValueError("this rank was told to fail")
-    time.sleep(1)
-dist.destroy_process_group()
+try:
+    for tick in range(arguments.ticks):
+        total = torch.ones(1, device=device)
+        dist.all_reduce(total)
+        print(f"tick {tick}: rank {rank} of {world} sees the sum {total.item():g}", flush=True)
+        if tick == arguments.fail_at and rank == world - 1:
+            raise ValueError("this rank was told to fail")
+        time.sleep(1)
+finally:  # also after an error: Python's end, while a thread of the group still works, is a crash now and then
+    dist.destroy_process_group()

@@ -28,6 +28,21 @@ def test_a_number_that_is_none_is_zero():
     assert logs.number({"event": "progress", "loss": None, "step": 3}, "step") == 3.0
 
 
+RESET = (
+    "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:3216: "
+    "Connection reset by peer. This is typically caused by a remote worker hanging or bugs in the application."
+)
+
+
+def test_a_node_that_lost_others_has_only_noticed_unless_it_raised_something_else():
+    words = ["tick 1", "[rank0]: Traceback (most recent call last):", "[rank0]:     work.wait()", f"[rank0]: {RESET}"]
+    assert logs.only_noticed(words)
+    assert logs.only_noticed([*words, "[1] [rank1]: torch.distributed.DistBackendError: NCCL error: ncclRemoteError: "])
+    assert not logs.only_noticed([*words, "[1] [rank1]: ValueError: this rank was told to fail"])
+    assert not logs.only_noticed(["[rank1]: ConnectionResetError: [Errno 104] Connection reset by peer"])
+    assert not logs.only_noticed(["tick 1"])
+
+
 def test_only_other_ranks_keep_a_prefix():
     assert logs.text("[default0]:loss 1") == ("loss 1", True)
     assert logs.text("[default3]:loss 1") == ("[3] loss 1", True)

@@ -65,6 +65,18 @@ def test_a_failed_event_is_earlier_than_the_exit_that_follows_it():
     assert [node.name for node in failing(view)] == ["node-1", "node-0"]
 
 
+def test_a_program_without_events_that_only_noticed_comes_last_unless_a_signal_ended_a_rank():
+    def first(detail=""):
+        ends = [
+            NodeStatus("node-0", "exited", 1, detail, ended_at=8.5),
+            NodeStatus("node-1", "exited", 1, ended_at=9.5),
+        ]
+        return failing(fold(rendezvous.start(FOREIGN, 0.0), ends, [], 10.0, only_noticed=["node-0"]))[0].name
+
+    assert first() == "node-1"
+    assert first("a rank was ended by SIGSEGV") == "node-0"
+
+
 def test_a_lost_node_fails_the_job_though_the_others_run():
     view = fold(rendezvous.start(PLAN, 0.0), running("starting", "lost"), [], 1.0)
     assert judge(view, 1.0, 60) == "failed"
