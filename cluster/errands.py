@@ -73,14 +73,14 @@ LOOK = (
     _ENDED
     + """
 state() {
-    if ! [ -d "$1" ]; then echo lost
+    if ! [ -d "$1" ]; then echo "lost its folder is not there: $1"
     elif ! [ -f "$1/$2.pid" ]; then
         if [ -s "$1/$2.err" ]; then echo "lost $(head -n 1 "$1/$2.err")"; else echo starting; fi
     elif grep -qzxs "CLUSTER_JOB_ID=$job" "/proc/$(cat "$1/$2.pid")/environ"; then echo alive
     elif [ -f "$1/$2.exit" ]; then ended "$1/$2"
     else
         local why; why=$(no_room "$1/$2")
-        echo "lost${why:+ its process is gone and left no exit code: $why}"
+        echo "lost its process is gone and left no exit code${why:+: $why}"
     fi
 }
 job=$1 most=$2; shift 2
@@ -120,9 +120,13 @@ if [ "$lines" -gt 0 ]; then
     (umask 077; mapfile -n "$lines" text && printf %s "${text[@]}" > "$folder/secrets") || exit 1
 fi
 cat > "$dir/job.sbatch" || exit 1
-rm -f -- "${folder%/*}/.squeue"
 touch -- "$folder/submitted"
 CLUSTER_SUBMITTED=yes "$@"
+code=$?
+# Once nobody asks: what squeue said before does not know the job.
+exec 9>> "${folder%/*}/.squeue.lock"; flock -w 20 9
+rm -f -- "${folder%/*}/.squeue"
+exit "$code"
 """
 # Ends what has the name `$1`: asks its batch script, and after `$2` seconds Slurm, whose signals go to Apptainer's file
 # systems, too, so that what runs in them hangs; prints what stays. `$3` is the job's folder.
@@ -136,10 +140,11 @@ until_gone "$1" 90
 rm -f -- "${3%/*}/.squeue" "$3/secrets"
 for job in $(left "$1"); do echo "Slurm's job $job"; done
 """
-# What a job needs of a Slurm cluster, seen from its login node, a line `word text` each: what is not there, and what
-# the site has. `$1` runtime, `$2` image, `$3` the run directory, `$4` the job's folder if it must not be there; paths
+# What a job needs of a Slurm cluster, seen from its login node, a line `word text` each: what is not there, what the
+# site has. `$1` runtime, `$2` image, `$3` the run directory, `$4` the job's folder if it must not be there, `$5` its
+# name if nothing may have it; then paths.
 PREPARE_QUEUE = r"""
-runtime=$1 image=$2 dir=$3 new=$4; shift 4
+runtime=$1 image=$2 dir=$3 new=$4 name=$5; shift 5
 for program in sbatch squeue scancel scontrol sinfo flock base64; do
     command -v "$program" >/dev/null || { echo "no_program $program"; none=yes; }
 done
@@ -151,6 +156,8 @@ echo "$said"
 { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
 [ "$runtime" != apptainer ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
+[ -z "$name" ] || squeue --noheader --user "$(id -un)" --name "$name" --Format JobID:16 |
+    sed -n "1s/^ *\([0-9]*\).*/runs Slurm's job \1/p"
 for path; do test -e "$path" || echo "missing $path"; done
 timeout 10 sacctmgr --noheader --parsable2 show associations user="$(id -un)" format=account,qos 2>/dev/null |
     while IFS='|' read -r account qos; do echo "account $account"; echo "qos $qos"; done
@@ -217,13 +224,18 @@ END
 # What must be so on a node before anything is started: a line `word text` for each thing that is not, or is to be
 # compared between nodes. `$1` runtime, `$2` image, `$3` run directory, `$4` device, `$5` GPUs, `$6` Python, `$7` the
 # job's folder if it must not be there yet, `$8` the master's address:port unless this is its node, `$9` its port
-# if it is; then paths.
+# if it is, `$10` the job's name if nothing may have it yet; then paths.
 PREPARE = (
     _HOLDERS
     + _PORT
     + r"""
-runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9; shift 9
+runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9 name=${10}; shift 10
+namesakes() {
+    grep -lzxs "CLUSTER_JOB_ID=$name" /proc/[0-9]*/environ | sed 's|/proc/|process |; s|/environ||'
+    [ "$runtime" = none ] || "$runtime" ps -aq --filter "label=CLUSTER_JOB_ID=$name" 2>/dev/null | sed 's/^/container /'
+}
 [ -z "$port" ] || listener "$port" "$python" &
+[ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
 [ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
 case $runtime in

@@ -308,5 +308,5 @@ def _status(name: str, line: str) -> NodeStatus:
         code, at, why = f"{rest} ".split(" ", 2)
         return NodeStatus(name, "exited", exit_code=int(code), ended_at=float(at), detail=why.strip())
     if word == "lost":
-        return NodeStatus(name, "lost", detail=rest or "its process is gone and left no exit code")
+        return NodeStatus(name, "lost", detail=rest)
     return NodeStatus(name, "starting")

@@ -84,15 +84,23 @@ def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, 
     ]
 
 
-def refuse_taken(seen: Mapping[str, Sequence[str]]) -> None:
-    """Raise NameTakenError when a node has a folder of this job already: its files are another job's."""
-    for name, lines in seen.items():
+def refuse_taken(job_id: str, seen: Mapping[str, Sequence[str]]) -> None:
+    """Raise NameTakenError where a place (by what messages call it) has a job of this name, or the folder of one."""
+    for where, lines in seen.items():
         for line in lines:
-            if line.startswith("exists "):
-                raise NameTakenError(
-                    f"{name}: {line.removeprefix('exists ')} is there already",
-                    "choose another --name, or remove the folder",
-                )
+            word, _, text = line.partition(" ")
+            if word == "exists":
+                raise NameTakenError(f"{where}: {text} is there already", "choose another --name, or remove the folder")
+            if word == "runs":
+                raise name_taken(job_id, where, text)
+
+
+def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
+    """The error for a name in use, whoever has started that job: found by name, the end of one is the end of both."""
+    return NameTakenError(
+        f"{where}: a job {job_id} is there already: {what}",
+        "choose another --name, or stop that one where it was launched; what nobody keeps: clusterctl gc",
+    )
 
 
 def refuse_port(plan: Plan, seen: Mapping[str, Sequence[str]]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from cluster import contract, logs, script
+from cluster import contract, logs, readiness, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box, plan_of
 from cluster.runtimes.containers import short_id
@@ -67,7 +67,7 @@ class ComposeBackend:
         return replace(made, steps=(step,))
 
     def check(self, job: Job, plan: Plan) -> None:
-        """Raise UsageError without an engine, without compose or without the image."""
+        """Raise UsageError without an engine, compose or the image; NameTakenError for a job of this name."""
         problem = engine_problem(self._shell)
         if problem:
             raise UsageError(*problem)
@@ -77,6 +77,9 @@ class ComposeBackend:
                 f"this machine: no image {plan.image}",
                 "make image   (or name one that is there: --image NAME)",
             )
+        # compose would take the other job's containers for older ones of this
+        if plan.attempt == 1 and (left := self._left(plan.job_id)):
+            raise readiness.name_taken(plan.job_id, "this machine", f"container {left[0]}")
 
     def image_id(self, image: str) -> str:
         """The image's id as people are shown it, or "" when it is not there."""

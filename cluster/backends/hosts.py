@@ -39,8 +39,8 @@ class HostsBackend:
     def check(self, job: Job, plan: Plan) -> None:
         """Look at every node before anything is started anywhere.
 
-        Raises UsageError for what is missing on a node, with every node's name; GpusHeldError when another job has the
-        GPUs; PortTakenError when the master's port is not free.
+        Raises UsageError for what is missing on a node, with every node's name; NameTakenError when it has a job of
+        this name; GpusHeldError when another job has the GPUs; PortTakenError when the master's port is not free.
         """
         seen = fanout.all_of(machines(plan), lambda node: self._prepare(plan, node))
         errors = [error for node in machines(plan) for error in readiness.problems(plan, node, seen[node.name])]
@@ -48,7 +48,7 @@ class HostsBackend:
         if errors:
             hints = "\n      ".join(dict.fromkeys(hint for _, hint in errors if hint))
             raise UsageError("\n       ".join(dict.fromkeys(message for message, _ in errors)), hints)
-        readiness.refuse_taken(seen)
+        readiness.refuse_taken(plan.job_id, {readiness.place(node): seen[node.name] for node in machines(plan)})
         held = {node.name: holder for node in machines(plan) if (holder := readiness.held(plan, node, seen[node.name]))}
         if held:
             raise readiness.held_error({name: sorted(jobs) for name, jobs in held.items()})
@@ -118,6 +118,7 @@ class HostsBackend:
             plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",
             f"{plan.master_addr}:{plan.master_port}" if peer else "",
             str(plan.master_port) if node is plan.nodes[0] and not alone else "",
+            plan.job_id if plan.attempt == 1 else "",
         ]
         timeout_s = self._looks.patience_s(plan, node, 30)
         done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=timeout_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cluster import errands, logs, looks, quoting, readiness, sbatch, script, slurm
-from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
+from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.looks import Looks, Seen
 from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, plan_of
 from cluster.runtimes import RUNTIMES
@@ -46,13 +46,16 @@ class SlurmBackend:
         return replace(made, steps=(_step(job, made),))
 
     def check(self, job: Job, plan: Plan) -> None:
-        """Raise UsageError for what the cluster has not: a partition, nodes, GPUs, the image, a folder to write to."""
+        """Raise UsageError for what the cluster has not: a partition, nodes, GPUs, the image, a folder to write to.
+
+        NameTakenError where it has a job of this name.
+        """
         assert job.queue is not None
         login = job.queue.login
         (step,) = plan.steps
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
-        words = [login.runtime, plan.image, run_dir, new, *step.needs]
+        words = [login.runtime, plan.image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
         done = self._reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", *words], timeout_s=60)
         if done.code:
             raise UnreachableError(f"{readiness.place(login)}: {done.last_line}")
@@ -66,8 +69,7 @@ class SlurmBackend:
                 "\n       ".join(dict.fromkeys(what for what, _ in found)),
                 "\n      ".join(dict.fromkeys(hint for _, hint in found if hint)),
             )
-        if "exists" in has:
-            raise NameTakenError(f"{has['exists'][0]} is there already", "choose another --name, or remove the folder")
+        readiness.refuse_taken(plan.job_id, {readiness.place(login): done.out.splitlines()})
 
     def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
         """Hand the script to sbatch; raises LaunchError with what it says."""

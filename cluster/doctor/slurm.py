@@ -188,7 +188,7 @@ def _without(found: Sequence[Finding], skip: Sequence[str]) -> list[Finding]:
 
 def _asked(login: Node, request: Request) -> list[Finding]:
     # "." is there: looking makes no folder
-    done = reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", "none", "", ".", ""], timeout_s=60)
+    done = reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", "none", "", ".", "", ""], timeout_s=60)
     has: dict[str, list[str]] = {}
     for line in done.out.splitlines():
         word, _, text = line.partition(" ")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, processes_of
+from tests.conftest import ROOT, Clusterctl, processes_of
 from tests.contract.sshd import inventory
 
 BARE = True
@@ -67,21 +67,21 @@ def backend(request):
 
 @pytest.fixture
 def start(clusterctl, backend, request):
-    """Starts the example program on two nodes."""
-    shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
-    if backend.name == "ssh":
-        inventory(clusterctl.folder, request.getfixturevalue("sshd"), clusterctl.folder / "remote")
+    """Starts the example program on two nodes, from the folder and with the records of a launcher."""
 
-    def start(job, *more, program="--ticks 100"):
+    def start(job, *more, program="all_reduce.py --ticks 100", by=clusterctl):
+        shutil.copy(ROOT / "examples" / "all_reduce.py", by.folder)
+        if backend.name == "ssh":
+            inventory(by.folder, request.getfixturevalue("sshd"), by.folder / "remote")
         command = ["launch", "--backend", backend.name, "--name", job, "--nodes", "2"]
         command += ["--python", sys.executable] if backend.name == "ssh" else []
-        return clusterctl.start(*command, "--command", f"all_reduce.py {program}", *more)
+        return by.start(*command, "--command", program, *more)
 
     return start
 
 
 def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start):
-    process = start("ct-end", "--gpus", "2", "--logs", "all", program="--ticks 1")
+    process = start("ct-end", "--gpus", "2", "--logs", "all", program="all_reduce.py --ticks 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
     assert "2/2 nodes ready   world size 4" in text
@@ -107,12 +107,37 @@ def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, back
 
 
 def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start):
-    process = start("ct-raise", program="--ticks 60 --fail-at 1")
+    process = start("ct-raise", program="all_reduce.py --ticks 60 --fail-at 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     assert "node-1: exit 1" in text
     assert "ValueError: this rank was told to fail" in text
     assert backend.left_of("ct-raise") == []
+
+
+def test_a_rank_that_takes_long_to_end_is_the_cause_all_the_same(clusterctl, backend, start):
+    """The others, which have lost it, are gone seconds before it says why."""
+    (clusterctl.folder / "slow_end.py").write_text(
+        "import time\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "rank = dist.get_rank()\n"
+        "try:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "    if rank == 1:\n"
+        "        raise ValueError('this is why')\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "finally:\n"
+        "    dist.destroy_process_group()\n"
+        "    time.sleep(2 * rank)\n"
+    )
+    process = start("ct-slow", program="slow_end.py")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, text
+    assert "\nnode-1: exit 1\n" in text
+    assert "node-1 | [rank1]: ValueError: this is why" in text
+    assert backend.left_of("ct-slow") == []
 
 
 def test_a_killed_launcher_loses_nothing(clusterctl, backend, start):
@@ -130,6 +155,21 @@ def test_a_killed_launcher_loses_nothing(clusterctl, backend, start):
         code, text = clusterctl.run("stop", "ct-orphan")
         assert (code, "nothing of it is running" in text) == (0, True), text
         assert backend.left_of("ct-orphan") == []
+
+
+def test_a_name_that_runs_for_another_launcher_is_refused_and_that_job_goes_on(clusterctl, backend, start):
+    process = start("ct-twice")
+    clusterctl.wait_for("ct-twice", "tick 0")
+    elsewhere = clusterctl.folder / "elsewhere"
+    elsewhere.mkdir()
+    second = start("ct-twice", by=Clusterctl(elsewhere))
+    text, _ = second.communicate(timeout=60)
+    assert (second.returncode, "a job ct-twice is there already: " in text) == (2, True), text
+    assert not (elsewhere / "runs").exists()
+    clusterctl.wait_for("ct-twice", "tick 4")
+    assert clusterctl.run("stop", "ct-twice")[0] == 0
+    process.communicate(timeout=60)
+    assert backend.left_of("ct-twice") == []
 
 
 def test_ctrl_c_stops_every_node(clusterctl, backend, start):
@@ -152,7 +192,7 @@ def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start):
 
 
 def test_detach_wait_and_logs(clusterctl, backend, start):
-    process = start("ct-detach", "--detach", program="--ticks 2")
+    process = start("ct-detach", "--detach", program="all_reduce.py --ticks 2")
     text, _ = process.communicate(timeout=60)
     assert (process.returncode, "clusterctl attach ct-detach" in text) == (0, True), text
     assert clusterctl.run("wait", "ct-detach")[0] == 0

@@ -205,6 +205,14 @@ def test_ctrl_c_cancels_the_job_and_a_second_stop_is_no_error(slurm):
     assert slurm.clusterctl.run("stop", "ctrl-c")[0] == 0
 
 
+def test_a_name_that_is_in_the_queue_is_refused(slurm):
+    """Whoever has put it there: a job of Slurm is found by its name."""
+    number = slurm.login.run("sbatch --parsable --hold --partition gpu --job-name held --wrap true", user="ada")
+    slurm.login.run(f"rm -rf {HOME}/runs/held")
+    code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "held")
+    assert (code, f"login: a job held is there already: Slurm's job {number}" in text) == (2, True), text
+
+
 FAULTS = {
     "unknown partition": (["--partition", "gppu"], 2, "login: no partition gppu\nhint: one of: gpu, debug"),
     "too many GPUs": (["--device", "cuda", "--gpus", "3"], 2, "its nodes have 2 GPUs, and --gpus 3 asks for more"),

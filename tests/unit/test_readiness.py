@@ -73,6 +73,8 @@ def test_this_machine_in_an_inventory_has_gpus_to_hold_and_a_network_like_the_ot
         assert "GLOO_SOCKET_IFNAME=lo" not in text
 
 
-def test_a_folder_of_that_name_is_another_jobs():
+def test_a_folder_or_a_process_of_that_name_is_another_jobs():
     with pytest.raises(NameTakenError, match="b: /r/job is there already"):
-        readiness.refuse_taken({"a": [], "b": ["exists /r/job"]})
+        readiness.refuse_taken("job", {"a": [], "b": ["exists /r/job"]})
+    with pytest.raises(NameTakenError, match="a: a job job is there already: process 7"):
+        readiness.refuse_taken("job", {"a": ["held other 1", "runs process 7"], "b": []})
