@@ -29,6 +29,7 @@ REFUSED = {
     errno.EACCES: _RIGHTS,
     errno.EROFS: "a folder that can be written to: --project, or a mount that ends in :rw",
     errno.ENAMETOOLONG: "use a shorter path",
+    errno.EISDIR: "a file is to be there: move that folder away, or write elsewhere",
 }
 LOST_HINT = "what it died of stands in its own log; --resume goes on from the last checkpoint"
 

@@ -15,6 +15,7 @@ import torch
 
 from tests.unit.trainer_process import environment, ranks, squares, start, wait
 from trainer import contract
+from trainer.training import resume
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,13 @@ def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> No
         assert b[1:] == pytest.approx(a[1:], rel=1e-4)
 
 
+def test_the_later_of_two_checkpoints_of_one_step_is_of_the_later_epoch_then_of_the_later_attempt() -> None:
+    before, after = {"step": 12, "epoch": 1, "attempt": 2}, {"step": 12, "epoch": 2, "attempt": 2}
+    once_more = {**after, "attempt": 3}
+    assert resume.place({"step": 11, "epoch": 1, "attempt": 4}) < resume.place(before) < resume.place(after)
+    assert resume.place(after) < resume.place(once_more)
+
+
 def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
     assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1", "--patience", "7")))[0][0] == 0
@@ -195,6 +203,21 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Pat
     assert "goes on in epoch 1 after step 6 of 6" in out
     kept = content(run / "last.pt")["settings"]
     assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (7, True, 1)  # the last one is what was typed
+
+
+def test_an_epoch_whose_best_checkpoint_was_not_written_ends_once_more(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "train"
+    (run / "best.pt").mkdir(parents=True)  # where the rename fails, as if it was killed there
+    once = [*options(data, "--epochs", "1"), "--exist-ok"]
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *once))
+    assert code == 1, err
+    assert "error: runs/train/best.pt: Is a directory" in err
+    assert "Traceback" not in err
+    (run / "best.pt").rmdir()
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
+    assert code == 0, err
+    assert "goes on in epoch 1 after step 6 of 6" in out
+    assert_same(content(run / "best.pt")["model"], content(run / "last.pt")["model"])
 
 
 def test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away(tmp_path: Path) -> None:
@@ -273,3 +296,13 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
     assert "goes on in epoch 3 after step 6 of 6" in out
     assert_same(content(folders[0] / "last.pt")["model"], contents[0]["model"])
     assert_same(content(folders[0] / "best.pt")["model"], best["model"])
+
+    # The other node was killed when the master had written its last two checkpoints: the same step, an epoch apart.
+    (folders[1] / "last.pt").unlink()
+    before = content(folders[1] / "previous.pt")
+    assert before["step"] == contents[0]["step"]
+    before["at"]["best_epoch"] -= 1
+    torch.save(before, folders[1] / "best.pt")
+    ended = launch(3, "3")
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert_same(content(folders[1] / "best.pt")["model"], best["model"])

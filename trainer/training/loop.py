@@ -149,7 +149,7 @@ class Course:
                 run.screen.say(line)
         if content:
             run.restore(content)
-            resume.share(run.folder / "best.pt", self.writes)
+            resume.share_best(run.folder / resume.BEST, run.at.best_epoch, self.writes)
         if self.writes:
             results.write_table(run.history, run.folder / "results.csv")
             resume.discard_after(run.folder / "steps.csv", run.known)
@@ -293,9 +293,10 @@ class Course:
             if run.settings.on_nan == "skip":
                 self.last = checkpoint.copied(content)
             if self.writes:
-                path = resume.write(run.folder, content)
-                for name in (["best.pt"] if best else []) + ([keep] if keep else []):
+                # last.pt at the end: who is killed in between does this epoch's end again, with its best.pt
+                for name in ([resume.BEST] if best else []) + ([keep] if keep else []):
                     checkpoint.save(run.folder / name, content)
+                path = resume.write(run.folder, content)
                 run.events.emit(contract.CHECKPOINT, path=str(path), epoch=run.at.epoch, step=run.number)
             dist.barrier()  # a rank that ends now must not take the others down before they have written
 

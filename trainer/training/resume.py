@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
-LAST, PREVIOUS = "last.pt", "previous.pt"
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 # Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
 _PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
 # What may differ when a run goes on: none of these changes a number that is computed.
@@ -29,7 +30,8 @@ FREE = frozenset(
 def write(folder: Path, content: dict[str, Any]) -> Path:
     """Write last.pt; the one before it becomes previous.pt, so that a torn write costs nothing but a few steps."""
     last = folder / LAST
-    checkpoint.save(last, content, previous=folder / PREVIOUS)
+    attempt = int(os.environ.get(contract.ATTEMPT) or 1)
+    checkpoint.save(last, {**content, "attempt": attempt}, previous=folder / PREVIOUS)
     return last
 
 
@@ -41,9 +43,18 @@ def newest(folder: Path) -> dict[str, Any] | None:
             content = checkpoint.load(str(folder / name))
             if "settings" not in content:  # weights alone, or of another program
                 continue
-            if found is None or content["step"] > found["step"]:
+            if found is None or place(content) > place(found):
                 found = content
     return found
+
+
+def place(content: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Where a checkpoint of a run stands: the later of two is greater, and of one place there is one content.
+
+    An epoch's last step has two checkpoints, before its validation and after it. An attempt that did not see those of
+    another node may have made a step once more, on another number of ranks.
+    """
+    return content["step"], content["epoch"], content.get("attempt", 1)
 
 
 def asked(resume: str, environment: Mapping[str, str]) -> bool:
@@ -130,21 +141,25 @@ def newest_of_all(folder: Path, world: dist.World) -> dict[str, Any] | None:
     Where the nodes have no common disk, each keeps its own copy: a node that was replaced gets it from another.
     """
     mine = newest(folder)
-    steps = dist.all_gather(mine["step"] if mine else -1)
-    if max(steps) < 0:
-        return None
-    if min(steps) == max(steps):
+    places = dist.all_gather(place(mine) if mine else ())
+    if min(places) == max(places):
         return mine
-    return dist.broadcast(mine, source=steps.index(max(steps)))  # type: ignore[no-any-return]
+    return dist.broadcast(mine, source=places.index(max(places)))  # type: ignore[no-any-return]
 
 
-def share(path: Path, writes: bool) -> None:
-    """Give a file that some node has to those that write but lack it. A collective."""
-    has = dist.all_gather(path.is_file())
-    if any(has) and any(dist.all_gather(writes and not path.is_file())):
-        source = has.index(True)
-        content = dist.broadcast(path.read_bytes() if path.is_file() else None, source)
-        if writes and not path.is_file():
+def share_best(path: Path, best_epoch: int, writes: bool) -> None:
+    """Give the checkpoint of the best epoch to those that write but lack it or have that of another. A collective."""
+    if not dist.together():
+        return
+    mine = None
+    with contextlib.suppress(TrainerError):
+        mine = checkpoint.load(str(path)).get("at", {}).get("best_epoch")
+    has = dist.all_gather(mine)
+    lacks = writes and mine != best_epoch
+    if best_epoch in has and any(dist.all_gather(lacks)):
+        source = has.index(best_epoch)
+        content = dist.broadcast(path.read_bytes() if mine == best_epoch else None, source)
+        if lacks:
             checkpoint.write_bytes(path, content)
 
 
