@@ -90,6 +90,7 @@ class Follower:
     view: JobView = field(init=False)
     _said: dict[str, deque[str]] = field(init=False)
     _around: dict[str, deque[str]] = field(init=False)
+    _signals: dict[str, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start before the first line."""
@@ -122,10 +123,12 @@ class Follower:
             else:
                 text, own = logs.text(line)
                 (self._said if own else self._around)[node].append(text)
+                if not own and (signal := logs.signal_of(line)):
+                    self._signals.setdefault(node, signal)
                 if own or everything:
                     texts.append((node, text))
         noticed = [node for node, said in self._said.items() if logs.only_noticed(said)]
-        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=noticed)
+        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=noticed, signals=self._signals)
         return texts
 
 

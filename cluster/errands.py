@@ -52,9 +52,7 @@ ended() {
     # the runtime's own refusals: nothing that we run says why
     case $end in
         12[567]" "*) end="$end $(tail -n 1 "$1.log")" ;;
-        # torchrun says 1 for whatever ended its ranks; it logs the signal that ended one
-        1" "*) signal=$(sed -n 's/^ *exitcode *: -[0-9]* .*(\\(SIG[A-Z]*\\)).*/\\1/p' "$1.log" | head -n 1)
-            if [ -n "$signal" ]; then end="$end a rank was ended by $signal"; else end="$end $(no_room "$1")"; fi ;;
+        1" "*) end="$end $(no_room "$1")" ;;
     esac
     echo "exited $end"
 }

@@ -17,8 +17,10 @@ Event = dict[str, Any]
 
 # torchrun puts "[default0]:" in front of what local rank 0 prints.
 _PREFIX = re.compile(r"^\[[a-z_]+(\d+)\]:")
-# The last line of a traceback, as torch marks it in a rank, and what gloo and NCCL say of a rank that is gone.
+# The last line of a traceback, as torch marks it in a rank; what torchrun reports of a rank that a signal has ended;
+# and what gloo and NCCL say of a rank that is gone.
 _RAISED = re.compile(r"^(\[\d+\] )?\[rank\d+\]: [\w.]*(Error|Exception)\b")
+_SIGNALLED = re.compile(r"^ *traceback *: Signal \d+ \((SIG\w+)\) received by PID")
 _GONE = re.compile(
     r"gloo/.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError|remote process exited"
     r"|NCCL communicator was aborted"
@@ -75,6 +77,12 @@ def text(line: str) -> tuple[str, bool]:
         return line, False
     rest = line[match.end() :]
     return (rest if match[1] == "0" else f"[{match[1]}] {rest}"), True
+
+
+def signal_of(line: str) -> str:
+    """The signal that has ended a rank, where this is torchrun's word for it: its own exit code is 1 for all ends."""
+    match = _SIGNALLED.match(line)
+    return match[1] if match else ""
 
 
 def only_noticed(lines: Iterable[str]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -66,10 +66,12 @@ def fold(
     now: float,
     *,
     only_noticed: Collection[str] = (),
+    signals: Mapping[str, str] | None = None,
 ) -> JobView:
     """The view after what a backend saw (one status per node, in order) and what the nodes said.
 
-    `only_noticed` are nodes whose program, by its last words, has lost ranks of other nodes.
+    `only_noticed` are nodes whose program, by its last words, has lost ranks of other nodes; `signals` has, by node,
+    the signal that ended a rank there.
     """
     for event in events:
         # By the node's own clock where it is plausible, so that a launcher that attaches later tells the same times.
@@ -81,7 +83,7 @@ def fold(
         if view.met_after_s is None and view.ready_count == len(view.nodes):
             view = replace(view, met_after_s=at - view.started)
     nodes = tuple(
-        replace(_fold_status(node, status, now), only_noticed=node.name in only_noticed)
+        _fold_words(_fold_status(node, status, now), node.name in only_noticed, (signals or {}).get(node.name, ""))
         for node, status in zip(view.nodes, statuses, strict=True)
     )
     view = replace(view, nodes=nodes)
@@ -122,7 +124,7 @@ def is_echo(node: NodeView) -> bool:
     """Whether a node failed only because another one did; a program without our events tells by its last words."""
     if node.failed is not None:
         return bool(node.failed.get("echo"))
-    return node.only_noticed and node.exit_code == 1 and node.note in ("", "exit 1")  # and no signal ended a rank
+    return node.only_noticed and node.note == "exit 1"  # torchrun's code, and no signal ended a rank
 
 
 def missing(view: JobView) -> list[NodeView]:
@@ -157,6 +159,12 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
     if _ORDER[status.phase] > _ORDER[node.phase]:
         return replace(node, phase=status.phase, since=now, note=status.detail)
     return replace(node, note=status.detail) if status.detail else node
+
+
+def _fold_words(node: NodeView, only_noticed: bool, signal: str) -> NodeView:
+    if signal and node.phase == "exited" and node.note == "exit 1":  # torchrun's code, whatever ended its ranks
+        node = replace(node, note=f"a rank was ended by {signal}")
+    return replace(node, only_noticed=only_noticed)
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> JobView:

@@ -115,6 +115,28 @@ def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start)
     assert backend.left_of("ct-raise") == []
 
 
+def test_a_rank_that_a_signal_ends_is_said_so(clusterctl, backend, start):
+    """The other node's rank is sooner to see it than torchrun, and raises."""
+    (clusterctl.folder / "signalled.py").write_text(
+        "import os, signal\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if dist.get_rank() == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "try:\n"
+        "    dist.all_reduce(torch.ones(1))\n"
+        "finally:\n"
+        "    dist.destroy_process_group()\n"
+    )
+    process = start("ct-signal", program="signalled.py")
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, text
+    assert "\nnode-1: exit 1: a rank was ended by SIGKILL\n" in text
+    assert backend.left_of("ct-signal") == []
+
+
 def test_a_rank_that_takes_long_to_end_is_the_cause_all_the_same(clusterctl, backend, start):
     """The others, which have lost it, are gone seconds before it says why."""
     (clusterctl.folder / "slow_end.py").write_text(

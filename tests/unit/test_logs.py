@@ -1,3 +1,5 @@
+import pytest
+
 from cluster import logs
 
 
@@ -47,3 +49,15 @@ def test_only_other_ranks_keep_a_prefix():
     assert logs.text("[default0]:loss 1") == ("loss 1", True)
     assert logs.text("[default3]:loss 1") == ("[3] loss 1", True)
     assert logs.text("[W1121] warning") == ("[W1121] warning", False)
+
+
+@pytest.mark.parametrize(
+    ("line", "signal"),
+    [
+        ("  traceback : Signal 9 (SIGKILL) received by PID 4711", "SIGKILL"),
+        ("  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html", ""),
+        ("Signal 9 (SIGKILL) received by PID 4711", ""),
+    ],
+)
+def test_torchruns_word_for_a_rank_that_a_signal_ended(line, signal):
+    assert logs.signal_of(line) == signal

@@ -66,15 +66,20 @@ def test_a_failed_event_is_earlier_than_the_exit_that_follows_it():
 
 
 def test_a_program_without_events_that_only_noticed_comes_last_unless_a_signal_ended_a_rank():
-    def first(detail=""):
-        ends = [
-            NodeStatus("node-0", "exited", 1, detail, ended_at=8.5),
-            NodeStatus("node-1", "exited", 1, ended_at=9.5),
-        ]
-        return failing(fold(rendezvous.start(FOREIGN, 0.0), ends, [], 10.0, only_noticed=["node-0"]))[0].name
+    ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
 
-    assert first() == "node-1"
-    assert first("a rank was ended by SIGSEGV") == "node-0"
+    def first(**words):
+        return failing(fold(rendezvous.start(FOREIGN, 0.0), ends, [], 10.0, only_noticed=["node-0"], **words))[0]
+
+    assert first().name == "node-1"
+    found = first(signals={"node-0": "SIGSEGV"})
+    assert (found.name, found.note) == ("node-0", "a rank was ended by SIGSEGV")
+
+
+def test_a_signal_is_told_of_a_node_that_torchrun_ended_with_1_and_of_no_other():
+    ends = [NodeStatus("node-0", "exited", 0), NodeStatus("node-1", "exited", 1, "No space left on device")]
+    view = fold(rendezvous.start(PLAN, 0.0), ends, [], 10.0, signals={"node-0": "SIGKILL", "node-1": "SIGKILL"})
+    assert [node.note for node in view.nodes] == ["exit 0", "No space left on device"]
 
 
 def test_a_lost_node_fails_the_job_though_the_others_run():
