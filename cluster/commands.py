@@ -91,6 +91,7 @@ class Follower:
     _said: dict[str, deque[str]] = field(init=False)
     _around: dict[str, deque[str]] = field(init=False)
     _signals: dict[str, str] = field(init=False, default_factory=dict)
+    _noticed: dict[str, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start before the first line."""
@@ -123,12 +124,14 @@ class Follower:
             else:
                 text, own = logs.text(line)
                 (self._said if own else self._around)[node].append(text)
-                if not own and (signal := logs.signal_of(line)):
+                if own and (noticed := logs.noticed(text)) is not None:
+                    self._noticed[node] = noticed and self._noticed.get(node, True)
+                elif not own and (signal := logs.signal_of(line)):
                     self._signals.setdefault(node, signal)
                 if own or everything:
                     texts.append((node, text))
-        noticed = [node for node, said in self._said.items() if logs.only_noticed(said)]
-        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=noticed, signals=self._signals)
+        only_noticed = {node for node, noticed in self._noticed.items() if noticed}
+        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=only_noticed, signals=self._signals)
         return texts
 
 
@@ -337,7 +340,9 @@ def finish(watched: Watched, records: Records) -> tuple[Outcome, list[str]]:
     """
     record = records.load(watched.plan.job_id)
     outcome: Outcome = "done" if watched.verdict == "done" else "failed"
-    undone = _remove(record, grace_s=0.0 if watched.verdict == "done" else FAILED_GRACE_S)
+    # Not cut short by whoever only follows: ranks that were told to stop may be writing.
+    failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
+    undone = _remove(record, grace_s=0.0 if watched.verdict == "done" else failed_s)
     undone += _collect(watched.plan)
     _note(watched, outcome, records)
     return records.load(watched.plan.job_id).outcome or outcome, undone

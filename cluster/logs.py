@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def append(copy: Path, at: int, chunk: bytes) -> None:
         return
     with copy.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.tell() == at:
+        if file.seek(0, os.SEEK_END) == at:  # others may have written since it was opened
             file.write(chunk)
 
 
@@ -85,10 +86,9 @@ def signal_of(line: str) -> str:
     return match[1] if match else ""
 
 
-def only_noticed(lines: Iterable[str]) -> bool:
-    """Whether all that a node's ranks raised is that other ranks are gone: the cause is another node's."""
-    raised = [line for line in lines if _RAISED.match(line)]
-    return bool(raised) and all(_GONE.search(line) for line in raised)
+def noticed(line: str) -> bool | None:
+    """Of the last line of a rank's traceback: whether it raised only that another rank is gone. None of other lines."""
+    return bool(_GONE.search(line)) if _RAISED.match(line) else None
 
 
 @dataclass

@@ -194,7 +194,8 @@ class Plan:
 class NodeStatus:
     """What a backend saw of one node: `ended_at` is in seconds since 1970, None while it runs or unknown.
 
-    `silent` says why and for how long its machine has not answered.
+    `silent` says why and for how long its machine has not answered, `where` on which host a node ran that has no name
+    of its own.
     """
 
     node: str
@@ -203,6 +204,7 @@ class NodeStatus:
     detail: str = ""
     ended_at: float | None = None
     silent: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,10 @@ _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "joining": 2, "ready": 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node as the user sees it; `since` is the clock time at which the phase began."""
+    """One node as the user sees it; `since` is the clock time at which the phase began.
+
+    `note` is what there is to say of the phase; of an end it is made of `why`, `signal` and `where`.
+    """
 
     name: str
     phase: Phase = "pending"
@@ -31,6 +34,9 @@ class NodeView:
     progress: Event | None = None
     failed: Event | None = None
     only_noticed: bool = False
+    why: str = ""
+    where: str = ""
+    signal: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ def is_echo(node: NodeView) -> bool:
     """Whether a node failed only because another one did; a program without our events tells by its last words."""
     if node.failed is not None:
         return bool(node.failed.get("echo"))
-    return node.only_noticed and node.note == "exit 1"  # torchrun's code, and no signal ended a rank
+    return node.only_noticed and node.exit_code == 1 and not node.why and not _was_killed(node)
 
 
 def missing(view: JobView) -> list[NodeView]:
@@ -152,19 +158,28 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return node
-        note = status.detail or (f"exit {status.exit_code}" if status.exit_code is not None else "")
-        return replace(
-            node, phase=status.phase, since=now, note=note, exit_code=status.exit_code, ended_at=status.ended_at
-        )
+        ended = replace(node, phase=status.phase, since=now, exit_code=status.exit_code, ended_at=status.ended_at)
+        return replace(ended, note=status.detail, why=status.detail, where=status.where)
     if _ORDER[status.phase] > _ORDER[node.phase]:
         return replace(node, phase=status.phase, since=now, note=status.detail)
     return replace(node, note=status.detail) if status.detail else node
 
 
 def _fold_words(node: NodeView, only_noticed: bool, signal: str) -> NodeView:
-    if signal and node.phase == "exited" and node.note == "exit 1":  # torchrun's code, whatever ended its ranks
-        node = replace(node, note=f"a rank was ended by {signal}")
-    return replace(node, only_noticed=only_noticed)
+    node = replace(node, only_noticed=only_noticed)
+    if node.phase != "exited":
+        return node
+    if node.exit_code == 1:  # torchrun's, whatever ended its ranks
+        node = replace(node, signal=signal)
+    if _was_killed(node) and node.failed is not None and node.failed.get("echo"):
+        node = replace(node, failed=None)  # a rank beside the killed one has only noticed it
+    said = (node.why, f"a rank was ended by {node.signal}" if node.signal else "", node.where)
+    return replace(node, note="; ".join(filter(None, said)) or f"exit {node.exit_code}")
+
+
+def _was_killed(node: NodeView) -> bool:
+    """Whether a signal ended a rank that is no consequence: torch aborts where ranks are lost, or is terminated."""
+    return node.signal not in ("", "SIGABRT", "SIGTERM")
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> JobView:
@@ -190,7 +205,8 @@ def _fold_event(view: JobView, event: Event, now: float) -> JobView:
 def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool) -> NodeView:
     kind = event["event"]
     if kind == contract.FAILED:
-        return node if node.failed else replace(node, failed=event)
+        known = node.failed
+        return node if known and (event.get("echo") or not known.get("echo")) else replace(node, failed=event)
     if kind == contract.PROGRESS:
         return replace(node, progress=event)
     if kind == contract.READY:

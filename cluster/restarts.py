@@ -41,7 +41,7 @@ def failure(view: JobView, verdict: Verdict) -> Failure:
 def _ended_itself(node: NodeView) -> bool:
     if node.failed is not None:
         return not node.failed.get("echo") and node.failed.get("exit_code") != contract.EXIT_RUN_ME_AGAIN
-    return node.phase == "exited" and node.exit_code not in _KILLED and not node.note.endswith(_KILLERS)
+    return node.phase == "exited" and node.exit_code not in _KILLED and node.signal not in _KILLERS
 
 
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:

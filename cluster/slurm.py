@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster import readiness, sbatch
 from cluster.model import Job, NodeStatus, Phase, Plan
@@ -109,10 +109,12 @@ def statuses(
     for rank, status in enumerate(said):
         where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
         if status.phase == "exited":
-            detail = "; ".join(text for text in (status.detail, where) if text) if status.exit_code else ""
-            if status.exit_code and found is not None and found.state == "CANCELLED":
-                detail = CANCELLED
-            made.append(NodeStatus(status.node, "exited", status.exit_code, detail, status.ended_at))
+            if not status.exit_code:
+                made.append(replace(status, detail=""))
+            elif found is not None and found.state == "CANCELLED":
+                made.append(replace(status, detail=CANCELLED))
+            else:
+                made.append(replace(status, where=where))
         elif left:
             made.append(
                 NodeStatus(status.node, "lost", detail=f"Slurm has put the job into the queue again {where}".strip())

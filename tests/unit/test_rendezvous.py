@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster import rendezvous
@@ -65,21 +67,48 @@ def test_a_failed_event_is_earlier_than_the_exit_that_follows_it():
     assert [node.name for node in failing(view)] == ["node-1", "node-0"]
 
 
-def test_a_program_without_events_that_only_noticed_comes_last_unless_a_signal_ended_a_rank():
+def first_of(ends, *events, plan=FOREIGN, **words):
+    return failing(fold(rendezvous.start(plan, 0.0), ends, events, 10.0, **words))[0]
+
+
+@pytest.mark.parametrize("where", ["", "on n7"])
+def test_a_program_without_events_that_only_noticed_comes_last_unless_a_rank_of_it_was_killed(where):
+    end = NodeStatus("node-0", "exited", 1, ended_at=8.5, where=where)
+    later = NodeStatus("node-1", "exited", 1, ended_at=9.5, where=where)
+    assert first_of([end, later], only_noticed=["node-0"]).name == "node-1"
+    # how torch itself ends now and then where a rank is lost
+    assert first_of([end, later], only_noticed=["node-0"], signals={"node-0": "SIGABRT"}).name == "node-1"
+    found = first_of([end, later], only_noticed=["node-0"], signals={"node-0": "SIGSEGV"})
+    assert (found.name, found.note) == ("node-0", "a rank was ended by SIGSEGV" + (f"; {where}" if where else ""))
+    full = replace(end, detail="No space left on device")
+    assert first_of([full, later], only_noticed=["node-0"]).name == "node-0"
+
+
+def test_a_rank_beside_a_killed_one_only_noticed_it():
     ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
+    lost = [
+        {"event": "failed", "node": k, "time": 8.0 + k, "error": "another rank ended", "echo": True} for k in (0, 1)
+    ]
+    found = first_of(ends, *lost, plan=PLAN, signals={"node-1": "SIGKILL"})
+    assert (found.name, found.note, found.failed) == ("node-1", "a rank was ended by SIGKILL", None)
 
-    def first(**words):
-        return failing(fold(rendezvous.start(FOREIGN, 0.0), ends, [], 10.0, only_noticed=["node-0"], **words))[0]
 
-    assert first().name == "node-1"
-    found = first(signals={"node-0": "SIGSEGV"})
-    assert (found.name, found.note) == ("node-0", "a rank was ended by SIGSEGV")
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_a_nodes_ranks_the_one_that_failed_by_itself_counts(order):
+    ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
+    lost, raised = (
+        {"event": "failed", "node": 0, "time": 8.0, "error": e, "echo": e == "lost"} for e in ("lost", "own")
+    )
+    assert first_of(ends, *[lost, raised][::order], plan=PLAN).failed["error"] == "own"
 
 
 def test_a_signal_is_told_of_a_node_that_torchrun_ended_with_1_and_of_no_other():
     ends = [NodeStatus("node-0", "exited", 0), NodeStatus("node-1", "exited", 1, "No space left on device")]
     view = fold(rendezvous.start(PLAN, 0.0), ends, [], 10.0, signals={"node-0": "SIGKILL", "node-1": "SIGKILL"})
-    assert [node.note for node in view.nodes] == ["exit 0", "No space left on device"]
+    assert [node.note for node in view.nodes] == [
+        "exit 0",
+        "No space left on device; a rank was ended by SIGKILL",
+    ]
 
 
 def test_a_lost_node_fails_the_job_though_the_others_run():

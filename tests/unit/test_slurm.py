@@ -48,7 +48,8 @@ def test_a_node_that_runs_is_told_with_its_host():
 def test_what_a_node_said_itself_counts_more_than_what_slurm_says():
     said = [NodeStatus("node-0", "exited", 1, "", 5.0), SAID[1]]
     first, second = seen(line("RUNNING"), said=said)
-    assert (first.phase, first.exit_code, first.detail, first.ended_at) == ("exited", 1, "on n0", 5.0)
+    assert (first.phase, first.exit_code, first.detail, first.ended_at) == ("exited", 1, "", 5.0)
+    assert first.where == "on n0"
     assert second.phase == "starting"
     said = [NodeStatus("node-0", "exited", 0, "", 5.0)] * 2
     assert [each.detail for each in seen(line("COMPLETED"), said=said)] == ["", ""]
