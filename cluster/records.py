@@ -45,14 +45,21 @@ class Records:
     def update(self, record: Record) -> None:
         """Replace a job's record, but keep an end that is noted; ClusterError when its folder cannot be written to."""
         path = self._path(record.plan.job_id)
-        if path.exists() and (noted := _load(path)).outcome:
-            record = replace(record, outcome=noted.outcome, detail=noted.detail, exit_code=noted.exit_code)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        with self._locked(path):
+            if path.exists() and (noted := _load(path)).outcome:
+                record = replace(record, outcome=noted.outcome, detail=noted.detail, exit_code=noted.exit_code)
+            _replace(path, record)
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
+        """Nobody else replaces a record meanwhile: a restart's new plan must not undo a stop."""
         try:
-            partial.write_text(_text(record))
-            partial.replace(path)
+            file = (path.parent / ".lock").open("a")
         except OSError as error:
             raise _unwritable(path, error) from error
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     @contextmanager
     def watch(self, job_id: str) -> Iterator[bool]:
@@ -73,9 +80,11 @@ class Records:
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
         """Note how a job ended; the first end counts."""
-        record = self.load(job_id)
-        if not record.outcome:
-            self.update(replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
+        path = self._path(job_id)
+        with self._locked(path):
+            record = self.load(job_id)
+            if not record.outcome:
+                _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
 
     def load(self, job_id: str) -> Record:
         """The record of one job; raises UsageError when there is none, naming those that are."""
@@ -104,6 +113,15 @@ def default_folder() -> Path:
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "clusterctl" / "jobs"
+
+
+def _replace(path: Path, record: Record) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        partial.write_text(_text(record))
+        partial.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> ClusterError:

@@ -1,3 +1,6 @@
+import fcntl
+import threading
+
 import pytest
 
 from cluster import logs
@@ -68,3 +71,16 @@ def test_only_other_ranks_keep_a_prefix():
 )
 def test_torchruns_word_for_a_rank_that_a_signal_ended(line, signal):
     assert logs.signal_of(line) == signal
+
+
+def test_of_two_that_copy_the_same_piece_of_a_log_one_does(tmp_path):
+    copy = tmp_path / "a.log"
+    copy.write_bytes(b"first ")
+    other = threading.Thread(target=logs.append, args=(copy, 6, b"second"))
+    with copy.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        other.start()
+        other.join(0.3)  # it has opened the file and waits
+        file.write(b"second")
+    other.join()
+    assert copy.read_bytes() == b"first second"

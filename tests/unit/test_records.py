@@ -1,4 +1,6 @@
+import fcntl
 import resource
+import threading
 from dataclasses import replace
 
 import pytest
@@ -44,7 +46,7 @@ def test_the_first_end_counts(tmp_path):
     records.end("a", "stopped")
     records.end("a", "failed", "its nodes went away")
     assert records.load("a").outcome == "stopped"
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "a.json"]
 
 
 def test_a_stop_outlives_the_next_attempts_note(tmp_path):
@@ -53,6 +55,22 @@ def test_a_stop_outlives_the_next_attempts_note(tmp_path):
     records.end("a", "stopped")
     records.update(replace(record("a"), created_at=9.0))  # of a launcher that has not heard of it
     assert (records.load("a").outcome, records.load("a").created_at) == ("stopped", 9.0)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda r: r.end("a", "stopped"), lambda r: r.update(replace(record("a"), past=("x",)))]
+)
+def test_a_record_is_read_and_replaced_by_one_at_a_time(tmp_path, write):
+    records = Records(tmp_path)
+    records.reserve(record("a"))
+    writer = threading.Thread(target=write, args=(records,))
+    with (tmp_path / ".lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        writer.start()
+        writer.join(0.3)
+        assert records.load("a") == record("a")
+    writer.join()
+    assert records.load("a") != record("a")
 
 
 def test_jobs_are_listed_oldest_first(tmp_path):
