@@ -219,7 +219,8 @@ def launch(
         raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
     record = Record(made, created_at=time.time(), job=replace(job, hosts=made.nodes if job.hosts else ()))
     records.reserve(record)
-    start(record, records, secrets)
+    with records.watch(record.plan.job_id):  # who attaches meanwhile sees nothing run, and is not to restart it
+        start(record, records, secrets)
     return record
 
 

@@ -140,11 +140,11 @@ class Looks:
             for node in on(plan, machine):
                 status = look.seen.get(node.name) or NodeStatus(node.name, "starting" if self._loses else "pending")
                 found[node.name] = self._hushed(status, look.silent_s, error) if silent else status
-        if self._loses and not any(look.seen for look in looks):
+        if self._loses and all(not look.seen and look.silent_s > LOST_AFTER_S for look in looks):
             # Rather this machine's network, or its keys, than all of theirs: nothing is known of the job.
-            reasons = [look.error for look in looks if look.error and look.silent_s > LOST_AFTER_S]
-            if len(reasons) == len(looks):
-                raise UnreachableError(reasons[0].message, reasons[0].hint)
+            error = next((look.error for look in looks if look.error), None)
+            what = f"{readiness.place(each[0])}: does not answer"  # it may still be logging in
+            raise UnreachableError(error.message, error.hint) if error else UnreachableError(what)
         return [found[node.name] for node in plan.nodes]
 
     def patience_s(self, plan: Plan, machine: Node, usual_s: float) -> float:
@@ -207,12 +207,13 @@ class _Look:
             self._looking.start()
 
     def answer(self, timeout_s: float) -> ClusterError | None:
-        """Wait for the look; when it takes longer, ask the machine for a sign of life. The last error, None if well."""
+        """Wait for the look; while it lasts, ask the machine for signs of life. The last error, None if well."""
         assert self._looking is not None
-        self._looking.join(timeout_s)
+        self._looking.join(min(timeout_s, _PATIENCE_S))
         if self._looking.is_alive() and (self._pinging is None or not self._pinging.is_alive()):
-            self._pinging = threading.Thread(target=self._ping, daemon=True)
+            self._pinging = threading.Thread(target=self._ping, args=(self._looking,), daemon=True)
             self._pinging.start()
+        self._looking.join(max(0.0, timeout_s - _PATIENCE_S))
         return self._error
 
     def _look(self, work: Callable[[], Seen]) -> None:
@@ -224,10 +225,12 @@ class _Look:
         except OSError as error:  # of this machine: a log's copy cannot be written
             self.here = UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
 
-    def _ping(self) -> None:
+    def _ping(self, looking: threading.Thread) -> None:
         assert self._shell is not None
-        if self._shell.ping():
-            self._heard = self._clock()
+        while looking.is_alive():
+            if self._shell.ping():
+                self._heard = self._clock()
+            looking.join(_PATIENCE_S)
 
 
 def ask(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,16 +30,19 @@ def follow(
     *,
     all_nodes: bool,
     stops: bool,
+    notes: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> tuple[Watched, str]:
-    """Follow on the screen, over restarts; Ctrl-C stops the job (launch) or leaves it (attach)."""
+    """Say what the job is, follow it on the screen, over restarts; Ctrl-C stops it (launch) or leaves it (attach)."""
     from cluster import commands, supervise
     from cluster.view import Screen
 
-    screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skips_past=not stops)
     job_id = record.plan.job_id
     try:
         signal.signal(signal.SIGTERM, interrupt)
+        screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skips_past=not stops)
+        for text in (header(record.plan), *notes):
+            say(out, text)
         with screen:
             return supervise.run(record, records, screen, secrets=values)
     except KeyboardInterrupt:

@@ -28,7 +28,6 @@ def attach(
     record = records.load(job)
     if record.outcome:
         raise typer.Exit(ended(record, out))
-    say(out, header(record.plan))
     watched, refused = follow(record, records, out, all_nodes=all_nodes, stops=False)
     raise typer.Exit(end(watched, refused, records, out))
 

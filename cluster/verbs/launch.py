@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from cluster.config import Request
 from cluster.errors import UsageError
 from cluster.verbs import options
-from cluster.verbs.follow import console, end, follow, header, say
+from cluster.verbs.follow import console, end, follow, header, interrupt, say
 
 
 def launch(
@@ -95,15 +96,13 @@ def launch(
         from cluster.verbs.image import bring
 
         bring(in_containers, job.image, out)
+    signal.signal(signal.SIGTERM, interrupt)  # before there is anything to stop
     record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
-    say(out, header(record.plan))
-    for note in notes:
-        say(out, note)
     if detach:
-        say(out, f"running; see it with: clusterctl attach {record.plan.job_id}")
+        for text in (header(record.plan), *notes, f"running; see it with: clusterctl attach {record.plan.job_id}"):
+            say(out, text)
         return
-    say(out, "")
-    watched, refused = follow(record, records, out, all_nodes=all_nodes, stops=True, values=values)
+    watched, refused = follow(record, records, out, all_nodes=all_nodes, stops=True, notes=[*notes, ""], values=values)
     raise typer.Exit(end(watched, refused, records, out))
 
 

@@ -1,5 +1,6 @@
 """What only process groups have: ports of this machine, values that pass through a shell, refusals."""
 
+import fcntl
 import json
 import os
 import signal
@@ -243,6 +244,25 @@ def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl):
     assert ended.returncode == 3, ended
     assert "cannot write the job's record" in ended.stdout + ended.stderr
     assert processes_of("job-unnoted") == []
+
+
+def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl):
+    clusterctl.env["TMPDIR"] = str(clusterctl.folder)
+    with (clusterctl.folder / f"clusterctl-{os.getuid()}.lock").open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # the nodes wait for their turn to start
+        launcher = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2", name="job-term"))
+        until = time.time() + 60
+        while not list(clusterctl.folder.glob("runs/job-term/attempt-1/node-?.sh")):
+            assert time.time() < until
+            time.sleep(0.05)
+        with Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch("job-term") as ours:
+            assert not ours  # who attaches now sees nothing run, and may not restart it
+        launcher.terminate()
+        text, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130, text
+    time.sleep(2)
+    assert processes_of("job-term") == []
+    assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
 def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl):

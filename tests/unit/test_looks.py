@@ -81,6 +81,21 @@ HOSTS = tuple(Node(name, f"10.0.0.{k}", (), name, "/runs", runtime="none") for k
 PLAN = BACKENDS["ssh"].plan(Job("job", ("x.py",), 2, 1, "/here", hosts=HOSTS), attempt=1, port=20000)
 
 
+class Mute(LocalShell):
+    """A machine that cannot be asked, as one that is still being logged in to."""
+
+    def ping(self):
+        return False
+
+
+class Far(LocalShell):
+    """A machine that answers, though not at once."""
+
+    def ping(self):
+        time.sleep(0.1)
+        return True
+
+
 def test_where_no_machine_was_ever_seen_the_job_is_not_judged(monkeypatch):
     """No agent in this terminal, no VPN: that says nothing of a job that was started yesterday."""
     monkeypatch.setattr(looks, "LOST_AFTER_S", 0.5)
@@ -93,6 +108,30 @@ def test_where_no_machine_was_ever_seen_the_job_is_not_judged(monkeypatch):
     time.sleep(0.6)
     with pytest.raises(UnreachableError, match="no route to host"):
         watch.statuses(PLAN)
+
+
+def test_where_every_first_look_hangs_the_job_is_not_judged(monkeypatch):
+    """A network that drops what is sent: not even an error comes back in time."""
+    monkeypatch.setattr(looks, "LOST_AFTER_S", 0.5)
+    end = threading.Event()
+    watch = Looks(lambda node: Mute(), lambda plan, node: end.wait(10) and {})
+    with pytest.raises(UnreachableError, match="a: does not answer"):
+        watch.statuses(PLAN)
+    end.set()
+
+
+def test_a_machine_whose_first_look_takes_long_lives_while_it_answers(monkeypatch):
+    monkeypatch.setattr(looks, "LOST_AFTER_S", 2.5)
+    end = threading.Event()
+
+    def slow(plan, node):
+        if node.name == "b":
+            end.wait(10)
+        return {node.name: NodeStatus(node.name, "joining")}
+
+    watch = Looks(lambda node: Far(), slow)
+    assert [status.phase for status in watch.statuses(PLAN)] == ["joining", "starting"]
+    end.set()
 
 
 def test_a_log_that_cannot_be_copied_is_this_machines_trouble():
