@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ def append(copy: Path, at: int, chunk: bytes) -> None:
         return
     with copy.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, os.SEEK_END) == at:  # others may have written since it was opened
+        if file.seek(0, io.SEEK_END) == at:  # others may have written since it was opened
             file.write(chunk)
 
 

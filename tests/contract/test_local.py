@@ -258,7 +258,8 @@ def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl
         with Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch("job-term") as ours:
             assert not ours  # who attaches now sees nothing run, and may not restart it
         launcher.terminate()
-        text, _ = launcher.communicate(timeout=60)
+        time.sleep(1)
+    text, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, text
     time.sleep(2)
     assert processes_of("job-term") == []
