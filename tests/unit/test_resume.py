@@ -3,6 +3,7 @@
 import csv
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -306,3 +307,71 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
     ended = launch(3, "3")
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert_same(content(folders[1] / "best.pt")["model"], best["model"])
+
+
+def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "train"
+    once = options(data, "--epochs", "1", "--exist-ok")
+    assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
+    (run / ".last.pt.0123abcd.tmp").touch()  # of one that was killed
+    processes = start(tmp_path, ranks(1), *once)
+    until = time.monotonic() + 180
+    while (run / "last.pt").exists():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    processes[0].kill()
+    wait(processes)
+    assert not [*run.glob(".*.tmp")]
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
+    assert (code, "no checkpoint there" in err) == (2, True), err
+
+
+def test_checkpoints_that_cannot_be_read_are_no_reason_to_begin_anew(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "last.pt").write_bytes(b"torn")
+    job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(tmp_path), contract.ATTEMPT: "2"}
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *options(data), **job))
+    assert (code, "its last.pt and previous.pt cannot be read" in err) == (2, True), err
+    assert (tmp_path / "last.pt").read_bytes() == b"torn"
+
+
+def test_a_set_that_has_changed_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data.parent, tmp_path / "set")
+    (tmp_path / "set" / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(tmp_path / "set")))
+    once = options(tmp_path / "set" / "data.yaml", "--epochs", "1")
+    assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
+    (tmp_path / "set" / "images" / "train" / "3.png").unlink()
+    (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
+    ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", "runs/train"))
+    assert (code, "is not as it was when the checkpoint was written" in err) == (2, True), err
+
+
+def test_ranks_that_were_told_other_things_do_not_begin(data: Path, tmp_path: Path) -> None:
+    places = ranks(2)
+    told = options(data)
+    processes = start(tmp_path, places[:1], *told) + start(tmp_path, places[1:], *told, "--val-period", "2")
+    for code, _, err in wait(processes):
+        assert (code, "error: --val-period is 1 on rank 0 and 2 on rank 1" in err) == (2, True), err
+
+
+def test_a_node_whose_disk_has_another_run_of_that_name_keeps_it(data: Path, tmp_path: Path) -> None:
+    places = ranks(2, nodes=2)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    kept = tmp_path / "b" / "runs" / "train" / "results.csv"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+    told = options(data)
+    processes = start(tmp_path / "a", places[:1], *told) + start(tmp_path / "b", places[1:], *told)
+    for code, _, err in wait(processes):
+        assert (code, "runs/train is there already" in err) == (2, True), err
+    assert kept.read_text() == "mine"
+
+
+def test_a_run_that_patience_has_ended_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+    hyp = tmp_path / "still.yaml"
+    hyp.write_text("lr0: 0\nwarmup_epochs: 0\n")
+    told = [*options(data, "--epochs", "9", "--patience", "1"), "--hyp", str(hyp)]
+    for more in ([], ["--resume", "runs/train"]):
+        ((code, out, err),) = wait(start(tmp_path, ranks(1), *told, *more))
+        assert (code, "no better score for 1 epochs" in out) == (0, True), (out, err)
+        assert content(tmp_path / "runs" / "train" / "last.pt")["epoch"] == 2

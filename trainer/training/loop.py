@@ -97,8 +97,11 @@ def _introduce(run: Run, backend: str) -> None:
     )
 
 
-def _check_same_data(run: Run) -> None:
-    """An error on all ranks where they have not the same pictures and boxes: a half-copied set on one machine."""
+def _check_same_data(run: Run) -> str:
+    """An error on all ranks where they have not the same pictures and boxes: a half-copied set on one machine.
+
+    Gives what the training set's can be known by.
+    """
     sets = {"training": run.task.train_set, "validation": run.task.val_set}
     mine = {kind: (fingerprint_of(data), len(data)) for kind, data in sets.items()}
     everyone = dist.all_gather(mine)
@@ -111,6 +114,7 @@ def _check_same_data(run: Run) -> None:
                     + ("; their boxes or sizes differ" if other[kind][1] == everyone[0][kind][1] else ""),
                     "copy the set anew to that machine, and compare: trainer data check --data ...",
                 )
+    return mine["training"][0]
 
 
 class Course:
@@ -125,21 +129,32 @@ class Course:
     def begin(self) -> None:
         """Start the run, from a checkpoint where it is to go on."""
         run, s = self.run, self.run.settings
+        resume.check_same_everywhere(s)
+        was_there = run.folder.exists()
         if dist.together() and run.world.local_rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
-        _check_same_data(run)
+        self.data = _check_same_data(run)
         shared = resume.common(run.folder, run.world)
         # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
         self.writes = run.world.rank == 0 or (run.world.local_rank == 0 and not shared)
+        goes_on = resume.asked(s.resume, os.environ)
+        if not (goes_on or s.exist_ok or os.environ.get(contract.RUN_DIR)):
+            another = self.writes and run.world.rank and was_there
+            text = f"{run.folder} is there already: rank 0 has made a new one of that name on its machine"
+            dist.agree(TrainerError(text, "give the run a --name of its own") if another else None)
+        if self.writes:
+            resume.discard_unfinished(run.folder)
+            if not goes_on:
+                resume.discard(run.folder)
         content = None
-        if resume.asked(s.resume, os.environ):
+        if goes_on:
             content = resume.newest_of_all(run.folder, run.world)
             if not content:
                 if s.resume:
                     raise TrainerError(f"--resume: no complete checkpoint in {run.folder}", "start without --resume")
                 run.screen.say(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, from the beginning")
         if content:
-            resume.check_same(content, s)
+            resume.check_same(content, s, self.data)
         run.start(going_on=bool(content))
         if s.cache:
             threads = max(1, dist.usable_cores() // run.world.local_size)
@@ -168,7 +183,7 @@ class Course:
     def run_epochs(self) -> None:
         """Train until the last epoch, or until the score has not risen for --patience epochs."""
         run, s = self.run, self.run.settings
-        while run.at.epoch < s.epochs:
+        while run.at.epoch < s.epochs and not self._no_better():
             try:
                 scores, losses, rate = self._epoch()
             except NotFinite as error:
@@ -192,12 +207,18 @@ class Course:
                 best=best or (not s.val and run.at.epoch == s.epochs),
                 keep=f"epoch{ended + 1}.pt" if s.save_period and not (ended + 1) % s.save_period else "",
             )
-            if scores and s.patience and ended - run.at.best_epoch >= s.patience and run.at.epoch < s.epochs:
-                run.screen.say(
-                    f"no better score for {s.patience} epochs (--patience): the best was epoch {run.at.best_epoch + 1}"
-                )
-                break
             self._stop_if_told(dist.any_rank(bool(self.signals.received)))
+
+    def _no_better(self) -> bool:
+        """Whether the score has not risen for --patience epochs; a run that goes on after the last one ends, too."""
+        at, s = self.run.at, self.run.settings
+        scored = s.val and at.epoch and not at.step and at.epoch % s.val_period == 0
+        if not (s.patience and scored and at.epoch - 1 - at.best_epoch >= s.patience):
+            return False
+        self.run.screen.say(
+            f"no better score for {s.patience} epochs (--patience): the best was epoch {at.best_epoch + 1}"
+        )
+        return True
 
     def _epoch(self) -> tuple[Scores | None, list[float], float]:
         """The rest of the running epoch: its scores, mean losses and images per second."""
@@ -244,6 +265,7 @@ class Course:
                 run.check_finite()
             self._log(run.before_of + 1, run.before)
             stopping, saving = stopping or told.stop, saving or told.save
+            saving = saving and not (at.step == steps and run.validates)  # the epoch's end is saved in a moment
             if (stopping or saving) and told.moved:  # in between there are gradients that a checkpoint does not hold
                 self._save()
                 self._stop_if_told(stopping)
@@ -288,7 +310,7 @@ class Course:
     def _save(self, best: bool = False, keep: str = "") -> None:
         run = self.run
         with self.watchdog.during("checkpoint"):
-            content = run.state()
+            content = {**run.state(), "data": self.data}
             self.every.saved(run.number)
             if run.settings.on_nan == "skip":
                 self.last = checkpoint.copied(content)

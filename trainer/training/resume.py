@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract, dist
-from trainer.config import Hyp, Settings
+from trainer.config import AUTO_WORKERS, Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 # Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
 _PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
+# What each machine of one job may have its own of; whether `workers` is "auto" is common.
+_OF_A_MACHINE = {"data", "cfg", "weights", "device", "project", "name", "exist_ok", "resume", "callback"}
 # What may differ when a run goes on: none of these changes a number that is computed.
 FREE = frozenset(
     {
@@ -99,8 +101,13 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     return kept
 
 
-def check_same(content: Mapping[str, Any], settings: Settings) -> None:
-    """An error where the run was told other things than the one that wrote the checkpoint."""
+def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> None:
+    """An error where the run was told other things than the checkpoint's, or has another set of pictures, by `data`."""
+    if content.get("data", data) != data:
+        raise TrainerError(
+            f"--data {settings.data} is not as it was when the checkpoint was written: other pictures or boxes",
+            "bring them back, or start anew from its weights with --weights",
+        )
     saved, now = content["settings"], dataclasses.asdict(settings)
     for name in sorted(saved.keys() & now.keys() - FREE):
         _compare(name, now[name], saved[name])
@@ -122,6 +129,34 @@ def _short(value: Any, other: Any) -> str:
     return str(value)
 
 
+def check_same_everywhere(settings: Settings) -> None:
+    """An error on all ranks where one was told other things than rank 0, or goes on with other ones. A collective."""
+    mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _OF_A_MACHINE}
+    mine["workers"] = settings.workers == AUTO_WORKERS
+    everyone = dist.all_gather(mine)
+    for rank, other in enumerate(everyone):
+        for name in mine:
+            if other[name] != everyone[0][name]:
+                told = (
+                    f"{_short(everyone[0][name], other[name])} on rank 0 and {_short(other[name], everyone[0][name])}"
+                )
+                option = "--" + name.replace("_", "-")
+                raise TrainerError(f"{option} is {told} on rank {rank}", f"type the same {option} on every machine")
+
+
+def discard(folder: Path) -> None:
+    """Remove the checkpoints of another run from a folder that a new one begins in: they would be gone on from."""
+    for name in (PREVIOUS, LAST):  # so that who is killed in between has left the newer one
+        (folder / name).unlink(missing_ok=True)
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove what a process that was killed has left half written."""
+    for pattern in (".*.pt.*.tmp", ".common-*"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
 def common(folder: Path, world: dist.World) -> bool:
     """Whether this process sees the folder that rank 0 writes to, by a file that rank 0 has just put there."""
     mark = folder / f".common-{dist.broadcast(secrets.token_hex(4))}"
@@ -136,12 +171,17 @@ def common(folder: Path, world: dist.World) -> bool:
 
 
 def newest_of_all(folder: Path, world: dist.World) -> dict[str, Any] | None:
-    """The newest complete checkpoint that any rank can read, on every rank; None if there is none.
+    """The newest complete checkpoint that any rank can read, on every rank; None if there is none, readable or not.
 
     Where the nodes have no common disk, each keeps its own copy: a node that was replaced gets it from another.
     """
     mine = newest(folder)
     places = dist.all_gather(place(mine) if mine else ())
+    if not max(places) and dist.any_rank(any((folder / name).exists() for name in (LAST, PREVIOUS))):
+        raise TrainerError(
+            f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not of this trainer",
+            "make them readable; to begin anew, move them away",
+        )
     if min(places) == max(places):
         return mine
     return dist.broadcast(mine, source=places.index(max(places)))  # type: ignore[no-any-return]

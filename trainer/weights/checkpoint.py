@@ -132,7 +132,7 @@ def load(weights: str) -> dict[str, Any]:
         ) from None
     except pickle.UnpicklingError:  # whole objects: one of YOLOv5's, or nothing that is wanted here
         return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # an unpickler raises what it likes at bytes that were never pickled
         raise _foreign(weights) from error
     if not isinstance(content, dict) or any(key not in content for key in KEYS):
         raise _foreign(weights)
