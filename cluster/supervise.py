@@ -119,15 +119,15 @@ def _next_attempt(
     records.update(record)
     # A machine that was away may still run the attempt that the others have left behind.
     backend.cancel(made, grace_s=0)
-    _bring_checkpoint(record, show)
+    _bring_checkpoint(record, plan.nodes, show)
     commands.start(record, records, secrets)
     return record
 
 
-def _bring_checkpoint(record: Record, show: Show) -> None:
-    """Give the first node the newest checkpoint, when none of the nodes has one and a machine that was left out does.
+def _bring_checkpoint(record: Record, before: Sequence[Node], show: Show) -> None:
+    """Give the first node the newest checkpoint, when a machine that was left out has it.
 
-    Where one of them has it, the trainer shares it by itself.
+    Where one of the nodes that the attempt `before` ran on has one, that is it; the trainer shares it by itself.
     """
     plan = record.plan
 
@@ -139,10 +139,11 @@ def _bring_checkpoint(record: Record, show: Show) -> None:
         )
         return {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
 
-    if ages(plan.nodes):
+    names = {node.name for node in before}
+    if ages([node for node in plan.nodes if node.name in names]):
         return
-    left_out = ages(record.retired)
-    if not left_out:
+    own, left_out = ages(plan.nodes), ages(record.retired)
+    if max(left_out.values(), default=0) <= max(own.values(), default=0):
         return
     source = max((node for node in record.retired if node.name in left_out), key=lambda node: left_out[node.name])
     everything_else = [f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous")]

@@ -58,8 +58,11 @@ class HostsBackend:
         """What keeps each node of the plan from running it, None where nothing does; every node by itself."""
 
         def look(node: Node) -> ClusterError | None:
-            found = readiness.problems(plan, node, self._prepare(plan, node, alone=True))
-            return UsageError(found[0][0], found[0][1]) if found else None
+            seen = self._prepare(plan, node, alone=True)
+            if found := readiness.problems(plan, node, seen):
+                return UsageError(*found[0])
+            jobs = readiness.held(plan, node, seen)
+            return readiness.held_error({node.name: sorted(jobs)}) if jobs else None
 
         return dict(fanout.each(plan.nodes, look))
 

@@ -192,3 +192,26 @@ def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(ma
     assert "lost" not in text
     assert "tick 24: rank 0 of 2" in text
     assert processes_of("job") == []
+
+
+def test_a_spare_that_another_job_holds_is_no_spare(machines):
+    file = machines.folder / "cluster.yaml"
+    described = yaml.safe_load(file.read_text())
+    for name, gpus in (("node-0", [0, 1]), ("node-1", [2, 3]), ("node-2", [4, 5])):  # all are this machine
+        described["nodes"][name] |= {"gpus": gpus, "run_dir": str(machines.folder / "disks" / name)}
+    file.write_text(yaml.safe_dump(described))
+    code, text = run(machines, "all_reduce.py --ticks 100", "--only", "node-2", "--detach", name="holder", nodes=1)
+    assert code == 0, text
+    command = ["launch", "--name", "job", "--nodes", "1:2", "--spares", "1", "--max-restarts", "1"]
+    command += ["--python", sys.executable]
+    process = machines.start(*command, "--gpus", "2", "--command", "all_reduce.py --ticks 25")
+    try:
+        machines.wait_for("job", "tick 1", node="node-1")
+        folder = Path(described["nodes"]["node-1"]["run_dir"])
+        shutil.rmtree(folder)
+        folder.touch()  # nothing can be written there any more
+        text, _ = process.communicate(timeout=120)
+    finally:
+        assert machines.run("stop", "holder")[0] == 0
+    assert process.returncode == 0, text
+    assert "attempt 2 on node-0," in text

@@ -114,21 +114,27 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     assert untimed(run) == untimed(tmp_path / "runs" / "whole")
 
 
-def test_killed_in_the_validation_the_last_step_of_the_epoch_keeps_its_loss(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_killed_in_the_validation_the_epoch_ends_as_it_would_have(data: Path, tmp_path: Path, count: int) -> None:
     """The first checkpoint of all is the one before the first validation."""
-    assert [code for code, _, _ in wait(start(tmp_path, ranks(1), *options(data, "--name", "whole")))] == [0]
+    whole = wait(start(tmp_path, ranks(count), *options(data, "--name", "whole")))
+    assert [code for code, _, _ in whole] == [0] * count, whole
     cut = [*options(data, "--name", "cut"), "--exist-ok"]
     run = tmp_path / "runs" / "cut"
-    processes = start(tmp_path, ranks(1), *cut)
+    processes = start(tmp_path, ranks(count), *cut)
     until = time.monotonic() + 180
     while not (run / "last.pt").exists():
         assert time.monotonic() < until
         assert processes[0].poll() is None, wait(processes)
         time.sleep(0.002)
-    processes[0].kill()
+    for process in processes:
+        process.kill()
     wait(processes)
-    ((code, _, err),) = wait(start(tmp_path, ranks(1), *cut, "--resume", str(run)))
-    assert code == 0, err
+    ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
+    assert [code for code, _, _ in ended] == [0] * count, ended
+    assert "goes on in epoch 1 after step 6 of 6" in ended[0][1]
+    before, after = (content(tmp_path / "runs" / name / "last.pt") for name in ("whole", "cut"))
+    assert_same(before["model"], after["model"])
     assert steps(run) == steps(tmp_path / "runs" / "whole")
     assert untimed(run) == untimed(tmp_path / "runs" / "whole")
 

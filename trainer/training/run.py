@@ -59,6 +59,7 @@ class Position:
     best_epoch: int = -1
     best_scores: dict[str, float] = field(default_factory=dict)  # the task's headlines
     skipped: tuple[int, ...] = ()  # steps left out because their loss was not finite
+    averaged: bool = False  # whether all ranks have the same statistics of batch norm: the epoch's steps are done
 
 
 @dataclass
@@ -294,7 +295,7 @@ class Run:
 
     def begin_epoch(self) -> None:
         """Begin the next epoch."""
-        self.at.epoch, self.at.step, self.at.images = self.at.epoch + 1, 0, 0
+        self.at.epoch, self.at.step, self.at.images, self.at.averaged = self.at.epoch + 1, 0, 0, False
         if self.at.epoch == self.settings.unfreeze:
             self._unfreeze()
         self.total.zero_()
@@ -312,7 +313,13 @@ class Run:
         self.screen.say(f"from epoch {self.at.epoch + 1} on, all layers are trained")
 
     def average_statistics(self) -> None:
-        """Make batch norm's statistics those of all ranks: each rank has seen other pictures."""
+        """Make batch norm's statistics those of all ranks: each rank has seen other pictures.
+
+        Once an epoch: the mean of three equal numbers may differ from them in its last bit.
+        """
+        if self.at.averaged:
+            return
+        self.at.averaged = True
         for part in (self.net, self.ema.model):
             self.mode.average_(list(_statistics(part).values()))
 
