@@ -146,7 +146,9 @@ def _bring_checkpoint(record: Record, before: Sequence[Node], show: Show) -> Non
     if max(left_out.values(), default=0) <= max(own.values(), default=0):
         return
     source = max((node for node in record.retired if node.name in left_out), key=lambda node: left_out[node.name])
-    everything_else = [f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous")]
+    everything_else = [
+        f"{name}*" for name in ("attempt-", "events.", "labels", "results", "train_", "previous", "before")
+    ]
     files.collect(source, plan.dir_on(source), plan.run_dir, everything_else)
     files.place(plan.nodes[0], Path(plan.run_dir, _CHECKPOINT), plan.dir_on(plan.nodes[0]))
     show.note(f"the newest checkpoint was brought from {source.name} to {plan.nodes[0].name}")

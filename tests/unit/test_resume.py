@@ -320,6 +320,7 @@ def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(d
     once = options(data, "--epochs", "1", "--exist-ok")
     assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
     (run / ".last.pt.0123abcd.tmp").touch()  # of one that was killed
+    last = (run / "last.pt").read_bytes()
     processes = start(tmp_path, ranks(1), *once)
     until = time.monotonic() + 180
     while (run / "last.pt").exists():
@@ -328,6 +329,7 @@ def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(d
     processes[0].kill()
     wait(processes)
     assert not [*run.glob(".*.tmp")]
+    assert (run / "before.pt").read_bytes() == last
     ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
     assert (code, "no checkpoint there" in err) == (2, True), err
 

@@ -144,8 +144,8 @@ class Course:
             dist.agree(TrainerError(text, "give the run a --name of its own") if another else None)
         if self.writes:
             resume.discard_unfinished(run.folder)
-            if not goes_on:
-                resume.discard(run.folder)
+            if not goes_on and resume.set_aside(run.folder):
+                run.screen.say(f"{run.folder}: begins anew; the last checkpoint that was there is now {resume.BEFORE}")
         content = None
         if goes_on:
             content = resume.newest_of_all(run.folder, run.world)

@@ -15,7 +15,7 @@ from trainer.config import AUTO_WORKERS, Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
-LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+LAST, PREVIOUS, BEST, BEFORE = "last.pt", "previous.pt", "best.pt", "before.pt"
 # Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
 _PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
 # What each machine of one job may have its own of; whether `workers` is "auto" is common.
@@ -144,10 +144,12 @@ def check_same_everywhere(settings: Settings) -> None:
                 raise TrainerError(f"{option} is {told} on rank {rank}", f"type the same {option} on every machine")
 
 
-def discard(folder: Path) -> None:
-    """Remove the checkpoints of another run from a folder that a new one begins in: they would be gone on from."""
-    for name in (PREVIOUS, LAST):  # so that who is killed in between has left the newer one
-        (folder / name).unlink(missing_ok=True)
+def set_aside(folder: Path) -> bool:
+    """Where another run's newest checkpoint is in the way, which would be gone on from, keep it as before.pt."""
+    there = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
+    for path in there:  # the newer one last
+        path.replace(folder / BEFORE)
+    return bool(there)
 
 
 def discard_unfinished(folder: Path) -> None:
