@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,43 +45,21 @@ class Records:
     def update(self, record: Record) -> None:
         """Replace a job's record, but keep an end that is noted; ClusterError when its folder cannot be written to."""
         path = self._path(record.plan.job_id)
-        with self._locked(path):
+        with _lock(path.with_name(".lock")):
             if path.exists() and (noted := _load(path)).outcome:
                 record = replace(record, outcome=noted.outcome, detail=noted.detail, exit_code=noted.exit_code)
             _replace(path, record)
 
     @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Nobody else replaces a record meanwhile: a restart's new plan must not undo a stop."""
-        try:
-            file = (path.parent / ".lock").open("a")
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
-    @contextmanager
     def watch(self, job_id: str) -> Iterator[bool]:
         """Be the one that restarts the job when it fails; gives False where another process is that already."""
-        path = self._path(job_id).with_suffix(".lock")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = path.open("a")
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+        with _lock(self._path(job_id).with_suffix(".lock"), waits=False) as ours:
+            yield ours
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
         """Note how a job ended; the first end counts."""
         path = self._path(job_id)
-        with self._locked(path):
+        with _lock(path.with_name(".lock")):
             record = self.load(job_id)
             if not record.outcome:
                 _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
@@ -113,6 +91,22 @@ def default_folder() -> Path:
         return Path(given)
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "clusterctl" / "jobs"
+
+
+@contextmanager
+def _lock(path: Path, *, waits: bool = True) -> Iterator[bool]:
+    """Hold a lock file: a restart's new plan must not undo a stop. False where it `waits` not, and another has it."""
+    ours = True
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            ours = False
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        yield ours
 
 
 def _replace(path: Path, record: Record) -> None:
