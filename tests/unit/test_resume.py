@@ -257,23 +257,24 @@ def test_going_on_with_another_batch_is_refused(data: Path, tmp_path: Path) -> N
     assert "error: --resume: no last.pt in any folder of none" in err
 
 
-@pytest.mark.parametrize("folders", [["one", "one"], ["one", "other"]])
+@pytest.mark.parametrize("folders", [["one", "one"], ["one", "other", "other"]])
 def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[str]) -> None:
     """Two that write the same file in containers with equal pids had taken each other's temporary file."""
     program = (
         "import os, sys; from pathlib import Path; from torch import device; from trainer import dist;"
         "from trainer.training import resume;"
         "world = dist.world_of(os.environ); dist.join(world, device('cpu'));"
-        "print(resume.common(Path(sys.argv[1]), world)); dist.leave()"
+        "print(resume.is_writer(Path(sys.argv[1]), world)); dist.leave()"
     )
     processes = []
-    for place, name in zip(ranks(2, nodes=2), folders, strict=True):
+    for place, name in zip(ranks(len(folders), nodes=len(folders)), folders, strict=True):
         (tmp_path / name).mkdir(exist_ok=True)
         argv = [sys.executable, "-c", program, str(tmp_path / name)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         processes.append(subprocess.Popen(argv, env=environment(**place), text=True, **pipes))
     ended = wait(processes)
-    assert [out for _, out, _ in ended] == ["True\n", f"{folders[0] == folders[1]}\n"], ended
+    writes = [name not in folders[:rank] for rank, name in enumerate(folders)]
+    assert [out for _, out, _ in ended] == [f"{each}\n" for each in writes], ended
     assert not [*tmp_path.glob("*/.*")]
 
 

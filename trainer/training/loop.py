@@ -134,9 +134,8 @@ class Course:
         if dist.together() and run.world.local_rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
         self.data = _check_same_data(run)
-        shared = resume.common(run.folder, run.world)
         # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
-        self.writes = run.world.rank == 0 or (run.world.local_rank == 0 and not shared)
+        self.writes = resume.is_writer(run.folder, run.world)
         goes_on = resume.asked(s.resume, os.environ)
         if not (goes_on or s.exist_ok or os.environ.get(contract.RUN_DIR)):
             another = self.writes and run.world.rank and was_there

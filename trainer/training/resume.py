@@ -159,17 +159,23 @@ def discard_unfinished(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def common(folder: Path, world: dist.World) -> bool:
-    """Whether this process sees the folder that rank 0 writes to, by a file that rank 0 has just put there."""
-    mark = folder / f".common-{dist.broadcast(secrets.token_hex(4))}"
-    if world.rank == 0:
-        mark.touch()
+def is_writer(folder: Path, world: dist.World) -> bool:
+    """Whether this process writes the checkpoints of `folder`: the first rank of those machines that have it in common.
+
+    Each machine's first rank puts a file there, and looks whose it finds. A collective.
+    """
+    token = dist.broadcast(secrets.token_hex(4))
+    is_first = world.local_rank == 0
+    firsts = [rank for rank, first in enumerate(dist.all_gather(is_first)) if first]
+    marks = {rank: folder / f".common-{token}-{rank}" for rank in firsts}
+    if is_first:
+        marks[world.rank].touch()
     dist.barrier()
-    seen = mark.exists()
+    writer = next((rank for rank, mark in marks.items() if mark.exists()), None)
     dist.barrier()
-    if world.rank == 0:
-        mark.unlink(missing_ok=True)
-    return seen
+    if is_first:
+        marks[world.rank].unlink(missing_ok=True)
+    return world.rank == writer
 
 
 def newest_of_all(folder: Path, world: dist.World) -> dict[str, Any] | None:
