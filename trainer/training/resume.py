@@ -115,11 +115,15 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> Non
 
 def _compare(name: str, now: Any, before: Any) -> None:
     if now != before:
-        option = "--" + name.replace("_", "-")
+        option = _option(name)
         raise TrainerError(
             f"{option} is {_short(now, before)}, the checkpoint was made with {_short(before, now)}",
             f"go on with the same {option}, or start anew from its weights with --weights",
         )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _short(value: Any, other: Any) -> str:
@@ -132,16 +136,16 @@ def _short(value: Any, other: Any) -> str:
 def check_same_everywhere(settings: Settings) -> None:
     """An error on all ranks where one was told other things than rank 0, or goes on with other ones. A collective."""
     mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _OF_A_MACHINE}
-    mine["workers"] = settings.workers == AUTO_WORKERS
-    everyone = dist.all_gather(mine)
-    for rank, other in enumerate(everyone):
-        for name in mine:
-            if other[name] != everyone[0][name]:
-                told = (
-                    f"{_short(everyone[0][name], other[name])} on rank 0 and {_short(other[name], everyone[0][name])}"
+    mine["workers"] = AUTO_WORKERS if settings.workers == AUTO_WORKERS else "a number"
+    first, *others = dist.all_gather(mine)
+    for rank, other in enumerate(others, 1):
+        for name, theirs in other.items():
+            if theirs != first[name]:
+                raise TrainerError(
+                    f"{_option(name)} is {_short(first[name], theirs)} on rank 0 and {_short(theirs, first[name])} "
+                    f"on rank {rank}",
+                    f"type the same {_option(name)} on every machine",
                 )
-                option = "--" + name.replace("_", "-")
-                raise TrainerError(f"{option} is {told} on rank {rank}", f"type the same {option} on every machine")
 
 
 def set_aside(folder: Path) -> bool:
