@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,13 @@ def run(folder: Path, count: int, *arguments: str) -> list[int]:
     """`trainer ARGUMENTS` in `folder`, once for each rank: the exit codes. What they say is in said0, said1, ..."""
     # torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
     _CONTEXT.set_forkserver_preload(["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli"])
-    places = ranks(count)
-    processes = [_CONTEXT.Process(target=_rank, args=(folder, k, place, arguments)) for k, place in enumerate(places)]  # type: ignore[attr-defined]
+    return call(_trainer, folder, count, *arguments)
+
+
+def call(program: Callable[..., None], folder: Path, count: int, *arguments: str) -> list[int]:
+    """The same of any function: `program(ARGUMENTS)` in each rank, with a rank's environment."""
+    places = [(folder, k, place, program, arguments) for k, place in enumerate(ranks(count))]
+    processes = [_CONTEXT.Process(target=_rank, args=place) for place in places]  # type: ignore[attr-defined]
     for process in processes:
         process.start()
     for process in processes:
@@ -37,7 +43,9 @@ def run(folder: Path, count: int, *arguments: str) -> list[int]:
     return [-1 if process.exitcode is None else process.exitcode for process in processes]
 
 
-def _rank(folder: Path, number: int, place: dict[str, str], arguments: tuple[str, ...]) -> None:
+def _rank(
+    folder: Path, number: int, place: dict[str, str], program: Callable[..., None], arguments: tuple[str, ...]
+) -> None:
     os.chdir(folder)
     os.environ.update(place, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
@@ -45,10 +53,14 @@ def _rank(folder: Path, number: int, place: dict[str, str], arguments: tuple[str
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
         faulthandler.enable(2)  # a crash in C code says which line of Python has led to it
-        sys.argv = ["trainer", *arguments]
-        from trainer.__main__ import main
+        program(*arguments)
 
-        main()
+
+def _trainer(*arguments: str) -> None:
+    sys.argv = ["trainer", *arguments]
+    from trainer.__main__ import main
+
+    main()
 
 
 def without_batch_norm(nc: int) -> nn.Module:
