@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -16,7 +15,7 @@ import typer
 from cluster.config import Request
 from cluster.errors import ClusterError, UsageError
 from cluster.verbs import options
-from cluster.verbs.follow import EXIT_INTERRUPTED, interrupt, say
+from cluster.verbs.follow import EXIT_INTERRUPTED, on_interrupt, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,7 +131,7 @@ def bench(
     # The other modes' exchange is not the sums of doctor's forecast, and is not timed.
     ddp = scaling.said_to(left, "--parallel") in ("", "ddp")
     ended: BaseException | None = None
-    signal.signal(signal.SIGTERM, interrupt)
+    on_interrupt(errors, "")
     try:
         if ddp and machines is not None and len(largest.hosts) > 1:
             with errors.status("measuring the link") if errors.is_terminal else nullcontext():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ def follow(
 
     job_id = record.plan.job_id
     try:
-        signal.signal(signal.SIGTERM, interrupt)
+        on_interrupt(out, f"left while stopping; finish it with: clusterctl stop {job_id}" if stops else "")
         screen: Screen = Screen(out, record.plan, all_nodes=all_nodes, skips_past=not stops)
         for text in (header(record.plan), *notes):
             say(out, text)
@@ -51,18 +52,32 @@ def follow(
             raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
-    try:
-        say(out, f"stopping {job_id} on {len(record.plan.nodes)} nodes (Ctrl-C again leaves at once)")
-        commands.stop(job_id, records)
-        say(out, "stopped; nothing of it is running")
-    except KeyboardInterrupt:
-        say(out, f"left while stopping; finish it with: clusterctl stop {job_id}")
+    say(out, f"stopping {job_id} on {len(record.plan.nodes)} nodes (Ctrl-C again leaves at once)")
+    commands.stop(job_id, records)
+    say(out, "stopped; nothing of it is running")
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def interrupt(*_: object) -> NoReturn:
-    """What SIGTERM does: the same as Ctrl-C."""
-    raise KeyboardInterrupt
+def on_interrupt(out: Console, left: str) -> None:
+    """Have Ctrl-C and SIGTERM raise KeyboardInterrupt; the next one says `left` and ends this process at once.
+
+    Raised a second time it would not: Python waits for threads, and those for machines that do not answer.
+    """
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def first(*_: object) -> NoReturn:
+        for number in handled:
+            signal.signal(number, again)
+        raise KeyboardInterrupt
+
+    def again(*_: object) -> NoReturn:
+        if left:
+            say(out, left)
+        out.file.flush()
+        os._exit(EXIT_INTERRUPTED)
+
+    for number in handled:
+        signal.signal(number, first)
 
 
 def end(watched: Watched, refused: str, records: Records, out: Console) -> int:

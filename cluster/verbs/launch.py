@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from cluster.config import Request
 from cluster.errors import UsageError
 from cluster.verbs import options
-from cluster.verbs.follow import console, end, follow, header, interrupt, say
+from cluster.verbs.follow import console, end, follow, header, on_interrupt, say
 
 
 def launch(
@@ -96,7 +95,8 @@ def launch(
         from cluster.verbs.image import bring
 
         bring(in_containers, job.image, out)
-    signal.signal(signal.SIGTERM, interrupt)  # before there is anything to stop
+    # before there is anything to stop
+    on_interrupt(out, "left while stopping; finish it with: clusterctl stop JOB (clusterctl ps --all names it)")
     record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
     if detach:
         for text in (header(record.plan), *notes, f"running; see it with: clusterctl attach {record.plan.job_id}"):

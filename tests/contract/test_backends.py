@@ -204,6 +204,31 @@ def test_ctrl_c_stops_every_node(clusterctl, backend, start):
     assert backend.left_of("ct-stop") == []
 
 
+def test_a_second_ctrl_c_leaves_at_once(clusterctl, backend, start):
+    """While the nodes take their time, and with what to type: what is left is ended by that."""
+    (clusterctl.folder / "stubborn.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('stubborn', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    process = start("ct-leave", program="stubborn.py")
+    clusterctl.wait_for("ct-leave", "stubborn")
+    clusterctl.wait_for("ct-leave", "stubborn", node="node-1")
+    process.send_signal(signal.SIGINT)
+    assert any("Ctrl-C again leaves at once" in line for line in process.stdout)
+    time.sleep(2)
+    asked = time.time()
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert time.time() - asked < 2
+    assert process.returncode == 130
+    assert text == "left while stopping; finish it with: clusterctl stop ct-leave\n"
+    code, text = clusterctl.run("stop", "ct-leave")
+    assert (code, "nothing of it is running" in text) == (0, True), text
+    assert backend.left_of("ct-leave") == []
+
+
 def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start):
     process = start("ct-other")
     clusterctl.wait_for("ct-other", "tick 0")
