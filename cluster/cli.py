@@ -29,7 +29,8 @@ app = typer.Typer(
 
 app.command(epilog="Example: clusterctl launch --nodes 2 --gpus 2 -- train --epochs 3")(launch)
 app.command(
-    epilog="Example: clusterctl plan --nodes 2 --gpus 2 --backend compose -o job.yml && docker compose -f job.yml up"
+    epilog="Example: mkdir -p runs && clusterctl plan --nodes 2 --gpus 2 --backend compose -o job.yml && "
+    "docker compose -f job.yml up"
 )(plan)
 for verb in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(verb)

@@ -218,9 +218,16 @@ def launch(
     if not numbered and Path(made.run_dir).exists():
         raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
     record = Record(made, created_at=time.time(), job=replace(job, hosts=made.nodes if job.hosts else ()))
-    records.reserve(record)
     with records.watch(record.plan.job_id):  # who attaches meanwhile sees nothing run, and is not to restart it
-        start(record, records, secrets)
+        records.reserve(record)
+        try:
+            start(record, records, secrets)
+        except ClusterError as error:
+            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+            raise
+        except KeyboardInterrupt:  # some nodes may have started
+            _stop(record, records, grace_s=0)
+            raise
     return record
 
 
@@ -253,26 +260,19 @@ def check_files(job: Job) -> None:
 
 
 def start(record: Record, records: Records, secrets: Mapping[str, str] | None = None) -> None:
-    """Start a recorded job's nodes; notes the failure before it raises."""
+    """Start a recorded job's nodes: all of them, or none when it raises a ClusterError."""
     lost = [name for name in record.plan.secrets if name not in (secrets or {})]
+    if lost:
+        raise LaunchError(f"the values of {', '.join(lost)} are kept nowhere, so only the launcher can start this job")
+    _make_folder(record.plan)
     try:
-        if lost:
-            raise LaunchError(
-                f"the values of {', '.join(lost)} are kept nowhere, so only the launcher can start this job"
-            )
-        _make_folder(record.plan)
         BACKENDS[record.plan.backend].submit(record.plan, secrets)
-        if records.load(record.plan.job_id).outcome:  # `stop`, in another terminal, before there was anything to stop
-            BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
-            raise LaunchError("it was stopped meanwhile")
-    except ClusterError as error:
-        if isinstance(error, UnreachableError):  # what did not answer in time may start it all the same
-            _remove(record, grace_s=0)
-        records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+    except UnreachableError:  # what did not answer in time may start it all the same
+        _remove(record, grace_s=0)
         raise
-    except KeyboardInterrupt:  # some nodes may have started
-        _stop(record, records, grace_s=0)
-        raise
+    if records.load(record.plan.job_id).outcome:  # `stop`, in another terminal, before there was anything to stop
+        BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
+        raise LaunchError("it was stopped meanwhile")
 
 
 def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep) -> Watched:
@@ -327,7 +327,9 @@ def another_port(
         return None
     backend = BACKENDS[record.plan.backend]
     backend.cancel(record.plan, grace_s=FAILED_GRACE_S)
-    made = free_plan(record.job, record.plan.backend, attempt=record.plan.attempt + 1, after=record.plan.master_port)
+    nodes = record.plan.nodes
+    job = replace(record.job, hosts=nodes, nodes=len(nodes)) if record.job.hosts else record.job  # it may have moved
+    made = free_plan(job, record.plan.backend, attempt=record.plan.attempt + 1, after=record.plan.master_port)
     record = replace(record, plan=made, created_at=time.time())
     records.update(record)
     start(record, records, secrets)
@@ -359,14 +361,17 @@ def _note(watched: Watched, outcome: Outcome, records: Records) -> None:
     records.end(watched.plan.job_id, outcome, report.cause(view, verdict), report.exit_code(view, verdict))
 
 
-def stop(job_id: str, records: Records) -> Record:
-    """End a job on every node and wait for that; safe to repeat, also for a job that has ended."""
+def stop(job_id: str, records: Records) -> tuple[Record, list[str]]:
+    """End a job on every node and wait for that; safe to repeat, also for a job that has ended.
+
+    Gives also which results could not be brought here, a sentence each.
+    """
     record = records.load(job_id)
     try:
         _stop(record, records, grace_s=STOP_GRACE_S)
     finally:  # also where a machine is gone
-        _collect(record.plan)
-    return records.load(job_id)
+        undone = _collect(record.plan)
+    return records.load(job_id), undone
 
 
 def look(record: Record) -> tuple[str, JobView]:

@@ -253,6 +253,11 @@ def _places(
     if inventory is None:
         if request.spares:
             raise UsageError("--spares: this machine has none", "name machines: clusterctl init gpu-a gpu-b gpu-c")
+        if request.min_nodes not in (0, request.nodes):
+            raise UsageError(
+                f"--nodes {request.min_nodes}:{request.nodes}: this machine gives as many as asked for",
+                "one number; or name machines: clusterctl init gpu-a gpu-b gpu-c",
+            )
         return (), (), *_device(request, here)
     known = ", ".join(node.name for node in inventory.nodes)
     wanted = request.nodes + request.spares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -46,9 +47,11 @@ def append(copy: Path, at: int, chunk: bytes) -> None:
     if not chunk:
         return
     with copy.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if file.seek(0, io.SEEK_END) == at:  # others may have written since it was opened
-            file.write(chunk)
+        with contextlib.suppress(OSError):  # a disk without locks: two followers at once may write a line twice
+            fcntl.flock(file, fcntl.LOCK_EX)
+        known = file.seek(0, io.SEEK_END) - at  # others may have written since it was opened
+        if 0 <= known < len(chunk):
+            file.write(chunk[known:])
 
 
 def event(line: str) -> Event | None:

@@ -12,7 +12,7 @@ from cluster import commands, fanout, files, looks, restarts
 from cluster.backends import BACKENDS
 from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
-from cluster.errors import ClusterError, UnreachableError, with_hint
+from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.model import Node, Plan, Record
 from cluster.records import Records
 from cluster.restarts import Failure
@@ -25,6 +25,10 @@ _CHECKPOINT = "last.pt"
 _RETURN_TICK_S = 3.0
 #: After so many ticks of waiting for somebody else's restart, whether the attempt is well is looked at anew.
 _LOOK_AGAIN = 10
+
+
+class BetweenAttempts(KeyboardInterrupt):
+    """Ctrl-C where an attempt has ended, and the next one may have begun on some nodes."""
 
 
 def run(
@@ -64,25 +68,83 @@ def _keep_going(
         watched = commands.follow(record, show, wait=wait)
         if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
             return watched, ""
-        again = commands.another_port(record, watched, records, secrets)
-        if again is not None:
-            show.note(f"the port was taken meanwhile: attempt {again.plan.attempt} with {again.plan.master_port}")
-            record = again
+        if _goes_on_unseen(record, watched, show, wait):
+            show.note("they answer again, and the job has gone on meanwhile")
             continue
-        past.append(restarts.failure(watched.view, watched.verdict))
-        refused = restarts.refusal(record.job, watched.view, watched.verdict, past)
-        if not refused:
-            show.note(f"{past[-1].why}; restart {len(past)} of {record.job.max_restarts}")
-            began = time.time()
-            try:
-                record = _next_attempt(record, records, past[-1], show, secrets, wait)
-            except ClusterError as error:
-                refused = f"it could not be started again: {with_hint(error.message, error.hint)}"
-        if refused:  # noted while nobody else may take the job over
+        began = time.time()
+        again: Record | str | None
+        try:
+            again = commands.another_port(record, watched, records, secrets)
+            if again is not None:
+                show.note(f"the port was taken meanwhile: attempt {again.plan.attempt} with {again.plan.master_port}")
+                record = again
+                continue
+            past.append(restarts.failure(watched.view, watched.verdict))
+            again = _restarted(record, records, watched, past, show, secrets, wait)
+        except KeyboardInterrupt:
+            raise BetweenAttempts from None
+        except ClusterError as error:
+            again = _not_started(error)
+        if isinstance(again, str):  # noted while nobody else may take the job over
             commands.give_up(watched, records)
-            return watched, refused
+            return watched, again
+        record = again
         places = ", ".join(node.name for node in record.plan.nodes)
         show.note(f"attempt {record.plan.attempt} on {places}, {time.time() - began:.1f} s after the failure was seen")
+
+
+def _restarted(
+    record: Record,
+    records: Records,
+    watched: Watched,
+    past: list[Failure],
+    show: Show,
+    secrets: Mapping[str, str] | None,
+    wait: Callable[[float], None],
+) -> Record | str:
+    """The next attempt, started, or why there is none. A machine that goes while it is started costs one more.
+
+    Raises ClusterError where that would not help: for the same reason twice, or at the last restart.
+    """
+    while not (refused := restarts.refusal(record.job, watched.view, watched.verdict, past)):
+        show.note(f"{past[-1].why}; restart {len(past)} of {record.job.max_restarts}")
+        try:
+            return _next_attempt(record, records, past[-1], show, secrets, wait)
+        except (UnreachableError, LaunchError) as error:
+            why = _not_started(error)
+            if why == past[-1].why or len(past) == record.job.max_restarts:
+                raise
+            past.append(Failure(why, past[-1].step))
+            record = records.load(record.plan.job_id)
+            if record.outcome:
+                raise
+    return refused
+
+
+def _not_started(error: ClusterError) -> str:
+    return f"it could not be started again: {with_hint(error.message, error.hint)}"
+
+
+def _goes_on_unseen(record: Record, watched: Watched, show: Show, wait: Callable[[float], None]) -> bool:
+    """Whether an attempt whose machines all fell silent at once is well: it was this one that was cut off.
+
+    Raises UnreachableError where none of them and no spare answers for RETURN_S: nothing is known of the job then.
+    """
+    nodes = watched.view.nodes
+    if not record.job.hosts or len(nodes) == 1 or not all(node.phase == "lost" or node.silent for node in nodes):
+        return False
+    show.note("no machine answers any more, as if this one were cut off: waiting for them")
+    clock = looks.Clock()
+    until = clock() + RETURN_S
+    asked = (*record.plan.nodes, *record.job.spares)
+    while True:
+        answers = fanout.each(asked, lambda node: reach(node).run(["true"], timeout_s=8))
+        silent = [answer for answer in answers.values() if isinstance(answer, UnreachableError)]
+        if len(silent) < len(answers):
+            return _is_well(record)
+        if clock() > until:
+            raise silent[0]
+        wait(_RETURN_TICK_S)
 
 
 def _next_attempt(
@@ -104,7 +166,8 @@ def _next_attempt(
     _cancel(plan, show)
     nodes = _nodes(record, wait) if record.job.hosts else ()
     job = replace(record.job, name=plan.job_id, nodes=len(nodes) or record.job.nodes, hosts=nodes)
-    commands.check_files(job)
+    # Those that have run it have what it ran on, also where the files here are others by now.
+    commands.check_files(replace(job, hosts=tuple(node for node in nodes if node not in plan.nodes), queue=None))
     made = commands.free_plan(job, plan.backend, attempt=plan.attempt + 1)
     gone = tuple(node for node in plan.nodes if record.job.hosts and node not in made.nodes)
     record = replace(

@@ -113,11 +113,17 @@ class SlurmBackend:
         clock = looks.Clock()
         until = clock() + _REQUEUE_S
         while clock() < until:
-            found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
-            if found is not None and found.state == "PENDING":
-                # Slurm lets a job that comes back wait for two minutes; refused where the site wants that
-                begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now"]
-                self._reach(plan.nodes[0]).run(begin, timeout_s=30)
+            try:
+                found, attempt, *_ = self._ask(plan, plan.nodes[0])[0]
+                if found is not None and found.state == "PENDING":
+                    # Slurm lets a job that comes back wait for two minutes; refused where the site wants that
+                    begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now"]
+                    self._reach(plan.nodes[0]).run(begin, timeout_s=30)
+            except UnreachableError:  # given up now, the job that Slurm has put back would be cancelled
+                if clock() + 1 > until:
+                    raise
+                wait(1.0)
+                continue
             if attempt > plan.attempt or (found is not None and slurm.waits(found)):
                 return replace(plan, attempt=max(attempt, plan.attempt + 1))
             if found is not None and found.state == "CANCELLED":

@@ -39,13 +39,16 @@ CHECKS: dict[str, Callable[[Seen], list[Finding]]] = {
     "leftovers": machine.leftovers,
     "wsl": windows.wsl,
 }
-#: All of them, with those that need a second look.
-ORDER = ("login", *CHECKS, "versions", "data", "reachable", "link")
+#: All that can be left out, with those that need a second look; the login is none of them.
+ORDER = (*CHECKS, "versions", "data", "reachable", "link")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found, in the order of ORDER; `link` and `forecasts` where the link was measured."""
+    """Everything that was found: the login, then in the order of ORDER.
+
+    `link` and `forecasts` where the link was measured.
+    """
 
     findings: tuple[Finding, ...]
     seconds: float
@@ -108,7 +111,7 @@ def examine(
         findings += said
         if measured is not None:
             forecasts = forecast.forecasts(4 * forecast.PARAMETERS[model], measured, step_s)
-    findings.sort(key=lambda finding: ORDER.index(finding.check))
+    findings.sort(key=lambda finding: ("login", *ORDER).index(finding.check))
     return Report(tuple(findings), time.monotonic() - began, measured, step_s, tuple(forecasts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -15,7 +16,7 @@ import typer
 from cluster.config import Request
 from cluster.errors import ClusterError, UsageError
 from cluster.verbs import options
-from cluster.verbs.follow import EXIT_INTERRUPTED, on_interrupt, say
+from cluster.verbs.follow import EXIT_INTERRUPTED, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,7 +89,7 @@ def bench(
     Where the nodes are several machines, the efficiency that doctor forecasts from their link stands beside the
     measured one. A point that fails is a row that says so. Ctrl-C stops the running job and shows what was measured.
 
-    Exit codes: 0 all points were measured, 1 some failed, 2 wrong request.
+    Exit codes: 0 all points were measured, 1 some failed, 2 wrong request; 3, 5 and 130 as those of launch.
     """
     from rich.console import Console
 
@@ -131,7 +132,7 @@ def bench(
     # The other modes' exchange is not the sums of doctor's forecast, and is not timed.
     ddp = scaling.said_to(left, "--parallel") in ("", "ddp")
     ended: BaseException | None = None
-    on_interrupt(errors, "")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         if ddp and machines is not None and len(largest.hosts) > 1:
             with errors.status("measuring the link") if errors.is_terminal else nullcontext():

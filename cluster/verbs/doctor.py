@@ -42,7 +42,7 @@ def doctor(
     skip: Annotated[
         list[str],
         typer.Option(
-            "--skip", metavar="CHECK", help="Leave out a check, as the first column names it: --skip link; repeatable."
+            "--skip", metavar="CHECK", help="Leave out a check, as the second column names it: --skip link; repeatable."
         ),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     port: Annotated[

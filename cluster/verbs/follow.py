@@ -46,14 +46,18 @@ def follow(
             say(out, text)
         with screen:
             return supervise.run(record, records, screen, secrets=values)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupted:
         if not stops:
-            say(out, f"left; {job_id} goes on. Stop it with: clusterctl stop {job_id}")
+            between = isinstance(interrupted, supervise.BetweenAttempts)
+            state = f"is being started again, by: clusterctl attach {job_id}" if between else "goes on"
+            say(out, f"left; {job_id} {state}. Stop it with: clusterctl stop {job_id}")
             raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
     say(out, f"stopping {job_id} on {len(record.plan.nodes)} nodes (Ctrl-C again leaves at once)")
-    commands.stop(job_id, records)
+    _, undone = commands.stop(job_id, records)
+    for text in undone:
+        say(out, text)
     say(out, "stopped; nothing of it is running")
     raise typer.Exit(EXIT_INTERRUPTED)
 

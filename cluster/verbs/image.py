@@ -113,7 +113,12 @@ def sif(
             show_default=False,
         ),
     ] = "",
-    image: Image = "",
+    image: Annotated[
+        str,
+        typer.Option(
+            "--image", help=f"The Docker image of this machine; by default {DEFAULT_IMAGE}.", show_default=False
+        ),
+    ] = "",
     inventory: InventoryFile = "",
 ) -> None:
     """Make the Docker image of this machine one SIF file on a Slurm cluster, for Apptainer.

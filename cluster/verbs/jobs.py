@@ -53,8 +53,11 @@ def stop(job: options.JobName) -> None:
     from cluster import commands
     from cluster.records import Records
 
-    record = commands.stop(job, Records())
-    say(console(), f"{job}: {record.outcome}; nothing of it is running")
+    out = console()
+    record, undone = commands.stop(job, Records())
+    for text in undone:
+        say(out, text)
+    say(out, f"{job}: {record.outcome}; nothing of it is running")
 
 
 def ps(

@@ -54,7 +54,8 @@ def launch(
 
     Ctrl-C stops the job on every node.
 
-    Exit codes: 0 done, 1 failed, 2 wrong request, 3 could not be started, 4 nodes did not come.
+    Exit codes: 0 done, 1 failed, 2 wrong request, 3 could not be started, 4 nodes did not come, 5 a machine or engine
+    does not answer (the job may go on: attach), 130 interrupted.
     """
     from cluster import commands, secrets
     from cluster.records import Records

@@ -77,7 +77,8 @@ Nodes = Annotated[
     typer.Option(
         "--nodes",
         "-n",
-        help="How many nodes; 2:4 takes four and goes on with as few as two. By default one, or the whole inventory.",
+        help="How many nodes; 2:4 takes four and goes on with as few as two (machines of an inventory). By default "
+        "one, or the whole inventory.",
         show_default=False,
     ),
 ]
@@ -99,12 +100,16 @@ DeviceName = Annotated[
     str,
     typer.Option(
         "--device",
-        help="[b]auto[/b]: GPUs if there are enough, else CPU processes, and says so; [b]cuda[/b]: GPUs or an error; "
-        "[b]cpu[/b]; [b]any[/b]: leave it to the program.",
+        help="[b]auto[/b]: what cluster.yaml says (cuda unless it says another); on this machine GPUs if there are "
+        "enough, else CPU processes, and says so; [b]cuda[/b]: GPUs or an error; [b]cpu[/b]; [b]any[/b]: leave it to "
+        "the program.",
     ),
 ]
 Image = Annotated[
-    str, typer.Option("--image", help=f"The container image; by default {DEFAULT_IMAGE}.", show_default=False)
+    str,
+    typer.Option(
+        "--image", help=f"The container image; by default the inventory's, else {DEFAULT_IMAGE}.", show_default=False
+    ),
 ]
 Build = Annotated[
     str, typer.Option("--build", help="A folder that `docker compose` builds the image from.", show_default=False)
@@ -133,7 +138,11 @@ EnvFile = Annotated[
 ]
 Python = Annotated[
     str,
-    typer.Option("--python", help="The interpreter that has torch, where no container is used.", show_default=False),
+    typer.Option(
+        "--python",
+        help="The interpreter that has torch: the machines' own, or in containers on them the image's.",
+        show_default=False,
+    ),
 ]
 Spares = Annotated[int, typer.Option("--spares", help="Nodes of the inventory to keep for those that are lost.")]
 MaxRestarts = Annotated[

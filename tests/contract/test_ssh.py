@@ -194,6 +194,78 @@ def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(ma
     assert processes_of("job") == []
 
 
+def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, sshd):
+    command = ["launch", "--name", "job", "--nodes", "2", "--max-restarts", "1", "--python", sys.executable]
+    process = machines.start(*command, "--command", "all_reduce.py --ticks 30")
+    machines.wait_for("job", "tick 1", node="node-1")
+    sshd.stop()
+    time.sleep(LOST_AFTER_S + 5)
+    sshd.start()
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, text
+    assert "they answer again, and the job has gone on meanwhile" in text
+    assert "restart" not in text
+    assert "tick 29: rank 0 of 2" in text
+    assert processes_of("job") == []
+
+
+def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines, sshd):
+    """Its connection ends at the very command that starts the second attempt, and others are refused for a while."""
+    broken = machines.folder / "broken"
+    doorman = machines.folder / "doorman"
+    doorman.write_text(
+        "#!/bin/bash\n"
+        f"now=$(date +%s); until=$(cat {broken} 2>/dev/null || echo 0)\n"
+        'case "$SSH_ORIGINAL_COMMAND" in\n'
+        f'  *" start "*attempt-2*) [ -e {broken} ] || {{ until=$((now + 6)); echo $until > {broken}; }} ;;\n'
+        "esac\n"
+        '[ "$now" -lt "$until" ] && kill -9 $PPID\n'
+        'exec bash -c "$SSH_ORIGINAL_COMMAND"\n'
+    )
+    doorman.chmod(0o755)
+    with (sshd.folder / "sshd_config").open("a") as file:
+        file.write(f"Match LocalAddress {sshd.addresses[1]}\n  ForceCommand {doorman}\n")
+    sshd.stop()
+    sshd.start()
+    (machines.folder / "once.py").write_text(
+        "import os, sys\n"
+        "if os.environ['CLUSTER_ATTEMPT'] == '1' and os.environ['RANK'] == '1':\n"
+        "    sys.exit('the first time it fails')\n"
+    )
+    code, text = run(machines, "once.py", "--max-restarts", "3", timeout_s=250)
+    assert code == 0, text
+    assert "restart 1 of 3" in text
+    assert "it could not be started again: node-1" in text
+    assert "restart 2 of 3" in text
+    assert "attempt 3 on node-0, node-1" in text
+    assert processes_of("job") == []
+
+
+def test_who_leaves_a_restart_does_not_end_the_job(machines):
+    file = machines.folder / "cluster.yaml"
+    described = yaml.safe_load(file.read_text())
+    folder = machines.folder / "disk-1"
+    described["nodes"]["node-1"]["run_dir"] = str(folder)
+    file.write_text(yaml.safe_dump(described))
+    code, text = run(machines, "all_reduce.py --ticks 25", "--max-restarts", "1", "--detach")
+    assert code == 0, text
+    attached = machines.start("attach", "job")
+    machines.wait_for("job", "tick 1", node="node-1")
+    shutil.rmtree(folder)
+    folder.touch()  # nothing can be written there any more
+    for line in attached.stdout:
+        if "restart 1 of 1" in line:
+            break
+    time.sleep(5)  # it waits for node-1 to come back
+    attached.send_signal(signal.SIGINT)
+    text, _ = attached.communicate(timeout=60)
+    assert (attached.returncode, "clusterctl attach job. Stop it" in text) == (130, True), text
+    folder.unlink()
+    code, text = machines.run("attach", "job")
+    assert (code, "tick 24: rank 0 of 2" in text) == (0, True), text
+    assert processes_of("job") == []
+
+
 def test_a_spare_that_another_job_holds_is_no_spare(machines):
     file = machines.folder / "cluster.yaml"
     described = yaml.safe_load(file.read_text())

@@ -73,14 +73,14 @@ def test_torchruns_word_for_a_rank_that_a_signal_ended(line, signal):
     assert logs.signal_of(line) == signal
 
 
-def test_of_two_that_copy_the_same_piece_of_a_log_one_does(tmp_path):
+def test_of_two_that_copy_a_piece_of_a_log_the_later_adds_what_is_missing(tmp_path):
     copy = tmp_path / "a.log"
     copy.write_bytes(b"first ")
-    other = threading.Thread(target=logs.append, args=(copy, 6, b"second"))
+    other = threading.Thread(target=logs.append, args=(copy, 6, b"second third"))
     with copy.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         other.start()
         other.join(0.3)  # it has opened the file and waits
         file.write(b"second")
     other.join()
-    assert copy.read_bytes() == b"first second"
+    assert copy.read_bytes() == b"first second third"
