@@ -1,6 +1,7 @@
 """A run that was killed or told to stop, and went on, is the run that nobody disturbed."""
 
 import csv
+import os
 import re
 import shlex
 import shutil
@@ -321,7 +322,7 @@ def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(d
     once = options(data, "--epochs", "1", "--exist-ok")
     assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
     (run / ".last.pt.0123abcd.tmp").touch()  # of one that was killed
-    last = (run / "last.pt").read_bytes()
+    last, best = (run / "last.pt").read_bytes(), (run / "best.pt").read_bytes()
     processes = start(tmp_path, ranks(1), *once)
     until = time.monotonic() + 180
     while (run / "last.pt").exists():
@@ -331,8 +332,45 @@ def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(d
     wait(processes)
     assert not [*run.glob(".*.tmp")]
     assert (run / "before.pt").read_bytes() == last
-    ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
-    assert (code, "no checkpoint there" in err) == (2, True), err
+    assert (run / "before-best.pt").read_bytes() == best
+    for path, said in ((run, "no checkpoint there"), (run / "before.pt", "a run goes on from its last.pt")):
+        ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(path)))
+        assert (code, said in err) == (2, True), err
+    (run / "last.pt").write_bytes(b"begun by mistake")
+    assert resume.set_aside(run) == "before2.pt"
+    assert (run / "before.pt").read_bytes() == last
+
+
+def test_the_newest_run_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:
+    """A long epoch lies between the two of a run."""
+    now = time.time()
+    for name, ages_s in (("long", (60, 7200)), ("short", (3600, 3700))):
+        (tmp_path / name).mkdir()
+        for file, age_s in zip(("last.pt", "previous.pt"), ages_s, strict=True):
+            (tmp_path / name / file).touch()
+            os.utime(tmp_path / name / file, (now - age_s, now - age_s))
+    assert resume.find("last", str(tmp_path)).name == "long"
+
+
+def test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved(data: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    job = {contract.JOB_ID: "first", contract.RUN_DIR: str(first)}
+    told = options(data, "--save-every", "2steps")
+    assert wait(start(tmp_path, ranks(1), *told, **job))[0][0] == 0
+    wanted = content(first / "last.pt")["model"]
+    (first / "last.pt").unlink()  # what is left is the checkpoint before the last validation
+    moved = tmp_path / "moved"
+    shutil.copytree(data.parent, moved)
+    (moved / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(moved)))
+    job = {contract.JOB_ID: "second", contract.RUN_DIR: str(second)}
+    again = ["train", "--resume", str(first), "--data", str(moved / "data.yaml")]
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *again, **job))
+    assert code == 0, err
+    assert "goes on in epoch 3 after step 6 of 6" in out
+    assert_same(content(second / "last.pt")["model"], wanted)
+    assert (second / "best.pt").exists()
 
 
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_begin_anew(data: Path, tmp_path: Path) -> None:
@@ -355,11 +393,17 @@ def test_a_set_that_has_changed_is_not_gone_on_with(data: Path, tmp_path: Path) 
 
 
 def test_ranks_that_were_told_other_things_do_not_begin(data: Path, tmp_path: Path) -> None:
-    places = ranks(2)
     told = options(data)
-    processes = start(tmp_path, places[:1], *told) + start(tmp_path, places[1:], *told, "--val-period", "2")
-    for code, _, err in wait(processes):
-        assert (code, "error: --val-period is 1 on rank 0 and 2 on rank 1" in err) == (2, True), err
+    assert wait(start(tmp_path, ranks(1), *told, "--name", "there"))[0][0] == 0
+    for more, said in (
+        (["--val-period", "2"], "--val-period is 1 on rank 0 and 2 on rank 1"),
+        (["--resume", "runs/there"], "--resume is False on rank 0 and True on rank 1"),
+        (["--exist-ok"], "--exist-ok is False on rank 0 and True on rank 1"),
+    ):
+        places = ranks(2)
+        processes = start(tmp_path, places[:1], *told) + start(tmp_path, places[1:], *told, *more)
+        for code, _, err in wait(processes):
+            assert (code, f"error: {said}" in err) == (2, True), err
 
 
 def test_a_node_whose_disk_has_another_run_of_that_name_keeps_it(data: Path, tmp_path: Path) -> None:

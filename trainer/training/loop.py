@@ -131,9 +131,10 @@ class Course:
         run, s = self.run, self.run.settings
         resume.check_same_everywhere(s)
         was_there = run.folder.exists()
+        self.data = _check_same_data(run)
+        # Not before all have come here: a machine that shares the disk would find it there already.
         if dist.together() and run.world.local_rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
-        self.data = _check_same_data(run)
         # Where the nodes have no common disk, each keeps a complete checkpoint: any of them may be the one left.
         self.writes = resume.is_writer(run.folder, run.world)
         goes_on = resume.asked(s.resume, os.environ)
@@ -143,14 +144,18 @@ class Course:
             dist.agree(TrainerError(text, "give the run a --name of its own") if another else None)
         if self.writes:
             resume.discard_unfinished(run.folder)
-            if not goes_on and resume.set_aside(run.folder):
-                run.screen.say(f"{run.folder}: begins anew; the last checkpoint that was there is now {resume.BEFORE}")
+            if not goes_on and (kept := resume.set_aside(run.folder)):
+                run.screen.say(f"{run.folder}: begins anew; the last checkpoint that was there is now {kept}")
         content = None
         if goes_on:
             content = resume.newest_of_all(run.folder, run.world)
+            if not content and s.resume:  # under a launcher every job has a folder of its own
+                content = resume.newest_of_all(Path(s.resume), run.world)
+                if not content:
+                    raise TrainerError(f"--resume: no complete checkpoint in {s.resume}", "start without --resume")
+                if self.writes:
+                    resume.bring_best(Path(s.resume), run.folder)
             if not content:
-                if s.resume:
-                    raise TrainerError(f"--resume: no complete checkpoint in {run.folder}", "start without --resume")
                 run.screen.say(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, from the beginning")
         if content:
             resume.check_same(content, s, self.data)

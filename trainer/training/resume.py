@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import secrets
 from collections.abc import Mapping
@@ -15,16 +16,18 @@ from trainer.config import AUTO_WORKERS, Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
-LAST, PREVIOUS, BEST, BEFORE = "last.pt", "previous.pt", "best.pt", "before.pt"
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 # Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
 _PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
 # What each machine of one job may have its own of; whether `workers` is "auto" is common.
-_OF_A_MACHINE = {"data", "cfg", "weights", "device", "project", "name", "exist_ok", "resume", "callback"}
-# What may differ when a run goes on: none of these changes a number that is computed.
+_OF_A_MACHINE = {"data", "cfg", "weights", "device", "project", "name", "callback"}
+# What may differ when a run goes on: none of these changes a number that is computed. That `data`, which may have been
+# moved, is the same set is looked at by itself.
 FREE = frozenset(
     {
         *_PLACE,
-        *("patience", "val_period", "save_every", "save_period", "stall_s", "log_steps", "on_nan", "allow_bad_labels"),
+        *("data", "callback", "patience", "val_period", "save_every", "save_period", "stall_s", "log_steps", "on_nan"),
+        "allow_bad_labels",
     }
 )
 
@@ -67,14 +70,19 @@ def asked(resume: str, environment: Mapping[str, str]) -> bool:
 def find(path: str, project: str) -> Path:
     """The folder that `--resume PATH` means: of a checkpoint, a folder itself, or the newest in `project` ("last")."""
     if path == "last":
-        times = {p.parent: p.stat().st_mtime for name in (LAST, PREVIOUS) for p in Path(project).glob(f"*/{name}")}
-        if not times:
+        found = [p for name in (PREVIOUS, LAST) for p in Path(project).glob(f"*/{name}")]
+        if not found:
             raise TrainerError(
                 f"--resume: no {LAST} in any folder of {project}", "name it: --resume runs/train/last.pt"
             )
-        return max(times, key=lambda folder: times[folder])
+        return max(found, key=lambda path: path.stat().st_mtime).parent
     folder = Path(path)
     if folder.suffix == ".pt":
+        if folder.name not in (LAST, PREVIOUS):
+            raise TrainerError(
+                f"--resume {path}: a run goes on from its {LAST}",
+                f"rename it to {LAST} in a folder of its own; or start anew from its weights: --weights {path}",
+            )
         folder = folder.parent
     if not any((folder / name).is_file() for name in (LAST, PREVIOUS)):
         raise TrainerError(f"--resume {path}: no checkpoint there", f"give a run's folder or its {LAST}")
@@ -109,7 +117,7 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> Non
             "bring them back, or start anew from its weights with --weights",
         )
     saved, now = content["settings"], dataclasses.asdict(settings)
-    for name in sorted(saved.keys() & now.keys() - FREE):
+    for name in sorted(saved.keys() & now.keys() - FREE - _OF_A_MACHINE):
         _compare(name, now[name], saved[name])
 
 
@@ -137,6 +145,7 @@ def check_same_everywhere(settings: Settings) -> None:
     """An error on all ranks where one was told other things than rank 0, or goes on with other ones. A collective."""
     mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _OF_A_MACHINE}
     mine["workers"] = AUTO_WORKERS if settings.workers == AUTO_WORKERS else "a number"
+    mine["resume"] = bool(settings.resume)  # each machine may have its folder elsewhere
     first, *others = dist.all_gather(mine)
     for rank, other in enumerate(others, 1):
         for name, theirs in other.items():
@@ -148,12 +157,21 @@ def check_same_everywhere(settings: Settings) -> None:
                 )
 
 
-def set_aside(folder: Path) -> bool:
-    """Where another run's newest checkpoint is in the way, which would be gone on from, keep it as before.pt."""
+def set_aside(folder: Path) -> str:
+    """Keep another run's newest checkpoint, which would be gone on from, and its best one; gives the first one's name.
+
+    They become before.pt and before-best.pt, or the first of before2.pt, before3.pt, ... that is free.
+    """
     there = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
+    if not there:
+        return ""
+    names = itertools.chain(["before"], (f"before{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
+    with contextlib.suppress(FileNotFoundError):
+        (folder / BEST).replace(folder / f"{name}-{BEST}")
     for path in there:  # the newer one last
-        path.replace(folder / BEFORE)
-    return bool(there)
+        path.replace(folder / f"{name}.pt")
+    return f"{name}.pt"
 
 
 def discard_unfinished(folder: Path) -> None:
@@ -213,6 +231,12 @@ def share_best(path: Path, best_epoch: int, writes: bool) -> None:
         content = dist.broadcast(path.read_bytes() if mine == best_epoch else None, source)
         if lacks:
             checkpoint.write_bytes(path, content)
+
+
+def bring_best(source: Path, folder: Path) -> None:
+    """Copy the best checkpoint of a run to the folder in which it goes on; where there is none, another node has it."""
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint.write_bytes(folder / BEST, (source / BEST).read_bytes())
 
 
 def discard_after(path: Path, number: int) -> None:
