@@ -136,7 +136,8 @@ def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.de
     if not world.launched and named and len(numbers) > 1 and not several:
         raise TrainerError(
             f"--device {wanted}: one process drives one GPU",
-            f"torchrun --nproc-per-node {len(numbers)} -m trainer train --device {wanted} ...",
+            "name one of them; to score on several: "
+            f"torchrun --nproc-per-node {len(numbers)} -m trainer val --device {wanted} ...",
         )
     return torch.device("cuda", gpu_of(numbers, world))
 

@@ -139,6 +139,8 @@ def test_unknown_checks_and_models_are_refused_with_those_that_are_there(invento
     with pytest.raises(UsageError, match="--skip 'links'") as refused:
         doctor.examine(inventory, skip=["links"])
     assert "link" in refused.value.hint
+    with pytest.raises(UsageError, match="--skip 'login'"):
+        doctor.examine(inventory, skip=["login"])
     with pytest.raises(UsageError, match="--model 'yolov9'"):
         doctor.examine(inventory, model="yolov9")
 

@@ -158,6 +158,12 @@ def test_an_option_that_a_backend_cannot_honour_is_refused(backend, given):
         job(backend=backend, **given)
 
 
+def test_a_range_of_nodes_is_for_machines_that_can_be_lost():
+    assert job(nodes=2, min_nodes=2)[0].nodes == 2
+    with pytest.raises(UsageError, match="--nodes 2:4: this machine gives as many as asked for"):
+        job(nodes=4, min_nodes=2)
+
+
 LISTED = """\
 GPU 0: NVIDIA GeForce GTX 1080 (UUID: GPU-1111)
   MIG 1g.18gb     Device  0: (UUID: MIG-5555)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -44,6 +45,14 @@ def test_the_table_is_for_people() -> None:
     assert lines[0].split() == ["0", "from", "-1", "Conv", "1,760"]
     assert lines[-2].startswith("25 layers, 1,872,157 parameters (1,867,405 fused for inference), 80 classes")
     assert lines[-1] == "4.47 GFLOPs for a picture of 640 px, 7.5 MB of gradients per step between ranks"
+
+
+def test_a_model_of_python_code_has_no_layers_to_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_to_list.py").write_text("def net(nc):\n    raise NotImplementedError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TrainerError, match="--cfg mine_to_list:net: a model of Python code") as error:
+        info("--cfg", "mine_to_list:net")
+    assert "yolov5n.yaml" in error.value.hint
 
 
 def test_a_side_that_does_not_fit_is_an_error() -> None:

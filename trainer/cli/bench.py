@@ -97,7 +97,7 @@ def scaling(
     """How many GPUs should I use? Times real steps and a real validation on 1, 2, 4, ... ranks.
 
     All other options are those of `trainer train`: `--data`, `--cfg`, `--imgsz`, `--cache`, `--workers`, `--noval`, ...
-    Nothing is written but the files that you name. For example:
+    No run folder and no checkpoint is written, only the files that you name (and the data set's cache). For example:
 
     `trainer bench scaling --data my/data.yaml --imgsz 640 --batch 8,16,32 --ranks 1,2,4 --markdown scaling.md`
 

@@ -12,7 +12,9 @@ from trainer.errors import TrainerError
 
 
 def info(
-    cfg: Annotated[str, typer.Option(help="Model file, as for `train`.")] = "yolov5n.yaml",
+    cfg: Annotated[
+        str, typer.Option(help="A detector's model file: yolov5n.yaml, s, m, l, x, or your own in that syntax.")
+    ] = "yolov5n.yaml",
     imgsz: Annotated[int, typer.Option("--imgsz", "--img", help="Side of the pictures in pixels, for GFLOPs.")] = 640,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for scripts.")] = False,
 ) -> None:
@@ -26,6 +28,11 @@ def info(
     from trainer.models.yolo import build_yolo, load_cfg
 
     content = load_cfg(cfg)
+    if "import" in content:
+        raise TrainerError(
+            f"--cfg {cfg}: a model of Python code has no layers to list",
+            "give a model file: yolov5n.yaml or your own in that syntax",
+        )
     with torch.device("meta"):  # shapes are all that counts here
         model = build_yolo(content, nc=int(content["nc"]), where=cfg)
     largest = max(model.detect.strides)

@@ -12,8 +12,12 @@ import typer
 
 from trainer import contract
 from trainer.config import (
+    CLASSIFY_PRESETS,
+    CLASSIFY_STANDARD,
     DIGITS,
     PRESETS,
+    SEGMENT_PRESETS,
+    SEGMENT_STANDARD,
     STANDARD,
     TASKS,
     Settings,
@@ -28,11 +32,24 @@ from trainer.errors import TrainerError
 from trainer.ranks import Line, ranks_of, run_ranks
 from trainer.training.signals import SIGNALS
 
-_D, _S = PRESETS[DIGITS], STANDARD
+_DEFAULTS = (
+    ("", STANDARD, PRESETS),
+    ("to classify ", CLASSIFY_STANDARD, CLASSIFY_PRESETS),
+    ("to segment ", SEGMENT_STANDARD, SEGMENT_PRESETS),
+)
 
 
 def _default(field: str) -> str:
-    return f"(default: {getattr(_D, field)} for digits, else {getattr(_S, field)})"
+    """What holds where an option is left out, for each task; data sets are named where theirs differs."""
+    tasks = []
+    for task, standard, presets in _DEFAULTS:
+        usual = getattr(standard, field)
+        named: dict[object, list[str]] = {}
+        for data, preset in presets.items():
+            if getattr(preset, field) != usual:
+                named.setdefault(getattr(preset, field), []).append(data)
+        tasks.append(task + ", ".join([str(usual), *(f"{' and '.join(sets)} {own}" for own, sets in named.items())]))
+    return f"(default: {'; '.join(tasks)})"
 
 
 Task = Annotated[
@@ -71,8 +88,8 @@ HypFile = Annotated[
     str,
     typer.Option(
         "--hyp",
-        help="YOLOv5's sets `low` (its n and s), `med`, `high` (m, l, x), or your own YAML file; what that leaves out "
-        "keeps its default: that of low, for digits that of a set of its own (trainer/config.py).",
+        help="For a detector YOLOv5's sets `low` (its n and s), `med`, `high` (m, l, x); or your own YAML file: what "
+        "that leaves out keeps the default of the task and the data set (trainer/config.py).",
         show_default=False,
     ),
 ]
@@ -98,7 +115,11 @@ ImgSz = Annotated[
     ),
 ]
 Device = Annotated[
-    str, typer.Option(help="cpu, cuda, a GPU number or numbers (0,1: one per rank); '' takes GPUs where there are any.")
+    str,
+    typer.Option(
+        help="cpu, cuda, a GPU number or numbers (0,1: one per rank); '' takes the first GPU where there is one (a "
+        "launcher's ranks one each, --parallel dp all)."
+    ),
 ]
 OptimizerName = Annotated[
     str | None,
@@ -257,7 +278,11 @@ Unfreeze = Annotated[
 ]
 LabelSmoothing = Annotated[
     float | None,
-    typer.Option(help="Class targets of 1 - x / 2 and x / 2 instead of 1 and 0; over --hyp's.", show_default=False),
+    typer.Option(
+        help="Class targets of 1 - x / 2 and x / 2 instead of 1 and 0; to classify or segment x is shared among all "
+        "classes. Over --hyp's.",
+        show_default=False,
+    ),
 ]
 CallbackPath = Annotated[
     str, typer.Option("--callback", help="package.module:Class of a trainer.Callback, which hears of epochs and ends.")

@@ -23,7 +23,11 @@ ImgSz = Annotated[
 ]
 Batch = Annotated[int, typer.Option("--batch", "--batch-size", help="Pictures at a time on each rank, at most 32.")]
 Device = Annotated[
-    str, typer.Option(help="cpu, cuda, a GPU number or numbers (0,1: one per rank); '' takes GPUs where there are any.")
+    str,
+    typer.Option(
+        help="cpu, cuda or a GPU's number; under torchrun numbers (0,1: one per rank); '' takes a GPU where there is "
+        "one."
+    ),
 ]
 Conf = Annotated[
     float, typer.Option("--conf", "--conf-thres", help="Least score of a box. Scores fall if this is raised.")
