@@ -138,10 +138,22 @@ until_gone "$1" 90
 rm -f -- "${3%/*}/.squeue" "$3/secrets"
 for job in $(left "$1"); do echo "Slurm's job $job"; done
 """
+# Whether something can be written in a folder: a full disk has the rights as well.
+_CAN_WRITE = r"""
+can_write() {
+    local probe ok
+    mkdir -p -- "$1" && probe=$(mktemp -- "$1/.probe.XXXXXX") || return 1
+    head -c 4096 /dev/zero > "$probe"; ok=$?
+    rm -f -- "$probe"
+    return $ok
+}
+"""
 # What a job needs of a Slurm cluster, seen from its login node, a line `word text` each: what is not there, what the
 # site has. `$1` runtime, `$2` image, `$3` the run directory, `$4` the job's folder if it must not be there, `$5` its
 # name if nothing may have it; then paths.
-PREPARE_QUEUE = r"""
+PREPARE_QUEUE = (
+    _CAN_WRITE
+    + r"""
 runtime=$1 image=$2 dir=$3 new=$4 name=$5; shift 5
 for program in sbatch squeue scancel scontrol sinfo flock base64; do
     command -v "$program" >/dev/null || { echo "no_program $program"; none=yes; }
@@ -151,7 +163,7 @@ if ! said=$(timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>&1
     echo "down ${said##*$'\n'}"; exit 0
 fi
 echo "$said"
-{ mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
+can_write "$dir" 2>/dev/null || echo "run_dir $dir"
 [ "$runtime" != apptainer ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 [ -z "$name" ] || squeue --noheader --user "$(id -un)" --name "$name" --Format JobID:16 |
@@ -161,6 +173,7 @@ timeout 10 sacctmgr --noheader --parsable2 show associations user="$(id -un)" fo
     while IFS='|' read -r account qos; do echo "account $account"; echo "qos $qos"; done
 exit 0
 """
+)
 # Signals everything at once, then kills what is left after `$2` tenths of a second; prints how many survived that.
 CANCEL = """
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
@@ -226,6 +239,7 @@ END
 PREPARE = (
     _HOLDERS
     + _PORT
+    + _CAN_WRITE
     + r"""
 runtime=$1 image=$2 dir=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9 name=${10}; shift 10
 namesakes() {
@@ -235,7 +249,7 @@ namesakes() {
 [ -z "$port" ] || listener "$port" "$python" &
 [ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
-[ -z "$dir" ] || { mkdir -p -- "$dir" && test -w "$dir"; } 2>/dev/null || echo "run_dir $dir"
+[ -z "$dir" ] || can_write "$dir" 2>/dev/null || echo "run_dir $dir"
 case $runtime in
 none) "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch ;;
 *)

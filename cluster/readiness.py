@@ -29,7 +29,8 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
             why = "process groups need Linux with bash, setsid, flock and base64"
             hint = "install util-linux and coreutils there" if node.is_machine else "use containers: --backend compose"
         elif word == "run_dir":
-            why, hint = f"cannot write to the run directory {text}", f"run_dir of {where} in cluster.yaml"
+            why = f"cannot write to the run directory {text} (no rights, or no room)"
+            hint = f"run_dir of {where} in cluster.yaml"
         elif word == "torch":
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in the project's folder: pip install '.[trainer]'"

@@ -1,13 +1,15 @@
 """What a node lacks for a job, from what the look at it printed."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
-from cluster import readiness
+from cluster import errands, readiness
 from cluster.backends import BACKENDS
 from cluster.errors import NameTakenError
 from cluster.model import Job, Node
+from cluster.shells.local import LocalShell
 
 HOSTS = tuple(
     Node(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker") for k, name in enumerate("ab")
@@ -78,3 +80,13 @@ def test_a_folder_or_a_process_of_that_name_is_another_jobs():
         readiness.refuse_taken("job", {"a": [], "b": ["exists /r/job"]})
     with pytest.raises(NameTakenError, match="a: a job job is there already: process 7"):
         readiness.refuse_taken("job", {"a": ["held other 1", "runs process 7"], "b": []})
+
+
+@pytest.mark.parametrize(("limit", "said"), [("unlimited", []), ("0", ["run_dir "])], ids=["room", "no room"])
+def test_a_folder_in_which_nothing_can_be_written_is_told_whatever_the_rights(tmp_path, limit, said):
+    """No file may grow there, as on a full disk."""
+    words = ["none", "", str(tmp_path / "runs"), "cpu", "", sys.executable, "", "", "", ""]
+    text = f"ulimit -f {limit}; trap '' XFSZ\n{errands.PREPARE}"
+    done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
+    assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in said]
+    assert list((tmp_path / "runs").iterdir()) == []
