@@ -253,6 +253,12 @@ def sync(
         )
 
 
+def refuse_missing(folders: Sequence[str]) -> None:
+    """Raise UsageError for the first of them that is not there, before any is sent."""
+    for folder in folders:
+        _place(folder)
+
+
 def links_leading_out(folder: str) -> tuple[str, ...]:
     """`name -> target` of the links in a folder whose target is outside of it, and so not brought by its sync."""
     path, root, only = _place(folder)

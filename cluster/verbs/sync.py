@@ -53,6 +53,7 @@ def sync(
     if not nodes:
         raise UsageError("nothing to sync to: every node is this machine", "its files are where jobs look for them")
     out, screen = Console(highlight=False), Console(highlight=False, stderr=True)
+    files.refuse_missing(folders)
     rows: list[dict[str, Any]] = []
     wrong: dict[str, ClusterError] = {}
     for folder in folders:

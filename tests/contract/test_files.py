@@ -369,5 +369,6 @@ def test_the_verb_prints_a_line_per_node_and_ends_with_an_error_while_files_diff
         f"hint: clusterctl sync '{folder}' --delete removes what is only there\n"
     )
     assert clusterctl(*words, "--delete").returncode == 0
-    done = clusterctl("sync", tmp_path / "nowhere", "-i", tmp_path / "cluster.yaml")
-    assert (done.returncode, done.stderr) == (2, f"error: this machine: {tmp_path}/nowhere: no such file or folder\n")
+    done = clusterctl("sync", folder, tmp_path / "nowhere", "-i", tmp_path / "cluster.yaml")
+    said = f"error: this machine: {tmp_path}/nowhere: no such file or folder\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
