@@ -261,7 +261,8 @@ def ask(
 def collect(plan: Plan) -> list[str]:
     """Bring what the job wrote elsewhere into its folder here; gives what could not be brought, a sentence each.
 
-    The first node's files are the job's; of the others only the ranks' logs are taken.
+    The first node's files are the job's; of the others only the ranks' logs are taken. Where the first one is gone, the
+    next that answers has them: a node without a disk in common with it keeps a checkpoint of its own.
     """
     from cluster import files
 
@@ -276,7 +277,16 @@ def collect(plan: Plan) -> list[str]:
             files.collect(node, f"{folder}/{ranks}", f"{plan.run_dir}/{ranks}")
 
     results = fanout.each(remote, bring)
-    return [f"not brought here: {error.message}" for error in results.values() if isinstance(error, ClusterError)]
+    undone = [f"not brought here: {error.message}" for error in results.values() if isinstance(error, ClusterError)]
+    if isinstance(results.get(plan.nodes[0].name), UnreachableError):
+        others = [node for node in remote if results[node.name] is None]
+        for node in others[:1]:
+            try:
+                files.collect(node, plan.dir_on(node), plan.run_dir, _NOT_RESULTS)
+                undone.append(f"the results here are those of {node.name}")
+            except ClusterError as error:
+                undone.append(f"not brought here: {error.message}")
+    return undone
 
 
 def machines(plan: Plan) -> list[Node]:

@@ -182,17 +182,21 @@ def _next_attempt(
     records.update(record)
     # A machine that was away may still run the attempt that the others have left behind.
     backend.cancel(made, grace_s=0)
-    _bring_checkpoint(record, plan.nodes, show)
+    _bring_checkpoint(record, plan.nodes, last.step > (0, 0), show, wait)
     commands.start(record, records, secrets)
     return record
 
 
-def _bring_checkpoint(record: Record, before: Sequence[Node], show: Show) -> None:
+def _bring_checkpoint(
+    record: Record, before: Sequence[Node], trained: bool, show: Show, wait: Callable[[float], None]
+) -> None:
     """Give the first node the newest checkpoint, when a machine that was left out has it.
 
-    Where one of the nodes that the attempt `before` ran on has one, that is it; the trainer shares it by itself.
+    Where one of the nodes that the attempt `before` ran on has one, that is it; the trainer shares it by itself. Where
+    all of them are gone after it `trained`, those that do not answer are waited for: one of them has the only one.
     """
     plan = record.plan
+    silent: list[str] = []
 
     def ages(nodes: Sequence[Node]) -> dict[str, int]:
         look = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
@@ -200,12 +204,23 @@ def _bring_checkpoint(record: Record, before: Sequence[Node], show: Show) -> Non
         found = fanout.each(
             there, lambda node: reach(node).run([*look, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
         )
+        silent[:] = [name for name, out in found.items() if isinstance(out, ClusterError)]
         return {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
 
     names = {node.name for node in before}
-    if ages([node for node in plan.nodes if node.name in names]):
+    stayed = [node for node in plan.nodes if node.name in names]
+    if ages(stayed):
         return
     own, left_out = ages(plan.nodes), ages(record.retired)
+    clock = looks.Clock()
+    until = clock() + RETURN_S
+    if trained and not stayed and silent and not own and not left_out:
+        show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
+        while silent and not left_out and clock() < until:
+            wait(_RETURN_TICK_S)
+            left_out = ages(record.retired)
+        if silent and not left_out:
+            show.note(f"{', '.join(silent)} did not come back: it begins anew")
     if max(left_out.values(), default=0) <= max(own.values(), default=0):
         return
     source = max((node for node in record.retired if node.name in left_out), key=lambda node: left_out[node.name])

@@ -209,24 +209,29 @@ def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, 
     assert processes_of("job") == []
 
 
+def before_each_command(sshd, number, text):
+    """Have a machine's sshd run a piece of bash before each command; `kill -9 $PPID` there breaks the connection."""
+    doorman = sshd.folder / "doorman"
+    doorman.write_text(f'#!/bin/bash\n{text}\nexec bash -c "$SSH_ORIGINAL_COMMAND"\n')
+    doorman.chmod(0o755)
+    with (sshd.folder / "sshd_config").open("a") as file:
+        file.write(f"Match LocalAddress {sshd.addresses[number]}\n  ForceCommand {doorman}\n")
+    sshd.stop()
+    sshd.start()
+
+
 def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines, sshd):
     """Its connection ends at the very command that starts the second attempt, and others are refused for a while."""
     broken = machines.folder / "broken"
-    doorman = machines.folder / "doorman"
-    doorman.write_text(
-        "#!/bin/bash\n"
+    before_each_command(
+        sshd,
+        1,
         f"now=$(date +%s); until=$(cat {broken} 2>/dev/null || echo 0)\n"
         'case "$SSH_ORIGINAL_COMMAND" in\n'
         f'  *" start "*attempt-2*) [ -e {broken} ] || {{ until=$((now + 6)); echo $until > {broken}; }} ;;\n'
         "esac\n"
-        '[ "$now" -lt "$until" ] && kill -9 $PPID\n'
-        'exec bash -c "$SSH_ORIGINAL_COMMAND"\n'
+        '[ "$now" -ge "$until" ] || kill -9 $PPID',
     )
-    doorman.chmod(0o755)
-    with (sshd.folder / "sshd_config").open("a") as file:
-        file.write(f"Match LocalAddress {sshd.addresses[1]}\n  ForceCommand {doorman}\n")
-    sshd.stop()
-    sshd.start()
     (machines.folder / "once.py").write_text(
         "import os, sys\n"
         "if os.environ['CLUSTER_ATTEMPT'] == '1' and os.environ['RANK'] == '1':\n"
@@ -239,6 +244,64 @@ def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines
     assert "restart 2 of 3" in text
     assert "attempt 3 on node-0, node-1" in text
     assert processes_of("job") == []
+
+
+@pytest.fixture
+def keeping(machines, sshd):
+    """Machines with a disk each, a program that keeps a checkpoint there, a file that makes the first one silent."""
+    file = machines.folder / "cluster.yaml"
+    described = yaml.safe_load(file.read_text())
+    for name, node in described["nodes"].items():
+        node["run_dir"] = str(machines.folder / "disks" / name)
+    file.write_text(yaml.safe_dump(described))
+    (machines.folder / "keep.py").write_text(
+        "import json, os, pathlib, sys, time\n"
+        "last = pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'last.pt')\n"
+        "if os.environ['CLUSTER_ATTEMPT'] != '1':\n"
+        "    sys.exit(print('goes on from', last.read_text()))\n"
+        "last.write_text('epoch 7')\n"
+        "event = {'event': 'progress', 'node': 0, 'time': time.time(), 'epoch': 7, 'step': 3}\n"
+        "print('::cluster ' + json.dumps(event), flush=True)\n"
+        "print('kept', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    silent = machines.folder / "silent"
+    before_each_command(sshd, 0, f"[ ! -e {silent} ] || kill -9 $PPID")
+    return machines, silent
+
+
+def test_a_machine_that_alone_has_the_checkpoint_is_waited_for(keeping):
+    machines, silent = keeping
+    command = ["launch", "--name", "keeps-one", "--nodes", "1", "--spares", "1", "--max-restarts", "1"]
+    process = machines.start(*command, "--python", sys.executable, "--command", "keep.py")
+    machines.wait_for("keeps-one", "kept")
+    silent.touch()
+    for pid in processes_of("keeps-one"):
+        os.kill(pid, signal.SIGKILL)
+    for line in process.stdout:
+        if "has a checkpoint: waiting for node-0" in line:
+            break
+    silent.unlink()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert "the newest checkpoint was brought from node-0 to node-1" in text
+    assert "goes on from epoch 7" in text
+
+
+def test_where_the_first_machine_is_gone_the_results_are_those_of_another(keeping):
+    machines, silent = keeping
+    command = ["launch", "--name", "keeps-two", "--nodes", "2", "--python", sys.executable, "--command", "keep.py"]
+    process = machines.start(*command)
+    for node in ("node-0", "node-1"):
+        machines.wait_for("keeps-two", "kept", node=node)
+    silent.touch()
+    text, _ = process.communicate(timeout=90)
+    silent.unlink()
+    assert process.returncode == 1, text
+    assert "the results here are those of node-1" in text
+    assert (machines.folder / "runs" / "keeps-two" / "last.pt").read_text() == "epoch 7"
+    assert machines.run("stop", "keeps-two")[0] == 0
+    assert processes_of("keeps-two") == []
 
 
 def test_who_leaves_a_restart_does_not_end_the_job(machines):
