@@ -10,7 +10,7 @@ from cluster import commands, config, doctor, logs, report, scaling, supervise
 from cluster.commands import Show
 from cluster.config import Request
 from cluster.doctor.forecast import Link
-from cluster.errors import ClusterError, UsageError, with_hint
+from cluster.errors import ClusterError, UnreachableError, UsageError, with_hint
 from cluster.model import Inventory, Job
 from cluster.records import Records
 from cluster.scaling import Measured, Point
@@ -95,6 +95,10 @@ def run(job: Job, backend: str, records: Records, show: Show, values: Mapping[st
         return with_hint(error.message, error.hint)
     for text in undone:
         show.note(text)
+        if text.startswith(commands.NOT_CLEANED_UP):
+            raise UnreachableError(
+                f"{name} may still run there, and would be measured with the next", f"clusterctl stop {name}"
+            )
     if outcome != "done":
         why = report.cause(watched.view, watched.verdict) or f"it was {outcome}"
         return with_hint(why, report.hint(watched.view, watched.verdict) or f"clusterctl logs {name}")

@@ -31,6 +31,8 @@ from cluster.rendezvous import JobView, Verdict
 from cluster.shells.local import LocalShell
 
 TICK_S = 0.4
+#: How the sentence begins that names machines on which a job may still run.
+NOT_CLEANED_UP = "not cleaned up"
 #: How long a node may take to end after SIGTERM: after a failure nothing is worth the wait, after a stop something is.
 FAILED_GRACE_S = 3.0
 STOP_GRACE_S = 15.0
@@ -411,7 +413,7 @@ def _remove(record: Record, *, grace_s: float) -> list[str]:
     try:
         BACKENDS[record.plan.backend].cancel(_everywhere(record), grace_s=grace_s)
     except ClusterError as error:
-        return [f"not cleaned up: {error.message}\nhint: once it answers: clusterctl gc"]
+        return [f"{NOT_CLEANED_UP}: {error.message}\nhint: once it answers: clusterctl gc"]
     return []
 
 

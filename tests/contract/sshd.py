@@ -80,6 +80,16 @@ class Sshd:
         while (self.folder / "pid").exists() and time.time() < until:  # which it removes when its ports are free
             time.sleep(0.02)
 
+    def before_each_command(self, number: int, text: str) -> None:
+        """Run a piece of bash on one address before each command; `kill -9 $PPID` in it breaks the connection."""
+        doorman = self.folder / "doorman"
+        doorman.write_text(f'#!/bin/bash\n{text}\nexec bash -c "$SSH_ORIGINAL_COMMAND"\n')
+        doorman.chmod(0o755)
+        with (self.folder / "sshd_config").open("a") as file:
+            file.write(f"Match LocalAddress {self.addresses[number]}\n  ForceCommand {doorman}\n")
+        self.stop()
+        self.start()
+
     def drop_sessions(self) -> None:
         """Break every connection; the server goes on."""
         pid = (self.folder / "pid").read_text().strip()

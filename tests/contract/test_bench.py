@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import signal
+import sys
 
 import pytest
 
@@ -115,3 +116,21 @@ def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecas
     assert [row["forecast_best"] for row in rows] == [None, None]
     assert all("node-0: " in row["failure"] and "/nowhere/python3" in row["failure"] for row in rows)
     assert "; node-1: " in rows[1]["failure"]
+
+
+def test_a_machine_that_stops_answering_ends_it_as_its_job_may_still_run(few, sshd):
+    inventory(few.folder, sshd, few.folder / "remote")
+    silent = few.folder / "silent"
+    sshd.before_each_command(0, f"[ ! -e {silent} ] || kill -9 $PPID")
+    command = ["bench", "--nodes", "1,2", "--gpus", "2", "--python", sys.executable]
+    process = few.start(*command, "--", "train", "--imgsz", "64", "--batch", "16", "--epochs", "100", "--noval")
+    few.wait_for("bench-1x2-b16", '"event":"progress"', timeout_s=150)
+    silent.touch()
+    text, _ = process.communicate(timeout=100)
+    silent.unlink()
+    assert process.returncode == 5, text
+    assert "not cleaned up: node-0" in text
+    assert "error: bench-1x2-b16 may still run there" in text
+    assert [row["job"] for row in json.loads(few.run("ps", "--all", "--json")[1])] == ["bench-1x2-b16"]
+    assert few.run("stop", "bench-1x2-b16")[0] == 0
+    assert processes_of("bench-1x2-b16") == []

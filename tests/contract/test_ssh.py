@@ -209,22 +209,10 @@ def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, 
     assert processes_of("job") == []
 
 
-def before_each_command(sshd, number, text):
-    """Have a machine's sshd run a piece of bash before each command; `kill -9 $PPID` there breaks the connection."""
-    doorman = sshd.folder / "doorman"
-    doorman.write_text(f'#!/bin/bash\n{text}\nexec bash -c "$SSH_ORIGINAL_COMMAND"\n')
-    doorman.chmod(0o755)
-    with (sshd.folder / "sshd_config").open("a") as file:
-        file.write(f"Match LocalAddress {sshd.addresses[number]}\n  ForceCommand {doorman}\n")
-    sshd.stop()
-    sshd.start()
-
-
 def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines, sshd):
     """Its connection ends at the very command that starts the second attempt, and others are refused for a while."""
     broken = machines.folder / "broken"
-    before_each_command(
-        sshd,
+    sshd.before_each_command(
         1,
         f"now=$(date +%s); until=$(cat {broken} 2>/dev/null || echo 0)\n"
         'case "$SSH_ORIGINAL_COMMAND" in\n'
@@ -266,7 +254,7 @@ def keeping(machines, sshd):
         "time.sleep(300)\n"
     )
     silent = machines.folder / "silent"
-    before_each_command(sshd, 0, f"[ ! -e {silent} ] || kill -9 $PPID")
+    sshd.before_each_command(0, f"[ ! -e {silent} ] || kill -9 $PPID")
     return machines, silent
 
 
