@@ -229,6 +229,10 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
         fanout.all_of(_remote(nodes), look)
 
 
+class NoFolderError(ClusterError):
+    """A node has not the folder that was to be brought here."""
+
+
 def sync(
     nodes: Sequence[Node],
     folder: str,
@@ -276,14 +280,14 @@ def collect(
     """Bring the files of a node's folder here, except those that are here already (size and time) or match `exclude`.
 
     `exclude` holds patterns for relative paths and for names in them (`*.tmp`, `ranks`). A file appears when it is
-    whole; nothing here is removed. Raises ClusterError naming the node, also when there is no such folder.
+    whole; nothing here is removed. Raises ClusterError naming the node, NoFolderError when there is no such folder.
     """
     began = time.monotonic()
     source = remote_folder.rstrip("/")
     shell = reach(node)
     probe = shell.run(["bash", "-c", '[ -d "$1" ] || exit 3; command -v rsync; exit 0', "probe", source])
     if probe.code:
-        raise ClusterError(f"{node.name}: {source}: no such folder")
+        raise NoFolderError(f"{node.name}: {source}: no such folder")
     listing, _, _ = _list(node, shell, source, "")
     root = Path(local_folder)
     wanted = {

@@ -6,6 +6,7 @@ All that judges how long something lasts goes by a `Clock`: while nobody looked,
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import threading
 import time
@@ -274,7 +275,8 @@ def collect(plan: Plan) -> list[str]:
             files.collect(node, folder, plan.run_dir, _NOT_RESULTS)
         else:
             ranks = f"attempt-{plan.attempt}/ranks/{node.name}"
-            files.collect(node, f"{folder}/{ranks}", f"{plan.run_dir}/{ranks}")
+            with contextlib.suppress(files.NoFolderError):  # no rank has begun there
+                files.collect(node, f"{folder}/{ranks}", f"{plan.run_dir}/{ranks}")
 
     results = fanout.each(remote, bring)
     undone = [f"not brought here: {error.message}" for error in results.values() if isinstance(error, ClusterError)]

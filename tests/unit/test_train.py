@@ -417,4 +417,4 @@ def test_help_names_the_defaults_and_loads_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("False")
-    assert "else 100" in done.stdout
+    assert "(default: 100, digits 7; to classify 30, digits 8; to segment 50, digits 5)" in done.stdout
