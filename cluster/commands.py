@@ -73,13 +73,14 @@ class Quiet:
 
 @dataclass
 class Watched:
-    """A job as far as it was followed: why following ended, the last view, each node's last lines."""
+    """A job as far as it was followed: why following ended, the last view, each node's last lines, who followed."""
 
     plan: Plan
     verdict: Verdict
     view: JobView
     tails: Mapping[str, Sequence[str]]
     port_was_lost: bool
+    follower: Follower
 
 
 @dataclass
@@ -277,14 +278,18 @@ def start(record: Record, records: Records, secrets: Mapping[str, str] | None = 
         raise LaunchError("it was stopped meanwhile")
 
 
-def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep) -> Watched:
+def follow(
+    record: Record, show: Show, *, wait: Callable[[float], None] = time.sleep, follower: Follower | None = None
+) -> Watched:
     """Watch until the job is done, failed, or late for its rendezvous; nothing is stopped here.
 
-    Time in which this process slept counts for nothing: the job's limits are for what was looked at.
+    Time in which this process slept counts for nothing: the job's limits are for what was looked at. With the
+    `follower` of an earlier call it goes on where that one ended, so that no line is shown twice.
     """
     plan = record.plan
-    follower = Follower(plan, BACKENDS[plan.backend], record.created_at)
-    show.begin(plan)
+    if follower is None:
+        follower = Follower(plan, BACKENDS[plan.backend], record.created_at)
+        show.begin(plan)
     silent = 0
     clock = looks.Clock()
     while True:
@@ -311,7 +316,7 @@ def follow(record: Record, show: Show, *, wait: Callable[[float], None] = time.s
             lines = _before_tracebacks(lines)
         show.show(follower.view, lines)
         if verdict in ("done", "failed", "late", "stalled"):
-            return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost)
+            return Watched(plan, verdict, follower.view, follower.tails, follower.port_was_lost, follower)
         wait(TICK_S)
 
 

@@ -152,6 +152,16 @@ def _ended_well(node: NodeView) -> bool:
     return node.phase == "exited" and node.exit_code == 0
 
 
+def found_again(view: JobView, now: float) -> JobView:
+    """The view when nodes that were taken for lost answer again: their program has gone on meanwhile."""
+    phase: Phase = "starting" if view.met_after_s is None else "ready"
+
+    def back(node: NodeView) -> NodeView:
+        return replace(node, phase=phase, since=now, note="", why="", silent="") if node.phase == "lost" else node
+
+    return replace(view, nodes=tuple(map(back, view.nodes)))
+
+
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
     if node.silent != status.silent:
         node = replace(node, silent=status.silent)

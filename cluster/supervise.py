@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster import commands, fanout, files, looks, restarts
+from cluster import commands, fanout, files, looks, rendezvous, restarts
 from cluster.backends import BACKENDS
 from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
@@ -64,12 +64,16 @@ def _keep_going(
     wait: Callable[[float], None],
 ) -> tuple[Watched, str]:
     past: list[Failure] = []
+    follower = None
     while True:
-        watched = commands.follow(record, show, wait=wait)
+        watched = commands.follow(record, show, wait=wait, follower=follower)
+        follower = None
         if watched.verdict == "done" or records.load(record.plan.job_id).outcome:
             return watched, ""
         if _goes_on_unseen(record, watched, show, wait):
             show.note("they answer again, and the job has gone on meanwhile")
+            follower = watched.follower
+            follower.view = rendezvous.found_again(follower.view, time.time())
             continue
         began = time.time()
         again: Record | str | None
@@ -133,7 +137,7 @@ def _goes_on_unseen(record: Record, watched: Watched, show: Show, wait: Callable
     nodes = watched.view.nodes
     if not record.job.hosts or len(nodes) == 1 or not all(node.phase == "lost" or node.silent for node in nodes):
         return False
-    show.note("no machine answers any more, as if this one were cut off: waiting for them")
+    told = False
     clock = looks.Clock()
     until = clock() + RETURN_S
     asked = (*record.plan.nodes, *record.job.spares)
@@ -144,6 +148,9 @@ def _goes_on_unseen(record: Record, watched: Watched, show: Show, wait: Callable
             return _is_well(record)
         if clock() > until:
             raise silent[0]
+        if not told:
+            show.note("no machine answers any more, as if this one were cut off: waiting for them")
+        told = True
         wait(_RETURN_TICK_S)
 
 
