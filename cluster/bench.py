@@ -86,7 +86,7 @@ def run(job: Job, backend: str, records: Records, show: Show, values: Mapping[st
         outcome, undone = commands.finish(watched, records)
     except KeyboardInterrupt:
         show.note(
-            f"stopping {name} on {len(record.plan.nodes)} nodes (Ctrl-C again leaves at once: clusterctl stop {name})"
+            f"stopping {name} on {len(record.plan.nodes)} nodes (if Ctrl-C breaks that off: clusterctl stop {name})"
         )
         _stop(name, records)
         raise

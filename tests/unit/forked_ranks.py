@@ -26,13 +26,13 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def run(folder: Path, count: int, *arguments: str) -> list[int]:
     """`trainer ARGUMENTS` in `folder`, once for each rank: the exit codes. What they say is in said0, said1, ..."""
-    # torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
-    _CONTEXT.set_forkserver_preload(["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli"])
     return call(_trainer, folder, count, *arguments)
 
 
 def call(program: Callable[..., None], folder: Path, count: int, *arguments: str) -> list[int]:
     """The same of any function: `program(ARGUMENTS)` in each rank, with a rank's environment."""
+    # torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
+    _CONTEXT.set_forkserver_preload(["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli"])
     places = [(folder, k, place, program, arguments) for k, place in enumerate(ranks(count))]
     processes = [_CONTEXT.Process(target=_rank, args=place) for place in places]  # type: ignore[attr-defined]
     for process in processes:

@@ -360,7 +360,10 @@ def test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved(data: 
     told = options(data, "--save-every", "2steps")
     assert wait(start(tmp_path, ranks(1), *told, **job))[0][0] == 0
     wanted = content(first / "last.pt")["model"]
-    (first / "last.pt").unlink()  # what is left is the checkpoint before the last validation
+    (first / "last.pt").unlink()  # what is left is the checkpoint before the last validation, which is not the best
+    before = content(first / "previous.pt")
+    before["at"]["best"] = 2.0
+    torch.save(before, first / "previous.pt")
     moved = tmp_path / "moved"
     shutil.copytree(data.parent, moved)
     (moved / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(moved)))
@@ -370,7 +373,7 @@ def test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved(data: 
     assert code == 0, err
     assert "goes on in epoch 3 after step 6 of 6" in out
     assert_same(content(second / "last.pt")["model"], wanted)
-    assert (second / "best.pt").exists()
+    assert (second / "best.pt").read_bytes() == (first / "best.pt").read_bytes()
 
 
 def test_checkpoints_that_cannot_be_read_are_no_reason_to_begin_anew(data: Path, tmp_path: Path) -> None:
