@@ -98,7 +98,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     if request.slurm and backend != "slurm":
         raise UsageError(f"--slurm {request.slurm[0]}: only Slurm takes it", "--backend slurm")
     inventory = request.inventory if backend in ("ssh", "slurm") else None
-    queue = _queue(request, here, inventory) if backend == "slurm" else None
+    queue = _queue(request, inventory) if backend == "slurm" else None
     hosts, spares, device, notes = _queued(request, inventory, queue) if queue else _places(request, here, inventory)
     elsewhere = bool(hosts) or bool(queue and queue.login.login)
     mounts = [mount(text, here.cwd) for text in request.mounts]
@@ -159,7 +159,7 @@ def job(request: Request, here: Here, backend: str) -> tuple[Job, list[str]]:
     return (made if request.name else replace(made, name=default_name(made))), notes
 
 
-def _queue(request: Request, here: Here, inventory: Inventory | None) -> Queue:
+def _queue(request: Request, inventory: Inventory | None) -> Queue:
     """The cluster of the inventory, or the one that this machine is a login node of, with the options as typed."""
     if request.spares:
         raise UsageError("--spares: Slurm chooses the nodes, and takes others for those that fail", "leave it out")

@@ -195,14 +195,14 @@ def with_data_dir(node: Node) -> Node:
     return node if node.data_dir else replace(node, data_dir=DATA_DIR)
 
 
-def differences(nodes: Sequence[Node], folder: str, *, fresh: bool = False) -> dict[str, Difference]:
-    """How each node's mirror differs from the folder here, by the node's name; a common folder never does.
+def differences(nodes: Sequence[Node], folder: str, *, fresh: bool = False) -> dict[str, Difference | ClusterError]:
+    """How each node's mirror differs from the folder here, by the node's name, or why it cannot be looked at.
 
-    What did not change is not read; `fresh` reads everything on both sides. Raises UsageError for a folder that is not
-    here, ClusterError naming every node that cannot be looked at.
+    A common folder never differs. What did not change is not read; `fresh` reads everything on both sides. Raises
+    UsageError for a folder that is not here.
     """
     here = _read(folder, fresh)
-    return fanout.all_of(_remote(nodes), lambda node: _difference(node, here, fresh))
+    return fanout.each(nodes, lambda node: _difference(node, here, fresh))
 
 
 def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
@@ -274,8 +274,6 @@ def collect(
     remote_folder: str,
     local_folder: str,
     exclude: Sequence[str] = (),
-    *,
-    report: Report = lambda *_: None,
 ) -> Synced:
     """Bring the files of a node's folder here, except those that are here already (size and time) or match `exclude`.
 
@@ -297,17 +295,8 @@ def collect(
     }
     if not wanted:
         return Synced(node.name, "same", seconds=time.monotonic() - began)
-    total = sum(wanted.values())
     moved, how = _interruptible(
-        lambda stop: transfer.fetch(
-            node,
-            source,
-            wanted,
-            root,
-            rsync=bool(probe.out.strip()),
-            stop=stop,
-            report=lambda now: report(node.name, "fetching", now, total),
-        )
+        lambda stop: transfer.fetch(node, source, wanted, root, rsync=bool(probe.out.strip()), stop=stop)
     )
     return Synced(node.name, how, len(wanted), moved, seconds=time.monotonic() - began)
 
@@ -410,7 +399,7 @@ def _difference(node: Node, here: _Here, fresh: bool = False, seen: _Seen | None
             return Difference()
     if seen.state in ("common", "elsewhere"):
         raise _elsewhere(node, seen)
-    return manifest.compare(here.entries, _there(node, seen, fresh, here.content))
+    return manifest.compare(here.entries, _there(node, seen, fresh))
 
 
 def _elsewhere(node: Node, seen: _Seen) -> ClusterError:
@@ -448,7 +437,7 @@ def _sync(
             raise _elsewhere(node, seen)
     if seen.holds(here.content) and not fresh:
         return Synced(node.name, "same", seconds=time.monotonic() - began)
-    there = _there(node, seen, fresh, here.content)
+    there = _there(node, seen, fresh)
     difference = manifest.compare(here.entries, there)
     blocking = () if delete else manifest.in_the_way(difference)
     if blocking:
@@ -490,7 +479,7 @@ def _sync(
     if wanted or removed:
         report(node.name, "checking", 0, 0)
         seen = _look(node, [here.path])[0]
-        left = manifest.compare(here.entries, _there(node, seen, False, here.content))
+        left = manifest.compare(here.entries, _there(node, seen, False))
     if left.missing or left.different:
         raise ClusterError(
             f"{node.name}: {here.path} differs after it was sent: {left}",
@@ -499,7 +488,7 @@ def _sync(
     return Synced(node.name, how, len(wanted), moved, len(removed), time.monotonic() - began, left)
 
 
-def _there(node: Node, seen: _Seen, fresh: bool, expected: str) -> dict[str, Entry]:
+def _there(node: Node, seen: _Seen, fresh: bool) -> dict[str, Entry]:
     """The manifest of a mirror; what was read for it is kept there."""
     if seen.state == "none":
         return {}

@@ -195,9 +195,7 @@ def send(
     return moved, "tar"
 
 
-def fetch(
-    node: Node, source: str, sizes: Mapping[str, int], root: Path, *, rsync: bool, stop: Stop, report: Report
-) -> tuple[int, How]:
+def fetch(node: Node, source: str, sizes: Mapping[str, int], root: Path, *, rsync: bool, stop: Stop) -> tuple[int, How]:
     """Bring the files of the node's folder `source` with the names in `sizes` to `root` on this machine.
 
     `rsync` says whether the node has it. A file that vanishes meanwhile is left out. As `send` otherwise.
@@ -208,12 +206,12 @@ def fetch(
         raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
     if rsync and _rsync_here():
         ends = [_there(node, f"{source}/"), f"{root}/"]
-        code, errors, moved = _rsync(node, ["--ignore-times", "--links"], ends, sizes, stop, report, "received")
+        code, errors, moved = _rsync(node, ["--ignore-times", "--links"], ends, sizes, stop, lambda _: None, "received")
         if code in (0, _RSYNC_VANISHED):
             return moved, "rsync"
         if code != _RSYNC_GREETED:
             raise ClusterError(f"{node.name}: {source} cannot be fetched to {root}: {why(errors)}")
-    return _fetch_archive(node, source, set(sizes), root, stop, report), "tar"
+    return _fetch_archive(node, source, set(sizes), root, stop), "tar"
 
 
 def why(errors: str) -> str:
@@ -339,7 +337,7 @@ def _add(archive: tarfile.TarFile, root: Path, name: str, follow: bool) -> None:
         archive.addfile(info, file)
 
 
-def _fetch_archive(node: Node, source: str, names: set[str], root: Path, stop: Stop, report: Report) -> int:
+def _fetch_archive(node: Node, source: str, names: set[str], root: Path, stop: Stop) -> int:
     moved = 0
     stop.check(node)
     with reach(node).stream(["bash", "-c", _PACK, "pack", source]) as stream:
@@ -356,7 +354,6 @@ def _fetch_archive(node: Node, source: str, names: set[str], root: Path, stop: S
                     if name in names and (member.isreg() or member.issym()):  # the node names nothing else
                         _put(archive.extractfile(member) if member.isreg() else None, member, root / name)
                         moved += member.size
-                        report(moved)
         except tarfile.TarError as error:
             done = stream.wait(_END_S)
             raise ClusterError(

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from cluster import files
 from cluster.doctor.findings import Finding, Seen
 from cluster.errors import ClusterError
-from cluster.fanout import each
 from cluster.manifest import Difference
-from cluster.model import Node
 
 
 def data(seen: Seen, folders: Sequence[str]) -> list[Finding]:
@@ -19,13 +17,7 @@ def data(seen: Seen, folders: Sequence[str]) -> list[Finding]:
 
 def _compared(seen: Seen, folder: str) -> list[Finding]:
     remote = [files.with_data_dir(node) for node in seen.nodes if node.login]
-
-    def look(node: Node) -> Difference:
-        return files.differences([node], folder)[node.name]
-
-    if remote:
-        files.differences([], folder)  # a folder that is not here is the caller's mistake, not a node's
-    results = each(remote, look)
+    results = files.differences(remote, folder) if remote else {}
     return [_finding(name, folder, result) for name, result in results.items()]
 
 

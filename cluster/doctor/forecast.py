@@ -87,13 +87,11 @@ def step_s(events: Sequence[Mapping[str, Any]]) -> float | None:
     return float(statistics.median(steps)) * (1 - float(waits[-1] if waits else 0.0))
 
 
-def forecasts(
-    gradient_bytes: int, link: Link, step_s: float | None, counts: Sequence[int] = (2, 4, 8)
-) -> list[Forecast]:
-    """One per number of nodes, plain, then with gradients as bf16: half the bytes. No efficiency without `step_s`."""
+def forecasts(gradient_bytes: int, link: Link, step_s: float | None) -> list[Forecast]:
+    """For 2, 4 and 8 nodes: plain, then with gradients as bf16: half the bytes. No efficiency without `step_s`."""
     found = []
     for compressed in (False, True):
-        for nodes in counts:
+        for nodes in (2, 4, 8):
             reduce_s = all_reduce_s(gradient_bytes // 2 if compressed else gradient_bytes, nodes, link)
             worst, best = efficiency(step_s, reduce_s) if step_s else (None, None)
             found.append(Forecast(nodes, compressed, reduce_s, worst, best))

@@ -126,7 +126,7 @@ class _Push:
         """Raises ClusterError, and SourceError when this machine's engine does not give what it should."""
         fanout.together({node.name: self._refusal(node) for node in nodes})
         zstd = shutil.which("zstd") is not None and all(self.seen[node.name].takes_zstd for node in nodes)
-        blobs = self._blobs(nodes, zstd)
+        blobs = self._blobs(zstd)
         files = {node.name: self._files(node, zstd) for node in nodes}
         deliveries = {
             node.name: Delivery(node, [blobs[name] for name in files[node.name]], self.show) for node in nodes
@@ -195,7 +195,7 @@ class _Push:
         lacks = self.here.layers[len(self.here.layers) - count :]
         return list(dict.fromkeys(file_name(digest, _ending(zstd)) for digest in lacks))
 
-    def _blobs(self, nodes: Sequence[Node], zstd: bool) -> dict[str, Blob]:
+    def _blobs(self, zstd: bool) -> dict[str, Blob]:
         """Everything that any node may need, by file name; none is made before it is asked for."""
         packer = ("zstd", "-q", "-3", "-T0", "-c") if zstd else ("gzip", "-n", "-1", "-c")
         here, blobs = self.here, {}

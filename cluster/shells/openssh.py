@@ -14,10 +14,10 @@ def destination(node: Node) -> str:
     return f"{user}{mark}{_split(rest)[0]}"
 
 
-def remote_shell(node: Node, connect_timeout_s: int = 8) -> str:
+def remote_shell(node: Node) -> str:
     """The value of rsync's `-e`: never asks, trusts only known host keys, reads the node's ssh_config."""
     words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
-    words += ["-o", f"ConnectTimeout={connect_timeout_s}", "-o", "ServerAliveInterval=5"]
+    words += ["-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5"]
     if node.ssh_config:
         words += ["-F", str(Path(node.ssh_config).expanduser())]
     if port := _split(node.login.rpartition("@")[2])[1]:

@@ -12,7 +12,7 @@ def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, 
     ny, nx = grid
     targets = torch.tensor(boxes).view(-1, 6)
     targets[:, 2:] /= torch.tensor([nx, ny, nx, ny])
-    return assign(targets, ANCHORS, [grid], 3, anchor_t)[0]
+    return assign(targets, ANCHORS, [grid], anchor_t)[0]
 
 
 def cells(level: Level, anchor: int = 1) -> set[tuple[int, int]]:

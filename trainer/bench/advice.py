@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from trainer.bench.measure import Measured
 from trainer.bench.scaling import UNTIMED, Point, Row
 from trainer.bench.tables import gigabytes, unit_of
+from trainer.training.advice import LOADING, VALIDATING, WAITING, more_workers
 
-LOADING, WAITING, VALIDATING = 0.20, 0.20, 0.35  # shares of the time from which on something is said
 EFFICIENT = 0.80
 ALIKE = 0.05  # rates that differ by less are alike
 SMALLER = 0.85  # memory that is less than this share of another's is worth a word
@@ -71,7 +71,7 @@ def _bottleneck(done: Sequence[tuple[Row, Measured]], cores: int) -> list[str]:
     said, unit = [], unit_of([row])
     if m.shares["data"] > LOADING:
         each = max(1, cores // row.point.ranks)
-        more = min(max(2 * m.workers, m.workers + 1), each)
+        more = more_workers(m.workers, each)
         ways = (
             [f"raise --workers from {m.workers} to {more}"] if more > m.workers and m.device_bytes is not None else []
         )

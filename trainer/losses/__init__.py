@@ -25,8 +25,8 @@ class Loss(Protocol):
 
     terms: tuple[str, ...]
 
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Any:
-        """Targets (n, 6) [image, class, cx, cy, w, h] of `images` pictures -> an Assigned."""
+    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assigned:
+        """Of the targets (n, 6) [image, class, cx, cy, w, h] of `images` pictures of height x width px."""
         ...
 
     def match(self, raw: Any, assigned: Any, /) -> tuple[Any, Tensor]:

@@ -30,19 +30,17 @@ class Level:
     owner: Tensor
 
 
-def assign(
-    targets: Tensor, anchors: Tensor, grids: Sequence[tuple[int, int]], images: int, anchor_t: float
-) -> list[Level]:
+def assign(targets: Tensor, anchors: Tensor, grids: Sequence[tuple[int, int]], anchor_t: float) -> list[Level]:
     """Match boxes to anchors and cells.
 
     `targets` (n, 6) is [image, class, cx, cy, w, h] normalised; `anchors` (levels, a, 2) in grid units;
     `grids` the (ny, nx) of each level. A box matches an anchor when no side differs by `anchor_t` times
     or more; it then takes its own cell and the neighbours nearest to its centre, at most three cells.
     """
-    return [_assign_level(targets, anchors[i], ny, nx, images, anchor_t) for i, (ny, nx) in enumerate(grids)]
+    return [_assign_level(targets, anchors[i], ny, nx, anchor_t) for i, (ny, nx) in enumerate(grids)]
 
 
-def _assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, images: int, anchor_t: float) -> Level:
+def _assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: float) -> Level:
     size = targets.new_tensor([nx, ny])
     wh = targets[:, 4:6] * size
     ratio = wh[None] / anchors[:, None]  # (a, n, 2)

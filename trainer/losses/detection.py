@@ -49,7 +49,7 @@ class DetectionLoss:
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
         """Targets (n, 6) of `images` pictures of height x width px -> their positives and this rank's counts."""
         grids = [(height // s, width // s) for s in self.strides]
-        levels = assign(targets, self.anchors, grids, images, self.hyp.anchor_t)
+        levels = assign(targets, self.anchors, grids, self.hyp.anchor_t)
         counts = [images, *(len(level.image) for level in levels)]
         return Assignment(levels, torch.tensor(counts, dtype=torch.float64, device=targets.device))
 

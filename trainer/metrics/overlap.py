@@ -54,10 +54,7 @@ class Confusion:
         self.confusion: Ints = np.zeros((len(names), len(names)), np.int64)  # found by row, true by column
 
     def update(self, found: Tensor, masks: Tensor) -> None:
-        """Add pictures: found classes (b, h, w) and masks of the same shape, whose values beyond the classes are
-
-        not counted.
-        """
+        """Add pictures: found classes (b, h, w), and masks (b, h, w) whose values beyond the classes do not count."""
         nc = len(self.names)
         counted = masks < nc
         pairs = found[counted].long() * nc + masks[counted].long()

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 SLOWER = 1.15  # a rank is slow when its own work takes this much longer than the median rank's
-LOADING = 0.20
-WAITING = 0.25
-VALIDATING = 0.35
+LOADING, WAITING, VALIDATING = 0.20, 0.25, 0.35  # shares of the time from which on something is said
 
 Shares = Mapping[str, float]
+
+
+def more_workers(workers: int, cores: int) -> int:
+    """The number of loading processes of a rank to try next, where it has `workers` and as many `cores`."""
+    return min(max(2 * workers, workers + 1), cores)
 
 
 def slowest(shares: Sequence[Shares]) -> tuple[int, str] | None:
@@ -35,7 +38,7 @@ def advice(shares: Sequence[Shares], *, workers: int, cores: int, device: str, c
         why = {"data": "its loading", "transfer": "its copies to the device", "compute": "its computing"}[what]
         return f"the others wait for rank {rank}: {why} takes longer there"
     if mean["data"] > LOADING:
-        more = min(max(2 * workers, workers + 1), cores)
+        more = more_workers(workers, cores)
         ways = [f"--workers {more} (now {workers})"] if more > workers and device != "cpu" else []
         ways += [] if cached else ["--cache ram, or --cache disk"]
         if ways:

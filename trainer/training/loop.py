@@ -148,9 +148,9 @@ class Course:
                 run.screen.say(f"{run.folder}: begins anew; the last checkpoint that was there is now {kept}")
         content = None
         if goes_on:
-            content = resume.newest_of_all(run.folder, run.world)
+            content = resume.newest_of_all(run.folder)
             if not content and s.resume:  # under a launcher every job has a folder of its own
-                content = resume.newest_of_all(Path(s.resume), run.world)
+                content = resume.newest_of_all(Path(s.resume))
                 if not content:
                     raise TrainerError(f"--resume: no complete checkpoint in {s.resume}", "start without --resume")
                 if self.writes:

@@ -200,7 +200,7 @@ def is_writer(folder: Path, world: dist.World) -> bool:
     return world.rank == writer
 
 
-def newest_of_all(folder: Path, world: dist.World) -> dict[str, Any] | None:
+def newest_of_all(folder: Path) -> dict[str, Any] | None:
     """The newest complete checkpoint that any rank can read, on every rank; None if there is none, readable or not.
 
     Where the nodes have no common disk, each keeps its own copy: a node that was replaced gets it from another.

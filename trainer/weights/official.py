@@ -63,7 +63,7 @@ def load(path: str) -> dict[str, Any]:
     try:
         content = _unpickle(path)
         model = content.get("ema") or content["model"]
-        return {**_description(model, path), "epoch": content.get("epoch", -1)}
+        return {**_description(model), "epoch": content.get("epoch", -1)}
     except MALFORMED as error:
         first = (str(error).splitlines() or [""])[0]
         raise TrainerError(
@@ -138,7 +138,7 @@ def _tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _description(model: Any, path: str) -> dict[str, Any]:
+def _description(model: Any) -> dict[str, Any]:
     state = {k: v.float() if v.is_floating_point() else v.clone() for k, v in _tensors(model).items()}
     head = list(model._modules["model"]._modules.values())[-1]
     strides = torch.as_tensor(model.stride).float()
