@@ -24,8 +24,9 @@ from cluster.errors import (
     PortTakenError,
     UnreachableError,
     UsageError,
+    with_hint,
 )
-from cluster.model import Inventory, Job, Plan, Record
+from cluster.model import Inventory, Job, Node, Plan, Record
 from cluster.records import Outcome, Records
 from cluster.rendezvous import JobView, Verdict
 from cluster.shells.local import LocalShell
@@ -394,11 +395,31 @@ def look(record: Record) -> tuple[str, JobView]:
     return words[rendezvous.judge(follower.view, now, record.plan.timeout_s)], follower.view
 
 
-def survey(job: Job, plan: Plan) -> dict[str, ClusterError | None]:
-    """What keeps each of the job's hosts from running the next attempt after `plan`; None for those that can."""
+def survey(job: Job, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+    """What keeps each of the job's hosts from running the next attempt after `plan`; None for those that can.
+
+    Those that are `joining` the others need also their image, their files and a way to the master.
+    """
     backend = BACKENDS[plan.backend]
     assert isinstance(backend, HostsBackend)
-    return backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port))
+    found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
+    for node in joining:
+        try:
+            check_files(replace(job, hosts=(node,), queue=None))
+        except ClusterError as error:
+            found[node.name] = found[node.name] or error
+    return found
+
+
+def unfit_spares(job: Job, backend: str) -> list[str]:
+    """Why spares could not take the place of a lost node, as they are now; a sentence each."""
+    if not job.spares:
+        return []
+    hosts = (*job.hosts, *job.spares)
+    everyone = replace(job, hosts=hosts, nodes=len(hosts))
+    found = survey(everyone, plan(everyone, backend), job.spares)
+    unfit = [error for node in job.spares if (error := found[node.name])]
+    return [f"no spare as it is now: {with_hint(error.message, error.hint)}" for error in unfit]
 
 
 def _everywhere(record: Record) -> Plan:

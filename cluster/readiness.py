@@ -66,8 +66,8 @@ def bring(node: Node, path: str) -> str:
     return f"clusterctl sync {path.removeprefix(node.data_dir)}" if node.login and node.data_dir else ""
 
 
-def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """The nodes whose image is not the first node's."""
+def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, str]]:
+    """The nodes whose image is not that of the first one in `seen`, by name, as (message, hint)."""
     images = {
         name: line.split()[1].removeprefix("sha256:")  # which podman leaves out
         for name, lines in seen.items()
@@ -75,14 +75,14 @@ def different(plan: Plan, seen: Mapping[str, Sequence[str]]) -> list[tuple[str, 
         if line.startswith("image ")
     }
     first = next(iter(images.items()), ("", ""))
-    return [
-        (
+    return {
+        name: (
             f"{name}: its image {plan.image} is {short_id(image)}, that of {first[0]} is {short_id(first[1])}",
             f"clusterctl image push {' '.join(images)}   (or launch with --push)",
         )
         for name, image in images.items()
         if image != first[1]
-    ]
+    }
 
 
 def refuse_taken(job_id: str, seen: Mapping[str, Sequence[str]]) -> None:

@@ -171,10 +171,8 @@ def _next_attempt(
         Path(again.attempt_dir).mkdir(parents=True, exist_ok=True)
         return record
     _cancel(plan, show)
-    nodes = _nodes(record, wait) if record.job.hosts else ()
+    nodes = _nodes(record, show, wait) if record.job.hosts else ()
     job = replace(record.job, name=plan.job_id, nodes=len(nodes) or record.job.nodes, hosts=nodes)
-    # Those that have run it have what it ran on, also where the files here are others by now.
-    commands.check_files(replace(job, hosts=tuple(node for node in nodes if node not in plan.nodes), queue=None))
     made = commands.free_plan(job, plan.backend, attempt=plan.attempt + 1)
     gone = tuple(node for node in plan.nodes if record.job.hosts and node not in made.nodes)
     record = replace(
@@ -247,15 +245,25 @@ def _cancel(plan: Plan, show: Show) -> None:
         show.note(f"not stopped, as it does not answer: {error.message}")
 
 
-def _nodes(record: Record, wait: Callable[[float], None]) -> tuple[Node, ...]:
+def _nodes(record: Record, show: Show, wait: Callable[[float], None]) -> tuple[Node, ...]:
     """The nodes of the next attempt; waits a while for lost ones where there are too few."""
     job, clock = record.job, looks.Clock()
     until = clock() + RETURN_S
     wanted = tuple(dict.fromkeys((*record.plan.nodes, *job.hosts, *job.spares)))
     everyone = replace(job, name=record.plan.job_id, hosts=wanted, nodes=len(wanted))
+    unfit: dict[str, ClusterError] = {}
     while True:
-        state = commands.survey(everyone, record.plan)
+        state = commands.survey(everyone, record.plan) | unfit
         chosen = restarts.choose(job, job.hosts, state)
+        # Those that have run it have what it ran on, also where the files here are others by now.
+        joining = [node for node in chosen if node not in record.plan.nodes]
+        together = replace(everyone, hosts=chosen, nodes=len(chosen))
+        refused = commands.survey(together, record.plan, joining) if joining else {}
+        if passed_over := {node.name: error for node in joining if (error := refused[node.name])}:
+            for error in passed_over.values():
+                show.note(f"passed over: {error.message}")
+            unfit |= passed_over
+            continue
         if len(chosen) == job.nodes or (chosen and clock() > until):
             return chosen
         if clock() > until:

@@ -44,7 +44,7 @@ class HostsBackend:
         """
         seen = fanout.all_of(machines(plan), lambda node: self._prepare(plan, node))
         errors = [error for node in machines(plan) for error in readiness.problems(plan, node, seen[node.name])]
-        errors += readiness.different(plan, seen)
+        errors += readiness.different(plan, seen).values()
         if errors:
             hints = "\n      ".join(dict.fromkeys(hint for _, hint in errors if hint))
             raise UsageError("\n       ".join(dict.fromkeys(message for message, _ in errors)), hints)
@@ -54,17 +54,29 @@ class HostsBackend:
             raise readiness.held_error({name: sorted(jobs) for name, jobs in held.items()})
         readiness.refuse_port(plan, seen)
 
-    def survey(self, plan: Plan) -> dict[str, ClusterError | None]:
-        """What keeps each node of the plan from running it, None where nothing does; every node by itself."""
+    def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+        """What keeps each node of the plan from running it, None where nothing does; every node by itself.
 
-        def look(node: Node) -> ClusterError | None:
-            seen = self._prepare(plan, node, alone=True)
-            if found := readiness.problems(plan, node, seen):
-                return UsageError(*found[0])
-            jobs = readiness.held(plan, node, seen)
+        Nodes that are `joining` the others need also those others' image, and a way to the master.
+        """
+        found = fanout.each(plan.nodes, lambda node: self._prepare(plan, node, alone=node not in joining))
+        others_first = sorted(plan.nodes, key=lambda node: node in joining)
+        seen = {node.name: lines for node in others_first if isinstance(lines := found[node.name], list)}
+        different = readiness.different(plan, seen)
+
+        def problem(node: Node) -> ClusterError | None:
+            answer = found[node.name]
+            if isinstance(answer, ClusterError):
+                return answer
+            why = readiness.problems(plan, node, answer)
+            if node in joining and node.name in different:
+                why.append(different[node.name])
+            if why:
+                return UsageError(*why[0])
+            jobs = readiness.held(plan, node, answer)
             return readiness.held_error({node.name: sorted(jobs)}) if jobs else None
 
-        return dict(fanout.each(plan.nodes, look))
+        return {node.name: problem(node) for node in plan.nodes}
 
     def submit(self, plan: Plan, secrets: Mapping[str, str] | None = None) -> None:
         """Start every node's script in a session of its own, at once; all of them or none."""

@@ -98,6 +98,7 @@ def launch(
         bring(in_containers, job.image, out)
     # before there is anything to stop
     on_interrupt(out, "left while stopping; finish it with: clusterctl stop JOB (clusterctl ps --all names it)")
+    notes += commands.unfit_spares(job, chosen)
     record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
     if detach:
         for text in (header(record.plan), *notes, f"running; see it with: clusterctl attach {record.plan.job_id}"):

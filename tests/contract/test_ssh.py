@@ -337,4 +337,5 @@ def test_a_spare_that_another_job_holds_is_no_spare(machines):
     finally:
         assert machines.run("stop", "holder")[0] == 0
     assert process.returncode == 0, text
+    assert "no spare as it is now: node-2: its GPUs are held by the job holder" in text
     assert "attempt 2 on node-0," in text

@@ -233,6 +233,30 @@ def test_a_checkpoint_is_brought_from_a_machine_that_is_there_but_cannot_go_on(c
     assert re.search(r"goes on in epoch \d after step \d+", text), text
 
 
+@pytest.fixture
+def another_image_on_n2(testbed, image_on_hosts):
+    """Another image under the name of the job's."""
+    image = image_on_hosts
+    change = f"id=$(docker create {image}) && docker commit -m other $id {image} && docker rm $id"
+    testbed["n2"].run(f"docker tag {image} kept:1 && {change}")
+    yield
+    testbed["n2"].run(f"docker tag kept:1 {image} && docker rmi kept:1")
+
+
+def test_a_spare_with_another_image_is_named_at_the_start_and_passed_over(another_image_on_n2, cluster):
+    cluster.launch("ft-spares", "--nodes", "1:2", "--spares", "1")
+    cluster.until_step()
+    cluster.testbed["n1"].run("docker kill ft-spares-n1; mv /usr/bin/docker /usr/bin/docker.away")
+    try:
+        code, text = cluster.end()
+    finally:
+        cluster.testbed["n1"].run("mv /usr/bin/docker.away /usr/bin/docker")
+    assert code == 0, text
+    assert re.search(r"no spare as it is now: n2: its image \S+ is \w+, that of n0 is \w+", text), text
+    assert "passed over: n2: its image" in text
+    assert re.search(r"attempt 2 on n0,? \d", text), text
+
+
 @pytest.mark.parametrize("moment", ["rendezvous", "training"])
 def test_ctrl_c_stops_every_node(moment, cluster):
     cluster.launch("ft-stop", epochs=50)

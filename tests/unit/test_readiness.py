@@ -49,11 +49,12 @@ def test_a_machine_that_has_everything_lacks_nothing():
 
 def test_nodes_with_another_image_are_named():
     seen = {"a": [f"image {ID} amd64 x86_64"], "b": ["image sha256:222222222 amd64 x86_64"]}
-    ((message, hint),) = readiness.different(PLAN, seen)
+    ((name, (message, hint)),) = readiness.different(PLAN, seen).items()
+    assert name == "b"
     assert message == "b: its image trainer:0.1 is 222222222, that of a is 111111111111"
     assert "clusterctl image push a b" in hint
     podman = [f"image {ID.removeprefix('sha256:')} amd64 x86_64"]  # which names the same image without the algorithm
-    assert readiness.different(PLAN, {"a": seen["a"], "b": seen["a"], "c": podman}) == []
+    assert readiness.different(PLAN, {"a": seen["a"], "b": seen["a"], "c": podman}) == {}
 
 
 def test_gpus_are_held_only_by_other_jobs_and_only_where_they_are_the_same():
