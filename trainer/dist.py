@@ -154,7 +154,7 @@ def gpu_of(numbers: Sequence[int], world: World) -> int:
 
 
 def thread_count(environment: Mapping[str, str], world: World, cores: int) -> int | None:
-    """Threads of this process, so that all processes on the machine share its cores; None to leave it alone.
+    """Threads of this process, so that all processes of the node share its cores; None to leave it alone.
 
     A user's OMP_NUM_THREADS stands, and so does a launcher's, which has shared the cores itself or heard of a user's;
     torchrun's own (1, for more than one process) does not count as one.
@@ -162,18 +162,22 @@ def thread_count(environment: Mapping[str, str], world: World, cores: int) -> in
     omp = environment.get("OMP_NUM_THREADS")
     if omp is not None and not (world.launched and omp == "1" and contract.JOB_ID not in environment):
         return None
+    return max(1, cores // world.local_size)
+
+
+def nodes_on_host(environment: Mapping[str, str]) -> int:
+    """The job's nodes that share this machine, as its launcher says; 1 without one."""
+    text = environment.get(contract.NODES_ON_HOST, "1")
     try:
-        nodes = max(1, int(environment.get(contract.NODES_ON_HOST, "1")))
+        return max(1, int(text))
     except ValueError:
-        raise TrainerError(
-            f"{contract.NODES_ON_HOST} is {environment[contract.NODES_ON_HOST]!r}, not a number"
-        ) from None
-    return max(1, cores // (world.local_size * nodes))
+        raise TrainerError(f"{contract.NODES_ON_HOST} is {text!r}, not a number") from None
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, and less where a container's CPU quota says so."""
+    """Cores that this node may use: its part of this process's affinity, less where a container's quota says so."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = max(1, cores // nodes_on_host(os.environ))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return max(1, min(cores, -(-int(quota) // int(period))))

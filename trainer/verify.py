@@ -127,7 +127,8 @@ def record(asked: Path, path: Path) -> None:
         grads = {name: p.grad for name, p in run.net.named_parameters() if p.grad is not None}
         whole = run.mode.whole(grads)
         flat = [whole[name].flatten() for group in run.groups for name in group if name in whole]
-        taken.append((torch.cat(flat).double() * (run.norm.double() / CLIP_NORM).clamp(min=1)).cpu())
+        unclipped = (run.norm.double().cpu() / CLIP_NORM).clamp(min=1)
+        taken.append(torch.cat(flat).double().cpu() * unclipped)
 
     run.optimizer.register_step_pre_hook(take)
     run.net.train()

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.dist import World, gpu_numbers, gpu_of, pick_device, thread_count, world_of
+from trainer.dist import (
+    World,
+    default_workers,
+    gpu_numbers,
+    gpu_of,
+    pick_device,
+    thread_count,
+    usable_cores,
+    world_of,
+)
 from trainer.errors import TrainerError
 
 ROOT = Path(__file__).parents[2]
@@ -56,18 +65,30 @@ def test_impossible_ranks_are_errors(change: dict[str, str]) -> None:
     [
         ({}, 1, 8, 8),
         ({}, 2, 8, 4),
-        ({"CLUSTER_NODES_ON_HOST": "2"}, 2, 8, 2),
-        ({"CLUSTER_NODES_ON_HOST": "2"}, 2, 2, 1),  # never none
+        ({}, 2, 1, 1),  # never none
         ({"OMP_NUM_THREADS": "1"}, 2, 8, 4),  # torchrun's own default
         ({"OMP_NUM_THREADS": "3"}, 2, 8, None),
         ({"OMP_NUM_THREADS": "1", "CLUSTER_JOB_ID": "job"}, 2, 8, None),  # --env OMP_NUM_THREADS=1
     ],
 )
-def test_the_machines_cores_are_shared(
-    environment: dict[str, str], local: int, cores: int, expected: int | None
-) -> None:
+def test_the_nodes_cores_are_shared(environment: dict[str, str], local: int, cores: int, expected: int | None) -> None:
     world = World(size=local, local_size=local, launched=True)
     assert thread_count(environment, world, cores) == expected
+
+
+@pytest.mark.parametrize(("nodes", "cores"), [("1", 8), ("2", 4), ("16", 1)])
+def test_nodes_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, nodes: str, cores: int) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "max 100000")
+    monkeypatch.setenv("CLUSTER_NODES_ON_HOST", nodes)
+    assert usable_cores() == cores
+    assert default_workers(torch.device("cuda"), World(size=2, local_size=2)) == cores // 2
+
+
+def test_a_number_of_nodes_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_NODES_ON_HOST", "two")
+    with pytest.raises(TrainerError, match="CLUSTER_NODES_ON_HOST is 'two', not a number"):
+        usable_cores()
 
 
 def test_a_users_threads_stand_in_a_single_process() -> None:

@@ -15,6 +15,8 @@ from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
 from trainer.data import TrainLoader, ValLoader, open_dataset
 from trainer.data.digits import Digits
+from trainer.data.labelled_loader import LabelledBatch
+from trainer.data.masked_loader import MaskedBatch
 from trainer.data.order import neighbours, rect_shape, scales
 from trainer.data.shared_memory import fit_workers
 from trainer.errors import TrainerError
@@ -439,3 +441,31 @@ def test_validation_pictures_map_back_to_the_originals(tmp_path, workers):
                 assert np.abs(image.numpy()[y, x].astype(int) - original[v, u]).mean() < 12
                 seen += 1
         assert seen == 5
+
+
+def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
+    """Without a GPU torch pins nothing: what is looked at is what it would be asked to pin."""
+    asked = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append(self) or self.clone())
+    for made, fields in (
+        (next(train_loader(Digits("train", 64, pages=6)).epoch(0)), ("images", "targets", "ids")),
+        (next(iter(ValLoader(Digits("val", 64, pages=6), imgsz=64, batch=2, rank=0, world=1, workers=0))), None),
+        (LabelledBatch(torch.zeros(2, 8, 8, 3), torch.zeros(2), torch.zeros(2), 4, 7), ("images", "labels", "ids")),
+        (MaskedBatch(torch.zeros(2, 8, 8, 3), torch.zeros(2, 8, 8), torch.zeros(2), 4), ("images", "masks", "ids")),
+    ):
+        asked.clear()
+        pinned = made.pin_memory()
+        names = fields or ("images", "ids", "pads")
+        assert [id(tensor) for tensor in asked] == [id(getattr(made, name)) for name in names]
+        assert type(pinned) is type(made)
+        for name, value in vars(made).items():
+            kept = getattr(pinned, name)
+            assert torch.equal(kept, value) and kept is not value if name in names else kept == value
+
+
+def test_a_loader_that_pins_goes_on_pinning_with_other_workers():
+    loader = train_loader(Digits("train", 64, pages=6))
+    assert not loader._stream._loader.pin_memory
+    loader.pin()
+    loader.use_workers(0)
+    assert loader._stream._loader.pin_memory

@@ -405,7 +405,7 @@ def test_more_workers_than_cores_are_our_words_not_torchs(data: Path, tmp_path: 
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"--workers {workers}: this machine has {usable_cores()} cores") == 1
+    assert done.stdout.count(f"--workers {workers}: there are {usable_cores()} cores") == 1
     assert "Warning" not in done.stderr
 
 

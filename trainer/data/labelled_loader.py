@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode, v2
 from trainer.config import Hyp
 from trainer.data.labelled import Labelled
 from trainer.data.squares import SquareLoader, SquareValLoader, drawing
-from trainer.data.stream import MIX, Maker, Share, empty
+from trainer.data.stream import MIX, Maker, Pinnable, Share, empty
 
 RANDAUGMENT_OPERATIONS = 2
 _PADDED_UP_TO = 64  # px: smaller pictures are cropped from inside a border, larger ones in any size
@@ -23,7 +23,7 @@ _MIXUP_ALPHA, _CUTMIX_ALPHA = 0.2, 1.0  # of torchvision's own training recipes
 
 
 @dataclass
-class LabelledBatch:
+class LabelledBatch(Pinnable):
     """One rank's share of a global batch.
 
     Where pictures are mixed, the first one is not the rank's own: it is the one before them in the whole step, with

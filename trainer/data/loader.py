@@ -18,7 +18,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.order import WINDOW, Ints, PictureWeights, aspects_of, rect_shape, scales
 from trainer.data.picture_cache import Exchange, cache_pictures
 from trainer.data.recent import Recent
-from trainer.data.stream import PICTURE, Batches, EpochLoader, Maker, Plan, Share, empty, steps_of
+from trainer.data.stream import PICTURE, Batches, EpochLoader, Maker, Pinnable, Plan, Share, empty, steps_of
 from trainer.dist import World
 from trainer.errors import TrainerError
 
@@ -29,7 +29,7 @@ _VAL_PAD = 0.5  # strides of border around the largest of them
 
 
 @dataclass
-class Batch:
+class Batch(Pinnable):
     """One rank's share of a global training batch."""
 
     images: torch.Tensor  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale
@@ -47,7 +47,7 @@ def _batch(images: torch.Tensor, targets: Floats32, ids: Ints, global_size: int)
 
 
 @dataclass
-class ValBatch:
+class ValBatch(Pinnable):
     """Letterboxed pictures: original_xy = (xy - pad) / scale."""
 
     images: torch.Tensor  # uint8 (b, h, w, 3), RGB

@@ -13,14 +13,14 @@ from torchvision.transforms import v2
 from trainer.config import IGNORED, Hyp
 from trainer.data.masked import Masked
 from trainer.data.squares import SquareLoader, SquareValLoader, drawing
-from trainer.data.stream import Maker, Share, empty
+from trainer.data.stream import Maker, Pinnable, Share, empty
 
 _GREY = 114  # what is beside a picture
 _CHANNELS = 4  # bytes of a pixel: three colours and the class
 
 
 @dataclass
-class MaskedBatch:
+class MaskedBatch(Pinnable):
     """One rank's share of a global batch."""
 
     images: Tensor  # uint8 (b, side, side, 3), RGB

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import cv2
@@ -50,6 +50,15 @@ class Share:
     before: int = -1  # the picture that stands before the first of them in the whole step, whose row is a circle
     neighbours: list[Ints] = field(default_factory=list)  # for each of them, what its mosaic is made of
     repeats: Ints | None = None  # (b,): how often each of them has been drawn before in this epoch
+
+
+class Pinnable:
+    """A batch, which is a dataclass, as a DataLoader that pins memory needs it."""
+
+    def pin_memory(self: Any) -> Any:
+        """The same batch in pinned memory, from which a GPU copies while it computes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)})
 
 
 class Maker(Generic[BatchType]):
@@ -143,6 +152,7 @@ class Stream(Generic[BatchType]):
         # What the user should be told once.
         self.notes = [text for text in (note, _too_many(self._workers, local_size, usable_cores())) if text]
         self._shares = _Shares()
+        self._pins = False
         self._loader = self._open()
         self._batches: Iterator[Any] = iter(())
         self._ends: Any = None  # what ends the workers with the process, once there are any
@@ -163,6 +173,7 @@ class Stream(Generic[BatchType]):
                 batch_size=None,
                 sampler=self._shares,
                 num_workers=self._workers,
+                pin_memory=self._pins,
                 generator=torch.Generator(),  # else every epoch would draw from the run's global generator
                 **options,
             )
@@ -180,6 +191,11 @@ class Stream(Generic[BatchType]):
                 self.close()
                 raise batch
             yield batch
+
+    def pin(self) -> None:
+        """Hand over batches in pinned memory from the next run on."""
+        self._pins = True
+        self.close()
 
     def use_workers(self, workers: int) -> None:
         """End the workers now; a later run starts so many, or as many as there is room for."""
@@ -202,7 +218,7 @@ def _too_many(workers: int, local_size: int, cores: int) -> str:
     if workers * local_size <= cores:
         return ""
     ranks = f" on each of {local_size} ranks" if local_size > 1 else ""
-    return f"--workers {workers}{ranks}: this machine has {cores} cores, and more processes take turns on them"
+    return f"--workers {workers}{ranks}: there are {cores} cores here, and more processes take turns on them"
 
 
 @contextlib.contextmanager
@@ -354,6 +370,10 @@ class EpochLoader(Generic[BatchType]):
             self._at = None if last and self._plan.weights else (epoch + 1, 0) if last else (epoch, step + 1)
             yield batch
 
+    def pin(self) -> None:
+        """Hand over batches in pinned memory, for a GPU; before the first one is made."""
+        self._stream.pin()
+
     def use_workers(self, workers: int) -> None:
         """Make the batches that have not come yet with another number of workers; they stay the same."""
         self._coming = iter(())
@@ -381,6 +401,10 @@ class Batches(Generic[BatchType]):
 
     def __iter__(self) -> Iterator[BatchType]:
         return self._stream.run(self._shares)
+
+    def pin(self) -> None:
+        """Hand over batches in pinned memory, for a GPU; before the first one is made."""
+        self._stream.pin()
 
     def use_workers(self, workers: int) -> None:
         """Make them with another number of workers from now on; they stay the same."""

@@ -47,6 +47,9 @@ class Batches(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
 
+    def pin(self) -> None:
+        """Hand over batches in pinned memory, for a GPU; before the first one is made."""
+
     def use_workers(self, workers: int) -> None:
         """Make the batches to come with another number of loading processes."""
 

@@ -107,6 +107,9 @@ class Run:
         self.train = self.task.train_loader({**share, "rank": number, "world": shares})
         self._check_batch_norm()
         self.val = self.task.val_loader(share)
+        if device.type == "cuda":
+            self.train.pin()
+            self.val.pin()
         for note in dict.fromkeys((*self.train.notes, *self.val.notes)):
             self.screen.say(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train.steps, s.batch, s.schedule)

@@ -108,9 +108,9 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def copied(content: Any) -> Any:
-    """The same content with tensors of its own, that no optimizer step changes."""
+    """The same content with tensors of its own on the CPU, that no optimizer step changes."""
     if isinstance(content, torch.Tensor):
-        return content.detach().clone()
+        return content.detach().to("cpu", copy=True)
     if isinstance(content, dict):
         return {k: copied(v) for k, v in content.items()}
     return [copied(v) for v in content] if isinstance(content, list) else content
