@@ -54,7 +54,8 @@ def follow(
             raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
-    say(out, f"stopping {job_id} on {len(record.plan.nodes)} nodes (Ctrl-C again leaves at once)")
+    nodes = len(record.plan.nodes)
+    say(out, f"stopping {job_id} on {nodes} node{'s' if nodes > 1 else ''} (Ctrl-C again leaves at once)")
     _, undone = commands.stop(job_id, records)
     for text in undone:
         say(out, text)

@@ -87,7 +87,8 @@ def _agreed_folder(settings: Settings, world: dist.World) -> Path:
 
 def _introduce(run: Run, backend: str) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
-    ranks = f"{run.world.size} ranks over {backend}" if backend else "1 process"
+    size = run.world.size
+    ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[run.dtype]
     s = run.settings
     run.screen.say(
