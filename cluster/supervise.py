@@ -256,14 +256,14 @@ def _nodes(record: Record, show: Show, wait: Callable[[float], None]) -> tuple[N
         state = commands.survey(everyone, record.plan) | unfit
         chosen = restarts.choose(job, job.hosts, state)
         # Those that have run it have what it ran on, also where the files here are others by now.
-        joining = [node for node in chosen if node not in record.plan.nodes]
-        together = replace(everyone, hosts=chosen, nodes=len(chosen))
-        refused = commands.survey(together, record.plan, joining) if joining else {}
-        if passed_over := {node.name: error for node in joining if (error := refused[node.name])}:
-            for error in passed_over.values():
+        if joining := [node for node in chosen if node not in record.plan.nodes]:
+            found = commands.survey(replace(everyone, hosts=chosen, nodes=len(chosen)), record.plan, joining)
+            refused = {node.name: error for node in joining if (error := found[node.name])}
+            for error in refused.values():
                 show.note(f"passed over: {error.message}")
-            unfit |= passed_over
-            continue
+            unfit |= refused
+            if refused:
+                continue
         if len(chosen) == job.nodes or (chosen and clock() > until):
             return chosen
         if clock() > until:
