@@ -40,7 +40,8 @@ STOP_GRACE_S = 15.0
 #: How long to wait for the node that failed first, when so far only others have noticed: a dead machine says nothing.
 _CAUSE_S = 4.0
 _PORT_TRIES = 20
-_TAIL = 25
+#: How many of a node's last lines are kept: its ranks' tracebacks, one after the other.
+_TAIL = 400
 
 
 class Show(Protocol):
@@ -93,31 +94,28 @@ class Follower:
     started: float
     view: JobView = field(init=False)
     _said: dict[str, deque[str]] = field(init=False)
-    _around: dict[str, deque[str]] = field(init=False)
-    _signals: dict[str, str] = field(init=False, default_factory=dict)
-    _noticed: dict[str, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start before the first line."""
         self.view = rendezvous.start(self.plan, self.started)
         self._reader = logs.Reader({node.name: 0 for node in self.plan.nodes})
         self._said = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
-        self._around = {node.name: deque(maxlen=_TAIL) for node in self.plan.nodes}
 
     @property
     def tails(self) -> dict[str, list[str]]:
-        """Each node's last words: the program's own, or torchrun's and the script's where it said nothing."""
-        return {node: list(said or self._around[node]) for node, said in self._said.items()}
+        """The last lines of each node's log."""
+        return {node: list(said) for node, said in self._said.items()}
 
     @property
     def port_was_lost(self) -> bool:
         """Whether the master could not listen, because another program had taken the port since the check."""
-        master = self.plan.nodes[0].name
-        words = [*self._said[master], *self._around[master]]
-        return any("EADDRINUSE" in line or "address already in use" in line.lower() for line in words)
+        failure = self.view.nodes[0].failure or {}
+        words = [str(failure.get("error", "")), *self._said[self.plan.nodes[0].name]]
+        signs = ("EADDRINUSE", "address already in use", f"MASTER_PORT {self.plan.master_port} is taken")
+        return any(sign.lower() in line.lower() for line in words for sign in signs)
 
     def step(self, now: float, *, everything: bool = False) -> list[tuple[str, str]]:
-        """Look once; returns the program's new lines, with `everything` also torchrun's and the script's."""
+        """Poll once; returns the program's new lines, with `everything` also the agent's."""
         # The states first: a node seen as exited has written its last line by then.
         statuses = self.backend.observe(self.plan)
         events, texts = [], []
@@ -126,16 +124,10 @@ class Follower:
             if event is not None:
                 events.append(event)
             else:
-                text, own = logs.text(line)
-                (self._said if own else self._around)[node].append(text)
-                if own and (noticed := logs.noticed(text)) is not None:
-                    self._noticed[node] = noticed and self._noticed.get(node, True)
-                elif not own and (signal := logs.signal_of(line)):
-                    self._signals.setdefault(node, signal)
-                if own or everything:
-                    texts.append((node, text))
-        only_noticed = {node for node, noticed in self._noticed.items() if noticed}
-        self.view = rendezvous.fold(self.view, statuses, events, now, only_noticed=only_noticed, signals=self._signals)
+                self._said[node].append(line)
+                if everything or not line.startswith(logs.AGENT_PREFIX):
+                    texts.append((node, line))
+        self.view = rendezvous.fold(self.view, statuses, events, now)
         return texts
 
 
@@ -311,7 +303,7 @@ def follow(
             # first one that we happened to see. Its own last words are shown later, and the others' are its echo.
             wait(2 * TICK_S)
             lines += follower.step(clock())
-            while _is_an_echo(follower.view) and clock() - now < _CAUSE_S:
+            while _is_secondary(follower.view) and clock() - now < _CAUSE_S:
                 wait(TICK_S)
                 lines += follower.step(clock())
             lines = _before_tracebacks(lines)
@@ -321,9 +313,9 @@ def follow(
         wait(TICK_S)
 
 
-def _is_an_echo(view: JobView) -> bool:
-    """Whether all that is known of a failure is that other nodes noticed it."""
-    return rendezvous.is_echo(rendezvous.failing(view)[0]) and not any(node.silent for node in view.nodes)
+def _is_secondary(view: JobView) -> bool:
+    """Whether no node is known that failed by itself."""
+    return rendezvous.is_secondary(rendezvous.failing(view)[0]) and not any(node.silent for node in view.nodes)
 
 
 def another_port(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster import errands, fanout, readiness
+from cluster import fanout, looks, readiness, resources
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node
-from cluster.runtimes import RUNTIMES
 from cluster.shells import reach
 
 
@@ -30,12 +29,8 @@ def look(nodes: Sequence[Node]) -> dict[str, list[Present] | ClusterError]:
 
 def remove(node: Node, job: str) -> None:
     """End and remove everything of a job on one machine; raises ClusterError for what stays."""
-    stop = "".join(RUNTIMES[runtime].stop(job, 0) for runtime in ("docker", "podman"))
-    text = 'docker() { command -v docker >/dev/null && command docker "$@"; }\n'
-    text += 'podman() { command -v podman >/dev/null && command podman "$@"; }\n'
-    done = reach(node).run(["bash", "-c", text + errands.CANCEL + stop, "cancel", job, "0"], timeout_s=60)
-    if done.out.strip():
-        left = ", ".join(done.out.split("\n")[:-1])
+    left = looks.stop(reach(node), job, 0, ("docker", "podman"), timeout_s=60)
+    if left:
         raise ClusterError(
             f"{readiness.place(node)}: {left} of {job} do not end",
             "look at the engine with clusterctl doctor, or end them as root there",
@@ -43,7 +38,7 @@ def remove(node: Node, job: str) -> None:
 
 
 def _look(node: Node) -> list[Present]:
-    done = reach(node).run(["bash", "-c", errands.PRESENT, "present"], timeout_s=60)
+    done = reach(node).run(["bash", "-c", resources.text("agent/orphans.sh"), "orphans"], timeout_s=60)
     if done.code:
         raise UnreachableError(f"{readiness.place(node)}: {done.last_line}")
     kinds: dict[str, list[str]] = {}

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import io
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,16 +16,8 @@ from cluster.model import Plan
 
 Event = dict[str, Any]
 
-# torchrun puts "[default0]:" in front of what local rank 0 prints.
-_PREFIX = re.compile(r"^\[[a-z_]+(\d+)\]:")
-# The last line of a traceback, as torch marks it in a rank; what torchrun reports of a rank that a signal has ended;
-# and what gloo and NCCL say of a rank that is gone.
-_RAISED = re.compile(r"^(\[\d+\] )?\[rank\d+\]: [\w.]*(Error|Exception)\b")
-_SIGNALLED = re.compile(r"^ *traceback *: Signal \d+ \((SIG\w+)\) received by PID")
-_GONE = re.compile(
-    r"gloo/.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError|remote process exited"
-    r"|NCCL communicator was aborted"
-)
+#: What the agent writes of its own into a node's log.
+AGENT_PREFIX = "agent: "
 
 
 def read(plan: Plan, offsets: Mapping[str, int]) -> dict[str, bytes]:
@@ -72,26 +63,6 @@ def number(found: Event, name: str) -> float:
     """A number that an event carries; 0 where it has none, because a program may write what it likes."""
     value = found.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def text(line: str) -> tuple[str, bool]:
-    """A line as a person wants to read it (local rank 0 without a prefix, others `[1] ...`), and if a rank wrote it."""
-    match = _PREFIX.match(line)
-    if match is None:
-        return line, False
-    rest = line[match.end() :]
-    return (rest if match[1] == "0" else f"[{match[1]}] {rest}"), True
-
-
-def signal_of(line: str) -> str:
-    """The signal that has ended a rank, where this is torchrun's word for it: its own exit code is 1 for all ends."""
-    match = _SIGNALLED.match(line)
-    return match[1] if match else ""
-
-
-def noticed(line: str) -> bool | None:
-    """Of the last line of a rank's traceback: whether it raised only that another rank is gone. None of other lines."""
-    return bool(_GONE.search(line)) if _RAISED.match(line) else None
 
 
 @dataclass

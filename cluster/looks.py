@@ -8,13 +8,15 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from cluster import fanout, logs, readiness
+from cluster import fanout, logs, readiness, resources
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Mount, Node, NodeStatus, Plan
 from cluster.shells import Shell
@@ -32,11 +34,13 @@ _BEAT_S = 1.0
 _ABSENT_S = 5.0
 #: A machine that wakes has its network back only after a while; what it cannot reach until then is not lost.
 WAKING_S = 20.0
+#: An agent writes a heartbeat every 2 s. One that is silent for so long, on a machine that answers, is frozen.
+HEARTBEAT_TIMEOUT_S = 60.0
 #: So much of a log is fetched at once.
 LOG_CHUNK = 1 << 20
 
 #: What a node's folder has besides results.
-_NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
+_NOT_RESULTS = ("*.pid", "*.err", "*.exit", "*.alive", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
 
 #: What was seen of a plan's nodes on one machine, by node.
 Seen = dict[str, NodeStatus]
@@ -235,9 +239,9 @@ class _Look:
 
 
 def ask(
-    shell: Shell, plan: Plan, machine: Node, text: str, words: Sequence[str], head: int = 0
-) -> tuple[list[str], Seen]:
-    """Run a look's text with three words per node after `words`: its first `head` lines, and what its nodes say.
+    shell: Shell, plan: Plan, machine: Node, text: str, words: Sequence[str], head: int
+) -> tuple[list[str], dict[str, Answer]]:
+    """Run a polling script with three words per node after `words`: its first `head` lines, and its nodes' answers.
 
     Logs that are not in the job's folder here are copied there as they grow. Raises UnreachableError.
     """
@@ -245,18 +249,76 @@ def ask(
     copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
     each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
-    seen = shell.run(["bash", "-c", text, "look", *words, *each], timeout_s=_LOOK_TIMEOUT_S)
+    seen = shell.run(["bash", "-c", text, "poll", *words, *each], timeout_s=_LOOK_TIMEOUT_S)
     lines = seen.out.splitlines()
-    if len(lines) != head + 2 * len(nodes):
+    if len(lines) != head + 4 * len(nodes):
         raise UnreachableError(f"{readiness.place(machine)}: {seen.last_line}")
     found = {}
-    for node, state, log in zip(nodes, lines[head::2], lines[head + 1 :: 2], strict=True):
+    for index, node in enumerate(nodes):
+        state, why, status, log = lines[head + 4 * index : head + 4 * index + 4]
         chunk = base64.b64decode(log)
         if node.name in copies:
             logs.append(copies[node.name], sizes[node.name], chunk)
-        # its end is told once its whole log is here
-        found[node.name] = _status(node.name, state if len(chunk) < LOG_CHUNK else "alive")
+        found[node.name] = Answer(state, why, _json(status), log_is_whole=len(chunk) < LOG_CHUNK)
     return lines[:head], found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a machine answered of a node: the state of its script, why it ended, and the agent's status file."""
+
+    state: str
+    why: str
+    agent: Mapping[str, Any]
+    log_is_whole: bool = True
+
+
+def read_agent(path: Path) -> Answer:
+    """What the status file of an agent on this machine has; nothing where there is none yet."""
+    try:
+        return Answer("", "", _json(path.read_text()))
+    except OSError:
+        return Answer("", "", {})
+
+
+def status(name: str, answer: Answer, now: float | None = None) -> NodeStatus:
+    """A node's status from what its machine answered; `now` is that machine's clock, for the age of the heartbeat.
+
+    An end is reported once the whole log is here.
+    """
+    agent, (word, _, rest) = answer.agent, answer.state.partition(" ")
+    if not answer.log_is_whole:
+        return NodeStatus(name, "starting")
+    if agent.get("phase") == "exited":
+        code, at = int(agent["exit_code"]), float(agent["ended_at"])
+        failure = agent.get("failure")
+        detail = str(failure["error"]) if failure and failure["rank"] is None else ""
+        return NodeStatus(name, "exited", code, detail, at, failure=failure)
+    if word == "exit":
+        code_text, at_text = rest.split()[:2]
+        # the runtime's own refusal: there was no agent that could report anything
+        return NodeStatus(name, "exited", int(code_text), answer.why, float(at_text))
+    if word == "no":
+        return NodeStatus(name, "lost", detail="its folder does not exist")
+    if word == "gone":
+        why = f": {answer.why}" if answer.why else ""
+        return NodeStatus(name, "lost", detail=f"its script has ended without an exit code{why}")
+    if agent and now is not None and now - float(agent["heartbeat"]) > HEARTBEAT_TIMEOUT_S:
+        return NodeStatus(name, "lost", detail=f"no heartbeat of its agent for {now - float(agent['heartbeat']):.0f} s")
+    return NodeStatus(name, "starting")
+
+
+def stop(shell: Shell, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> str:
+    """End a job's processes on a machine, and its containers in `engines`; gives what stays, "" for nothing."""
+    stop = shell.run(
+        ["bash", "-c", resources.text("agent/common.sh", "agent/stop.sh"), "stop", job_id, str(int(grace_s * 10))],
+        timeout_s=timeout_s,
+    )
+    left = stop.out.splitlines()
+    if engines:
+        containers = ["bash", "-c", resources.text("agent/stop_containers.sh"), "stop", job_id, str(int(grace_s))]
+        left += shell.run([*containers, *engines], timeout_s=timeout_s).out.splitlines()
+    return ", ".join(left)
 
 
 def collect(plan: Plan) -> list[str]:
@@ -317,11 +379,9 @@ def mounted(node: Node, mount: Mount) -> Mount:
     return Mount(source, mount.target, mount.read_only)
 
 
-def _status(name: str, line: str) -> NodeStatus:
-    word, _, rest = line.partition(" ")
-    if word == "exited":
-        code, at, why = f"{rest} ".split(" ", 2)
-        return NodeStatus(name, "exited", exit_code=int(code), ended_at=float(at), detail=why.strip())
-    if word == "lost":
-        return NodeStatus(name, "lost", detail=rest)
-    return NodeStatus(name, "starting")
+def _json(text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.errors import UsageError
 
@@ -147,13 +147,14 @@ class Job:
 class Step:
     """One thing done in one place: files to write there (path to text), then a command to run.
 
-    `needs` are the paths that must be there before.
+    `needs` are the paths that must be there before; `agent` is the path of the agent (agent/agent.py).
     """
 
     place: str
     files: Mapping[str, str]
     argv: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    agent: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ class NodeStatus:
     """What a backend saw of one node: `ended_at` is in seconds since 1970, None while it runs or unknown.
 
     `silent` says why and for how long its machine has not answered, `where` on which host a node ran that has no name
-    of its own.
+    of its own. `failure` is the first failure among its ranks, as the agent found it: rank, time, error, hint,
+    exit_code, secondary.
     """
 
     node: str
@@ -205,6 +207,7 @@ class NodeStatus:
     ended_at: float | None = None
     silent: str = ""
     where: str = ""
+    failure: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-#: A word that stands for the array `options`, which the runtime's setup fills on the node.
+#: The place in a runtime's command of the options that are found on the node.
 OPTIONS = "@options@"
 
 
@@ -16,7 +16,7 @@ def exports(values: Mapping[str, str]) -> str:
 
 def line(words: Sequence[str]) -> str:
     """The words as one command."""
-    return " ".join('"${options[@]}"' if word == OPTIONS else shlex.quote(word) for word in words)
+    return shlex.join(words)
 
 
 def csv(fields: Sequence[str]) -> str:

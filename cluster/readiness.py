@@ -1,4 +1,4 @@
-"""Whether the nodes can run a plan: pure, from what `errands.PREPARE` printed on each."""
+"""Whether the nodes can run a plan: pure, from what agent/check.sh printed on each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
         elif word == "run_dir":
             why = f"cannot write to the run directory {text} (no rights, or no room)"
             hint = f"run_dir of {where} in cluster.yaml"
-        elif word == "torch":
+        elif word == "torch" and plan.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in the project's folder: pip install '.[trainer]'"
         elif word == "no_runtime":

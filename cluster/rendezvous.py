@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from cluster import contract, logs
 from cluster.logs import Event
@@ -20,7 +20,7 @@ _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "joining": 2, "ready": 
 class NodeView:
     """One node as the user sees it; `since` is the clock time at which the phase began.
 
-    `note` is what there is to say of the phase; of an end it is made of `why`, `signal` and `where`.
+    `note` describes the phase. `failure` is the first failure among the node's ranks (see NodeStatus).
     """
 
     name: str
@@ -32,11 +32,8 @@ class NodeView:
     reached: bool = False
     silent: str = ""
     progress: Event | None = None
-    failed: Event | None = None
-    only_noticed: bool = False
-    why: str = ""
+    failure: Mapping[str, Any] | None = None
     where: str = ""
-    signal: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,15 +67,8 @@ def fold(
     statuses: Sequence[NodeStatus],
     events: Iterable[Event],
     now: float,
-    *,
-    only_noticed: Collection[str] = (),
-    signals: Mapping[str, str] | None = None,
 ) -> JobView:
-    """The view after what a backend saw (one status per node, in order) and what the nodes said.
-
-    `only_noticed` are nodes whose program, by its last words, has lost ranks of other nodes; `signals` has, by node,
-    the signal that ended a rank there.
-    """
+    """The view after what a backend saw (one status per node, in order) and the events of the nodes' logs."""
     for event in events:
         # By the node's own clock where it is plausible, so that a launcher that attaches later tells the same times.
         at = min(max(float(event.get("time", now)), view.started), now)
@@ -88,10 +78,7 @@ def fold(
             view = replace(view, moved_at=now)
         if view.met_after_s is None and view.ready_count == len(view.nodes):
             view = replace(view, met_after_s=at - view.started)
-    nodes = tuple(
-        _fold_words(_fold_status(node, status, now), node.name in only_noticed, (signals or {}).get(node.name, ""))
-        for node, status in zip(view.nodes, statuses, strict=True)
-    )
+    nodes = tuple(_fold_status(node, status, now) for node, status in zip(view.nodes, statuses, strict=True))
     view = replace(view, nodes=nodes)
     if all(node.phase == "pending" for node in nodes):  # in a queue; nobody can come late yet
         view = replace(view, began=now)
@@ -120,17 +107,15 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
 def failing(view: JobView) -> list[NodeView]:
     """The nodes that failed, first failure first: it is the cause, and the others mostly its consequence.
 
-    A node that only noticed another one's failure comes last, whenever it said so.
+    A node whose ranks only lost their peers comes last, whenever it failed.
     """
     bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
-    return sorted(bad, key=lambda node: (is_echo(node), _failed_at(node)))
+    return sorted(bad, key=lambda node: (is_secondary(node), _failed_at(node)))
 
 
-def is_echo(node: NodeView) -> bool:
-    """Whether a node failed only because another one did; a program without our events tells by its last words."""
-    if node.failed is not None:
-        return bool(node.failed.get("echo"))
-    return node.only_noticed and node.exit_code == 1 and not node.why and not _was_killed(node)
+def is_secondary(node: NodeView) -> bool:
+    """Whether a node failed only because another one did."""
+    return bool(node.failure and node.failure.get("secondary"))
 
 
 def missing(view: JobView) -> list[NodeView]:
@@ -140,12 +125,11 @@ def missing(view: JobView) -> list[NodeView]:
 
 
 def _failed_at(node: NodeView) -> float:
-    times = [node.ended_at if node.ended_at is not None else float("inf")]
-    if node.failed is not None:
-        times.append(float(node.failed.get("time", "inf")))
-    if node.phase == "lost":  # nothing says when: it is what nobody could announce, so it comes first
-        times.append(0.0)
-    return min(times)
+    if node.phase == "lost":  # nothing could report when: so it comes first
+        return 0.0
+    if node.failure is not None:
+        return float(node.failure["time"])
+    return node.ended_at if node.ended_at is not None else float("inf")
 
 
 def _ended_well(node: NodeView) -> bool:
@@ -157,7 +141,7 @@ def found_again(view: JobView, now: float) -> JobView:
     phase: Phase = "starting" if view.met_after_s is None else "ready"
 
     def back(node: NodeView) -> NodeView:
-        return replace(node, phase=phase, since=now, note="", why="", silent="") if node.phase == "lost" else node
+        return replace(node, phase=phase, since=now, note="", silent="") if node.phase == "lost" else node
 
     return replace(view, nodes=tuple(map(back, view.nodes)))
 
@@ -168,28 +152,13 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> NodeView:
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return node
+        said = [text for text in (status.detail, status.where) if text]
+        note = "; ".join(said) or (f"exit {status.exit_code}" if status.phase == "exited" else "")
         ended = replace(node, phase=status.phase, since=now, exit_code=status.exit_code, ended_at=status.ended_at)
-        return replace(ended, note=status.detail, why=status.detail, where=status.where)
+        return replace(ended, note=note, where=status.where, failure=status.failure)
     if _ORDER[status.phase] > _ORDER[node.phase]:
         return replace(node, phase=status.phase, since=now, note=status.detail)
     return replace(node, note=status.detail) if status.detail else node
-
-
-def _fold_words(node: NodeView, only_noticed: bool, signal: str) -> NodeView:
-    node = replace(node, only_noticed=only_noticed)
-    if node.phase != "exited":
-        return node
-    if node.exit_code == 1:  # torchrun's, whatever ended its ranks
-        node = replace(node, signal=signal)
-    if _was_killed(node) and node.failed is not None and node.failed.get("echo"):
-        node = replace(node, failed=None)  # a rank beside the killed one has only noticed it
-    said = (node.why, f"a rank was ended by {node.signal}" if node.signal else "", node.where)
-    return replace(node, note="; ".join(filter(None, said)) or f"exit {node.exit_code}")
-
-
-def _was_killed(node: NodeView) -> bool:
-    """Whether a signal ended a rank that is no consequence: torch aborts where ranks are lost, or is terminated."""
-    return node.signal not in ("", "SIGABRT", "SIGTERM")
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> JobView:
@@ -214,9 +183,6 @@ def _fold_event(view: JobView, event: Event, now: float) -> JobView:
 
 def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool) -> NodeView:
     kind = event["event"]
-    if kind == contract.FAILED:
-        known = node.failed
-        return node if known and (event.get("echo") or not known.get("echo")) else replace(node, failed=event)
     if kind == contract.PROGRESS:
         return replace(node, progress=event)
     if kind == contract.READY:
@@ -225,13 +191,14 @@ def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool
         )
     if kind != contract.JOINING:
         return node
-    master = event.get("master", "the master")
+    master, why = event.get("master", "the master"), event.get("why")
     if not event.get("reachable"):
-        return _advanced(node, "joining", now, f"cannot reach {master}: {event.get('why')}")
-    node = replace(node, reached=True)
+        return _advanced(node, "joining", now, f"cannot reach {master}: {why}")
     if ready_on_port:
-        return _advanced(node, "ready", now, f"{master} is connected (the program does not say more)")
-    return _advanced(node, "joining", now, f"reached {master}")
+        return _advanced(replace(node, reached=True), "ready", now, f"its ranks run, {master} is reachable")
+    if not event.get("listening"):  # the master's rank 0 has not started to listen
+        return _advanced(node, "joining", now, f"{master} does not listen yet: {why}" if why else "")
+    return _advanced(replace(node, reached=True), "joining", now, f"reached {master}")
 
 
 def _advanced(node: NodeView, phase: Phase, now: float, note: str) -> NodeView:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
+from typing import Any
 
 from cluster import contract
-from cluster.logs import Event
+from cluster.logs import AGENT_PREFIX, Event
 from cluster.model import Plan
-from cluster.rendezvous import JobView, NodeView, Verdict, failing, is_echo, missing
+from cluster.rendezvous import JobView, NodeView, Verdict, failing, is_secondary, missing
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_LATE = 4
+
+#: How many lines of a failed rank are shown.
+LAST_LINES = 25
+# The agent puts "[1] " in front of what local rank 1 prints, and nothing in front of what local rank 0 prints.
+_OTHER_RANK = re.compile(r"\[(\d+)\] ")
 
 # What a trainer's events may tell of, with its title.
 SCORES = {"map50": "mAP50", "map": "mAP50-95", "top1": "top-1", "top5": "top-5", "miou": "mIoU"}
@@ -56,7 +63,7 @@ def cause(view: JobView, verdict: Verdict) -> str:
     if verdict == "failed":
         first = failing(view)[0]
         silent = [node for node in view.nodes if node.silent]
-        if is_echo(first) and silent:  # not long enough to be lost, but who else should it have been
+        if is_secondary(first) and silent:  # not long enough to be lost, but who else should it have been
             return f"{silent[0].name}: {silent[0].silent}"
         return _failure(first)
     if verdict == "stalled":
@@ -73,7 +80,7 @@ def cause(view: JobView, verdict: Verdict) -> str:
 
 def hint(view: JobView, verdict: Verdict) -> str:
     """What to do about it, where the node that failed first knew; else ""."""
-    said = failing(view)[0].failed if verdict == "failed" else None
+    said = failing(view)[0].failure if verdict == "failed" else None
     return str((said or {}).get("hint") or "")
 
 
@@ -84,9 +91,10 @@ def last_words(view: JobView, verdict: Verdict, tails: Mapping[str, Sequence[str
     lines = []
     for node in nodes:
         if not refused:  # a refusal says it all in its one line
-            lines += [f"  {node.name} | {line}" for line in tails[node.name] or [_last_heard(node)]]
-        if node.failed is not None and node.failed.get("hint"):
-            lines.append(f"hint: {node.failed['hint']}")
+            lines += [f"  {node.name} | {line}" for line in _own_lines(node, tails[node.name]) or [_last_heard(node)]]
+            lines += [f"  then rank {other['rank']}: {_shortened(other['error'])}" for other in _others(node)]
+        if node.failure is not None and node.failure.get("hint"):
+            lines.append(f"hint: {node.failure['hint']}")
     return lines
 
 
@@ -98,17 +106,41 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
         return EXIT_FAILED
     if verdict != "failed":
         return EXIT_DONE
-    said = failing(view)[0].failed or {}
-    return contract.EXIT_BAD_INPUT if said.get("exit_code") == contract.EXIT_BAD_INPUT else EXIT_FAILED
+    code = failing(view)[0].exit_code
+    return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
 
 
 def _failure(node: NodeView) -> str:
-    if node.failed is not None:
-        return f"{node.name}: {node.failed.get('error')}"
+    if node.failure is not None:
+        rank = node.failure.get("rank")
+        where = f" {node.where}" if node.where else ""
+        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + str(node.failure.get("error"))
     if node.phase == "lost":
         return f"{node.name}: lost: {node.note}"
     why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
     return f"{node.name}: exit {node.exit_code}{_SIGNALS.get(node.exit_code or 0, '')}{why}"
+
+
+def _own_lines(node: NodeView, tail: Sequence[str]) -> list[str]:
+    """The last lines of the rank that failed; of a node without one, the node's."""
+    local_rank = (node.failure or {}).get("local_rank")
+    if local_rank is None:
+        return list(tail[-LAST_LINES:])
+    found = []
+    for line in tail:
+        match = _OTHER_RANK.match(line)
+        if (int(match[1]) if match else 0) == local_rank and not line.startswith(AGENT_PREFIX):
+            found.append(line[match.end() :] if match else line)
+    return found[-LAST_LINES:]
+
+
+def _others(node: NodeView) -> Sequence[Mapping[str, Any]]:
+    found: Sequence[Mapping[str, Any]] = (node.failure or {}).get("others", ())
+    return found
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _last_heard(node: NodeView) -> str:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from cluster import contract, slurm
 from cluster.errors import ClusterError
 from cluster.model import Job, Node
-from cluster.rendezvous import JobView, NodeView, Verdict, failing
+from cluster.rendezvous import JobView, NodeView, Verdict, failing, is_secondary
 from cluster.report import cause, exit_code
 
 NOT_ASKED = "--max-restarts 0"
 
 
-#: How a node exits that somebody or something else has ended.
+#: How a node exits that something else has ended: by SIGKILL or SIGTERM.
 _KILLED = (137, 143)
-_KILLERS = ("SIGKILL", "SIGTERM")
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ def failure(view: JobView, verdict: Verdict) -> Failure:
 
 
 def _ended_itself(node: NodeView) -> bool:
-    if node.failed is not None:
-        return not node.failed.get("echo") and node.failed.get("exit_code") != contract.EXIT_RUN_ME_AGAIN
-    return node.phase == "exited" and node.exit_code not in _KILLED and node.signal not in _KILLERS
+    ended = node.phase == "exited" and not is_secondary(node)
+    return ended and node.exit_code not in (*_KILLED, contract.EXIT_RUN_ME_AGAIN)
 
 
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:

@@ -188,7 +188,7 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
 
 
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tuple[str, str]]:
-    """What stops a submission, as (message, hint), from what `errands.PREPARE_QUEUE` printed, by its first word."""
+    """What stops a submission, as (message, hint), from what agent/slurm_check.sh printed, by its first word."""
     assert job.queue is not None
     asked = job.queue.options
     found = [

@@ -1,7 +1,7 @@
 """Jobs as containers of one image on this machine, made by docker compose.
 
-The plan is a compose file that works by itself (`docker compose -f FILE up`). Each node's script is in it as an inline
-config. Containers, network and project are named after the job, so all of them are found without a record.
+The plan is a compose file that works without the launcher (`docker compose -f FILE up`). Every node is a service that
+runs the agent. Containers, network and project are named after the job, so all of them are found without a record.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster import contract, logs, readiness, script
+from cluster import contract, logs, looks, readiness, resources, torchrun
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Job, Mount, Node, NodeStatus, Phase, Plan, Step, one_box, plan_of
 from cluster.runtimes.containers import short_id
-from cluster.runtimes.none import NoRuntime
 from cluster.shells import Completed, Shell
 
 # yaml takes longer to import than all of the backends, and only a compose file needs it.
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 #: Where the job's run root is inside a container.
 RUNS = "/runs"
-#: The oldest compose with inline configs.
-_MIN_COMPOSE = (2, 23, 1)
+#: Where the agent is inside a container.
+AGENT = "/agent.py"
+_MIN_COMPOSE = (2, 20, 0)
 
 #: Docker's words for a container's state, in ours.
 _PHASES: dict[str, Phase] = {
@@ -40,13 +41,6 @@ _PHASES: dict[str, Phase] = {
     "exited": "exited",
     "dead": "exited",
 }
-
-
-class _InContainer(NoRuntime):
-    """compose makes the container, so the script is in it already and sees its GPUs counted from 0."""
-
-    def gpus(self, node: Node) -> tuple[int, ...]:
-        return tuple(range(len(node.gpus)))
 
 
 class ComposeBackend:
@@ -62,9 +56,10 @@ class ComposeBackend:
         nodes = one_box(job, [f"node-{rank}" for rank in range(job.nodes)])
         made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port), in_containers=True)
         file = f"{made.attempt_dir}/compose.yaml"
+        agent = f"{job.build}/cluster/agent/agent.py" if job.build else f"{made.attempt_dir}/agent.py"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
-        step = Step("this machine", {file: render(job, nodes, attempt=attempt, port=port)}, up)
-        return replace(made, steps=(step,))
+        text = render(job, nodes, attempt=attempt, port=port, agent=agent)
+        return replace(made, steps=(Step("this machine", {file: text}, up, agent=agent),))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Raise UsageError without an engine, compose or the image; NameTakenError for a job of this name."""
@@ -92,6 +87,8 @@ class ComposeBackend:
         (text,) = step.files.values()
         if plan.secrets:
             text = _with_secrets(text, {name: (secrets or {})[name] for name in plan.secrets})
+        if not Path(step.agent).exists():
+            Path(step.agent).write_text(resources.text("agent/agent.py"), encoding="utf-8")
         # The file is the command's input, so that what runs is what the plan says and not a file that changed since.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
         up = self._shell.run(argv, stdin=text, timeout_s=300)
@@ -103,7 +100,7 @@ class ComposeBackend:
             )
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
-        """From `docker inspect`: a container that is not there is lost."""
+        """From the agents' status files and `docker inspect`; a container that does not exist is lost."""
         names = [_container(plan.job_id, node.name) for node in plan.nodes]
         found = self._docker("inspect", "--type", "container", *names)
         try:
@@ -113,7 +110,7 @@ class ComposeBackend:
         if not listed and "no such container" not in found.err.lower():
             raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
         states = {container["Name"].lstrip("/"): container["State"] for container in listed}
-        return [_status(node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
+        return [_status(plan, node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
 
     def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
         """Read from the run directory, which is a folder of this machine."""
@@ -178,31 +175,29 @@ def is_rootless(shell: Shell) -> bool:
     return found.code == 0 and "rootless" in found.out
 
 
-def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> str:
-    """The compose file: one service per node, whose script is an inline config."""
+def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
+    """The compose file: what the nodes have in common once, then one service per node.
+
+    `agent` is the agent's file on this machine.
+    """
     import yaml
 
-    run_dir = f"{RUNS}/{job.name}"
-    services, configs = {}, {}
+    shared = _Shared("node", _node(job))
+    shared["environment"] = _Shared("environment", _environment(job, nodes, attempt=attempt, port=port))
+    services = {}
     for rank, node in enumerate(nodes):
-        text = script.render(
-            job,
-            node,
-            rank,
-            attempt=attempt,
-            run_dir=run_dir,
-            master=(nodes[0].address, port),
-            nodes_on_host=job.nodes,
-            runtime=_InContainer(),
-            extra={},
-        )
-        configs[node.name] = {"content": _Block(text.replace("$", "$$"))}
-        services[node.name] = _service(job, node)
-    head = (
-        f"# {job.nodes} nodes x {job.procs_per_node} processes on one box. Written by `clusterctl plan`; "
-        "`docker compose up` runs it by itself.\n"
-    )
-    document = {"name": job.name, "services": services, "configs": configs}
+        environment: dict[str, Any] = {_MERGE: shared["environment"], "PET_NODE_RANK": rank}
+        service = {_MERGE: shared, "container_name": _container(job.name, node.name), "hostname": node.name}
+        if job.device != "cpu" and node.gpus:
+            service |= gpu_reservation(node)
+        services[node.name] = service | {"environment": environment}
+    head = f"# {job.nodes} nodes x {job.procs_per_node} processes on this machine. Written by `clusterctl plan`.\n"
+    document = {
+        "name": job.name,
+        "x-node": shared,
+        "services": services,
+        "configs": {"agent": {"file": _escaped(agent)}},
+    }
     return head + yaml.dump(document, Dumper=_dumper(), sort_keys=False, width=120, allow_unicode=True)
 
 
@@ -211,7 +206,7 @@ def _with_secrets(text: str, secrets: Mapping[str, str]) -> str:
 
     document = yaml.safe_load(text)
     for service in document["services"].values():
-        service["environment"] = {name: _escaped(value) for name, value in secrets.items()}
+        service["environment"] |= {name: _escaped(value) for name, value in secrets.items()}
     return yaml.safe_dump(document, sort_keys=False)
 
 
@@ -221,29 +216,44 @@ def gpu_reservation(node: Node) -> dict[str, Any]:
     return {"deploy": {"resources": {"reservations": {"devices": [devices]}}}}
 
 
-def _service(job: Job, node: Node) -> dict[str, Any]:
+def _node(job: Job) -> dict[str, Any]:
+    """What all services have in common."""
     service: dict[str, Any] = {"image": job.image}
     if job.build:
-        arguments = {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}
-        service["build"] = {"context": job.build, "args": arguments}
+        service["build"] = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
     else:
         service["pull_policy"] = "never"
-    service |= {
-        "container_name": _container(job.name, node.name),
-        "hostname": node.name,
-        "command": ["bash", f"/{node.name}.sh"],
-        "configs": [{"source": node.name, "target": f"/{node.name}.sh"}],
+    if job.user:
+        service["user"] = job.user
+    if job.workdir:
+        service["working_dir"] = _escaped(job.workdir)
+    return service | {
+        "command": _Flow(_escaped(word) for word in torchrun.command(job, AGENT)),
+        "configs": [{"source": "agent", "target": AGENT}],
+        "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
         "init": True,
         "shm_size": "2gb",
         "stop_grace_period": "30s",
-        "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
         "labels": {contract.JOB_ID: job.name},
     }
-    if job.user:
-        service["user"] = job.user
-    if job.device != "cpu" and node.gpus:
-        service |= gpu_reservation(node)
-    return service
+
+
+def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> dict[str, Any]:
+    """The variables that all services have in common; a secret's value is that of the shell that runs compose."""
+    gpus = range(len(nodes[0].gpus))  # a container counts those that it was given from 0
+    values = {
+        **job.env,
+        **torchrun.shared_environment(
+            job, attempt=attempt, run_dir=f"{RUNS}/{job.name}", master=(nodes[0].address, port)
+        ),
+        contract.NODES_ON_HOST: str(job.nodes),
+        **torchrun.gpu_environment(job, gpus),
+    }
+    plain: dict[str, Any] = {
+        name: int(text) if text.isdigit() and str(int(text)) == text else _escaped(text)
+        for name, text in values.items()
+    }
+    return plain | dict.fromkeys(job.secrets)
 
 
 def _volume(mount: Mount) -> dict[str, Any]:
@@ -266,7 +276,10 @@ def _container(job_id: str, node: str) -> str:
     return f"{job_id}-{node}"
 
 
-def _status(name: str, state: Mapping[str, Any] | None) -> NodeStatus:
+def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:
+    answer = looks.read_agent(Path(plan.attempt_dir, f"{name}.json"))
+    if answer.agent.get("phase") == "exited":
+        return looks.status(name, answer)
     if state is None:
         return NodeStatus(name, "lost", detail="its container is gone")
     phase = _PHASES.get(state["Status"], "lost")
@@ -286,8 +299,23 @@ def _seconds(stamp: str) -> float | None:
     return datetime.fromisoformat(match[1] + "+00:00").timestamp() + float(match[2] or 0)
 
 
-class _Block(str):
-    """Text that YAML shows as it is, line by line."""
+class _Shared(dict[str, Any]):
+    """A mapping that YAML shows once, with the anchor `name`, and refers to everywhere else."""
+
+    def __init__(self, name: str, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.name = name
+
+
+class _Flow(list[str]):
+    """A list that YAML shows on one line."""
+
+
+class _MergeKey(str):
+    """YAML's `<<`, which takes over the keys of another mapping."""
+
+
+_MERGE = _MergeKey("<<")
 
 
 @functools.cache
@@ -295,10 +323,24 @@ def _dumper() -> type[yaml.SafeDumper]:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """With blocks."""
+        """With named anchors, merge keys and short lists on one line."""
 
-    def represent(dumper: yaml.SafeDumper, text: _Block) -> yaml.ScalarNode:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+        def ignore_aliases(self, data: object) -> bool:
+            return not isinstance(data, _Shared)
 
-    Dumper.add_representer(_Block, represent)
+        def generate_anchor(self, node: yaml.Node) -> str:
+            return str(node.anchor_name)  # type: ignore[attr-defined]
+
+        def shared(self, data: _Shared) -> yaml.Node:
+            node = self.represent_dict(data)
+            node.anchor_name = data.name  # type: ignore[attr-defined]
+            return node
+
+    Dumper.add_representer(_Shared, Dumper.shared)
+    Dumper.add_representer(
+        _Flow, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+    )
+    Dumper.add_representer(
+        _MergeKey, lambda dumper, data: dumper.represent_scalar("tag:yaml.org,2002:merge", str(data))
+    )
     return Dumper

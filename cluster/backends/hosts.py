@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster import errands, fanout, logs, looks, quoting, readiness, script
+from cluster import fanout, logs, looks, quoting, readiness, resources, script
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.looks import Looks, Seen, attempt_dir, machines, on
 from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, one_box, plan_of
 from cluster.runtimes import RUNTIMES
 from cluster.shells import Shell
 
-#: Fixes gloo and NCCL to the loopback interface: all nodes are on this machine, whatever its host name resolves to.
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+#: The exit code of agent/start.sh where another job holds a GPU.
+_GPUS_HELD = 74
 
 
 class HostsBackend:
@@ -92,7 +92,7 @@ class HostsBackend:
             raise failed[0]
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
-        """From the exit-code file where there is one, else from the script's process; a silent machine is lost."""
+        """From the agent's status file and the script's exit code; a silent machine is lost."""
         return self._looks.statuses(plan)
 
     def logs(self, plan: Plan, offsets: Mapping[str, int]) -> Mapping[str, bytes]:
@@ -106,12 +106,13 @@ class HostsBackend:
         """
 
         def end(machine: Node) -> str:
-            text = errands.CANCEL + RUNTIMES[machine.runtime].stop(plan.job_id, int(grace_s))
-            done = self._reach(machine).run(
-                ["bash", "-c", text, "cancel", plan.job_id, str(int(grace_s * 10))],
+            return looks.stop(
+                self._reach(machine),
+                plan.job_id,
+                grace_s,
+                [engine] if (engine := RUNTIMES[machine.runtime].engine) else [],
                 timeout_s=self._looks.patience_s(plan, machine, grace_s + 30),
             )
-            return ", ".join(done.out.split("\n")[:-1]) if done.out.strip() else ""
 
         results = fanout.each(machines(plan), end)
         places = {node.name: readiness.place(node) for node in plan.nodes}
@@ -136,7 +137,9 @@ class HostsBackend:
             plan.job_id if plan.attempt == 1 else "",
         ]
         timeout_s = self._looks.patience_s(plan, node, 30)
-        done = self._reach(node).run(["bash", "-c", errands.PREPARE, "prepare", *words], timeout_s=timeout_s)
+        done = self._reach(node).run(
+            ["bash", "-c", resources.text("agent/common.sh", "agent/check.sh"), "check", *words], timeout_s=timeout_s
+        )
         if done.code:
             raise UnreachableError(
                 f"{readiness.place(node)}: {done.last_line}", "the machine needs bash and a POSIX userland"
@@ -146,18 +149,22 @@ class HostsBackend:
     def _start(self, plan: Plan, node: Node, step: Step, head: str) -> None:
         ((_, text),) = step.files.items()
         secrets = f"{head}\n" if head else ""
+        agent = resources.text("agent/agent.py")
         words = [attempt_dir(plan, node), node.name, plan.job_id, readiness.ids(node)]
-        started = self._reach(node).run(
-            ["bash", "-c", errands.START, "start", *words, str(secrets.count("\n"))], stdin=secrets + text
-        )
-        if started.code == errands.HELD:
+        words += [str(secrets.count("\n")), str(agent.count("\n"))]
+        start = resources.text("agent/common.sh", "agent/start.sh")
+        started = self._reach(node).run(["bash", "-c", start, "start", *words], stdin=secrets + agent + text)
+        if started.code == _GPUS_HELD:
             raise readiness.held_error({node.name: started.out.split()})
         if started.code:
             raise LaunchError(f"{node.name}: its script could not be started: {started.last_line}")
 
     def _look(self, plan: Plan, machine: Node) -> Seen:
-        words = [plan.job_id, str(looks.LOG_CHUNK)]
-        return looks.ask(self._reach(machine), plan, machine, errands.LOOK, words)[1]
+        poll = resources.text("agent/common.sh", "agent/poll.sh")
+        (now,), answers = looks.ask(
+            self._reach(machine), plan, machine, poll, [plan.job_id, str(looks.LOG_CHUNK)], head=1
+        )
+        return {name: looks.status(name, answer, float(now)) for name, answer in answers.items()}
 
 
 def _step(job: Job, plan: Plan, rank: int) -> Step:
@@ -165,19 +172,19 @@ def _step(job: Job, plan: Plan, rank: int) -> Step:
     runtime = RUNTIMES[node.runtime]
     run_dir = plan.dir_on(node)
     mounts = [looks.mounted(node, mount) for mount in job.mounts]
+    agent = f"{attempt_dir(plan, node)}/agent.py"
     text = script.render(
         job,
         node,
         rank,
         attempt=plan.attempt,
         run_dir=run_dir,
+        agent=agent,
         master=(plan.master_addr, plan.master_port),
         nodes_on_host=len(on(plan, node)),
         runtime=runtime,
         mounts=[Mount(run_dir, run_dir, read_only=False), *mounts] if node.runtime != "none" else (),
-        extra={} if node.is_machine else _LOOPBACK,
-        finds_device=node.is_machine,
     )
     path = f"{attempt_dir(plan, node)}/{node.name}.sh"
     needs = tuple(mount.source if node.runtime != "none" else mount.target for mount in mounts)
-    return Step(node.name, {path: text}, ("bash", path), needs)
+    return Step(node.name, {path: text}, ("bash", path), needs, agent)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from cluster import errands, logs, looks, quoting, readiness, sbatch, script, slurm
+from cluster import logs, looks, quoting, readiness, resources, sbatch, script, slurm
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.looks import Looks, Seen
 from cluster.model import Job, Mount, Node, NodeStatus, Plan, Step, plan_of
@@ -21,10 +21,6 @@ from cluster.shells import Shell
 INTERVAL_S = 3
 #: How long Slurm may take to put a job back into its queue.
 _REQUEUE_S = 120.0
-
-#: What the node's script finds out itself.
-_FOUND = ("NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_LOG_DIR", "CLUSTER_ATTEMPT")
-_DEVICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class SlurmBackend:
@@ -56,7 +52,8 @@ class SlurmBackend:
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
         words = [login.runtime, plan.image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
-        done = self._reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", *words], timeout_s=60)
+        check = resources.text("agent/common.sh", "agent/slurm_check.sh")
+        done = self._reach(login).run(["bash", "-c", check, "check", *words], timeout_s=60)
         if done.code:
             raise UnreachableError(f"{readiness.place(login)}: {done.last_line}")
         has: dict[str, list[str]] = {}
@@ -78,8 +75,10 @@ class SlurmBackend:
         login = plan.nodes[0]
         head = quoting.exports({name: (secrets or {})[name] for name in plan.secrets})
         head += "\n" if head else ""
-        words = [path.rpartition("/")[0], plan.dir_on(login), str(head.count("\n"))]
-        done = self._reach(login).run(["bash", "-c", errands.SUBMIT, "submit", *words, *step.argv], stdin=head + text)
+        agent = resources.text("agent/agent.py")
+        words = [path.rpartition("/")[0], plan.dir_on(login), str(head.count("\n")), str(agent.count("\n"))]
+        submit = ["bash", "-c", resources.text("agent/slurm_submit.sh"), "submit", *words, *step.argv]
+        done = self._reach(login).run(submit, stdin=head + agent + text)
         if done.code:
             why = done.err.strip().splitlines()[-1:] or [done.last_line]
             raise LaunchError(
@@ -99,7 +98,8 @@ class SlurmBackend:
         """`scancel`, and wait until Slurm has ended it; raises ClusterError for what stays."""
         login = plan.nodes[0]
         words = [plan.job_id, str(int(grace_s)), plan.dir_on(login)]
-        done = self._reach(login).run(["bash", "-c", errands.CANCEL_QUEUE, "cancel", *words], timeout_s=grace_s + 120)
+        cancel = ["bash", "-c", resources.text("agent/slurm_cancel.sh"), "cancel", *words]
+        done = self._reach(login).run(cancel, timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
@@ -133,9 +133,12 @@ class SlurmBackend:
             wait(1.0)
         return None
 
-    def _ask(self, plan: Plan, login: Node) -> tuple[tuple[slurm.Row | None, int, Sequence[str], str], Seen]:
+    def _ask(
+        self, plan: Plan, login: Node
+    ) -> tuple[tuple[slurm.Row | None, int, Sequence[str], str], Mapping[str, looks.Answer]]:
         words = [plan.job_id, str(looks.LOG_CHUNK), slurm.FORMAT, plan.dir_on(login), str(INTERVAL_S)]
-        head, seen = looks.ask(self._reach(login), plan, login, errands.LOOK_QUEUE, words, head=4)
+        poll = resources.text("agent/common.sh", "agent/slurm_poll.sh")
+        head, seen = looks.ask(self._reach(login), plan, login, poll, words, head=4)
         line, running, refused, error = head
         if refused and not line:
             raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
@@ -143,8 +146,8 @@ class SlurmBackend:
         return (slurm.row(line), int(attempt), hosts, error.removeprefix("error: ")), seen
 
     def _look(self, plan: Plan, login: Node) -> Seen:
-        (found, attempt, hosts, error), seen = self._ask(plan, login)
-        said = [seen[node.name] for node in plan.nodes]
+        (found, attempt, hosts, error), answers = self._ask(plan, login)
+        said = [looks.status(node.name, answers[node.name]) for node in plan.nodes]
         return {status.node: status for status in slurm.statuses(plan, found, attempt, hosts, said, error)}
 
 
@@ -153,22 +156,16 @@ def _step(job: Job, plan: Plan) -> Step:
     login = job.queue.login
     run_dir = plan.dir_on(login)
     mounts = [looks.mounted(login, mount) for mount in job.mounts]
-    cuda = ("CUDA_VISIBLE_DEVICES",) if job.device == "cuda" else ()
-    node = script.render(
+    agent = f"{run_dir}/attempt-{plan.attempt}/agent.py"
+    node = script.render_in_batch(
         job,
-        plan.nodes[0],
-        0,
-        attempt=plan.attempt,
+        login,
         run_dir=run_dir,
-        master=("", 0),
-        nodes_on_host=1,
+        agent=agent,
         runtime=RUNTIMES[login.runtime],
         mounts=[Mount(run_dir, run_dir, read_only=False), *mounts] if login.runtime != "none" else (),
-        extra={},
-        finds=sbatch.finds(job),
-        found=(*_FOUND, *cuda, *(name for name in _DEVICES if name not in job.env)),
     )
     path = f"{run_dir}/attempt-{plan.attempt}/job.sbatch"
     needs = tuple(mount.source if login.runtime != "none" else mount.target for mount in mounts)
     text = sbatch.render(job, node, run_dir=run_dir, attempt=plan.attempt)
-    return Step(login.name, {path: text}, tuple(sbatch.argv(f"{run_dir}/slurm.log", path)), needs)
+    return Step(login.name, {path: text}, tuple(sbatch.argv(f"{run_dir}/slurm.log", path)), needs, agent)

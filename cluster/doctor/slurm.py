@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster import errands, slurm
+from cluster import resources, slurm
 from cluster.doctor import data as data_check
 from cluster.doctor import engine, machine, probe
 from cluster.doctor.findings import Finding, Level, Seen
@@ -188,7 +188,10 @@ def _without(found: Sequence[Finding], skip: Sequence[str]) -> list[Finding]:
 
 def _asked(login: Node, request: Request) -> list[Finding]:
     # "." is there: looking makes no folder
-    done = reach(login).run(["bash", "-c", errands.PREPARE_QUEUE, "prepare", "none", "", ".", "", ""], timeout_s=60)
+    done = reach(login).run(
+        ["bash", "-c", resources.text("agent/common.sh", "agent/slurm_check.sh"), "check", "none", "", ".", "", ""],
+        timeout_s=60,
+    )
     has: dict[str, list[str]] = {}
     for line in done.out.splitlines():
         word, _, text = line.partition(" ")

@@ -13,25 +13,29 @@ class Runtime(Protocol):
     """Spells command lines and does nothing else."""
 
     @property
+    def name(self) -> str:
+        """Its name in `cluster.yaml`, and in agent/node.sh, which finds the options that depend on the machine."""
+        ...
+
+    @property
     def inside(self) -> bool:
         """Whether the node's script is itself where the program runs."""
         ...
 
-    @property
-    def setup(self) -> str:
-        """Bash that runs on the node before the command; the array `options` that it sets is put into the command."""
-        ...
-
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """The command that starts torchrun on one node; torchrun's options come from the variables `names`."""
+        """The words before the agent's command; the program gets the variables `names`.
+
+        The word `quoting.OPTIONS` is where the options of the node go.
+        """
         ...
 
     def gpus(self, node: Node) -> tuple[int, ...]:
         """The node's GPUs as the program sees them: a container counts those it was given from 0."""
         ...
 
-    def stop(self, job_id: str, grace_s: int) -> str:
-        """Bash that removes whatever of a job the runtime still holds, and prints what it could not remove."""
+    @property
+    def engine(self) -> str:
+        """The program that keeps its containers after the node's script has ended; "" where none does."""
         ...
 
 

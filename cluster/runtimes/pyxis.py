@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster import torchrun
 from cluster.model import Job, Mount, Node
 from cluster.quoting import OPTIONS
 
@@ -12,8 +11,9 @@ from cluster.quoting import OPTIONS
 class PyxisRuntime:
     """Only within a job of Slurm; `image` is what `--container-image` takes: REGISTRY#NAME:TAG, or a .sqsh file."""
 
+    name = "pyxis"
     inside = False
-    setup = 'options=(--nodelist "$SLURMD_NODENAME")\n'
+    engine = ""
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """`srun --container-image ...` on this node, within the job's own step; variables by name."""
@@ -24,12 +24,8 @@ class PyxisRuntime:
             words.append(f"--container-mounts={','.join(sources)}")
         if job.workdir:
             words.append(f"--container-workdir={job.workdir}")
-        return (*words, *torchrun.command(job))
+        return tuple(words)
 
     def gpus(self, node: Node) -> tuple[int, ...]:
         """As the machine counts them."""
         return node.gpus
-
-    def stop(self, job_id: str, grace_s: int) -> str:
-        """Its processes are a step of Slurm's job, and end with it."""
-        return ""

@@ -140,11 +140,17 @@ def plan(
     time_limit: options.Time = "",
     slurm: options.Slurm = [],  # noqa: B006
     output: Annotated[str, typer.Option("--output", "-o", help="Write it to this file (a folder for several).")] = "",
+    agent: Annotated[
+        bool, typer.Option("--agent", help="Print the agent, the program that starts a node's ranks.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Print what launch would do, node by node, and do nothing."""
-    from cluster import commands, secrets
+    from cluster import commands, resources, secrets
 
+    if agent:
+        print(resources.text("agent/agent.py"), end="")
+        return
     if output and as_json:
         raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
     request = Request(
@@ -176,6 +182,9 @@ def plan(
     if as_json:
         print(json.dumps(asdict(made), indent=1))
         return
+    for path in dict.fromkeys(step.agent for step in made.steps):
+        digest = resources.digest("agent/agent.py")
+        print(f"with the agent at {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
     files = [(step, path, text) for step in made.steps for path, text in step.files.items()]
     if output:
         _write_plan(Path(output), [(Path(path).name, text) for _, path, text in files])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cluster import resources
 from cluster.backends import BACKENDS
 from cluster.backends.compose import gpu_reservation
 from cluster.model import Job, Mount, Node, Queue
@@ -32,9 +33,19 @@ JOBS = {
 }
 
 
-RUNTIMES = {"trainer": "docker", "cuda": "podman", "foreign": "none"}
-RUNTIMES_OF_SITES = ("docker", "podman", "none", "pyxis")
-SLURM_RUNTIMES = {"trainer": "apptainer", "cuda": "apptainer", "foreign": "none"}
+#: The golden plans: each backend and each runtime once. The part of a script that no job changes is shown as its name.
+PLANS = (
+    "compose-cuda",
+    "compose-foreign",
+    "local-foreign",
+    "ssh-docker-trainer",
+    "ssh-podman-cuda",
+    "slurm-apptainer-cuda",
+    "slurm-docker-cuda",
+    "slurm-none-foreign",
+    "slurm-pyxis-cuda",
+)
+STATIC = ("agent/node.sh", "agent/batch.sh", "agent/slurm_node.sh")
 
 
 def hosts(job, runtime):
@@ -52,72 +63,70 @@ def hosts(job, runtime):
     )
 
 
-def plan(backend, name):
+def plan(case):
+    """The plan of a case `BACKEND[-RUNTIME]-JOB`."""
+    backend, *runtime, name = case.split("-")
     job = JOBS[name]
     if backend == "compose":
-        job = replace(job, image="trainer:0.1", user="1000:1000")
+        job = replace(job, image="trainer:0.1", user="1000:1000", secrets=("TOKEN",))
     if backend == "ssh":
         mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))
-        job = replace(job, image="trainer:0.1", hosts=hosts(job, RUNTIMES[name]), mounts=mounts, secrets=("TOKEN",))
-    if backend.startswith("slurm"):
+        job = replace(job, image="trainer:0.1", hosts=hosts(job, *runtime), mounts=mounts, secrets=("TOKEN",))
+    if backend == "slurm":
         login = Node(
             "login",
             "",
             login="ann@cluster",
             run_dir="/shared/ann/my runs" if name == "foreign" else "/shared/ann/runs",
             data_dir="" if name == "foreign" else "/shared/ann/data",
-            runtime=backend.partition("-")[2] or SLURM_RUNTIMES[name],
+            runtime=runtime[0],
         )
         queue = Queue(login, {"partition": "gpu", "time": "8:00:00", "comment": "it is mine"})
         job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
-    return BACKENDS[backend.partition("-")[0]].plan(job, attempt=1, port=29500)
+    return BACKENDS[backend].plan(job, attempt=1, port=29500)
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        *((backend, name) for backend in BACKENDS for name in JOBS),
-        *((f"slurm-{runtime}", "cuda") for runtime in RUNTIMES_OF_SITES),
-    ],
-)
-def test_plan(backend, name):
-    steps = plan(backend, name).steps
+@pytest.mark.parametrize("case", PLANS)
+def test_plan(case):
     text = "".join(
-        f"# ---- {step.place}: {' '.join(step.argv)}\n# ---- {path}\n{file}"
-        for step in steps
+        f"# ---- {step.place}: {' '.join(step.argv)}\n# ---- {step.agent}\n# ---- {path}\n{file}"
+        for step in plan(case).steps
         for path, file in step.files.items()
     )
-    golden = HERE / f"{backend}-{name}.txt"
+    for name in STATIC:
+        text = text.replace(resources.text(name), f"# ---- {name}\n")
+    golden = HERE / f"{case}.txt"
     if os.environ.get("GOLDEN") == "write":
         golden.write_text(text)
     assert text == golden.read_text()
 
 
-@pytest.mark.parametrize("backend", list(BACKENDS))
-def test_equal_jobs_give_equal_plans(backend):
-    assert plan(backend, "trainer") == plan(backend, "trainer")
+@pytest.mark.parametrize("case", PLANS)
+def test_equal_jobs_give_equal_plans(case):
+    assert plan(case) == plan(case)
 
 
 def test_the_scripts_of_a_job_differ_only_in_what_is_the_nodes_own():
-    scripts = [text.splitlines() for step in plan("local", "trainer").steps for text in step.files.values()]
+    scripts = [text.splitlines() for step in plan("local-trainer").steps for text in step.files.values()]
     assert len(scripts) == 3
     for lines in zip(*scripts, strict=True):
         if len(set(lines)) > 1:
-            assert re.match(r"# Node \d|export (NODE|PET_NODE_RANK|PET_LOG_DIR)=", lines[0])
+            assert re.match(r"# Node \d|export (CLUSTER_NODE|PET_NODE_RANK)=", lines[0])
 
 
-def test_compose_holds_the_very_script_of_each_node():
-    (step,) = plan("compose", "trainer").steps
+def test_compose_services_differ_only_in_their_rank_and_name():
+    (step,) = plan("compose-trainer").steps
     (text,) = step.files.values()
-    document = yaml.safe_load(text)
-    scripts = [document["configs"][f"node-{rank}"]["content"].replace("$$", "$") for rank in range(3)]
-    assert [f"PET_NODE_RANK={rank}" in script for rank, script in enumerate(scripts)] == [True] * 3
-    assert len({re.sub(r"node-\d|Node \d|PET_NODE_RANK=\d", "", script) for script in scripts}) == 1
-    assert list(document["services"]) == ["node-0", "node-1", "node-2"]
+    services = yaml.safe_load(text)["services"]
+    assert list(services) == ["node-0", "node-1", "node-2"]
+    assert [service["environment"].pop("PET_NODE_RANK") for service in services.values()] == [0, 1, 2]
+    assert [service.pop("hostname") for service in services.values()] == list(services)
+    assert [service.pop("container_name") for service in services.values()] == [f"digits-{name}" for name in services]
+    assert services["node-0"] == services["node-1"] == services["node-2"]
 
 
 def test_nodes_on_one_box_share_no_gpu():
-    nodes = plan("compose", "cuda").nodes
+    nodes = plan("compose-cuda").nodes
     assert [node.gpus for node in nodes] == [(0, 1), (2, 3)]
 
 

@@ -1,11 +1,13 @@
 """How long the launcher was there: what it says of a machine's silence and of a job's standstill counts from that."""
 
+import json
+import subprocess
 import threading
 import time
 
 import pytest
 
-from cluster import errands, looks
+from cluster import looks, resources
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
 from cluster.looks import WAKING_S, Looks, Presence, _Look
@@ -157,28 +159,53 @@ def test_one_machine_that_is_dark_is_lost_when_another_was_seen(monkeypatch):
     assert [status.phase for status in watch.statuses(PLAN)] == ["starting", "lost"]
 
 
-def state_of(folder):
-    """What a look says of node n0, whose attempt's folder this is."""
-    done = LocalShell().run(["bash", "-c", errands.LOOK, "look", "job", "1000", str(folder), "n0", ""])
+def status_of(folder):
+    """The status of node n0, whose attempt's folder this is, by the real polling script."""
+    poll = resources.text("agent/common.sh", "agent/poll.sh")
+    done = LocalShell().run(["bash", "-c", poll, "poll", "job", "1000", str(folder), "n0", ""])
     assert not done.err
-    return done.out.splitlines()[0].strip()
+    now, state, why, agent, _log = done.out.split("\n")[:5]
+    return looks.status("n0", looks.Answer(state, why, json.loads(agent or "{}")), float(now))
 
 
-def test_what_is_gone_without_an_exit_code_is_lost_and_why_is_said(tmp_path):
+def test_what_has_ended_without_an_exit_code_is_lost_and_why_is_shown(tmp_path):
     (tmp_path / "n0.pid").write_text("999999999")
-    assert state_of(tmp_path) == "lost its process is gone and left no exit code"
-    assert state_of(tmp_path / "absent") == f"lost its folder is not there: {tmp_path}/absent"
+    assert status_of(tmp_path).phase == "lost"
+    assert "does not exist" in status_of(tmp_path / "absent").detail
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "line"),
-    [("", "lost its process is gone and left no exit code: No space"), ("1 12.5", "exited 1 12.5 No space")],
-)
-def test_a_disk_without_room_is_named_as_it_kept_the_node_from_saying_so(tmp_path, exit_code, line):
+@pytest.mark.parametrize(("exit_code", "phase"), [("", "lost"), ("1 12.5", "exited")])
+def test_a_disk_without_room_is_named_as_it_kept_the_node_from_reporting(tmp_path, exit_code, phase):
     (tmp_path / "n0.pid").write_text("999999999")
     (tmp_path / "n0.log").write_text("")
     if exit_code:
         (tmp_path / "n0.exit").write_text(exit_code)
     (tmp_path / "n0.room.tmp").symlink_to("/dev/full")  # the system's own word for it
-    assert state_of(tmp_path) == f"{line} left on device"
+    status = status_of(tmp_path)
+    assert (status.phase, "No space left on device" in status.detail) == (phase, True)
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def running(tmp_path, **agent):
+    """A node whose script runs, with this in its agent's status file."""
+    script = tmp_path / "n0.sh"
+    script.write_text("sleep 60 & wait")
+    process = subprocess.Popen(["bash", str(script)])
+    (tmp_path / "n0.pid").write_text(str(process.pid))
+    (tmp_path / "n0.json").write_text(json.dumps(agent) + "\n")
+    return process
+
+
+def test_an_agent_without_a_heartbeat_is_lost_although_its_script_runs(tmp_path):
+    with running(tmp_path, phase="running", heartbeat=time.time()) as script:
+        assert status_of(tmp_path).phase == "starting"
+        (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time() - 70}))
+        assert "no heartbeat" in status_of(tmp_path).detail
+        script.kill()
+
+
+def test_the_agents_word_of_an_end_counts_while_its_container_is_taken_down(tmp_path):
+    failure = {"rank": 1, "time": 8.0, "error": "boom", "secondary": False}
+    with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
+        assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=failure)
+        script.kill()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import errands, readiness
+from cluster import readiness, resources
 from cluster.backends import BACKENDS
 from cluster.errors import NameTakenError
 from cluster.model import Job, Node
@@ -58,8 +58,8 @@ def test_nodes_with_another_image_are_named():
 
 
 def test_gpus_are_held_only_by_other_jobs_and_only_where_they_are_the_same():
-    assert readiness.held(PLAN, HOSTS[0], ["held other 1,2"]) == {"other"}
-    assert readiness.held(PLAN, HOSTS[0], ["held other 2,3", "held job 0,1"]) == set()
+    assert readiness.held(PLAN, HOSTS[0], ["held other 1"]) == {"other"}
+    assert readiness.held(PLAN, HOSTS[0], ["held other 2", "held job 0"]) == set()
 
 
 def test_this_machine_in_an_inventory_has_gpus_to_hold_and_a_network_like_the_others():
@@ -87,7 +87,7 @@ def test_a_folder_or_a_process_of_that_name_is_another_jobs():
 def test_a_folder_in_which_nothing_can_be_written_is_told_whatever_the_rights(tmp_path, limit, said):
     """No file may grow there, as on a full disk."""
     words = ["none", "", str(tmp_path / "runs"), "cpu", "", sys.executable, "", "", "", ""]
-    text = f"ulimit -f {limit}; trap '' XFSZ\n{errands.PREPARE}"
+    text = f"ulimit -f {limit}; trap '' XFSZ\n{resources.text('agent/common.sh', 'agent/check.sh')}"
     done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in said]
     assert list((tmp_path / "runs").iterdir()) == []

@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 
 from cluster import rendezvous
@@ -15,8 +13,9 @@ def running(*phases):
     return [NodeStatus(f"node-{rank}", phase) for rank, phase in enumerate(phases or ("starting", "starting"))]
 
 
-def joining(node, time, *, reachable, why=""):
-    return {"event": "joining", "node": node, "time": time, "master": "m:1", "reachable": reachable, "why": why}
+def joining(node, time, *, reachable, listening=False, why=""):
+    seen = {"reachable": reachable, "listening": listening, "why": why}
+    return {"event": "joining", "node": node, "time": time, "master": "m:1", **seen}
 
 
 def ready(node, time):
@@ -32,7 +31,7 @@ def test_nodes_have_met_when_each_has_said_so():
     assert view.met_after_s == 5.0
 
 
-def test_a_connected_port_is_enough_only_for_a_program_that_says_no_more():
+def test_a_reachable_master_is_enough_only_for_a_program_without_events():
     events = [joining(rank, 101.0, reachable=True) for rank in (0, 1)]
     assert judge(fold(rendezvous.start(PLAN, 100.0), running(), events, 102.0), 102.0, 60) == "waiting"
     assert judge(fold(rendezvous.start(FOREIGN, 100.0), running(), events, 102.0), 102.0, 60) == "met"
@@ -40,9 +39,9 @@ def test_a_connected_port_is_enough_only_for_a_program_that_says_no_more():
 
 def test_a_node_that_cannot_reach_the_master_says_why_and_is_missing_when_time_is_up():
     view = rendezvous.start(PLAN, 100.0)
-    view = fold(view, running(), [ready(0, 101.0), joining(1, 102.0, reachable=False, why="Connection refused")], 103.0)
+    view = fold(view, running(), [ready(0, 101.0), joining(1, 102.0, reachable=False, why="No route to host")], 103.0)
     (late,) = missing(view)
-    assert (late.name, late.phase, late.note) == ("node-1", "joining", "cannot reach m:1: Connection refused")
+    assert (late.name, late.phase, late.note) == ("node-1", "joining", "cannot reach m:1: No route to host")
     assert judge(view, 159.0, 60) == "waiting"
     assert judge(view, 161.0, 60) == "late"
 
@@ -60,55 +59,33 @@ def test_the_first_failure_is_named_whatever_order_it_was_seen_in():
     assert [node.name for node in failing(view)] == ["node-1", "node-0"]
 
 
-def test_a_failed_event_is_earlier_than_the_exit_that_follows_it():
-    error = {"event": "failed", "node": 1, "rank": 2, "time": 8.0, "error": "boom"}
-    ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
-    view = fold(rendezvous.start(PLAN, 0.0), ends, [error], 10.0)
-    assert [node.name for node in failing(view)] == ["node-1", "node-0"]
-
-
-def first_of(ends, *events, plan=FOREIGN, **words):
-    return failing(fold(rendezvous.start(plan, 0.0), ends, events, 10.0, **words))[0]
-
-
-@pytest.mark.parametrize("where", ["", "on n7"])
-def test_a_program_without_events_that_only_noticed_comes_last_unless_a_rank_of_it_was_killed(where):
-    end = NodeStatus("node-0", "exited", 1, ended_at=8.5, where=where)
-    later = NodeStatus("node-1", "exited", 1, ended_at=9.5, where=where)
-    assert first_of([end, later], only_noticed=["node-0"]).name == "node-1"
-    # how torch itself ends now and then where a rank is lost
-    assert first_of([end, later], only_noticed=["node-0"], signals={"node-0": "SIGABRT"}).name == "node-1"
-    found = first_of([end, later], only_noticed=["node-0"], signals={"node-0": "SIGSEGV"})
-    assert (found.name, found.note) == ("node-0", "a rank was ended by SIGSEGV" + (f"; {where}" if where else ""))
-    full = replace(end, detail="No space left on device")
-    assert first_of([full, later], only_noticed=["node-0"]).name == "node-0"
-
-
-def test_a_rank_beside_a_killed_one_only_noticed_it():
-    ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
-    lost = [
-        {"event": "failed", "node": k, "time": 8.0 + k, "error": "another rank ended", "echo": True} for k in (0, 1)
+def test_a_master_that_does_not_listen_is_reported_but_its_nodes_have_not_reached_it():
+    events = [joining(0, 101.0, reachable=True, listening=True), joining(1, 121.0, reachable=True, why="refused")]
+    view = fold(rendezvous.start(PLAN, 100.0), running(), events, 122.0)
+    assert [(node.reached, node.note) for node in view.nodes] == [
+        (True, "reached m:1"),
+        (False, "m:1 does not listen yet: refused"),
     ]
-    found = first_of(ends, *lost, plan=PLAN, signals={"node-1": "SIGKILL"})
-    assert (found.name, found.note, found.failed) == ("node-1", "a rank was ended by SIGKILL", None)
+    assert [node.name for node in missing(view)] == ["node-1"]
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_of_a_nodes_ranks_the_one_that_failed_by_itself_counts(order):
-    ends = [NodeStatus("node-0", "exited", 1, ended_at=8.5), NodeStatus("node-1", "exited", 1, ended_at=9.5)]
-    lost, raised = (
-        {"event": "failed", "node": 0, "time": 8.0, "error": e, "echo": e == "lost"} for e in ("lost", "own")
-    )
-    assert first_of(ends, *[lost, raised][::order], plan=PLAN).failed["error"] == "own"
+def failure(rank, time, error="boom", *, secondary=False):
+    return {"rank": rank, "time": time, "error": error, "exit_code": 1, "secondary": secondary}
 
 
-def test_a_signal_is_told_of_a_node_that_torchrun_ended_with_1_and_of_no_other():
-    ends = [NodeStatus("node-0", "exited", 0), NodeStatus("node-1", "exited", 1, "No space left on device")]
-    view = fold(rendezvous.start(PLAN, 0.0), ends, [], 10.0, signals={"node-0": "SIGKILL", "node-1": "SIGKILL"})
-    assert [node.note for node in view.nodes] == [
-        "exit 0",
-        "No space left on device; a rank was ended by SIGKILL",
-    ]
+def first_of(*failures):
+    """The first failing node of two which ended at 8.5 and 9.5 with these failures."""
+    ends = [NodeStatus(f"node-{k}", "exited", 1, ended_at=8.5 + k, failure=found) for k, found in enumerate(failures)]
+    return failing(fold(rendezvous.start(FOREIGN, 0.0), ends, [], 10.0))[0].name
+
+
+def test_the_time_of_a_failure_counts_and_not_that_of_the_nodes_end():
+    assert first_of(failure(0, 8.4), failure(2, 8.0)) == "node-1"
+
+
+def test_a_node_whose_ranks_only_lost_their_peers_comes_last():
+    assert first_of(failure(0, 8.0, "Connection closed by peer", secondary=True), failure(2, 8.4)) == "node-1"
+    assert first_of(failure(0, 8.0, "Connection closed by peer", secondary=True), None) == "node-1"
 
 
 def test_a_lost_node_fails_the_job_though_the_others_run():

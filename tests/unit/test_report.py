@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster import rendezvous, report
@@ -41,16 +43,33 @@ def test_a_killed_node_is_the_cause_with_how_far_it_was():
     assert report.exit_code(seen, "failed") == 1
 
 
+def failing_view(failure, exits):
+    ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0) for rank, code in enumerate(exits)]
+    ends[failure["rank"]] = replace(ends[failure["rank"]], failure=failure)
+    return fold(rendezvous.start(PLAN, 9.0), ends, [], 200.0)
+
+
+FAILURE = {"rank": 1, "local_rank": 0, "time": 100.0, "error": "boom", "hint": "", "secondary": False, "others": []}
+
+
 def test_a_refused_input_is_its_own_line_its_hint_and_2():
-    failed = {"event": "failed", "node": 1, "time": 100.0, "error": "--batch 1: too small", "hint": "2", "exit_code": 2}
-    seen = view(failed, exits=(1, 1))
-    assert report.cause(seen, "failed") == "node-1: --batch 1: too small"
+    seen = failing_view({**FAILURE, "error": "--batch 1: too small", "hint": "2"}, (0, 2))
+    assert report.cause(seen, "failed") == "node-1: rank 1: --batch 1: too small"
     assert report.last_words(seen, "failed", {"node-0": ["x"], "node-1": ["error: ..."]}) == ["hint: 2"]
     assert report.exit_code(seen, "failed") == 2
 
 
+def test_the_failed_ranks_own_lines_come_first_and_the_others_failures_after_them():
+    others = [{"rank": 0, "error": "RuntimeError: " + 200 * "x"}]
+    seen = failing_view({**FAILURE, "local_rank": 1, "others": others}, (0, 1))
+    tail = ["[1] epoch 1", "epoch 1", "agent: rank 1 failed first: boom", "[1] boom", "lost a peer"]
+    lines = report.last_words(seen, "failed", {"node-0": [], "node-1": tail})
+    assert lines[:2] == ["  node-1 | epoch 1", "  node-1 | boom"]
+    assert [line.startswith("  then rank 0: RuntimeError: xxx") and len(line) < 120 for line in lines[2:]] == [True]
+
+
 def test_late_names_those_that_are_waited_for():
-    event = {"event": "joining", "node": 0, "reachable": True, "master": "m:1"}
+    event = {"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"}
     seen = fold(rendezvous.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)
     assert report.cause(seen, "late") == "node-1: starting"
     assert report.last_words(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]

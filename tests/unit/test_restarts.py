@@ -21,15 +21,13 @@ def seen(*events, a=None, b=None):
     return rendezvous.fold(rendezvous.start(PLAN, 100.0), statuses, events, 110.0)
 
 
-def failed(node, error, code=1, **more):
-    return {"event": "failed", "node": node, "time": 105.0, "error": error, "exit_code": code, **more}
+def failed(name, error, code=1, *, secondary=False):
+    failure = {"rank": 1, "time": 105.0, "error": error, "exit_code": code, "secondary": secondary}
+    return NodeStatus(name, "exited", code, failure=failure if code != 75 else None)
 
 
 def progress(step):
     return {"event": "progress", "node": 0, "time": 104.0, "epoch": 2, "step": step}
-
-
-DEAD_A, DEAD_B = NodeStatus("a", "exited", 1), NodeStatus("b", "exited", 1)
 
 
 def refusal(view, *past):
@@ -39,16 +37,16 @@ def refusal(view, *past):
 
 def test_a_lost_node_or_a_checkpointed_exit_is_a_reason_to_start_again():
     assert refusal(seen(b=NodeStatus("b", "lost", detail="gone"))) == ""
-    assert refusal(seen(failed(1, "stopped by SIGUSR1", 75), b=DEAD_B)) == ""
-    assert refusal(seen(failed(1, "ValueError: x"), b=DEAD_B)) == ""
+    assert refusal(seen(b=failed("b", "", 75))) == ""
+    assert refusal(seen(b=failed("b", "ValueError: x"))) == ""
 
 
 def test_the_same_error_at_the_same_step_twice_is_the_programs_own():
-    view = seen(progress(7), failed(1, "ValueError: x"), b=DEAD_B)
+    view = seen(progress(7), b=failed("b", "ValueError: x"))
     first = restarts.failure(view, "failed")
     assert "epoch 2, step 7" in refusal(view, first)
-    assert refusal(seen(progress(8), failed(1, "ValueError: x"), b=DEAD_B), first) == ""
-    assert refusal(seen(progress(7), failed(1, "KeyError: y"), b=DEAD_B), first) == ""
+    assert refusal(seen(progress(8), b=failed("b", "ValueError: x")), first) == ""
+    assert refusal(seen(progress(7), b=failed("b", "KeyError: y")), first) == ""
 
 
 def test_a_container_that_never_starts_is_not_tried_for_ever():
@@ -62,20 +60,17 @@ def test_killed_at_the_same_step_twice_is_bad_luck_and_no_error_of_the_program()
 
 
 def test_refused_input_used_up_restarts_and_nodes_that_never_met_end_it():
-    assert "refused" in refusal(seen(failed(0, "--batch 1", 2), a=DEAD_A))
+    assert "refused" in refusal(seen(a=failed("a", "--batch 1", 2)))
     lost = seen(b=NodeStatus("b", "lost"))
     past = [restarts.failure(lost, "failed")] * 2
     assert "restarted 2 times" in refusal(seen(progress(1), b=NodeStatus("b", "lost")), *past)
     assert "never met" in restarts.refusal(JOB, seen(), "late", [restarts.failure(seen(), "late")])
 
 
-def test_the_failure_that_others_only_noticed_is_the_cause():
-    view = seen(
-        failed(0, "another rank ended", echo=True),
-        a=DEAD_A,
-        b=NodeStatus("b", "exited", 1, "a rank was ended by SIGKILL", 109.0),
-    )
-    assert cause(view, "failed") == "b: exit 1: a rank was ended by SIGKILL"
+def test_the_failure_of_which_others_are_the_consequence_is_the_cause():
+    view = seen(a=failed("a", "Connection closed by peer", secondary=True), b=failed("b", "killed by SIGKILL", 137))
+    assert cause(view, "failed") == "b: rank 1: killed by SIGKILL"
+    assert not restarts.failure(view, "failed").by_itself
 
 
 WELL = dict.fromkeys("abcd")

@@ -1,0 +1,95 @@
+# shellcheck shell=bash disable=SC2154
+# The rest of a batch script. The lines above it set `run` (the job's folder), `nodes`, `port`, `max_restarts`,
+# `first_attempt` and `node` (the script of a node).
+set -u
+restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
+export CLUSTER_ATTEMPT=$((first_attempt + restarts))
+out="$run/attempt-$CLUSTER_ATTEMPT"
+fail() {
+    local code=$1
+    shift
+    printf 'error: %s\n' "$*" >&2
+    exit "$code"
+}
+
+# The nodes that Slurm gave: the first is the master. Exit code 78: the run directory is not the same folder on all.
+[ "$restarts" -le "$max_restarts" ] || fail 75 "it was restarted $max_restarts times (--max-restarts)"
+[ -z "${CLUSTER_SUBMITTED:-}" ] || [ -e "$run/submitted" ] || fail 78 "$(hostname): there is no $run"
+mkdir -p -- "$out" || fail 78 "$(hostname): cannot make $out"
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+[ "${#hosts[@]}" = "$nodes" ] || fail 71 "Slurm gave ${#hosts[@]} nodes (${hosts[*]}), and the job takes $nodes"
+echo "$CLUSTER_ATTEMPT ${hosts[*]}" > "$run/attempt"
+touch -- "$run/common.$SLURM_JOB_ID"
+# shellcheck disable=SC2016
+lacks=$(srun --nodes="$nodes" --ntasks-per-node=1 bash -c '[ -e "$1" ] || hostname' look "$run/common.$SLURM_JOB_ID")
+# shellcheck disable=SC2086
+[ -z "$lacks" ] || fail 78 "$run of ${hosts[0]} is another folder than that of" $lacks
+export CLUSTER_HOSTS="${hosts[*]}" PET_MASTER_ADDR="${hosts[0]}"
+
+# The port comes from the job's number, so that jobs which share a node try different ones; another where one is taken.
+taken() {
+    timeout 1 bash -c ": < /dev/tcp/127.0.0.1/$1" 2>/dev/null || [ -n "$(ss -Hltn "sport = :$1" 2>/dev/null)" ]
+}
+if [ "$port" -gt 0 ]; then
+    ! taken "$port" || fail 71 "${hosts[0]}: port $port is taken: choose another: --master-port auto"
+else
+    port=$((20000 + SLURM_JOB_ID % 10000))
+    for _ in $(seq 20); do
+        taken "$port" || break
+        port=$((20000 + (port - 19999) % 10000))
+    done
+fi
+export PET_MASTER_PORT="$port"
+
+# One task on each node runs the node's script. 75 means "checkpointed, run me again": no reason to end the other nodes
+# before they have ended with 75, too. The traps keep this shell, and what it has started within Slurm's reach, where that
+# goes by parents.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+# shellcheck disable=SC2016
+task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
+# shellcheck disable=SC2317,SC2329
+tell() {
+    # shellcheck disable=SC2016
+    local text='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s "$2" "$pid"'
+    srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$text" tell "$out" "$1"
+}
+srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node" &
+srun=$!
+stopped=
+trap 'tell USR2' USR2
+trap 'stopped=yes; tell TERM' TERM
+wait "$srun"
+code=$?
+while kill -0 "$srun" 2>/dev/null; do # a signal ends `wait` before srun has ended
+    wait "$srun"
+    code=$?
+done
+wait "$srun" 2>/dev/null # and once more, where both came at once: 127 means that its code is known
+last=$?
+[ "$last" = 127 ] || code=$last
+
+# Again after a checkpoint, or where a node left no exit code (7x: it refused to start).
+again=
+for rank in $(seq 0 $((nodes - 1))); do
+    read -r ended _ 2>/dev/null < "$out/node-$rank.exit" || ended=nothing
+    case $ended:$code in
+        75:*) again=${again:-75} ;;
+        nothing:0 | nothing:7?) ;;
+        nothing:*)
+            again="nothing from ${hosts[$rank]}"
+            # Slurm finds out by itself that a node is dead, and takes another. Before that it would give the same again.
+            [ -n "$stopped" ] || timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true ||
+                sleep 900 ;;
+    esac
+done
+# A job that was cancelled is not requeued.
+state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'JobState=[A-Z_]*')
+if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] && [ "$state" = JobState=RUNNING ]; then
+    echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
+    ! scontrol requeue "$SLURM_JOB_ID" || { sleep 600; exit 75; } # Slurm ends this script in a moment
+    echo "Slurm does not requeue it: a new job"
+    CLUSTER_RESTARTS=$((restarts + 1)) sbatch --output "$run/slurm.log" "$0" && exit 0
+fi
+rm -f -- "$run/secrets" "$run/common.$SLURM_JOB_ID"
+[ -z "$again" ] || exit 75
+exit "$code"

@@ -1,0 +1,63 @@
+# shellcheck shell=bash
+# Functions of the scripts that the launcher runs on machines.
+
+# Whether something can be written in the folder $1: a full disk has the rights as well.
+can_write() {
+    local probe ok
+    mkdir -p -- "$1" && probe=$(mktemp -- "$1/.probe.XXXXXX") || return 1
+    head -c 4096 /dev/zero > "$probe"
+    ok=$?
+    rm -f -- "$probe"
+    return $ok
+}
+
+# Why a file of 4 KB cannot be written beside $1; nothing where it can.
+no_room() {
+    { printf '%4096s' "" > "$1.room.tmp"; } 2>&1 | sed -n 's/.*: //p'
+    rm -f -- "$1.room.tmp"
+}
+
+# The processes of the job $1 on this machine.
+pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
+
+# The folder of this user's locks, one for each GPU: the script of a node holds them until its last process has ended.
+locks() { printf '%s\n' "${TMPDIR:-/tmp}/clusterctl-$(id -u)"; }
+
+# A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
+holders() {
+    local id lock
+    for id in ${1//,/ }; do
+        lock="$(locks)/gpu-$id.lock"
+        [ ! -e "$lock" ] || flock --nonblock --shared "$lock" true || echo "held $(cat "$lock") $id"
+    done
+}
+
+# How each node of an attempt is: four lines a node for the arguments FOLDER NODE OFFSET (of its log; "": not wanted).
+# `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`; why, if the machine knows; the agent's status; the log from
+# there on, at most $most bytes, in base64. The state comes first: a node that has ended has written its last line.
+nodes() {
+    local folder node at state
+    while [ $# -gt 0 ]; do
+        folder=$1 node=$2 at=$3
+        shift 3
+        state=$(state "$folder" "$node")
+        echo "$state"
+        case $state in
+            exit" 0 "* | alive | starting | no*) echo ;;
+            *) why "$folder/$node" ;;
+        esac
+        head -n 1 "$folder/$node.json" 2>/dev/null | tr -d '\n'
+        echo
+        if [ -n "$at" ] && [ -f "$folder/$node.log" ]; then
+            # shellcheck disable=SC2154
+            tail -c "+$((at + 1))" -- "$folder/$node.log" | head -c "$most" | base64 -w 0
+        fi
+        echo
+    done
+}
+# A disk without room has taken neither the exit code nor the log's last lines. A runtime that refuses has its own words.
+why() {
+    local room
+    room=$(no_room "$1")
+    if [ -n "$room" ]; then echo "$room"; else tail -n 1 "$1.err" 2>/dev/null | tr -d '\n'; echo; fi
+}

@@ -1,0 +1,19 @@
+# shellcheck shell=bash
+# Submits a batch script. $1 the attempt's folder, $2 the job's, $3 how many lines of the input are secrets, $4 how many after
+# them are the agent (the batch script follows), then the command that submits. Prints the job's number.
+dir=$1 folder=$2 secrets=$3 agent=$4
+shift 4
+mkdir -p -- "$dir" && cd -- "$dir" || exit 1
+if [ "$secrets" -gt 0 ]; then
+    (umask 077; mapfile -n "$secrets" text && printf %s "${text[@]}" > "$folder/secrets") || exit 1
+fi
+mapfile -n "$agent" text && printf %s "${text[@]}" > "$dir/agent.py" || exit 1
+cat > "$dir/job.sbatch" || exit 1
+touch -- "$folder/submitted"
+CLUSTER_SUBMITTED=yes "$@"
+code=$?
+# What squeue answered before does not have the job.
+exec 9>> "${folder%/*}/.squeue.lock"
+flock -w 20 9
+rm -f -- "${folder%/*}/.squeue"
+exit "$code"

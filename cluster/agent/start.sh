@@ -1,0 +1,26 @@
+# shellcheck shell=bash
+# Starts a node's script in a session of its own. $1 the attempt's folder, $2 the node, $3 the job, $4 its GPUs, $5 how many
+# lines of the input are secrets, $6 how many after them are the agent; the script follows. Exits with 74 where another job
+# holds a GPU, and prints that job's name.
+umask 077
+mkdir -p -- "$1" || exit 1
+if [ "$5" -gt 0 ]; then mapfile -n "$5" lines && printf %s "${lines[@]}" > "$1/$2.secrets" || exit 1; fi
+umask 022
+mapfile -n "$6" lines && printf %s "${lines[@]}" > "$1/agent.py.$2" && mv -- "$1/agent.py.$2" "$1/agent.py" || exit 1
+cat > "$1/$2.sh" || exit 1
+chmod 755 -- "$1"
+folder=$(locks)
+[ -z "$4" ] || (umask 077 && mkdir -p -- "$folder") || exit 1
+for id in ${4//,/ }; do
+    exec {lock}<> "$folder/gpu-$id.lock" || exit 1
+    held=$(cat "$folder/gpu-$id.lock")
+    # An earlier attempt of the same job may still be ending.
+    [ "$held" = "$3" ] && patience=10 || patience=0
+    if ! flock --wait "$patience" "$lock"; then
+        rm -f -- "$1/$2.secrets"
+        echo "$held"
+        exit 74
+    fi
+    printf '%s\n' "$3" > "$folder/gpu-$id.lock"
+done
+env "CLUSTER_JOB_ID=$3" setsid bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" &

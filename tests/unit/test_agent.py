@@ -1,0 +1,245 @@
+"""The agent as a real process on this machine, with ranks that need no torch."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import resources
+from cluster.agent import agent
+
+AGENT = Path(agent.__file__)
+
+
+class Node:
+    """One node's agent, started with a program as its ranks."""
+
+    def __init__(self, folder, program, *arguments, ranks=2, **variables):
+        self.folder = folder
+        script = folder / "program.py"
+        script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + program)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PET_NNODES": "1",
+            "PET_NODE_RANK": "0",
+            "PET_NPROC_PER_NODE": str(ranks),
+            "PET_MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_PORT": str(port),
+            "CLUSTER_JOB_ID": "job",
+            "CLUSTER_ATTEMPT": "1",
+            "CLUSTER_RUN_DIR": str(folder),
+            "CLUSTER_NODE_ADDRESS": "127.0.0.1",
+            "TMPDIR": str(folder / "tmp"),
+            **variables,
+        }
+        (folder / "tmp").mkdir()
+        command = [sys.executable, str(AGENT), str(script), *arguments]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def end(self):
+        """The exit code, what the console showed, and the status file."""
+        with self.process:
+            out, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, out, self.status()
+
+    def status(self):
+        return json.loads(self.path("node-0.json").read_text())
+
+    def path(self, name):
+        return self.folder / "attempt-1" / name
+
+    def wait_for(self, text):
+        until = time.time() + 20
+        while time.time() < until:
+            if self.path("node-0.log").exists() and text in self.path("node-0.log").read_text():
+                return
+            time.sleep(0.02)
+        raise AssertionError(f"{text!r} is not in the log")
+
+
+def is_running(pid):
+    """Whether a process runs: what init has not reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+FAILURES = {
+    "exception": ("raise OSError(30, 'Read-only file system', '/x')", "OSError: [Errno 30] Read-only", 1),
+    "exit": ("os._exit(3)", "exit code 3", 3),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", 137),
+    "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
+}
+#: The other rank waits for the one that fails, and then fails because of it.
+PEER = """
+a = os.path.join(os.environ['CLUSTER_RUN_DIR'], 'started')
+if rank != {failing}:
+    open(a, 'w').close()
+    time.sleep({after})
+    raise RuntimeError('[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:27041')
+while not os.path.exists(a):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("how", list(FAILURES))
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_first_failure_is_that_of_the_rank_that_caused_it(tmp_path, how, failing):
+    """Also where the other rank ends sooner: it lost its peer while that one was still being taken down."""
+    statement, error, code = FAILURES[how]
+    after = "0" if how == "exception" else "0.2"
+    slow = "import atexit; atexit.register(time.sleep, 0.5)\n" if how == "exception" else ""
+    node = Node(tmp_path, PEER.format(failing=failing, after=after) + slow + statement)
+    exit_code, _, status = node.end()
+    failure = status["failure"]
+    assert (failure["rank"], failure["exit_code"], failure["secondary"]) == (failing, code, False)
+    assert failure["error"].startswith(error)
+    assert (exit_code, status["phase"], status["exit_code"]) == (code, "exited", code)
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_node_whose_ranks_all_lost_a_peer_elsewhere_failed_second(tmp_path):
+    _, _, status = Node(tmp_path, "raise RuntimeError('Connection closed by peer')").end()
+    assert status["failure"]["secondary"]
+
+
+def test_the_error_event_of_a_program_is_its_failure(tmp_path):
+    program = """
+print('::cluster {"event":"failed","error":"--batch 1: too small","hint":"--batch 2","exit_code":2}', flush=True)
+sys.exit(2)
+"""
+    code, out, status = Node(tmp_path, program, ranks=1).end()
+    assert code == 2
+    assert "::cluster" not in out
+    assert (status["failure"]["error"], status["failure"]["hint"]) == ("--batch 1: too small", "--batch 2")
+
+
+def test_ranks_get_torchruns_variables_and_their_own_logs(tmp_path):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+    program = f"print(*(os.environ[name] for name in {names}), sys.argv[1:])"
+    code, out, _ = Node(tmp_path, program, "--a", "$b ''").end()
+    assert code == 0
+    lines = [f"{rank} {rank} 2 2 0 127.0.0.1 lo ['--a', \"$b ''\"]" for rank in (0, 1)]
+    assert sorted(out.splitlines()) == sorted([lines[0], f"[1] {lines[1]}"])
+    assert [(tmp_path / f"attempt-1/ranks/node-0/{rank}.log").read_text() for rank in (0, 1)] == [
+        f"{line}\n" for line in lines
+    ]
+
+
+@pytest.mark.parametrize("pieces", [["the secret is hunter2!\n"], ["the secret is hun", "ter2!\n"]])
+def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path, pieces):
+    program = "".join(f"sys.stdout.write({piece!r}); sys.stdout.flush(); time.sleep(1.2)\n" for piece in pieces)
+    program += "raise ValueError('token ' + os.environ['TOKEN'])"
+    node = Node(tmp_path, program, ranks=1, CLUSTER_SECRETS="TOKEN,OTHER", TOKEN="hunter2")
+    code, out, status = node.end()
+    assert code == 1
+    assert status["failure"]["error"] == "ValueError: token ***"
+    files = [path.read_text() for path in tmp_path.rglob("*.*") if path.is_file() and path.suffix != ".py"]
+    assert not [text for text in [*files, out] if "hunter2" in text]
+    assert "the secret is ***!" in node.path("node-0.log").read_text().replace("\n", "")
+
+
+def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
+    program = "for k in range(3): sys.stdout.write(f'\\r{k} %')\nprint('\\rdone')"
+    _, out, _ = Node(tmp_path, program, ranks=1).end()
+    assert out == "done\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 75), (signal.SIGTERM, 75), (signal.SIGINT, 75)])
+def test_a_request_for_a_checkpoint_reaches_the_ranks_and_their_75_is_the_nodes(tmp_path, number, code):
+    program = """
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, lambda *_: sys.exit(75))
+print('ready', flush=True)
+time.sleep(60)
+"""
+    node = Node(tmp_path, program)
+    node.wait_for("\nready")
+    node.wait_for("[1] ready")
+    node.process.send_signal(number)
+    assert node.end()[0] == code
+    assert node.status()["failure"] is None
+
+
+def test_a_killed_agent_takes_its_ranks_with_it(tmp_path):
+    node = Node(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)", ranks=1)
+    node.wait_for("\n")
+    until = time.time() + 10
+    while not (pids := [word for word in node.path("node-0.log").read_text().split() if word.isdigit()]):
+        assert time.time() < until
+        time.sleep(0.02)
+    with node.process:
+        node.process.kill()
+    while is_running(pids[0]):
+        assert time.time() < until
+        time.sleep(0.02)
+
+
+def test_what_the_ranks_have_started_ends_with_them(tmp_path):
+    program = "import subprocess\nprint(subprocess.Popen(['setsid', 'sleep', '600']).pid, flush=True)"
+    code, out, _ = Node(tmp_path, program, ranks=1).end()
+    assert code == 0
+    assert not is_running(out.strip())
+
+
+def test_the_ranks_end_when_the_nodes_script_is_gone(tmp_path, monkeypatch):
+    """Outside of the container the script writes to its file; the test's agent waits for 1 s instead of 30."""
+    copy = tmp_path / "agent.py"
+    copy.write_text(AGENT.read_text().replace("SCRIPT_TIMEOUT_S = 30.0", "SCRIPT_TIMEOUT_S = 1.0"))
+    monkeypatch.setattr(f"{__name__}.AGENT", copy)
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / "node-0.alive").write_text("0")
+    code, out, _ = Node(tmp_path, "time.sleep(60)", ranks=1).end()
+    assert (code, "script outside of the container is gone" in out) == (143, True)
+
+
+def test_a_taken_port_is_the_nodes_failure_and_starts_no_rank(tmp_path):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        code, _, status = Node(tmp_path, "print('ran')", PET_MASTER_PORT=port).end()
+    assert code == agent.EXIT_NODE
+    assert (status["failure"]["rank"], "EADDRINUSE" in status["failure"]["error"]) == (None, True)
+
+
+def test_an_address_that_no_device_has_is_the_nodes_failure(tmp_path):
+    code, _, status = Node(tmp_path, "", CLUSTER_NODE_ADDRESS="", CLUSTER_HOSTS="here no.such.host.invalid").end()
+    assert code == agent.EXIT_NODE
+    assert "no.such.host.invalid" in status["failure"]["error"]
+
+
+def test_the_images_own_sitecustomize_runs_as_before(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("print('own hook')")
+    _, out, status = Node(tmp_path, "raise KeyError('x')", ranks=1, PYTHONPATH=str(tmp_path / "own")).end()
+    assert "own hook" in out
+    assert status["failure"]["error"] == "KeyError: 'x'"
+
+
+def test_a_full_disk_stops_neither_the_ranks_nor_the_report_of_their_end(tmp_path):
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "attempt-1" / "node-0.log").symlink_to("/dev/full")
+    code, out, status = Node(tmp_path, "print('hello')\nsys.exit(5)", ranks=1).end()
+    assert (code, out.splitlines()[0]) == (5, "hello")
+    assert "No space left on device" in status["failure"]["error"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nproc-per-node", "2", "x.py"]])
+def test_a_command_that_is_no_program_is_refused(arguments):
+    with pytest.raises(SystemExit, match="agent"):
+        agent.rank_command(arguments)
+
+
+def test_the_agent_is_the_file_that_plan_prints():
+    assert resources.text("agent/agent.py") == AGENT.read_text()
