@@ -1,5 +1,8 @@
+import errno
 import os
 import pickle
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,60 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
         checkpoint.save(path, {**CONTENT, "extra": lambda: None})
     assert checkpoint.load(str(path))["epoch"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
+
+
+@pytest.fixture
+def before_each_file_operation() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Calls a function before each rename, link, copy, open and removal of a file, until the test ends."""
+    called: list[Callable[[], None]] = []
+
+    def hook(event: str, _arguments: tuple[Any, ...]) -> None:
+        if called and event in ("open", "os.rename", "os.link", "os.remove", "shutil.copyfile"):
+            function = called.pop()  # which opens files, too
+            function()
+            called.append(function)
+
+    sys.addaudithook(hook)  # for the life of the process
+    yield called.append
+    called.clear()
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_a_reader_finds_whole_checkpoints_at_every_moment_of_a_save(
+    hard_links: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before_each_file_operation: Callable[[Callable[[], None]], None],
+) -> None:
+    """What is on the disk before an operation is also what a kill at that moment leaves."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not hard_links:
+        monkeypatch.setattr(os, "link", refuse)
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    for step in (1, 2):
+        checkpoint.save(last, {**CONTENT, "step": step}, previous)
+    steps: list[tuple[int, ...]] = []
+
+    def look() -> None:
+        steps.append(tuple(checkpoint.load(str(path))["step"] for path in (previous, last)))
+
+    before_each_file_operation(look)
+    checkpoint.save(last, {**CONTENT, "step": 3}, previous)
+    look()
+    assert list(dict.fromkeys(steps)) == [(1, 2), (2, 2), (2, 3)]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
+
+
+def test_a_save_after_a_kill_between_the_renames_leaves_no_third_file(tmp_path: Path) -> None:
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    checkpoint.save(last, CONTENT)
+    os.link(last, previous)
+    checkpoint.save(last, {**CONTENT, "step": 31}, previous)
+    assert [checkpoint.load(str(path))["step"] for path in (previous, last)] == [30, 31]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
 
 
 def test_an_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:

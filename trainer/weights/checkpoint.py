@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _ownership(path: Path) -> str:
 def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> None:
     """Write a checkpoint beside its place, then rename it there: a reader sees the old one or the new one.
 
-    The one that it replaces is kept as `previous`, where that is given.
+    The one that it replaces is kept as `previous`, where that is given. `path` exists at every moment.
     """
     missing = [key for key in KEYS if key not in content]
     if missing:
@@ -86,7 +87,7 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
             file.flush()
             os.fsync(file.fileno())
         if previous and path.exists():
-            path.replace(previous)
+            _keep(path, previous)
         temporary.replace(path)
     except (OSError, RuntimeError) as error:  # torch's own, of which a full disk is only the context
         cause = error if isinstance(error, OSError) else error.__context__
@@ -94,6 +95,22 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error
     finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Give the file at `path` the second name `previous`; a file system without hard links gets a copy."""
+    temporary = download.partial(previous)
+    try:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+        temporary.replace(previous)
+    finally:
+        # After a kill between two renames `previous` is a link to the same file, and rename(2) leaves both names.
         temporary.unlink(missing_ok=True)
 
 
