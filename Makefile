@@ -30,11 +30,12 @@ image:  ## the container image trainer:VERSION (BASE_IMAGE=NAME chooses what it 
 engine:  ## a Docker Engine with compose and buildx, installed and started on a Debian machine as root
 	@packaging/engine.sh
 
-check: venv  ## formatting, lint, types, import directions
+check: venv  ## formatting, lint, types, import directions, shell scripts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck $$(git ls-files '*.sh' .ci)
 
 test: venv check  ## all tests, setting up what they need (ENGINE=no: without those that need a Docker Engine)
 	@packaging/test.sh $(IMAGE)
