@@ -33,9 +33,9 @@ test_real() {
     $PYTEST -m real --durations 10
 }
 
-# Two at a time (tests/conftest.py says which may): half of them wait for Python to load torch. GOMP_SPINCOUNT as in the
-# trainer's own start: threads that spin while they wait would take the core from the other half.
-[ -n "$ONLY" ] || GOMP_SPINCOUNT=3000 $PYTEST -n 2 -m "not engine and not real" --durations 10
+# Two at a time. GOMP_SPINCOUNT as in the trainer's own start: threads that spin while they wait would take the core from
+# the other worker.
+[ -n "$ONLY" ] || GOMP_SPINCOUNT=3000 $PYTEST -n 2 --dist worksteal -m "not engine and not real" --durations 10
 
 if [ "${ENGINE:-yes}" = no ]; then
     name_tests_not_run "as asked (ENGINE=no)"

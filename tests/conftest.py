@@ -1,5 +1,6 @@
-"""Runs the real `clusterctl` as a user would; every test has its own records, folder and job names."""
+"""Runs the real `clusterctl` as a user would; every test has its own records, folder and job name."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -8,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
+
+from cluster.config import auto_port
 
 ROOT = Path(__file__).parents[1]
+_JOB_NUMBERS = itertools.count(1)
 
 
 class Clusterctl:
@@ -69,15 +72,20 @@ def processes_of(job):
     return found
 
 
-class SideBySide(LoadFileScheduling):
-    """With `-n 2`: files of unit tests side by side; those of jobs, which share ports, addresses and names, in turn."""
+@pytest.fixture(scope="session")
+def worker(worker_id):
+    """The number of this process among those of `pytest -n`: 0, 1, ..."""
+    return 0 if worker_id == "master" else int(worker_id.removeprefix("gw"))
 
-    def _split_scope(self, nodeid):
-        return super()._split_scope(nodeid) if nodeid.startswith("tests/unit/") else "jobs"
 
+@pytest.fixture
+def job_name(worker):
+    """A job's name that no other test uses, of this run or of another one on this machine.
 
-def pytest_xdist_make_scheduler(config, log):
-    return SideBySide(config, log)
+    The master's port derives from it (`auto_port`); each worker has a range of ports of its own.
+    """
+    names = (f"ct-{os.getpid()}-{number}" for number in _JOB_NUMBERS)
+    return next(name for name in names if auto_port(name) // 1000 % 10 == worker % 10)
 
 
 @pytest.fixture

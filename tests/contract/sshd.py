@@ -96,6 +96,11 @@ class Sshd:
         subprocess.run(["pkill", "-KILL", "-P", pid], check=False)
 
 
+def addresses(worker: int, count: int) -> list[str]:
+    """Loopback addresses that no other worker of `pytest -n` uses."""
+    return [f"127.0.{10 * worker + 1}.{last}" for last in range(1, count + 1)]
+
+
 def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path:
     """A cluster.yaml of the server's machines as node-0, node-1, ...; processes without containers."""
     nodes = {
@@ -111,12 +116,12 @@ def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path
 
 
 @pytest.fixture
-def sshd(tmp_path, request):
-    """A server on 127.0.1.1 to 127.0.1.3, known to its own known_hosts file, as h0, h1 and h2.
+def sshd(tmp_path, request, worker):
+    """A server on three addresses, each a node of the launcher: h0, h1 and h2, known to its own known_hosts file.
 
-    Modules that say `BARE = True` log in to a home folder of its own.
+    Each worker of `pytest -n` has its own addresses. Modules with `BARE = True` log in to a home folder made for it.
     """
     bare = getattr(request.module, "BARE", False)
-    server = Sshd(tmp_path / "sshd", [f"127.0.1.{last}" for last in (1, 2, 3)], bare=bare)
+    server = Sshd(tmp_path / "sshd", addresses(worker, 3), bare=bare)
     yield server
     server.stop()

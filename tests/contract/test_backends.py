@@ -66,56 +66,56 @@ def backend(request):
 
 
 @pytest.fixture
-def start(clusterctl, backend, request):
+def start(clusterctl, backend, job_name, request):
     """Starts the example program on two nodes, from the folder and with the records of a launcher."""
 
-    def start(job, *more, program="all_reduce.py --ticks 100", by=clusterctl):
+    def start(*more, program="all_reduce.py --ticks 100", by=clusterctl):
         shutil.copy(ROOT / "examples" / "all_reduce.py", by.folder)
         if backend.name == "ssh":
             inventory(by.folder, request.getfixturevalue("sshd"), by.folder / "remote")
-        command = ["launch", "--backend", backend.name, "--name", job, "--nodes", "2"]
+        command = ["launch", "--backend", backend.name, "--name", job_name, "--nodes", "2"]
         command += ["--python", sys.executable] if backend.name == "ssh" else []
         return by.start(*command, "--command", program, *more)
 
     return start
 
 
-def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start):
-    process = start("ct-end", "--gpus", "2", "--logs", "all", program="all_reduce.py --ticks 1")
+def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start, job_name):
+    process = start("--gpus", "2", "--logs", "all", program="all_reduce.py --ticks 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
     assert "2/2 nodes ready   world size 4" in text
     for node, rank in (("node-0", 0), ("node-1", 2)):
         assert f"{node} | tick 0: rank {rank} of 4 sees the sum 4" in text
     assert "done in" in text
-    assert backend.left_of("ct-end") == []
+    assert backend.left_of(job_name) == []
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "done"
-    assert len(list((clusterctl.folder / "runs/ct-end/attempt-1/ranks").glob("node-*/*/*/*/stdout.log"))) == 4
+    assert len(list((clusterctl.folder / f"runs/{job_name}/attempt-1/ranks").glob("node-*/*/*/*/stdout.log"))) == 4
 
 
-def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, backend, start):
-    process = start("ct-kill")
-    clusterctl.wait_for("ct-kill", "tick 1", node="node-1")
+def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, backend, start, job_name):
+    process = start()
+    clusterctl.wait_for(job_name, "tick 1", node="node-1")
     killed = time.time()
-    backend.kill_node("ct-kill", 1)
+    backend.kill_node(job_name, 1)
     text, _ = process.communicate(timeout=60)
     assert time.time() - killed < 10
     assert process.returncode == 1
     assert "\nnode-1: exit 137 (killed)\n" in text
     assert "node-1 | tick 1: rank 1 of 2" in text
-    assert backend.left_of("ct-kill") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start):
-    process = start("ct-raise", program="all_reduce.py --ticks 60 --fail-at 1")
+def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start, job_name):
+    process = start(program="all_reduce.py --ticks 60 --fail-at 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     assert "node-1: exit 1" in text
     assert "ValueError: this rank was told to fail" in text
-    assert backend.left_of("ct-raise") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_rank_that_a_signal_ends_is_said_so(clusterctl, backend, start):
+def test_a_rank_that_a_signal_ends_is_said_so(clusterctl, backend, start, job_name):
     """The other node's rank is sooner to see it than torchrun, and raises."""
     (clusterctl.folder / "signalled.py").write_text(
         "import os, signal\n"
@@ -130,14 +130,14 @@ def test_a_rank_that_a_signal_ends_is_said_so(clusterctl, backend, start):
         "finally:\n"
         "    dist.destroy_process_group()\n"
     )
-    process = start("ct-signal", program="signalled.py")
+    process = start(program="signalled.py")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     assert "\nnode-1: exit 1: a rank was ended by SIGKILL\n" in text
-    assert backend.left_of("ct-signal") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_rank_that_takes_long_to_end_is_the_cause_all_the_same(clusterctl, backend, start):
+def test_a_rank_that_takes_long_to_end_is_the_cause_all_the_same(clusterctl, backend, start, job_name):
     """The others, which have lost it, are gone seconds before it says why."""
     (clusterctl.folder / "slow_end.py").write_text(
         "import time\n"
@@ -154,57 +154,57 @@ def test_a_rank_that_takes_long_to_end_is_the_cause_all_the_same(clusterctl, bac
         "    dist.destroy_process_group()\n"
         "    time.sleep(2 * rank)\n"
     )
-    process = start("ct-slow", program="slow_end.py")
+    process = start(program="slow_end.py")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     assert "\nnode-1: exit 1\n" in text
     assert "node-1 | [rank1]: ValueError: this is why" in text
-    assert backend.left_of("ct-slow") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_killed_launcher_loses_nothing(clusterctl, backend, start):
-    process = start("ct-orphan")
-    clusterctl.wait_for("ct-orphan", "tick 1")
+def test_a_killed_launcher_loses_nothing(clusterctl, backend, start, job_name):
+    process = start()
+    clusterctl.wait_for(job_name, "tick 1")
     process.kill()
     process.communicate()
-    attached = clusterctl.start("attach", "ct-orphan")
+    attached = clusterctl.start("attach", job_name)
     assert "rank 0 of 2" in next(line for line in attached.stdout if "tick" in line)
     attached.send_signal(signal.SIGINT)
     assert "goes on" in attached.communicate(timeout=30)[0]
-    assert backend.left_of("ct-orphan") != []
-    assert json.loads(clusterctl.run("status", "ct-orphan", "--json")[1])["state"] == "running"
+    assert backend.left_of(job_name) != []
+    assert json.loads(clusterctl.run("status", job_name, "--json")[1])["state"] == "running"
     for _ in range(2):  # safe to repeat
-        code, text = clusterctl.run("stop", "ct-orphan")
+        code, text = clusterctl.run("stop", job_name)
         assert (code, "nothing of it is running" in text) == (0, True), text
-        assert backend.left_of("ct-orphan") == []
+        assert backend.left_of(job_name) == []
 
 
-def test_a_name_that_runs_for_another_launcher_is_refused_and_that_job_goes_on(clusterctl, backend, start):
-    process = start("ct-twice")
-    clusterctl.wait_for("ct-twice", "tick 0")
+def test_a_name_that_runs_for_another_launcher_is_refused_and_that_job_goes_on(clusterctl, backend, start, job_name):
+    process = start()
+    clusterctl.wait_for(job_name, "tick 0")
     elsewhere = clusterctl.folder / "elsewhere"
     elsewhere.mkdir()
-    second = start("ct-twice", by=Clusterctl(elsewhere))
+    second = start(by=Clusterctl(elsewhere))
     text, _ = second.communicate(timeout=60)
-    assert (second.returncode, "a job ct-twice is there already: " in text) == (2, True), text
+    assert (second.returncode, f"a job {job_name} is there already: " in text) == (2, True), text
     assert not (elsewhere / "runs").exists()
-    clusterctl.wait_for("ct-twice", "tick 4")
-    assert clusterctl.run("stop", "ct-twice")[0] == 0
+    clusterctl.wait_for(job_name, "tick 4")
+    assert clusterctl.run("stop", job_name)[0] == 0
     process.communicate(timeout=60)
-    assert backend.left_of("ct-twice") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_ctrl_c_stops_every_node(clusterctl, backend, start):
-    process = start("ct-stop")
-    clusterctl.wait_for("ct-stop", "tick 0")
+def test_ctrl_c_stops_every_node(clusterctl, backend, start, job_name):
+    process = start()
+    clusterctl.wait_for(job_name, "tick 0")
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "stopped; nothing of it is running" in text
-    assert backend.left_of("ct-stop") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_second_ctrl_c_leaves_at_once(clusterctl, backend, start):
+def test_a_second_ctrl_c_leaves_at_once(clusterctl, backend, start, job_name):
     """While the nodes take their time, and with what to type: what is left is ended by that."""
     (clusterctl.folder / "stubborn.py").write_text(
         "import signal, time\n"
@@ -212,9 +212,9 @@ def test_a_second_ctrl_c_leaves_at_once(clusterctl, backend, start):
         "print('stubborn', flush=True)\n"
         "time.sleep(300)\n"
     )
-    process = start("ct-leave", program="stubborn.py")
-    clusterctl.wait_for("ct-leave", "stubborn")
-    clusterctl.wait_for("ct-leave", "stubborn", node="node-1")
+    process = start(program="stubborn.py")
+    clusterctl.wait_for(job_name, "stubborn")
+    clusterctl.wait_for(job_name, "stubborn", node="node-1")
     process.send_signal(signal.SIGINT)
     assert any("Ctrl-C again leaves at once" in line for line in process.stdout)
     time.sleep(2)
@@ -223,28 +223,28 @@ def test_a_second_ctrl_c_leaves_at_once(clusterctl, backend, start):
     text, _ = process.communicate(timeout=60)
     assert time.time() - asked < 2
     assert process.returncode == 130
-    assert text == "left while stopping; finish it with: clusterctl stop ct-leave\n"
-    code, text = clusterctl.run("stop", "ct-leave")
+    assert text == f"left while stopping; finish it with: clusterctl stop {job_name}\n"
+    code, text = clusterctl.run("stop", job_name)
     assert (code, "nothing of it is running" in text) == (0, True), text
-    assert backend.left_of("ct-leave") == []
+    assert backend.left_of(job_name) == []
 
 
-def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start):
-    process = start("ct-other")
-    clusterctl.wait_for("ct-other", "tick 0")
-    assert clusterctl.run("stop", "ct-other")[0] == 0
+def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start, job_name):
+    process = start()
+    clusterctl.wait_for(job_name, "tick 0")
+    assert clusterctl.run("stop", job_name)[0] == 0
     text, _ = process.communicate(timeout=60)
-    assert text.endswith("ct-other was stopped\n")
-    assert backend.left_of("ct-other") == []
+    assert text.endswith(f"{job_name} was stopped\n")
+    assert backend.left_of(job_name) == []
 
 
-def test_detach_wait_and_logs(clusterctl, backend, start):
-    process = start("ct-detach", "--detach", program="all_reduce.py --ticks 2")
+def test_detach_wait_and_logs(clusterctl, backend, start, job_name):
+    process = start("--detach", program="all_reduce.py --ticks 2")
     text, _ = process.communicate(timeout=60)
-    assert (process.returncode, "clusterctl attach ct-detach" in text) == (0, True), text
-    assert clusterctl.run("wait", "ct-detach")[0] == 0
-    code, text = clusterctl.run("logs", "ct-detach", "--node", "1")
+    assert (process.returncode, f"clusterctl attach {job_name}" in text) == (0, True), text
+    assert clusterctl.run("wait", job_name)[0] == 0
+    code, text = clusterctl.run("logs", job_name, "--node", "1")
     assert (code, text.splitlines()) == (0, [f"tick {tick}: rank 1 of 2 sees the sum 2" for tick in (0, 1)])
-    assert "node-0 | tick 1: rank 0 of 2" in clusterctl.run("logs", "ct-detach")[1]
-    assert clusterctl.run("attach", "ct-detach")[0] == 0
-    assert backend.left_of("ct-detach") == []
+    assert "node-0 | tick 1: rank 0 of 2" in clusterctl.run("logs", job_name)[1]
+    assert clusterctl.run("attach", job_name)[0] == 0
+    assert backend.left_of(job_name) == []

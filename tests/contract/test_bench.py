@@ -32,9 +32,22 @@ def few(clusterctl):
     return clusterctl
 
 
-def test_two_numbers_of_nodes_are_trained_on_and_compared(few):
+def test_two_numbers_of_nodes_are_trained_on_and_compared(few, job_name):
     files = ["--csv", "all.csv", "--markdown", "tables.md"]
-    code, text = few.run("bench", "--backend", "local", "--nodes", "1,2", *files, *TRAIN, "--batch", "8", timeout_s=250)
+    code, text = few.run(
+        "bench",
+        "--backend",
+        "local",
+        "--name",
+        job_name,
+        "--nodes",
+        "1,2",
+        *files,
+        *TRAIN,
+        "--batch",
+        "8",
+        timeout_s=250,
+    )
     assert code == 0, text
     one, two = csv.DictReader((few.folder / "all.csv").read_text().splitlines())
     assert [(row["nodes"], row["ranks"], row["batch"], row["failure"]) for row in (one, two)] == [
@@ -51,7 +64,9 @@ def test_two_numbers_of_nodes_are_trained_on_and_compared(few):
     assert tables in text
     assert "| bs | 1 node | 2 nodes | gain |" in tables.replace("  ", " ").replace("  ", " ")
     # each point was a job like any other: two epochs, the batch of all ranks together
-    scripts = [few.folder / "runs" / name / "attempt-1" / "node-0.sh" for name in ("bench-1x1-b8", "bench-2x1-b16")]
+    scripts = [
+        few.folder / "runs" / name / "attempt-1" / "node-0.sh" for name in (f"{job_name}-1x1-b8", f"{job_name}-2x1-b16")
+    ]
     assert "--epochs 2 --batch 16" in scripts[1].read_text()
     # nodes on one machine stand for devices: a process has as many threads at every point
     threads = [re.findall(r"OMP_NUM_THREADS=(\d+)", script.read_text()) for script in scripts]
@@ -59,9 +74,9 @@ def test_two_numbers_of_nodes_are_trained_on_and_compared(few):
     assert threads[0] == threads[1]
 
 
-def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measured(few):
+def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measured(few, job_name):
     code, text = few.run(
-        *("bench", "--backend", "local", "--nodes", "1,2", "--rounds", "2", "--json"),
+        *("bench", "--backend", "local", "--name", job_name, "--nodes", "1,2", "--rounds", "2", "--json"),
         *("--", "--data", "few:alone", "--imgsz", "64", "--noval", "--epochs", "1"),
         timeout_s=250,
     )
@@ -70,10 +85,10 @@ def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measu
     assert (one["failure"], one["images_per_s"] > 0) == ("", True)
     assert "not for two" in two["failure"]
     assert two["images_per_s"] is None
-    assert sorted(path.name for path in (few.folder / "runs").glob("bench*")) == [
-        "bench-1x1-b16",
-        "bench-1x1-b16-2",
-        "bench-2x1-b32",
+    assert sorted(path.name for path in (few.folder / "runs").glob("*-b*")) == [
+        f"{job_name}-1x1-b16",
+        f"{job_name}-1x1-b16-2",
+        f"{job_name}-2x1-b32",
     ]
     assert not list((few.folder / "runs").glob("*/attempt-2"))  # what began anew would be no measurement
 
@@ -92,45 +107,47 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(few):
     assert list((few.folder / "runs").iterdir()) == []
 
 
-def test_ctrl_c_stops_the_job_and_shows_what_was_measured(few):
-    process = few.start("bench", "--backend", "local", "--nodes", "1,2", "--json", *TRAIN, "--epochs", "1")
-    few.wait_for("bench-2x1-b32", '"event":"ready"', timeout_s=200)
+def test_ctrl_c_stops_the_job_and_shows_what_was_measured(few, job_name):
+    process = few.start(
+        "bench", "--backend", "local", "--name", job_name, "--nodes", "1,2", "--json", *TRAIN, "--epochs", "1"
+    )
+    few.wait_for(f"{job_name}-2x1-b32", '"event":"ready"', timeout_s=200)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130, text
     assert [row["nodes"] for row in json.loads(text[text.index("{") :])["rows"]] == [1]
-    assert processes_of("bench-2x1-b32") == []
+    assert processes_of(f"{job_name}-2x1-b32") == []
     assert {row["job"]: row["state"] for row in json.loads(few.run("ps", "--all", "--json")[1])} == {
-        "bench-1x1-b16": "done",
-        "bench-2x1-b32": "stopped",
+        f"{job_name}-1x1-b16": "done",
+        f"{job_name}-2x1-b32": "stopped",
     }
 
 
-def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecast(clusterctl, sshd):
+def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecast(clusterctl, sshd, job_name):
     inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
-    code, text = clusterctl.run("bench", "--nodes", "1,2", "--python", "/nowhere/python3", "--json")
+    code, text = clusterctl.run("bench", "--name", job_name, "--nodes", "1,2", "--python", "/nowhere/python3", "--json")
     assert code == 1, text
     # all of the test's machines are this one, which nobody else reaches at such an address
-    assert "link: not measured: node-0: 127.0.1.1 is on lo" in text
+    assert f"link: not measured: node-0: {sshd.addresses[0]} is on lo" in text
     rows = json.loads(text[text.index("{") :])["rows"]
     assert [row["forecast_best"] for row in rows] == [None, None]
     assert all("node-0: " in row["failure"] and "/nowhere/python3" in row["failure"] for row in rows)
     assert "; node-1: " in rows[1]["failure"]
 
 
-def test_a_machine_that_stops_answering_ends_it_as_its_job_may_still_run(few, sshd):
+def test_a_machine_that_stops_answering_ends_it_as_its_job_may_still_run(few, sshd, job_name):
     inventory(few.folder, sshd, few.folder / "remote")
-    silent = few.folder / "silent"
+    silent, job = few.folder / "silent", f"{job_name}-1x2-b16"
     sshd.before_each_command(0, f"[ ! -e {silent} ] || kill -9 $PPID")
-    command = ["bench", "--nodes", "1,2", "--gpus", "2", "--python", sys.executable]
+    command = ["bench", "--name", job_name, "--nodes", "1,2", "--gpus", "2", "--python", sys.executable]
     process = few.start(*command, "--", "train", "--imgsz", "64", "--batch", "16", "--epochs", "100", "--noval")
-    few.wait_for("bench-1x2-b16", '"event":"progress"', timeout_s=150)
+    few.wait_for(job, '"event":"progress"', timeout_s=150)
     silent.touch()
     text, _ = process.communicate(timeout=100)
     silent.unlink()
     assert process.returncode == 5, text
     assert "not cleaned up: node-0" in text
-    assert "error: bench-1x2-b16 may still run there" in text
-    assert [row["job"] for row in json.loads(few.run("ps", "--all", "--json")[1])] == ["bench-1x2-b16"]
-    assert few.run("stop", "bench-1x2-b16")[0] == 0
-    assert processes_of("bench-1x2-b16") == []
+    assert f"error: {job} may still run there" in text
+    assert [row["job"] for row in json.loads(few.run("ps", "--all", "--json")[1])] == [job]
+    assert few.run("stop", job)[0] == 0
+    assert processes_of(job) == []

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,29 +52,39 @@ def test_it_sees_the_machine_and_tries_a_connection_from_each_node_to_each(inven
     assert {finding.level for finding in found(report, "clock").values()} == {"ok"}
     # loopback addresses are what a launch on several machines must not have
     assert {finding.level for finding in found(report, "address").values()} == {"failure"}
-    assert "127.0.1.1 is on lo" in found(report, "address")["h0"].detail
+    assert f"{inventory.nodes[0].address} is on lo" in found(report, "address")["h0"].detail
     assert list(tmp_path.glob("**/.clusterctl-doctor*")) == []
     assert list(tmp_path.glob("runs of *")) == []
 
 
-def test_nothing_listens_when_it_is_over(inventory):
-    doctor.examine(inventory, skip=WITHOUT_IMAGE)
+def test_nothing_listens_when_it_is_over(inventory, sshd):
+    seen = set()
+    with ThreadPoolExecutor(1) as pool:
+        report = pool.submit(doctor.examine, inventory, skip=WITHOUT_IMAGE)
+        while not report.done():
+            seen |= set(_listeners(sshd))
+            time.sleep(0.01)
+    report.result()
+    assert seen
     until = time.time() + 10
-    while (left := _listeners()) and time.time() < until:
+    while (left := _listeners(sshd)) and time.time() < until:
         time.sleep(0.1)
     assert left == []
 
 
-def _listeners():
-    mine = []
+def _listeners(sshd):
+    """The pids of the programs behind this sshd that listen."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            login = re.search(rb"SSH_CONNECTION=.* (\d+)\0", (folder / "environ").read_bytes() + b"\0")
         except OSError:
             continue
-        if words[0].endswith(b"python3") and any(b"create_server" in word for word in words):
-            mine.append(folder.name)
-    return mine
+        ours = login is not None and int(login[1]) == sshd.port
+        if ours and words[0].endswith(b"python3") and any(b"listener.accept()" in word for word in words):
+            found.append(folder.name)
+    return found
 
 
 def test_a_master_port_that_another_program_holds_is_named(inventory):
@@ -99,7 +111,7 @@ def test_a_folder_that_differs_is_named_and_one_that_is_not_here_is_refused(inve
 def test_a_changed_host_key_and_a_refused_login_are_findings_of_that_node_and_the_others_are_judged(inventory, sshd):
     other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
     lines = sshd.known_hosts.read_text().splitlines()
-    sshd.known_hosts.write_text("\n".join([lines[0], f"[127.0.1.2]:{sshd.port} {other}", lines[2], ""]))
+    sshd.known_hosts.write_text("\n".join([lines[0], f"[{sshd.addresses[1]}]:{sshd.port} {other}", lines[2], ""]))
     report = doctor.examine(inventory, skip=WITHOUT_IMAGE)
     login = found(report, "login")
     assert [node for node, finding in login.items() if finding.level == "failure"] == ["h1"]
@@ -123,13 +135,13 @@ def test_a_run_dir_that_cannot_be_made_and_hostile_names_of_it(inventory, tmp_pa
     assert "Not a directory" in found(report, "run_dir")["h0"].detail
 
 
-def test_processes_of_a_job_that_nobody_knows_are_left_over(inventory):
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": "lost-7"})
+def test_processes_of_a_job_that_nobody_knows_are_left_over(inventory, job_name):
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job_name})
     try:
         report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"))
-        assert "lost-7" in found(report, "leftovers")["h0"].detail
-        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), jobs=frozenset({"lost-7"}))
-        assert "left of lost-7" not in found(report, "leftovers")["h0"].detail
+        assert job_name in found(report, "leftovers")["h0"].detail
+        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), jobs=frozenset({job_name}))
+        assert f"left of {job_name}" not in found(report, "leftovers")["h0"].detail
     finally:
         child.kill()
         child.wait()

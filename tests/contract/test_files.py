@@ -55,7 +55,7 @@ def nodes(sshd, tmp_path):
     return [
         Node(
             f"gpu-{letter}",
-            f"127.0.1.{at + 1}",
+            sshd.addresses[at],
             login=f"h{at}",
             data_dir=f"{tmp_path}/{letter} d'",
             ssh_config=str(sshd.config),
@@ -219,9 +219,11 @@ def test_a_link_to_another_folder_is_never_written_through(transport, nodes, fol
     assert not list(elsewhere.iterdir())
 
 
-def test_an_unwritable_place_and_a_missing_folder_are_named(transport, nodes, folder, tmp_path):
+def test_an_unwritable_place_and_a_missing_folder_are_named(transport, nodes, folder, tmp_path, sshd):
     (tmp_path / "file").write_text("")
-    blocked = Node("gpu-c", "127.0.1.3", login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config)
+    blocked = Node(
+        "gpu-c", sshd.addresses[2], login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config
+    )
     done = sync([*nodes, blocked], folder)
     assert done["gpu-a"].how == transport
     assert done["gpu-c"].message == f"gpu-c: {tmp_path}/file/x{folder} cannot be written: Not a directory"
@@ -264,7 +266,7 @@ def report(node, what, now, total):
     if what == "sending" and now > 10_000_000 and not begun.is_set():
         begun.set()
         os.kill(os.getpid(), signal.SIGINT)
-node = Node("gpu-a", "127.0.1.1", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
+node = Node("gpu-a", "", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
 try:
     print(files.sync([node], sys.argv[3], copy=True, report=report), begun)
 except KeyboardInterrupt:

@@ -92,7 +92,7 @@ def test_every_machine_that_fails_is_named_with_what_to_do_and_nothing_is_writte
     code, text = clusterctl.run("init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config))
     assert code == 5, text
     assert "h1 (" in text
-    assert f"ssh-keyscan -p {sshd.port} 127.0.1.2" in text
+    assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[1]}" in text
     assert "nowhere.invalid: the host name nowhere.invalid does not resolve" in text
     assert "h0 (" not in text
     assert not (clusterctl.folder / "cluster.yaml").exists()
@@ -167,13 +167,14 @@ def test_gpus_are_counted_and_a_driver_that_fails_is_an_error_with_its_own_words
 
 
 def test_what_a_cluster_yaml_leaves_open_is_looked_for_and_what_it_says_is_kept(sshd):
+    first, second = sshd.addresses[:2]
     program(sshd, "nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
     made = machine(
         sshd,
         "defaults: {runtime: none, data_dir: /var/tmp/data}\n"
-        "nodes:\n  h0: {address: 127.0.1.1, gpus: [1]}\n  h1: {address: 127.0.1.2, run_dir: ~/r}\n",
+        f"nodes:\n  h0: {{address: {first}, gpus: [1]}}\n  h1: {{address: {second}, run_dir: ~/r}}\n",
     )
-    assert [node.address for node in made.nodes] == ["127.0.1.1", "127.0.1.2"]
+    assert [node.address for node in made.nodes] == [first, second]
     assert [node.gpus for node in made.nodes] == [(1,), (0, 1)]
     home = Path.home()
     assert [node.run_dir for node in made.nodes] == [f"{home}/clusterctl/runs", f"{home}/r"]
@@ -182,20 +183,21 @@ def test_what_a_cluster_yaml_leaves_open_is_looked_for_and_what_it_says_is_kept(
 
 def test_a_machine_that_answers_in_words_of_its_login_script_is_understood(sshd):
     program(sshd, "bash", "#!/bin/sh\necho 'Welcome to h0!'\nprintf 'a\\0b\\0'\nexec /bin/bash \"$@\"\n")
-    made = machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1, runtime: none}}")
+    made = machine(sshd, f"device: cpu\nnodes: {{h0: {{address: {sshd.addresses[0]}, runtime: none}}}}")
     assert made.nodes[0].run_dir.endswith("/clusterctl/runs")
 
 
 def test_docker_on_some_nodes_only_and_a_folder_that_cannot_be_made_are_errors(sshd):
+    first, second = sshd.addresses[:2]
     program(sshd, "docker", "#!/bin/sh\necho 'Cannot connect to the Docker daemon' >&2; echo 'answers  []'; exit 1\n")
     with pytest.raises(ClusterError, match=r"h1: docker does not answer \(Cannot connect") as caught:
         machine(
             sshd,
-            "device: cpu\nnodes:\n  h0: {address: 127.0.1.1, runtime: docker}\n  h1: {address: 127.0.1.2}\n",
+            f"device: cpu\nnodes:\n  h0: {{address: {first}, runtime: docker}}\n  h1: {{address: {second}}}\n",
         )
     assert "--runtime none for all" in caught.value.hint
     with pytest.raises(ClusterError, match=r"h0: run_dir /dev/null/runs: .* may not write in /dev/null"):
-        machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1, runtime: none, run_dir: /dev/null/runs}}")
+        machine(sshd, f"device: cpu\nnodes: {{h0: {{address: {first}, runtime: none, run_dir: /dev/null/runs}}}}")
     program(
         sshd,
         "docker",
@@ -203,5 +205,5 @@ def test_docker_on_some_nodes_only_and_a_folder_that_cannot_be_made_are_errors(s
         "unix:///var/run/docker.sock: dial unix /var/run/docker.sock: connect: permission denied' >&2; exit 1\n",
     )
     with pytest.raises(ClusterError, match=r"h0: .* may not use its Docker Engine") as caught:
-        machine(sshd, "device: cpu\nnodes: {h0: {address: 127.0.1.1}}")
+        machine(sshd, f"device: cpu\nnodes: {{h0: {{address: {first}}}}}")
     assert "sudo usermod -aG docker" in caught.value.hint

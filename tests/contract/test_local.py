@@ -21,11 +21,17 @@ EXAMPLE = f"{ROOT / 'examples' / 'all_reduce.py'}"
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$"]
 
 
-def launch(command, *more, name="job"):
-    return ["launch", "--backend", "local", "--name", name, "--command", command, *more]
+@pytest.fixture
+def launch(job_name):
+    """The words that launch a command as this test's job."""
+
+    def words(command, *more, name=job_name):
+        return ["launch", "--backend", "local", "--name", name, "--command", command, *more]
+
+    return words
 
 
-def test_hostile_strings_arrive_as_they_are(clusterctl):
+def test_hostile_strings_arrive_as_they_are(clusterctl, launch, job_name):
     folder = clusterctl.folder / "it's $here `now`"
     folder.mkdir()
     program = folder / "show.py"
@@ -38,25 +44,26 @@ def test_hostile_strings_arrive_as_they_are(clusterctl):
     quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
     for text in HOSTILE:
         code, output = clusterctl.run(
-            *launch(f"show.py {quoted}", "--env", f"HOSTILE={text}", name=f"job-{HOSTILE.index(text)}")
+            *launch(f"show.py {quoted}", "--env", f"HOSTILE={text}", name=f"{job_name}-{HOSTILE.index(text)}")
         )
         assert code == 0, output
         assert json.loads((folder / "seen").read_text()) == [HOSTILE, text, str(folder)]
 
 
-def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl):
+def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl, job_name):
     # A trainer that has half a second cannot be ready: it imports torch for longer than that.
-    code, text = clusterctl.run("launch", "--backend", "local", "--name", "job", "--nodes", "2", "--timeout", "0.5")
+    code, text = clusterctl.run("launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--timeout", "0.5")
     assert code == 4, text
     assert "0 of 2 nodes met in 0.5 s" in text
     assert "node-0" in text
     assert "node-1" in text
-    assert processes_of("job") == []
-    assert [clusterctl.run(verb, "job")[0] for verb in ("wait", "attach")] == [4, 4]  # as the launch said itself
+    assert processes_of(job_name) == []
+    assert [clusterctl.run(verb, job_name)[0] for verb in ("wait", "attach")] == [4, 4]  # as the launch said itself
 
 
-def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl):
+def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
     """The GPUs are simulated, as far as nvidia-smi lists them."""
+    first, second = f"{job_name}-first", f"{job_name}-second"
     smi = clusterctl.folder / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(
@@ -68,22 +75,22 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl):
     (clusterctl.folder / "show.py").write_text(
         "import os, time\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
     )
-    code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name="first"))
+    code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name=first))
     assert code == 0, text
     try:
-        clusterctl.wait_for("first", "sees 2")
-        code, text = clusterctl.run(*launch("show.py", "--gpus", "1", name="second"))
-        assert (code, "GPU 2 is held by the job first" in text) == (2, True), text
+        clusterctl.wait_for(first, "sees 2")
+        code, text = clusterctl.run(*launch("show.py", "--gpus", "1", name=second))
+        assert (code, f"GPU 2 is held by the job {first}" in text) == (2, True), text
         clusterctl.env["CUDA_VISIBLE_DEVICES"] = "GPU-11"
-        code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name="second"))
+        code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name=second))
         assert code == 0, text
-        clusterctl.wait_for("second", "sees 1")
+        clusterctl.wait_for(second, "sees 1")
     finally:
-        for name in ("first", "second"):
+        for name in (first, second):
             clusterctl.run("stop", name)
 
 
-def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl):
+def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl, launch):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -95,33 +102,33 @@ def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl):
     assert list(clusterctl.folder.iterdir()) == []
 
 
-def test_an_automatic_port_that_is_taken_is_passed_over(clusterctl):
+def test_an_automatic_port_that_is_taken_is_passed_over(clusterctl, launch, job_name):
     from cluster.config import auto_port
 
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it a moment ago
-        holder.bind(("", auto_port("job")))
+        holder.bind(("", auto_port(job_name)))
         holder.listen()
         code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 1"))
     assert code == 0, text
-    script = (clusterctl.folder / "runs/job/attempt-1/node-0.sh").read_text()
-    assert f"PET_MASTER_PORT={auto_port('job', 1)}" in script
+    script = (clusterctl.folder / f"runs/{job_name}/attempt-1/node-0.sh").read_text()
+    assert f"PET_MASTER_PORT={auto_port(job_name, 1)}" in script
 
 
-def test_a_port_lost_between_check_and_start_is_replaced(clusterctl):
+def test_a_port_lost_between_check_and_start_is_replaced(clusterctl, launch, job_name):
     from cluster.config import auto_port
 
     thief = "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
-    thief += f"s.bind(('', {auto_port('job')})); s.listen(); input()"
+    thief += f"s.bind(('', {auto_port(job_name)})); s.listen(); input()"
     process = clusterctl.start(*launch(f"{EXAMPLE} --ticks 1"))
     until = time.time() + 20
-    while not (clusterctl.folder / "runs/job/attempt-1").exists() and time.time() < until:
+    while not (clusterctl.folder / f"runs/{job_name}/attempt-1").exists() and time.time() < until:
         time.sleep(0.005)
     with subprocess.Popen([sys.executable, "-c", thief], stdin=subprocess.PIPE) as holder:
         text, _ = process.communicate(timeout=90)
         holder.communicate(b"\n")
     assert process.returncode == 0, text
-    assert f"attempt 2 with {auto_port('job', 1)}" in text
+    assert f"attempt 2 with {auto_port(job_name, 1)}" in text
 
 
 @pytest.mark.parametrize(
@@ -180,15 +187,17 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
         assert clusterctl.run("wait", name)[0] == 0
 
 
-def test_input_that_the_trainer_refuses_is_said_once_without_a_traceback(clusterctl):
-    code, text = clusterctl.run("launch", "--backend", "local", "--name", "job", "--nodes", "2", "--", "--batch", "1")
+def test_input_that_the_trainer_refuses_is_said_once_without_a_traceback(clusterctl, job_name):
+    code, text = clusterctl.run(
+        "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--", "--batch", "1"
+    )
     assert code == 2, text
     assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # as it was logged, and as the cause
     assert "Traceback" not in text
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clusterctl):
+def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clusterctl, launch, job_name):
     program = clusterctl.folder / "steps.py"
     program.write_text(
         "import json, time\n"
@@ -198,9 +207,9 @@ def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clu
         "    time.sleep(1)\n"
     )
     process = clusterctl.start(*launch("steps.py", "--stall-timeout", "5"))
-    clusterctl.wait_for("job", '"step": 2')
+    clusterctl.wait_for(job_name, '"step": 2')
     # A machine that has woken runs one before the other.
-    asleep = processes_of("job")
+    asleep = processes_of(job_name)
     for pid in (process.pid, *asleep):
         os.kill(pid, signal.SIGSTOP)
     time.sleep(8)
@@ -212,7 +221,7 @@ def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clu
     assert process.returncode == 0, text
 
 
-def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clusterctl):
+def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clusterctl, launch):
     (clusterctl.folder / "again.py").write_text(
         "import pathlib, sys\n"
         "told = pathlib.Path('told')\n"
@@ -221,18 +230,18 @@ def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clust
         """    print('::cluster {"event":"failed","node":0,"exit_code":75}', flush=True)\n"""
         "    sys.exit(1)\n"
     )
-    code, text = clusterctl.run("plan", *launch("again.py", name="job-by-hand")[1:], "-o", "plan.sh")
+    code, text = clusterctl.run("plan", *launch("again.py")[1:], "-o", "plan.sh")
     assert code == 0, text
     ended = [subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)]
     assert ended == [75, 0]
 
 
-def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl):
-    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 60", name="job-unnoted"), "--detach")
+def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl, launch, job_name):
+    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 60"), "--detach")
     assert code == 0, text
-    clusterctl.wait_for("job-unnoted", "tick 0")
+    clusterctl.wait_for(job_name, "tick 0")
     no_file_may_grow = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
-        "sys.argv = ['clusterctl', 'stop', 'job-unnoted']; import cluster.__main__ as main; main.main()"
+        f"sys.argv = ['clusterctl', 'stop', '{job_name}']; import cluster.__main__ as main; main.main()"
     )
     ended = subprocess.run(
         [sys.executable, "-c", no_file_may_grow],
@@ -243,38 +252,38 @@ def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl):
     )
     assert ended.returncode == 3, ended
     assert "cannot write the job's record" in ended.stdout + ended.stderr
-    assert processes_of("job-unnoted") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl):
+def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl, launch, job_name):
     clusterctl.env["TMPDIR"] = str(clusterctl.folder)
     with (clusterctl.folder / f"clusterctl-{os.getuid()}.lock").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # the nodes wait for their turn to start
-        launcher = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2", name="job-term"))
+        launcher = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2"))
         until = time.time() + 60
-        while not list(clusterctl.folder.glob("runs/job-term/attempt-1/node-?.sh")):
+        while not list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")):
             assert time.time() < until
             time.sleep(0.05)
-        with Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch("job-term") as ours:
+        with Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch(job_name) as ours:
             assert not ours  # who attaches now sees nothing run, and may not restart it
         launcher.terminate()
         time.sleep(1)
     text, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, text
     time.sleep(2)
-    assert processes_of("job-term") == []
+    assert processes_of(job_name) == []
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
-def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl):
+def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl, launch, job_name):
     program = f"{EXAMPLE} --ticks 25"
-    launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1", name="job-taken"))
-    clusterctl.wait_for("job-taken", "tick 1")
-    watcher = clusterctl.start("attach", "job-taken")
+    launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1"))
+    clusterctl.wait_for(job_name, "tick 1")
+    watcher = clusterctl.start("attach", job_name)
     try:
-        clusterctl.wait_for("job-taken", "tick 8")
+        clusterctl.wait_for(job_name, "tick 8")
         os.killpg(launcher.pid, signal.SIGKILL)
-        ranks = [pid for pid in processes_of("job-taken") if b"LOCAL_RANK=" in _environment(pid)]
+        ranks = [pid for pid in processes_of(job_name) if b"LOCAL_RANK=" in _environment(pid)]
         os.kill(ranks[0], signal.SIGKILL)
         text, _ = watcher.communicate(timeout=150)
     finally:
@@ -283,20 +292,20 @@ def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl):
     assert watcher.returncode == 0, text
     assert "restart 1 of 1" in text
     assert "done in" in text
-    assert processes_of("job-taken") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_job_whose_engine_is_off_keeps_ps_from_listing_no_other(clusterctl):
+def test_a_job_whose_engine_is_off_keeps_ps_from_listing_no_other(clusterctl, job_name):
     clusterctl.env["DOCKER_HOST"] = "unix:///absent.sock"
     records = Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
-    for name, backend in (("job-dark", "compose"), ("job-here", "local")):
+    for name, backend in ((f"{job_name}-dark", "compose"), (f"{job_name}-here", "local")):
         job = Job(name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")
         records.reserve(Record(BACKENDS[backend].plan(job, attempt=1, port=20000), time.time(), job))
     code, text = clusterctl.run("ps", "--json")
     assert code == 0, text
     assert [(row["job"], row["state"]) for row in json.loads(text)] == [
-        ("job-dark", "unreachable"),
-        ("job-here", "failed"),
+        (f"{job_name}-dark", "unreachable"),
+        (f"{job_name}-here", "failed"),
     ]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -18,7 +19,7 @@ from cluster.model import Node
 from cluster.shells import LocalShell, close_all, reach
 from cluster.shells.ssh import _connection, _line, _ssh_config
 from cluster.transfer import why
-from tests.contract.sshd import Sshd
+from tests.contract.sshd import Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
 
@@ -29,7 +30,7 @@ def shell(request):
         yield reach(Node("here", "127.0.0.1"))
         return
     server = request.getfixturevalue("sshd")
-    yield reach(Node("gpu-a", "127.0.1.1", login="h0", ssh_config=str(server.config)))
+    yield reach(Node("gpu-a", server.addresses[0], login="h0", ssh_config=str(server.config)))
     close_all()
 
 
@@ -88,7 +89,7 @@ def test_programs_are_found_where_a_session_without_a_login_may_not_look(shell):
 
 def connect(server, login="h0"):
     close_all()
-    return reach(Node("gpu-a", "127.0.1.1", login=login, ssh_config=str(server.config)))
+    return reach(Node("gpu-a", server.addresses[0], login=login, ssh_config=str(server.config)))
 
 
 def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
@@ -102,9 +103,9 @@ def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd)
 
 
 @pytest.fixture
-def greeting(tmp_path):
+def greeting(tmp_path, worker):
     """A machine whose ~/.bashrc prints, the last line without its end, and notes that it was read."""
-    server = Sshd(tmp_path / "sshd", ["127.0.1.1"], bare=True)
+    server = Sshd(tmp_path / "sshd", addresses(worker, 1), bare=True)
     (server.folder / ".bashrc").write_text(
         "echo Welcome to gpu-a; printf 'have a nice'\n"
         "echo bash: /usr/share/greeting: No such file or directory >&2; echo >> ~/read\n"
@@ -188,12 +189,12 @@ def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_tha
         connect(sshd).run(["true"])
     assert refused.value.message.startswith("gpu-a (")
     assert fingerprint in refused.value.message
-    assert f"ssh-keyscan -p {sshd.port} 127.0.1.1 >> ~/.ssh/known_hosts" in refused.value.hint
+    assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[0]} >> ~/.ssh/known_hosts" in refused.value.hint
 
 
 def test_another_host_key_than_the_known_one_is_refused(sshd):
     other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
-    sshd.known_hosts.write_text(f"[127.0.1.1]:{sshd.port} {other}\n")
+    sshd.known_hosts.write_text(f"[{sshd.addresses[0]}]:{sshd.port} {other}\n")
     with pytest.raises(UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts") as refused:
         connect(sshd).run(["true"])
     assert "ssh-keygen -R" in refused.value.hint
@@ -209,13 +210,15 @@ def test_a_refused_login_a_locked_key_and_names_that_lead_nowhere_say_so(sshd):
     assert "ssh-add" in refused.value.hint
     with pytest.raises(UnreachableError, match=r"gpu-a: the host name nowhere\.invalid does not resolve"):
         connect(sshd, "nowhere.invalid").run(["true"])
-    with pytest.raises(UnreachableError, match=r"gpu-a .*127\.0\.1\.1:1\): cannot be reached: .*refused"):
-        connect(sshd, "127.0.1.1:1").run(["true"])
+    with pytest.raises(
+        UnreachableError, match=rf"gpu-a .*{re.escape(sshd.addresses[0])}:1\): cannot be reached: .*refused"
+    ):
+        connect(sshd, f"{sshd.addresses[0]}:1").run(["true"])
 
 
 def test_proxy_jump_is_honoured(sshd):
     with sshd.config.open("a") as file:
-        file.write(f"Host inner\n  HostName 127.0.1.2\n  Port {sshd.port}\n  ProxyJump h0\n")
+        file.write(f"Host inner\n  HostName {sshd.addresses[1]}\n  Port {sshd.port}\n  ProxyJump h0\n")
         file.write(f"  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n")
     assert connect(sshd, "inner").run(["echo", "through"]).out == "through\n"
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
@@ -224,7 +227,8 @@ def test_proxy_jump_is_honoured(sshd):
 def test_of_several_proxies_the_first_one_said_counts_and_none_is_no_host(sshd):
     """`Host *` with a jump host, and hosts that want none, is how it is usually written."""
     text = sshd.config.read_text()
-    more = "Host h1\n  ProxyCommand none\nHost inner\n  HostName 127.0.1.2\n  ProxyJump h2,h1\nHost *\n  ProxyJump h0\n"
+    more = f"Host h1\n  ProxyCommand none\nHost inner\n  HostName {sshd.addresses[1]}\n  ProxyJump h2,h1\n"
+    more += "Host *\n  ProxyJump h0\n"
     rest = (
         f"  User {getpass.getuser()}\n  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n"
     )
@@ -350,12 +354,12 @@ def pour(source, sink):
 
 def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
     """As sshd does when more log in at once than its MaxStartups; a second server in front of it, here."""
-    with socket.create_server(("127.0.1.3", 0)) as front:
-        sshd.known_hosts.write_text(sshd.known_hosts.read_text().replace("127.0.1.3", "other"))
+    with socket.create_server((sshd.addresses[2], 0)) as front:
+        sshd.known_hosts.write_text(sshd.known_hosts.read_text().replace(sshd.addresses[2], "other"))
         key = " ".join((sshd.folder / "host.pub").read_text().split()[:2])
         port = front.getsockname()[1]
         with sshd.known_hosts.open("a") as known:
-            known.write(f"[127.0.1.3]:{port} {key}\n")
+            known.write(f"[{sshd.addresses[2]}]:{port} {key}\n")
         turned_away = []
 
         def serve():
@@ -365,7 +369,7 @@ def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
                 caller.close()
                 turned_away.append(caller)
             caller, _ = front.accept()
-            with caller, socket.create_connection(("127.0.1.1", sshd.port)) as server:
+            with caller, socket.create_connection((sshd.addresses[0], sshd.port)) as server:
                 back = threading.Thread(target=pour, args=(server, caller))
                 back.start()
                 pour(caller, server)

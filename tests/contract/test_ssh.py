@@ -29,13 +29,19 @@ def machines(clusterctl, sshd):
     return clusterctl
 
 
-def run(clusterctl, program, *options, name="job", nodes=2, timeout_s=120):
-    command = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
-    return clusterctl.run(*command, "--command", program, timeout_s=timeout_s)
+@pytest.fixture
+def run(machines, job_name):
+    """Launches a program as this test's job and waits for its end."""
+
+    def run(program, *options, name=job_name, nodes=2, timeout_s=120):
+        command = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
+        return machines.run(*command, "--command", program, timeout_s=timeout_s)
+
+    return run
 
 
 @pytest.mark.parametrize(("here", "nodes"), [(0, 1), (0, 2), (1, 2)], ids=["alone", "first", "last"])
-def test_this_machine_may_be_one_of_the_machines(machines, here, nodes):
+def test_this_machine_may_be_one_of_the_machines(machines, here, nodes, run, job_name):
     file, own = machines.folder / "cluster.yaml", machines.folder / "own"
     described = yaml.safe_load(file.read_text())
     described["nodes"][f"node-{here}"] |= {"login": "", "run_dir": str(own)}
@@ -45,21 +51,22 @@ def test_this_machine_may_be_one_of_the_machines(machines, here, nodes):
         "print('here is rank', os.environ['RANK'], flush=True)\n"
         "pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'result-' + os.environ['RANK']).touch()\n"
     )
-    code, text = run(machines, "show.py", "--logs", "all", nodes=nodes)
+    code, text = run("show.py", "--logs", "all", nodes=nodes)
     assert code == 0, text
-    assert (own / "job" / f"result-{here}").exists()
-    brought = machines.folder / "runs" / "job"
+    assert (own / job_name / f"result-{here}").exists()
+    brought = machines.folder / "runs" / job_name
     assert (brought / "result-0").exists()
     for rank in range(nodes):
         assert f"node-{rank} | here is rank {rank}" in text
         (log,) = (brought / "attempt-1" / "ranks" / f"node-{rank}").glob("*/*/*/stdout.log")
         assert log.read_text() == f"here is rank {rank}\n"
-    (own / "taken").mkdir()
-    code, text = run(machines, "show.py", name="taken", nodes=nodes)
-    assert (code, f"node-{here}: {own}/taken is there already" in text) == (2, True), text
+    taken = f"{job_name}-taken"
+    (own / taken).mkdir()
+    code, text = run("show.py", name=taken, nodes=nodes)
+    assert (code, f"node-{here}: {own}/{taken} is there already" in text) == (2, True), text
 
 
-def test_secrets_reach_the_program_and_nothing_else(machines):
+def test_secrets_reach_the_program_and_nothing_else(machines, run):
     (machines.folder / "show.py").write_text(
         "import os, pathlib\n"
         "commands = [path.read_bytes() for path in pathlib.Path('/proc').glob('[0-9]*/cmdline') if path.exists()]\n"
@@ -67,7 +74,7 @@ def test_secrets_reach_the_program_and_nothing_else(machines):
     )
     (machines.folder / "tokens.env").write_text(f"EXPECTED={SECRET}\n")
     machines.env["TOKEN"] = SECRET
-    code, text = run(machines, "show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1)
+    code, text = run("show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1)
     assert code == 0, text
     assert "seen True False" in text
     for ours in ("tokens.env", "show.py"):
@@ -80,7 +87,7 @@ def test_secrets_reach_the_program_and_nothing_else(machines):
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$", "ünïcode -n"]
 
 
-def test_hostile_strings_arrive_as_they_are(machines, sshd):
+def test_hostile_strings_arrive_as_they_are(machines, sshd, run):
     folder = machines.folder / "it's $here `now`"
     folder.mkdir()
     (folder / "show.py").write_text(
@@ -92,95 +99,95 @@ def test_hostile_strings_arrive_as_they_are(machines, sshd):
     inventory(folder, sshd, folder / "remote's $place")
     machines.env["SECRET"] = HOSTILE[2]
     quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
-    code, text = run(machines, f"show.py {quoted}", "--env", f"HOSTILE={''.join(HOSTILE)}", "--env", "SECRET", nodes=1)
+    code, text = run(f"show.py {quoted}", "--env", f"HOSTILE={''.join(HOSTILE)}", "--env", "SECRET", nodes=1)
     assert code == 0, text
     assert json.loads((folder / "seen").read_text()) == [HOSTILE, "".join(HOSTILE), HOSTILE[2]]
 
 
-def test_everything_that_is_missing_is_named_for_every_node_and_nothing_is_started(machines, sshd):
+def test_everything_that_is_missing_is_named_for_every_node_and_nothing_is_started(machines, sshd, run, job_name):
     file = inventory(machines.folder, sshd, Path("/proc/nowhere"))
-    code, text = run(machines, "all_reduce.py", nodes=3)
+    code, text = run("all_reduce.py", nodes=3)
     assert code == 2, text
     for node in ("node-0", "node-1", "node-2"):
         assert f"{node}: cannot write to the run directory /proc/nowhere" in text
     assert file.exists()
     assert not (machines.folder / "runs").exists()
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
-def test_one_machine_that_does_not_answer_stops_the_launch_on_all(machines):
+def test_one_machine_that_does_not_answer_stops_the_launch_on_all(machines, run, job_name):
     text = (machines.folder / "cluster.yaml").read_text().replace("login: h2", "login: nowhere.invalid")
     (machines.folder / "cluster.yaml").write_text(text)
-    code, text = run(machines, "all_reduce.py", nodes=3)
+    code, text = run("all_reduce.py", nodes=3)
     assert code == 5, text
     assert "node-2: the host name nowhere.invalid does not resolve" in text
-    assert processes_of("job") == []
-    assert not (machines.folder / "remote" / "job").exists()
+    assert processes_of(job_name) == []
+    assert not (machines.folder / "remote" / job_name).exists()
 
 
-def test_a_name_that_another_launching_machine_has_used_is_passed_over_or_refused(machines):
-    (machines.folder / "remote" / "job").mkdir(parents=True)
-    code, text = run(machines, "all_reduce.py --ticks 1")
-    assert (code, "remote/job is there already" in text) == (2, True), text
+def test_a_name_that_another_launching_machine_has_used_is_passed_over_or_refused(machines, run, job_name):
+    (machines.folder / "remote" / job_name).mkdir(parents=True)
+    code, text = run("all_reduce.py --ticks 1")
+    assert (code, f"remote/{job_name} is there already" in text) == (2, True), text
 
 
-def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd):
+def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run):
     inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
-    code, text = run(machines, "all_reduce.py", "--gpus", "2")
+    code, text = run("all_reduce.py", "--gpus", "2")
     assert (code, "node-0: it has 1 GPU" in text) == (2, True), text
-    code, text = run(machines, "all_reduce.py", nodes=4)
+    code, text = run("all_reduce.py", nodes=4)
     assert (code, "has 3: node-0, node-1, node-2" in text) == (2, True), text
 
 
-@pytest.mark.parametrize(("option", "said"), [("--yes", "node-0: removed gone-1"), ("-y --json", '"removed": true')])
-def test_leftovers_are_found_without_a_record_and_removed(machines, option, said):
+@pytest.mark.parametrize(("option", "said"), [("--yes", "node-0: removed JOB"), ("-y --json", '"removed": true')])
+def test_leftovers_are_found_without_a_record_and_removed(machines, option, said, job_name):
     with subprocess.Popen(
-        ["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": "gone-1", "CLUSTER_ATTEMPT": "1"}
+        ["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": job_name, "CLUSTER_ATTEMPT": "1"}
     ) as orphan:
-        code, text = machines.run("gc", "--only", "node-0", "--json", "--job", "gone-1")
+        code, text = machines.run("gc", "--only", "node-0", "--json", "--job", job_name)
         found = [(row["processes"], row["removed"]) for row in json.loads(text)]
         assert (code, found) == (0, [(1, False)]), text
-        code, text = machines.run("gc", "--only", "node-0", *option.split(), "--job", "gone-1")
-        assert (code, said in text) == (0, True), text
+        code, text = machines.run("gc", "--only", "node-0", *option.split(), "--job", job_name)
+        assert (code, said.replace("JOB", job_name) in text) == (0, True), text
         assert orphan.wait(5) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("more", [{}, {"CLUSTER_ATTEMPT": "1", "SLURM_JOB_ID": "7"}], ids=["python", "slurm"])
-def test_ranks_of_a_trainer_alone_and_of_slurm_are_no_leftovers(machines, more):
-    alone = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": "alone-1", **more})
+def test_ranks_of_a_trainer_alone_and_of_slurm_are_no_leftovers(machines, more, job_name):
+    alone = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job_name, **more})
     try:
-        code, text = machines.run("gc", "--only", "node-0", "--json", "--yes", "--job", "alone-1")
+        code, text = machines.run("gc", "--only", "node-0", "--json", "--yes", "--job", job_name)
         assert (code, alone.poll()) == (0, None), text
     finally:
         alone.kill()
         alone.wait()
 
 
-def test_a_job_from_python_is_the_one_of_the_command_line(machines, monkeypatch):
+def test_a_job_from_python_is_the_one_of_the_command_line(machines, monkeypatch, job_name):
     monkeypatch.chdir(machines.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
-    job = launch(command="all_reduce.py --ticks 1", nodes=2, python=sys.executable, name="from-python")
-    assert json.loads(machines.run("ps", "--json")[1])[0]["job"] == "from-python"
+    job = launch(command="all_reduce.py --ticks 1", nodes=2, python=sys.executable, name=job_name)
+    assert json.loads(machines.run("ps", "--json")[1])[0]["job"] == job_name
     ended = job.wait()
     assert (ended.outcome, ended.exit_code) == ("done", 0), ended
     assert "tick 0: rank 1 of 2" in (Path(job.run_dir) / "attempt-1" / "node-1.log").read_text()
-    assert processes_of("from-python") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_program_that_fails_is_started_again_and_given_up_when_it_fails_in_the_same_way(machines):
-    code, text = run(machines, "all_reduce.py --ticks 60 --fail-at 0", "--max-restarts", "5", timeout_s=250)
+def test_a_program_that_fails_is_started_again_and_given_up_when_it_fails_in_the_same_way(machines, run, job_name):
+    code, text = run("all_reduce.py --ticks 60 --fail-at 0", "--max-restarts", "5", timeout_s=250)
     assert code == 1, text
     assert text.count("restart 1 of 5") == 1
     assert "restart 2 of 5" not in text
     assert "twice" in text
     assert text.count("ValueError: this rank was told to fail") == 1
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(machines, sshd):
-    command = ["launch", "--name", "job", "--nodes", "2", "--python", sys.executable]
+def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(machines, sshd, job_name):
+    command = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable]
     process = machines.start(*command, "--command", "all_reduce.py --ticks 25")
-    machines.wait_for("job", "tick 1", node="node-1")
+    machines.wait_for(job_name, "tick 1", node="node-1")
     process.send_signal(signal.SIGSTOP)
     time.sleep(LOST_AFTER_S + 2)
     sshd.stop()
@@ -191,13 +198,13 @@ def test_a_launcher_that_slept_waits_for_its_network_and_leaves_the_job_alone(ma
     assert process.returncode == 0, text
     assert "lost" not in text
     assert "tick 24: rank 0 of 2" in text
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, sshd):
-    command = ["launch", "--name", "cut-off", "--nodes", "2", "--max-restarts", "1", "--python", sys.executable]
+def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, sshd, job_name):
+    command = ["launch", "--name", job_name, "--nodes", "2", "--max-restarts", "1", "--python", sys.executable]
     process = machines.start(*command, "--command", "all_reduce.py --ticks 30")
-    machines.wait_for("cut-off", "tick 1", node="node-1")
+    machines.wait_for(job_name, "tick 1", node="node-1")
     sshd.stop()
     time.sleep(LOST_AFTER_S + 5)
     sshd.start()
@@ -206,10 +213,10 @@ def test_a_launcher_that_loses_its_network_leaves_a_healthy_job_alone(machines, 
     assert "they answer again, and the job has gone on meanwhile" in text
     assert "restart" not in text
     assert [text.count(f"tick {tick}: rank 0 of 2") for tick in range(30)] == [1] * 30
-    assert processes_of("cut-off") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines, sshd):
+def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines, sshd, run, job_name):
     """Its connection ends at the very command that starts the second attempt, and others are refused for a while."""
     broken = machines.folder / "broken"
     sshd.before_each_command(
@@ -225,13 +232,13 @@ def test_a_machine_that_goes_while_an_attempt_is_started_costs_one_more(machines
         "if os.environ['CLUSTER_ATTEMPT'] == '1' and os.environ['RANK'] == '1':\n"
         "    sys.exit('the first time it fails')\n"
     )
-    code, text = run(machines, "once.py", "--max-restarts", "3", timeout_s=250)
+    code, text = run("once.py", "--max-restarts", "3", timeout_s=250)
     assert code == 0, text
     assert "restart 1 of 3" in text
     assert "it could not be started again: node-1" in text
     assert "restart 2 of 3" in text
     assert "attempt 3 on node-0, node-1" in text
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
 @pytest.fixture
@@ -258,13 +265,13 @@ def keeping(machines, sshd):
     return machines, silent
 
 
-def test_a_machine_that_alone_has_the_checkpoint_is_waited_for(keeping):
+def test_a_machine_that_alone_has_the_checkpoint_is_waited_for(keeping, job_name):
     machines, silent = keeping
-    command = ["launch", "--name", "keeps-one", "--nodes", "1", "--spares", "1", "--max-restarts", "1"]
+    command = ["launch", "--name", job_name, "--nodes", "1", "--spares", "1", "--max-restarts", "1"]
     process = machines.start(*command, "--python", sys.executable, "--command", "keep.py")
-    machines.wait_for("keeps-one", "kept")
+    machines.wait_for(job_name, "kept")
     silent.touch()
-    for pid in processes_of("keeps-one"):
+    for pid in processes_of(job_name):
         os.kill(pid, signal.SIGKILL)
     for line in process.stdout:
         if "has a checkpoint: waiting for node-0" in line:
@@ -276,32 +283,32 @@ def test_a_machine_that_alone_has_the_checkpoint_is_waited_for(keeping):
     assert "goes on from epoch 7" in text
 
 
-def test_where_the_first_machine_is_gone_the_results_are_those_of_another(keeping):
+def test_where_the_first_machine_is_gone_the_results_are_those_of_another(keeping, job_name):
     machines, silent = keeping
-    command = ["launch", "--name", "keeps-two", "--nodes", "2", "--python", sys.executable, "--command", "keep.py"]
+    command = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable, "--command", "keep.py"]
     process = machines.start(*command)
     for node in ("node-0", "node-1"):
-        machines.wait_for("keeps-two", "kept", node=node)
+        machines.wait_for(job_name, "kept", node=node)
     silent.touch()
     text, _ = process.communicate(timeout=90)
     silent.unlink()
     assert process.returncode == 1, text
     assert "the results here are those of node-1" in text
-    assert (machines.folder / "runs" / "keeps-two" / "last.pt").read_text() == "epoch 7"
-    assert machines.run("stop", "keeps-two")[0] == 0
-    assert processes_of("keeps-two") == []
+    assert (machines.folder / "runs" / job_name / "last.pt").read_text() == "epoch 7"
+    assert machines.run("stop", job_name)[0] == 0
+    assert processes_of(job_name) == []
 
 
-def test_who_leaves_a_restart_does_not_end_the_job(machines):
+def test_who_leaves_a_restart_does_not_end_the_job(machines, run, job_name):
     file = machines.folder / "cluster.yaml"
     described = yaml.safe_load(file.read_text())
     folder = machines.folder / "disk-1"
     described["nodes"]["node-1"]["run_dir"] = str(folder)
     file.write_text(yaml.safe_dump(described))
-    code, text = run(machines, "all_reduce.py --ticks 25", "--max-restarts", "1", "--detach")
+    code, text = run("all_reduce.py --ticks 25", "--max-restarts", "1", "--detach")
     assert code == 0, text
-    attached = machines.start("attach", "job")
-    machines.wait_for("job", "tick 1", node="node-1")
+    attached = machines.start("attach", job_name)
+    machines.wait_for(job_name, "tick 1", node="node-1")
     shutil.rmtree(folder)
     folder.touch()  # nothing can be written there any more
     for line in attached.stdout:
@@ -312,30 +319,32 @@ def test_who_leaves_a_restart_does_not_end_the_job(machines):
     text, _ = attached.communicate(timeout=60)
     assert (attached.returncode, "clusterctl attach job. Stop it" in text) == (130, True), text
     folder.unlink()
-    code, text = machines.run("attach", "job")
+    code, text = machines.run("attach", job_name)
     assert (code, "tick 24: rank 0 of 2" in text) == (0, True), text
-    assert processes_of("job") == []
+    assert processes_of(job_name) == []
 
 
-def test_a_spare_that_another_job_holds_is_no_spare(machines):
+def test_a_spare_that_another_job_holds_is_no_spare(machines, run, job_name):
     file = machines.folder / "cluster.yaml"
     described = yaml.safe_load(file.read_text())
-    for name, gpus in (("node-0", [0, 1]), ("node-1", [2, 3]), ("node-2", [4, 5])):  # all are this machine
+    # All are this machine; no other test takes these GPUs.
+    for name, gpus in (("node-0", [10, 11]), ("node-1", [12, 13]), ("node-2", [14, 15])):
         described["nodes"][name] |= {"gpus": gpus, "run_dir": str(machines.folder / "disks" / name)}
     file.write_text(yaml.safe_dump(described))
-    code, text = run(machines, "all_reduce.py --ticks 100", "--only", "node-2", "--detach", name="holder", nodes=1)
+    holder = f"{job_name}-holder"
+    code, text = run("all_reduce.py --ticks 100", "--only", "node-2", "--detach", name=holder, nodes=1)
     assert code == 0, text
-    command = ["launch", "--name", "job", "--nodes", "1:2", "--spares", "1", "--max-restarts", "1"]
+    command = ["launch", "--name", job_name, "--nodes", "1:2", "--spares", "1", "--max-restarts", "1"]
     command += ["--python", sys.executable]
     process = machines.start(*command, "--gpus", "2", "--command", "all_reduce.py --ticks 25")
     try:
-        machines.wait_for("job", "tick 1", node="node-1")
+        machines.wait_for(job_name, "tick 1", node="node-1")
         folder = Path(described["nodes"]["node-1"]["run_dir"])
         shutil.rmtree(folder)
         folder.touch()  # nothing can be written there any more
         text, _ = process.communicate(timeout=120)
     finally:
-        assert machines.run("stop", "holder")[0] == 0
+        assert machines.run("stop", holder)[0] == 0
     assert process.returncode == 0, text
-    assert "no spare as it is now: node-2: its GPUs are held by the job holder" in text
+    assert f"no spare as it is now: node-2: its GPUs are held by the job {holder}" in text
     assert "attempt 2 on node-0," in text
