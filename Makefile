@@ -7,7 +7,7 @@ GPUS ?= 2
 export BASE_IMAGE CI ENGINE PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help run venv image engine check test test-engine test-real testbed testbed-down golden lock clean
+.PHONY: help run venv image engine check test test-fast test-real testbed testbed-down golden lock clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -37,14 +37,14 @@ check: venv  ## formatting, lint, types, import directions, shell scripts
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $$(git ls-files '*.sh' .ci)
 
-test: venv check  ## all tests, setting up what they need (ENGINE=no: without those that need a Docker Engine)
+test: venv check  ## check, and all tests except those on three hosts (ENGINE=no: without a Docker Engine)
 	@packaging/test.sh $(IMAGE)
 
-test-engine: venv  ## only the tests that need a Docker Engine
-	@packaging/test.sh $(IMAGE) engine-only
+test-fast: venv  ## unit and golden tests without the slow ones, while you edit (ARGS="-k NAME" and the like)
+	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/golden -m "not slow" $(ARGS)
 
-test-real: venv  ## only the tests on the testbed's three hosts, which are brought up if they are not
-	@packaging/test.sh $(IMAGE) real-only
+test-real: venv  ## the tests on the three hosts of the testbed, which it starts
+	@packaging/test.sh $(IMAGE) real
 
 testbed:  ## three hosts on this machine to try things on: n0, n1, n2 with sshd, Docker Engine and Slurm
 	@testbed/up.sh

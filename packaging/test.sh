@@ -1,23 +1,27 @@
 #!/bin/sh
-# Runs the tests: those that need nothing, then an engine, the image and the tests that need both, then three hosts (the
-# testbed) and the tests that need them. Nothing is left out unsaid; in CI (CI=true) an engine that cannot be had is a
-# failure.
+# Runs tests and sets up what they need.
 #
-#   packaging/test.sh IMAGE [engine-only | real-only]    ENGINE=no leaves the tests out that need an engine, and names them
+#   packaging/test.sh IMAGE          all tests except those on the testbed. IMAGE is built where it is missing or outdated
+#   packaging/test.sh IMAGE real     the tests on the three hosts of the testbed
+#
+# Without a Docker Engine the tests that need one are listed and not run; with CI=true that is a failure. ENGINE=no skips
+# them on purpose.
 set -eu
 
 IMAGE=$1
 HERE=$(dirname "$0")
-ONLY=${2:-}
+# Threads that spin while they wait would take the core from the other worker: the value of the trainer's own start.
+export GOMP_SPINCOUNT=3000
 PYTEST=".venv/bin/python -m pytest"
 
-name_tests_not_run() {
+list_tests_not_run() {
     echo
     echo "NOT RUN, $1. These tests need a Docker Engine:"
-    $PYTEST -m "engine or real" --collect-only -q | sed -n 's/^\(.*::.*\)/  \1/p'
+    $PYTEST -m "$2" --collect-only -q | sed -n 's/^\(.*::.*\)/  \1/p'
+    [ "${CI:-}" != true ]
 }
 
-# The tests start an sshd of their own on loopback addresses; all they need is the program.
+# The tests start their own sshd on loopback addresses; they need only the program.
 if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "test: installing openssh-server and rsync (apt-get)"
     apt-get -qq update || true
@@ -25,25 +29,24 @@ if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && co
         openssh-server rsync >/dev/null
 fi
 
-# A testbed that is up stays up, and so does one that was brought up for these tests alone: the next run is quicker.
-test_real() {
-    [ "$ONLY" = real-only ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
+missing=
+if [ "${ENGINE:-yes}" = no ]; then
+    missing="as asked (ENGINE=no)"
+elif ! "$HERE/engine.sh"; then
+    missing="no Docker Engine (see above)"
+else
+    "$HERE/image.sh" "$IMAGE"
+fi
+
+if [ "${2:-}" != real ]; then
+    $PYTEST -n 2 --dist worksteal -m "not real${missing:+ and not engine}" --durations 10
+    [ -z "$missing" ] || list_tests_not_run "$missing" engine
+elif [ -n "$missing" ]; then
+    list_tests_not_run "$missing" real
+else
+    # CI leaves no testbed behind; for a person it stays up, so that the next run starts at once.
+    [ "${CI:-}" != true ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
     testbed/up.sh
     testbed/image.sh "$IMAGE"
     $PYTEST -m real --durations 10
-}
-
-# Two at a time. GOMP_SPINCOUNT as in the trainer's own start: threads that spin while they wait would take the core from
-# the other worker.
-[ -n "$ONLY" ] || GOMP_SPINCOUNT=3000 $PYTEST -n 2 --dist worksteal -m "not engine and not real" --durations 10
-
-if [ "${ENGINE:-yes}" = no ]; then
-    name_tests_not_run "as asked (ENGINE=no)"
-elif "$HERE/engine.sh"; then
-    "$HERE/image.sh" "$IMAGE"
-    [ "$ONLY" = real-only ] || $PYTEST -m engine
-    [ "$ONLY" = engine-only ] || test_real
-else
-    name_tests_not_run "no Docker Engine could be had (see above)"
-    [ "${CI:-}" != true ] || exit 1
 fi
