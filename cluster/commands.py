@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, logs, looks, manifest, rendezvous, report
+from cluster import config, fanout, logs, looks, manifest, rendezvous, report
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem, is_rootless
 from cluster.backends.hosts import HostsBackend
@@ -35,7 +35,7 @@ TICK_S = 0.4
 #: How the sentence begins that names machines on which a job may still run.
 NOT_CLEANED_UP = "not cleaned up"
 #: How long a node may take to end after SIGTERM: after a failure nothing is worth the wait, after a stop something is.
-FAILED_GRACE_S = 3.0
+FAILED_GRACE_S = 1.0
 STOP_GRACE_S = 15.0
 #: How long to wait for the node that failed first, when so far only others have noticed: a dead machine says nothing.
 _CAUSE_S = 4.0
@@ -395,12 +395,9 @@ def survey(job: Job, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, Clus
     backend = BACKENDS[plan.backend]
     assert isinstance(backend, HostsBackend)
     found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
-    for node in joining:
-        try:
-            check_files(replace(job, hosts=(node,), queue=None))
-        except ClusterError as error:
-            found[node.name] = found[node.name] or error
-    return found
+    fits = [node for node in joining if found[node.name] is None]
+    files = fanout.each(fits, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
+    return found | {name: error for name, error in files.items() if error is not None}
 
 
 def unfit_spares(job: Job, backend: str) -> list[str]:

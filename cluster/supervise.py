@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from cluster import commands, fanout, files, looks, rendezvous, restarts
+from cluster import commands, config, fanout, files, looks, rendezvous, restarts
 from cluster.backends import BACKENDS
 from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.model import Node, Plan, Record
 from cluster.records import Records
+from cluster.rendezvous import JobView
 from cluster.restarts import Failure
 from cluster.shells import reach
 
@@ -113,7 +117,7 @@ def _restarted(
     while not (refused := restarts.refusal(record.job, watched.view, watched.verdict, past)):
         show.note(f"{past[-1].why}; restart {len(past)} of {record.job.max_restarts}")
         try:
-            return _next_attempt(record, records, past[-1], show, secrets, wait)
+            return _next_attempt(record, records, watched.view, past[-1], show, secrets, wait)
         except (UnreachableError, LaunchError) as error:
             why = _not_started(error)
             if why == past[-1].why or len(past) == record.job.max_restarts:
@@ -157,6 +161,7 @@ def _goes_on_unseen(record: Record, watched: Watched, show: Show, wait: Callable
 def _next_attempt(
     record: Record,
     records: Records,
+    view: JobView,
     last: Failure,
     show: Show,
     secrets: Mapping[str, str] | None,
@@ -170,10 +175,18 @@ def _next_attempt(
         records.update(record)
         Path(again.attempt_dir).mkdir(parents=True, exist_ok=True)
         return record
-    _cancel(plan, show)
-    nodes = _nodes(record, show, wait) if record.job.hosts else ()
+    lost = [node.name for node in view.nodes if node.phase == "lost" and node.silent]
+    with ThreadPoolExecutor(1) as pool:  # the nodes are stopped while the next ones are chosen
+        stopping = pool.submit(_cancel, plan, lost, show)
+        nodes = _nodes(record, lost, show, wait) if record.job.hosts else ()
+        stopping.result()
     job = replace(record.job, name=plan.job_id, nodes=len(nodes) or record.job.nodes, hosts=nodes)
-    made = commands.free_plan(job, plan.backend, attempt=plan.attempt + 1)
+    attempt = plan.attempt + 1
+    if nodes and nodes[0] == plan.nodes[0] and not job.port:
+        # The survey has just seen these nodes, and the way to this master. The agent reports a port that is taken.
+        made = backend.plan(job, attempt=attempt, port=config.auto_port(job.name, attempt))
+    else:
+        made = commands.free_plan(job, plan.backend, attempt=attempt)
     gone = tuple(node for node in plan.nodes if record.job.hosts and node not in made.nodes)
     record = replace(
         record,
@@ -186,7 +199,9 @@ def _next_attempt(
         raise ClusterError("it was stopped meanwhile")
     records.update(record)
     # A machine that was away may still run the attempt that the others have left behind.
-    backend.cancel(made, grace_s=0)
+    returned = tuple(node for node in made.nodes if node.name in lost or node not in plan.nodes)
+    if returned or not made.nodes:
+        backend.cancel(replace(made, nodes=returned or made.nodes), grace_s=0)
     _bring_checkpoint(record, plan.nodes, last.step > (0, 0), show, wait)
     commands.start(record, records, secrets)
     return record
@@ -237,40 +252,56 @@ def _bring_checkpoint(
     show.note(f"the newest checkpoint was brought from {source.name} to {plan.nodes[0].name}")
 
 
-def _cancel(plan: Plan, show: Show) -> None:
+def _cancel(plan: Plan, lost: Sequence[str], show: Show) -> None:
+    """Stop an attempt; the nodes that are lost are not waited for, and stopped where they still answer."""
+    backend = BACKENDS[plan.backend]
+    alive = tuple(node for node in plan.nodes if node.name not in lost)
+    if lost and plan.nodes[0].is_machine:
+        gone = replace(plan, nodes=tuple(node for node in plan.nodes if node.name in lost))
+        threading.Thread(target=_try_to_cancel, args=(gone,), daemon=True).start()
+        plan = replace(plan, nodes=alive)
     try:
-        BACKENDS[plan.backend].cancel(plan, grace_s=FAILED_GRACE_S)
+        if plan.nodes:
+            backend.cancel(plan, grace_s=FAILED_GRACE_S)
     except UnreachableError as error:
-        # What runs there ends by itself: ranks that wait for lost ones in vain do.
+        # What runs there ends without us: ranks that wait for lost ones do.
         show.note(f"not stopped, as it does not answer: {error.message}")
 
 
-def _nodes(record: Record, show: Show, wait: Callable[[float], None]) -> tuple[Node, ...]:
-    """The nodes of the next attempt; waits a while for lost ones where there are too few."""
+def _try_to_cancel(plan: Plan) -> None:
+    with contextlib.suppress(ClusterError):
+        BACKENDS[plan.backend].cancel(plan, grace_s=FAILED_GRACE_S)
+
+
+def _nodes(record: Record, lost: Sequence[str], show: Show, wait: Callable[[float], None]) -> tuple[Node, ...]:
+    """The nodes of the next attempt; waits a while for lost ones where there are too few.
+
+    Nodes that were `lost` a moment ago are asked only where there are not enough others.
+    """
     job, clock = record.job, looks.Clock()
     until = clock() + RETURN_S
     wanted = tuple(dict.fromkeys((*record.plan.nodes, *job.hosts, *job.spares)))
-    everyone = replace(job, name=record.plan.job_id, hosts=wanted, nodes=len(wanted))
-    unfit: dict[str, ClusterError] = {}
+    unfit: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
     while True:
-        state = commands.survey(everyone, record.plan) | unfit
-        chosen = restarts.choose(job, job.hosts, state)
-        # Those that have run it have what it ran on, also where the files here are others by now.
-        if joining := [node for node in chosen if node not in record.plan.nodes]:
-            found = commands.survey(replace(everyone, hosts=chosen, nodes=len(chosen)), record.plan, joining)
-            refused = {node.name: error for node in joining if (error := found[node.name])}
-            for error in refused.values():
+        asked = tuple(node for node in wanted if node.name not in unfit)
+        # Those that have run the job have what it ran on, also where the files here are others by now.
+        joining = [node for node in asked if node not in record.plan.nodes]
+        everyone = replace(job, name=record.plan.job_id, hosts=asked, nodes=max(1, len(asked)))
+        state = (commands.survey(everyone, record.plan, joining) if asked else {}) | unfit
+        for node in joining:
+            if (error := state[node.name]) is not None and not isinstance(error, UnreachableError):
                 show.note(f"passed over: {error.message}")
-            unfit |= refused
-            if refused:
-                continue
-        if len(chosen) == job.nodes or (chosen and clock() > until):
+                unfit[node.name] = error
+        chosen = restarts.choose(job, job.hosts, state)
+        if len(chosen) == job.nodes or (chosen and (clock() > until or (job.least_nodes < job.nodes and not lost))):
             return chosen
         if clock() > until:
             raise ClusterError("; ".join(error.message for error in state.values() if error is not None))
-        if chosen and job.least_nodes < job.nodes:
-            return chosen
-        wait(_RETURN_TICK_S)
+        for name in lost:
+            unfit.pop(name, None)
+        if not lost:
+            wait(_RETURN_TICK_S)
+        lost = ()
 
 
 def _theirs(record: Record, records: Records, wait: Callable[[float], None]) -> Record | None:

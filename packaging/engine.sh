@@ -9,7 +9,7 @@ HERE=$(dirname "$0")
 LOG=${DOCKERD_LOG:-/var/log/dockerd.log}
 PLUGINS=/usr/local/lib/docker/cli-plugins
 START_TIMEOUT_S=60
-COMPOSE=2.23.1  # the first that takes the text of a file (`configs: content:`) from the compose file
+COMPOSE=2.23.1
 
 say() { echo "engine: $*"; }
 fail() { echo "engine: $*" >&2; exit 1; }

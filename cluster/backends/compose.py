@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 RUNS = "/runs"
 #: Where the agent is inside a container.
 AGENT = "/agent.py"
-_MIN_COMPOSE = (2, 20, 0)
+#: The oldest compose that is known to take configs from files.
+_MIN_COMPOSE = (2, 23, 1)
 
 #: Docker's words for a container's state, in ours.
 _PHASES: dict[str, Phase] = {

@@ -139,7 +139,7 @@ def logs(
     job: options.JobName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
     node: Annotated[str, typer.Option("--node", help="Only this node: node-1, or 1.", show_default=False)] = "",
-    everything: Annotated[bool, typer.Option("--everything", help="Also the lines of torchrun itself.")] = False,
+    everything: Annotated[bool, typer.Option("--everything", help="Also the lines of the agent.")] = False,
 ) -> None:
     """Print what a job's program wrote, every node's lines with its name in front."""
     from cluster import commands

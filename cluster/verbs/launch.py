@@ -184,15 +184,29 @@ def plan(
         return
     for path in dict.fromkeys(step.agent for step in made.steps):
         digest = resources.digest("agent/agent.py")
-        print(f"with the agent at {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
+        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
     files = [(step, path, text) for step in made.steps for path, text in step.files.items()]
     if output:
         _write_plan(Path(output), [(Path(path).name, text) for _, path, text in files])
+        if not any(node.login for node in made.nodes):
+            _write_agent(made.steps[0].agent)
         return
     for step, path, text in files:
         if len(files) > 1:
             print(f"# ---- {step.place}: {path}")
         print(text, end="" if text.endswith("\n") else "\n")
+
+
+def _write_agent(path: str) -> None:
+    """Put the agent where the plan expects it, so that what was written can be run by hand."""
+    from cluster import resources
+
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(resources.text("agent/agent.py"), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "write it there: clusterctl plan --agent > FILE") from error
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _write_plan(output: Path, files: list[tuple[str, str]]) -> None:
