@@ -693,6 +693,9 @@ class Agent:
             if self._log.error:
                 failure["error"] += "; the log is incomplete: " + self._log.error
             self._log.say("rank %d failed first: %s" % (failure["rank"], failure["error"]))
+        elif code == EXIT_RUN_ME_AGAIN:
+            events = [rank.event for rank in self._ranks if rank.event is not None]
+            self._stop_reason = self._log.masked(str(events[0]["error"])) if events else self._stop_reason
         self.report_end(code, failure)
         return code
 
