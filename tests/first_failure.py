@@ -1,7 +1,7 @@
 """A program of which one rank fails in a chosen way, and the first line that the launcher must print for it.
 
-As a program: `first_failure.py RANK HOW` sums over gloo; `first_failure.py RANK HOW trainer ARGUMENTS...` runs the trainer,
-whose rank fails at its second step. HOW is a key of FAILURES.
+As a program: `first_failure.py RANK HOW` sums over gloo, and `first_failure.py RANK HOW trainer ARGUMENTS...` runs the
+trainer, whose rank fails at its second step. HOW is a key of FAILURES.
 """
 
 import os
