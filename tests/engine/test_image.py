@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import DEFAULT_IMAGE
-from tests.unit.trainer_process import squares
+from tests.unit.yolo_folder import squares
 
 pytestmark = pytest.mark.engine
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trainer_process import FORKING, TINY, processes_in, start
 from tests.unit.yolo_folder import make_yolo_set
 from trainer import Callback, TrainerError, contract, ranks, train
 from trainer.api import _Told
@@ -28,6 +29,7 @@ QUICK: dict[str, Any] = {"imgsz": 64, "batch": 3, "epochs": 2, "device": "cpu", 
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("trainer.ranks.subprocess", FORKING)
     return tmp_path
 
 
@@ -43,9 +45,12 @@ class Heard(Callback):
         self.ends.append(result)
 
 
-def test_two_ranks_train_and_the_results_come_back(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_train_and_the_results_come_back(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("trainer.ranks.subprocess", subprocess)  # new interpreters, as its users have
     heard = Heard()
-    result = train(data=make_yolo_set(place / "data"), ranks=2, callback=heard, cos_lr=True, rect=False, **QUICK)
+    result = train(data=make_yolo_set(place / "data"), ranks=2, callback=heard, cos_lr=True, cfg=TINY, **QUICK)
     assert result.folder == place / "runs" / "train"
     assert result.best.is_file()
     assert result.last.is_file()
@@ -141,7 +146,7 @@ def test_a_rank_that_is_lost_ends_the_others(place: Path, monkeypatch: pytest.Mo
     )
     begin = time.monotonic()
     with pytest.raises(TrainerError, match="rank 1 ended with SIGKILL"):
-        train(data=make_yolo_set(place / "data"), callback="mine:Fatal", ranks=2, **QUICK)
+        train(data=make_yolo_set(place / "data"), callback="mine:Fatal", ranks=2, cfg=TINY, **QUICK)
     assert time.monotonic() - begin < 60  # not the ten minutes that a rendezvous waits
 
 
@@ -167,39 +172,20 @@ def test_a_rank_that_others_failed_for_comes_before_those_that_lost_it(capsys: p
 def test_ctrl_c_ends_all_ranks(place: Path) -> None:
     make_yolo_set(place / "data")
     program = (
-        "import trainer\ntrainer.train(data='data/data.yaml', epochs=1000, ranks=2, imgsz=64, batch=3, device='cpu')"
+        f"import trainer\ntrainer.train(data='data/data.yaml', ranks=2, cfg={TINY!r}, **{QUICK | {'epochs': 1000}})"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MARK_OF_THIS_TEST": str(place)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    (process,) = start(place, [{}], program=("-c", program))
     try:
         assert process.stdout is not None
         while "epoch 1/" not in (line := process.stdout.readline()):
             assert line, process.communicate()
-        assert len(processes_with(str(place))) == 3
+        assert len(processes_in(place)) == 3
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=90)
         assert "KeyboardInterrupt" in stderr
-        assert processes_with(str(place)) == []
+        assert processes_in(place) == []
     finally:
         process.kill()
-
-
-def processes_with(mark: str) -> list[str]:
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                if f"MARK_OF_THIS_TEST={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(folder.name)
-            except OSError:
-                continue
-    return found
 
 
 def test_importing_the_package_costs_nothing() -> None:

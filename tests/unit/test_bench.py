@@ -2,10 +2,8 @@
 
 import csv
 import json
-import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.trainer_process import environment, squares
+from tests.unit.trainer_process import FORKING, exec_trainer, processes_in, start, wait
+from tests.unit.yolo_folder import squares
 from trainer.__main__ import main
 
 SMALL = ("--device", "cpu", "--imgsz", "64", "--steps", "2", "--warmup", "1", "--rounds", "1")
@@ -21,6 +20,7 @@ SMALL = ("--device", "cpu", "--imgsz", "64", "--steps", "2", "--warmup", "1", "-
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
     monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
+    monkeypatch.setattr("trainer.ranks.subprocess", FORKING)
     with pytest.raises(SystemExit) as stop:
         main()
     return stop.value.code, *capsys.readouterr()
@@ -90,38 +90,17 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(
 
 
 def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> None:
-    marker = {"BENCH_TEST": str(tmp_path)}
     arguments = ["bench", "scaling", *SMALL, "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer", *arguments],
-        env=environment(**marker),
-        cwd=tmp_path,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    (process,) = start(tmp_path, [{}], *arguments)
     until = time.monotonic() + 120
-    while not family(tmp_path, b"RANK=1") and time.monotonic() < until:  # a second rank: one has been measured
+    while len(processes_in(tmp_path)) < 3 and time.monotonic() < until:  # a second rank: one has been measured
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "|    1x |          2 |" in out
-    assert family(tmp_path) == []
-
-
-def family(folder: Path, variable: bytes = b"") -> list[int]:
-    """The processes that were started for a test, or those of them that have this in their environment."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if {b"BENCH_TEST=" + os.fsencode(folder), variable} <= {*(place / "environ").read_bytes().split(b"\0")}:
-                found.append(int(place.name))
-        except OSError:
-            continue
-    return found
+    assert processes_in(tmp_path) == []
 
 
 def test_workers_are_measured_and_the_answer_is_remembered(
@@ -177,12 +156,8 @@ def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
         "main()\n"
     )
     arguments = ["bench", "scaling", *SMALL, "--imgsz", "640", "--batch", "1,64", "--ranks", "1", "--precision", "fp32"]
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments, "--data", str(data), "--noval", "--json"],
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    arguments += ["--data", str(data), "--noval", "--json"]
+    (done,) = wait(exec_trainer(tmp_path, [{}], *arguments, program=["limited.py"]))
     assert done.returncode == 0, done.stderr
     fits, full = json.loads(done.stdout)["rows"]
     assert fits["train_images_per_s"] > 0

@@ -1,14 +1,11 @@
-import os
 import re
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.dist import (
     World,
     default_workers,
@@ -132,43 +129,10 @@ def test_each_rank_has_a_gpu_of_its_own_or_all_of_the_node_refuse() -> None:
         gpu_of([4], world_of(alone))
 
 
-def run_ranks(program: str, ranks: int, folder: Path) -> list[subprocess.CompletedProcess[str]]:
-    """Run a program as several gloo ranks of one node; torchrun itself would add seconds."""
-    script = folder / "program.py"
-    script.write_text(textwrap.dedent(program))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = {
-            **os.environ,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "GROUP_RANK": "0",
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env=environment,
-                cwd=folder,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        )
-    try:
-        outputs = [p.communicate(timeout=240) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    return [subprocess.CompletedProcess(p.args, p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
+def run_ranks(program: str, places: list[dict[str, str]], folder: Path) -> list[Ended]:
+    """Run a program as several gloo ranks; torchrun itself would add seconds."""
+    (folder / "program.py").write_text(textwrap.dedent(program))
+    return wait(start(folder, places, program=["program.py"]))
 
 
 def test_a_rank_whose_peers_do_not_come_says_so_and_ends(tmp_path: Path) -> None:
@@ -178,7 +142,6 @@ def test_a_rank_whose_peers_do_not_come_says_so_and_ends(tmp_path: Path) -> None
         from trainer.errors import TrainerError
 
         dist.TIMEOUT, dist.PATIENCE_S = datetime.timedelta(seconds=3), 1.0
-        os.environ["WORLD_SIZE"] = "2"
         world = dist.world_of(os.environ)
         try:
             with dist.meeting(world, torch.device("cpu")):
@@ -186,7 +149,7 @@ def test_a_rank_whose_peers_do_not_come_says_so_and_ends(tmp_path: Path) -> None
         except TrainerError as error:
             print(error.message)
     """
-    (alone,) = run_ranks(program, 1, tmp_path)
+    (alone,) = run_ranks(program, ranks(2)[:1], tmp_path)
     assert re.fullmatch(r"rank 0: the 2 ranks have not met at 127\.0\.0\.1:\d+ within 3 s\n", alone.stdout), alone
     assert "rank 0 has waited 1 s for the others of 2 ranks at 127.0.0.1:" in alone.stderr
 
@@ -251,7 +214,7 @@ def test_two_ranks_train_like_one(tmp_path: Path, cfg: str, second: int) -> None
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5 * float(b.abs().max()) + 1e-7)
         dist.leave()
     """
-    for result in run_ranks(program.replace("CFG", cfg).replace("SECOND", str(second)), 2, tmp_path):
+    for result in run_ranks(program.replace("CFG", cfg).replace("SECOND", str(second)), ranks(2), tmp_path):
         assert result.returncode == 0, result.stderr
 
 
@@ -275,7 +238,7 @@ def test_ranks_agree_gather_and_average(tmp_path: Path) -> None:
             print(error.message, "/", error.hint)
         dist.leave()
     """
-    results = run_ranks(program, 2, tmp_path)
+    results = run_ranks(program, ranks(2), tmp_path)
     assert [r.returncode for r in results] == [0, 0], results[0].stderr + results[1].stderr
     said = [r.stdout.strip() for r in results]
     assert said == [

@@ -2,8 +2,10 @@
 
 import copy
 import csv
+import dataclasses
 import functools
 import itertools
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -16,13 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchvision.models import resnet18
 
-from tests.unit.forked_ranks import call, run, said, settings, steps
 from tests.unit.test_resume import content
-from tests.unit.trainer_process import squares, start, wait
+from tests.unit.trainer_process import Ended, call, ranks, run, start, wait
+from tests.unit.yolo_folder import squares
+from trainer.config import PRESETS, Settings
 from trainer.dist import World
 from trainer.errors import TrainerError
+from trainer.models.blocks import Conv
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.parallel import tensors
+from trainer.parallel import settings_for, tensors
 from trainer.parallel.cut import part, split, trace
 from trainer.parallel.ddp import Ddp
 from trainer.parallel.dp import Dp, Precise
@@ -37,9 +41,52 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return squares(tmp_path_factory.mktemp("squares"), train=10)
 
 
-def train(folder: Path, count: int, data: Path, *more: str) -> list[int]:
+def train(folder: Path, count: int, data: Path, *more: str) -> list[Ended]:
     arguments = ["--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "2", "--device", "cpu", "--sync-bn"]
-    return run(folder, count, "train", *arguments, "--log-steps", "--project", ".", *more)
+    return wait(start(folder, ranks(count), "train", *arguments, "--log-steps", "--project", ".", *more))
+
+
+def codes(ended: list[Ended]) -> list[int]:
+    return [each.returncode for each in ended]
+
+
+def settings(**more: Any) -> Settings:
+    """A training on digits whose every step moves the weights."""
+    values: dict[str, Any] = dict.fromkeys(("cfg", "weights", "project"), "") | {"data": "digits", "device": "cpu"}
+    values |= {"epochs": 100, "batch": 8, "imgsz": 64, "optimizer": "SGD", "schedule": "linear", "precision": "fp32"}
+    values |= {"workers": 0, "seed": 0, "name": "verify", "exist_ok": False, "val": False, "sync_bn": True, **more}
+    hyp = dataclasses.replace(PRESETS["digits"].hyp, nbs=float(values["batch"]), warmup_epochs=0.0)
+    return Settings(**{"hyp": hyp, **values})
+
+
+def steps(folder: Path, count: int, number: int = 2, wide: bool = True, **more: Any) -> list[dict[str, torch.Tensor]]:
+    """Loss and gradient of the first steps, as `trainer verify` records them."""
+    content = dataclasses.asdict(settings_for(settings(**more), count))
+    asked, path = folder / "asked.json", folder / "found.pt"
+    asked.write_text(json.dumps({**content, "steps": number, "wide": wide}))
+    ended = wait(start(folder, ranks(count), "verify", "--record", f"{asked},{path}"))
+    assert codes(ended) == [0] * count, ended
+    found: list[dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
+    return found
+
+
+def without_batch_norm(nc: int) -> nn.Module:
+    """A detector whose gradient of an image does not depend on the other images of the batch."""
+    return _with_group_norm(build_yolo(load_cfg("yolov5n.yaml"), nc=nc))
+
+
+def without_anchors(nc: int) -> nn.Module:
+    """The same with the head whose loss divides by a sum over its outputs."""
+    cfg = load_cfg("yolov5n.yaml")
+    cfg["head"] = [*cfg["head"][:-1], [[17, 20, 23], 1, "DetectDFL", ["nc"]]]
+    return _with_group_norm(build_yolo(cfg, nc=nc))
+
+
+def _with_group_norm(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, Conv):
+            module.bn = nn.GroupNorm(1, module.bn.num_features)
+    return model
 
 
 def losses(run: Path) -> list[float]:
@@ -91,7 +138,8 @@ def gather_shards() -> None:
 
 def test_shards_are_gathered_without_the_collective_that_crashes(tmp_path: Path) -> None:
     """gloo's coalesced one crashed once in hundreds of trainings, and within seconds if sixteen run at once."""
-    assert call(gather_shards, tmp_path, 3) == [0, 0, 0], said(tmp_path)
+    ended = call(gather_shards, tmp_path, 3)
+    assert codes(ended) == [0, 0, 0], ended
 
 
 def test_stages_give_the_gradients_of_one_device(tmp_path: Path) -> None:
@@ -103,7 +151,7 @@ def test_stages_give_the_gradients_of_one_device(tmp_path: Path) -> None:
 
 def test_micro_batches_of_any_size_give_the_gradients_of_one_device(tmp_path: Path) -> None:
     """Seven pictures in three, on one pipeline and on two, for a head whose loss divides by what outputs tell."""
-    for cfg in ("tests.unit.forked_ranks:without_batch_norm", "tests.unit.forked_ranks:without_anchors"):
+    for cfg in ("tests.unit.test_parallel:without_batch_norm", "tests.unit.test_parallel:without_anchors"):
         wanted = steps(tmp_path, 1, batch=7, cfg=cfg)
         count, stages = (2, 2) if cfg.endswith("batch_norm") else (4, 2)
         found = steps(tmp_path, count, batch=7, cfg=cfg, parallel="pipeline", stages=stages, micro_batches=3)
@@ -123,9 +171,9 @@ def test_batch_norm_counts_a_micro_batch_over_all_pipelines(tmp_path: Path) -> N
 def test_a_step_that_overflows_is_left_out_by_all_ranks(data: Path, tmp_path: Path, mode: str) -> None:
     """fp16 begins with a loss scaled too far up; the scale falls as on one device, and the losses stay the same."""
     more = ["--precision", "fp16", "--optimizer", "SGD", "--epochs", "1", "--noval"]
-    assert train(tmp_path, 1, data, *more, "--name", "alone") == [0], said(tmp_path)
+    assert codes(ended := train(tmp_path, 1, data, *more, "--name", "alone")) == [0], ended
     more += ["--parallel", mode, "--name", mode] + (["--micro-batches", "1"] if mode == "pipeline" else [])
-    assert train(tmp_path, 2, data, *more) == [0, 0], said(tmp_path)
+    assert codes(ended := train(tmp_path, 2, data, *more)) == [0, 0], ended
     scales = [content(tmp_path / name / "last.pt")["scaler"]["scale"] for name in ("alone", mode)]
     assert scales[0] == scales[1]
     assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
@@ -134,16 +182,16 @@ def test_a_step_that_overflows_is_left_out_by_all_ranks(data: Path, tmp_path: Pa
 def test_stages_unfreeze_together(data: Path, tmp_path: Path) -> None:
     """Also the stage that had nothing to unfreeze: the values that it is sent have gradients from then on."""
     more = ["--freeze", "3", "--unfreeze", "1", "--precision", "fp32", "--optimizer", "SGD", "--noval"]
-    assert train(tmp_path, 1, data, *more, "--name", "alone") == [0], said(tmp_path)
+    assert codes(ended := train(tmp_path, 1, data, *more, "--name", "alone")) == [0], ended
     more += ["--parallel", "pipeline", "--micro-batches", "1", "--name", "stages"]
-    assert train(tmp_path, 2, data, *more) == [0, 0], said(tmp_path)
+    assert codes(ended := train(tmp_path, 2, data, *more)) == [0, 0], ended
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=0.01)
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "pipeline"])
 def test_half_precision_is_that_of_one_device(tmp_path: Path, mode: str) -> None:
-    one = steps(tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.forked_ranks:without_batch_norm")
-    more = {"parallel": mode, "precision": "bf16", "cfg": "tests.unit.forked_ranks:without_batch_norm"}
+    one = steps(tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.test_parallel:without_batch_norm")
+    more = {"parallel": mode, "precision": "bf16", "cfg": "tests.unit.test_parallel:without_batch_norm"}
     assert off(steps(tmp_path, 2, 1, wide=False, **more)[0], one[0]) < 0.05
 
 
@@ -158,7 +206,7 @@ def test_what_one_mode_has_begun_every_other_goes_on_with(
     data: Path, tmp_path: Path, optimizer: str, begins: list[str], others: list[tuple[int, list[str]]]
 ) -> None:
     options = ["--optimizer", optimizer, "--save-period", "1", *([] if len(others) == 2 else ["--noval"])]
-    assert train(tmp_path, 2, data, "--parallel", *begins, *options, "--name", "first") == [0, 0], said(tmp_path)
+    assert codes(ended := train(tmp_path, 2, data, "--parallel", *begins, *options, "--name", "first")) == [0, 0], ended
     whole = losses(tmp_path / "first")
     assert len(whole) == 6
     wanted, begun = content(tmp_path / "first" / "last.pt"), content(tmp_path / "first" / "epoch1.pt")
@@ -167,8 +215,9 @@ def test_what_one_mode_has_begun_every_other_goes_on_with(
         (tmp_path / name).mkdir()
         shutil.copy(tmp_path / "first" / "epoch1.pt", tmp_path / name / "last.pt")
         shutil.copy(tmp_path / "first" / "steps.csv", tmp_path / name)
-        assert set(train(tmp_path, count, data, "--parallel", *mode, *options, "--resume", name)) == {0}, said(tmp_path)
-        assert "goes on in epoch 2" in said(tmp_path)
+        ended = train(tmp_path, count, data, "--parallel", *mode, *options, "--resume", name)
+        assert codes(ended) == [0] * count, ended
+        assert "goes on in epoch 2" in ended[0].stdout
         found = content(tmp_path / name / "last.pt")
         assert found["model"].keys() == wanted["model"].keys()
         if mode == begins:
@@ -201,8 +250,9 @@ def test_what_does_not_go_together_is_said(data: Path, tmp_path: Path) -> None:
         (1, ["--parallel", "pipeline", "--compile"], "error: --parallel pipeline does not go with --compile"),
         (2, ["--parallel", "pipeline", "--freeze", "backbone"], "nothing to learn (all that it has is frozen)"),
     ):
-        assert train(tmp_path, count, data, *more) == [2] * count
-        assert message in said(tmp_path)
+        ended = train(tmp_path, count, data, *more)
+        assert codes(ended) == [2] * count
+        assert any(message in each.stderr for each in ended), ended
 
 
 def test_a_split_is_even_and_sends_little() -> None:
@@ -286,5 +336,5 @@ def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path)
         with pytest.raises(TrainerError, match=f"--parallel dp does not go with {option}"):
             Dp(settings(parallel="dp", **{"sync_bn": False, **value}), World(), torch.device("cpu"))
     arguments = ["train", "--parallel", "dp", "--device", "0,1", "--data", str(data)]
-    ((code, _, err),) = wait(start(tmp_path, [{}], *arguments))
+    code, _, err = run(tmp_path, *arguments)
     assert (code, "no GPU can be used" in err) == (2, True), err  # and not two processes, as without dp

@@ -10,7 +10,7 @@ import pytest
 from torch.autograd import DeviceType
 
 from tests.unit.test_bench import run
-from tests.unit.trainer_process import squares
+from tests.unit.yolo_folder import squares
 from trainer.bench.profile import operators, table_of
 
 SMALL = ("--device", "cpu", "--imgsz", "64", "--batch", "4", "--steps", "2", "--warmup", "1", "--precision", "fp32")

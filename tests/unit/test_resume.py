@@ -6,8 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer_process import environment, ranks, squares, start, wait
+from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait
+from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.training import resume
 
@@ -30,8 +29,8 @@ def options(data: Path, *more: str) -> list[str]:
     hyp = data.parent / "hyp.yaml"
     hyp.write_text("nbs: 60\nwarmup_epochs: 0.01\nema_tau: 10\nmixup: 0.5\n")
     return [
-        *("train", "--data", str(data), "--hyp", str(hyp), "--imgsz", "64", "--batch", "5", "--epochs", "3"),
-        *("--device", "cpu", "--log-steps", "--project", "runs", *more),
+        *("train", "--data", str(data), "--hyp", str(hyp), "--cfg", TINY, "--imgsz", "64", "--batch", "5"),
+        *("--epochs", "3", "--device", "cpu", "--log-steps", "--project", "runs", *more),
     ]
 
 
@@ -67,7 +66,7 @@ def untimed(run: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if k not in timed} for row in csv.DictReader(file)]
 
 
-def kill_after(processes: list[subprocess.Popen[str]], run: Path, rows: int, by: int = signal.SIGKILL) -> None:
+def kill_after(processes: list[Forked], run: Path, rows: int, by: int = signal.SIGKILL) -> None:
     """Send every process a signal as soon as the log of steps has so many rows."""
     until = time.monotonic() + 180
     while not (run / "steps.csv").exists() or len(steps(run)) < rows + 1:
@@ -78,26 +77,37 @@ def kill_after(processes: list[subprocess.Popen[str]], run: Path, rows: int, by:
         p.send_signal(by)
 
 
+# A network with a dropout, and the same with time for a kill in each of its steps and validations.
+DROPOUT = f"""
+import time
+import torch.nn.functional as F
+from trainer.models.yolo import build_yolo, load_cfg
+
+def build(nc):
+    model = build_yolo(load_cfg({TINY!r}), nc=nc)
+    model.model[1].register_forward_hook(lambda layer, _, out: F.dropout(out, 0.1, layer.training))
+    return model
+
+def slow(nc):
+    model = build(nc)
+    model.register_forward_pre_hook(lambda layer, _: time.sleep(0.05 if layer.training else 0.5))
+    return model
+"""
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path, tmp_path: Path, count: int) -> None:
     """Two kills, at steps that nothing announced; all numbers of the run are those of an undisturbed one.
 
-    The network draws random numbers, too, but of four ranks, for the time that they take: it has a dropout.
+    The network draws random numbers, too: it has a dropout.
     """
-    cfg = "drop:build" if count < 4 else "yolov5n.yaml"
-    (tmp_path / "drop.py").write_text(
-        "import torch.nn.functional as F\n"
-        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
-        "def build(nc):\n"
-        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
-        "    model.model[4].register_forward_hook(lambda layer, _, out: F.dropout(out, 0.1, layer.training))\n"
-        "    return model\n"
-    )
-    whole = wait(start(tmp_path, ranks(count), *options(data, "--cfg", cfg, "--name", "whole")))
+    begin = exec_trainer if count == 2 else start  # of processes with a seed each for the hashes of strings
+    (tmp_path / "dropout.py").write_text(DROPOUT)
+    whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--cfg", cfg, "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
+    cut = [*options(data, "--cfg", "dropout:slow", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
-    processes = start(tmp_path, ranks(count), *cut)
+    processes = begin(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
     wait(processes)
     processes = start(tmp_path, ranks(count), *cut, "--resume", str(run))
@@ -118,9 +128,10 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
 @pytest.mark.parametrize("count", [1, 2])
 def test_killed_in_the_validation_the_epoch_ends_as_it_would_have(data: Path, tmp_path: Path, count: int) -> None:
     """The first checkpoint of all is the one before the first validation."""
-    whole = wait(start(tmp_path, ranks(count), *options(data, "--name", "whole")))
+    (tmp_path / "dropout.py").write_text(DROPOUT)
+    whole = wait(start(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--name", "cut"), "--exist-ok"]
+    cut = [*options(data, "--cfg", "dropout:slow", "--name", "cut"), "--exist-ok"]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
     until = time.monotonic() + 180
@@ -175,8 +186,10 @@ def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> No
     """
     (tmp_path / "still.yaml").write_text("nbs: 10\nwarmup_epochs: 0\nlr0: 1e-12\nmixup: 0.5\n")
     still = ["--hyp", "still.yaml", "--precision", "fp32", "--sync-bn"]
-    wait(start(tmp_path, ranks(2), *options(data, "--name", "whole", *still)))
+    (tmp_path / "dropout.py").write_text(DROPOUT.replace("0.1", "0"))
+    wait(start(tmp_path, ranks(2), *options(data, "--cfg", "dropout:build", "--name", "whole", *still)))
     run = tmp_path / "runs" / "cut"
+    still += ["--cfg", "dropout:slow"]
     cut = [*options(data, "--name", "cut", *still, "--save-every", "1steps", "--exist-ok")]
     for count, rows, more in ((2, 4, []), (4, 9, ["--resume", str(run)]), (1, 99, ["--resume", str(run)])):
         processes = start(tmp_path, ranks(count), *cut, *more)
@@ -234,15 +247,17 @@ def test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away(tmp_p
     for label in (tmp_path / "set" / "labels" / "val").iterdir():
         label.write_text("0 0.5 0.5 0.02 0.02\n")
     run = tmp_path / "runs" / "train"
-    processes = start(tmp_path, ranks(1), *options(data, "--save-every", "1steps"))
+    (tmp_path / "dropout.py").write_text(DROPOUT)
+    slow = options(data, "--cfg", "dropout:slow", "--save-every", "1steps")
+    processes = start(tmp_path, ranks(1), *slow)
     kill_after(processes, run, 3)  # of two steps an epoch
     wait(processes)
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train"))
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train", plots=True))
     assert code == 0, err
     assert not (run / "PR_curve.png").exists()
     said = re.search(r"the best was epoch 1, before the interruption; its curves: trainer (val .*)", out)
     assert said, out
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *shlex.split(said[1])))
+    ((code, out, err),) = wait(start(tmp_path, ranks(1), *shlex.split(said[1]), plots=True))
     assert code == 0, err
     assert "green" in out
     assert (tmp_path / "runs" / "val" / "PR_curve.png").exists()
@@ -270,9 +285,7 @@ def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[
     processes = []
     for place, name in zip(ranks(len(folders), nodes=len(folders)), folders, strict=True):
         (tmp_path / name).mkdir(exist_ok=True)
-        argv = [sys.executable, "-c", program, str(tmp_path / name)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(argv, env=environment(**place), text=True, **pipes))
+        processes += start(tmp_path, [place], str(tmp_path / name), program=("-c", program))
     ended = wait(processes)
     writes = [name not in folders[:rank] for rank, name in enumerate(folders)]
     assert [out for _, out, _ in ended] == [f"{each}\n" for each in writes], ended

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.unit.settings import settings
-from tests.unit.trainer_process import squares
+from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.dist import World
 from trainer.errors import TrainerError

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.unit.test_dist import run_ranks
+from tests.unit.trainer_process import ranks
 from trainer.models.sync import synchronise
 from trainer.models.yolo import build_yolo, load_cfg
 
@@ -83,7 +84,7 @@ def test_outputs_and_gradients_of_uneven_ranks_are_those_of_one_process(tmp_path
             torch.testing.assert_close(value, whole_state[name], rtol=1e-5, atol=1e-5)
         dist.leave()
     """
-    for result in run_ranks(program, 2, tmp_path):
+    for result in run_ranks(program, ranks(2), tmp_path):
         assert result.returncode == 0, result.stderr
 
 

@@ -1,5 +1,6 @@
 """The trainer as its users start it: real processes on a data set of a few small pictures."""
 
+import contextlib
 import csv
 import functools
 import json
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.trainer_process import environment, ranks, squares
+from tests.unit.trainer_process import TINY, environment, exec_trainer, processes_in, ranks, run, start, wait
+from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.__main__ import main
 from trainer.dist import usable_cores
@@ -25,9 +27,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return squares(tmp_path_factory.mktemp("squares"))
 
 
-def command(data: Path, project: Path, *more: str) -> list[str]:
+def command(data: Path, project: Path, *more: str, cfg: str = TINY) -> list[str]:
     return [
-        *(sys.executable, "-m", "trainer", "train", "--data", str(data), "--project", str(project)),
+        *("train", "--data", str(data), "--project", str(project), *(["--cfg", cfg] if cfg else [])),
         *("--imgsz", "64", "--batch", "3", "--epochs", "2", "--device", "cpu", "--workers", "0", *more),
     ]
 
@@ -38,37 +40,28 @@ def events_in(text: str) -> list[dict[str, object]]:
 
 
 def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(data, tmp_path / "runs"), cwd=tmp_path, env=environment(), text=True, capture_output=True
-    )
+    done = run(tmp_path, *command(data, tmp_path / "runs", cfg=""), plots=True)
     assert done.returncode == 0, done.stderr
     assert contract.EVENT_MARK not in done.stdout
     assert "epoch 2/2  mAP50 " in done.stdout
-    run = tmp_path / "runs" / "train"
+    folder = tmp_path / "runs" / "train"
     wanted = {"best.pt", "last.pt", "previous.pt", "results.csv", "results.png", "predictions.jpg", "labels.png"}
-    assert wanted <= {p.name for p in run.iterdir()}
-    assert not [p.name for p in run.iterdir() if p.suffix == ".tmp"]
-    with (run / "results.csv").open() as file:
+    assert wanted <= {p.name for p in folder.iterdir()}
+    assert not [p.name for p in folder.iterdir() if p.suffix == ".tmp"]
+    with (folder / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows] == ["1", "2"]
     assert all(float(row["box_loss"]) > 0 and float(row["obj_loss"]) > 0 for row in rows)
     shares = [sum(float(row[k]) for k in SHARES) for row in rows]
     assert shares == pytest.approx([1, 1], abs=1e-3)
-    content = torch.load(run / "last.pt", weights_only=True)
+    content = torch.load(folder / "last.pt", weights_only=True)
     assert content["names"] == ["green", "red"]
     assert content["epoch"] == 2
     assert all(v.dtype in (torch.float32, torch.int64) for v in content["ema"].values())
 
-    again = subprocess.run(
-        command(
-            *(data, tmp_path / "runs", "--weights", str(run / "last.pt"), "--epochs", "1", "--noval"),
-            *("--freeze", "0", "3", "--label-smoothing", "0.1", "--sync-bn"),
-        ),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    more = ("--weights", str(folder / "last.pt"), "--epochs", "1", "--noval", "--freeze", "0", "3")
+    more += ("--label-smoothing", "0.1", "--sync-bn")
+    again = run(tmp_path, *command(data, tmp_path / "runs", *more, cfg=""))
     assert again.returncode == 0, again.stderr
     assert "349/349 tensors" in again.stdout
     assert "frozen: layers 0, 3 with 20," in again.stdout
@@ -83,24 +76,9 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(folder), contract.NODES_ON_HOST: "1"}
-    processes = [
-        subprocess.Popen(
-            command(data, tmp_path / "unused", "--sync-bn"),
-            cwd=tmp_path,
-            env=environment(**job, **place),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for place in ranks(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=120) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [0, 0], outputs
-    events = events_in(outputs[0][0])
+    ended = wait(start(tmp_path, ranks(2), *command(data, tmp_path / "unused", "--sync-bn"), **job))
+    assert [each.returncode for each in ended] == [0, 0], ended
+    events = events_in(ended[0].stdout)
     kinds = [e["event"] for e in events]
     assert kinds[0] == "ready"
     assert {k: events[0][k] for k in ("rank", "world_size", "backend", "device")} == {
@@ -118,7 +96,7 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
     assert set(metric["shares"]) == set(SHARES)
     progress = next(e for e in events if e["event"] == "progress")
     assert {"epoch", "epochs", "step", "steps", "loss", "images_per_s", "eta_s"} <= progress.keys()
-    assert events_in(outputs[1][0]) == []  # only local rank 0 speaks
+    assert events_in(ended[1].stdout) == []  # only local rank 0 speaks
     assert events[-1]["best"] == str(folder / "best.pt")
     assert (folder / "best.pt").exists()
     assert not (tmp_path / "unused").exists()
@@ -149,7 +127,7 @@ def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(contract.JOB_ID, "unit-job")
-    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)[3:]])
+    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more, cfg="")])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -207,7 +185,7 @@ def test_a_wrong_place_is_an_error_before_any_rendezvous(
     monkeypatch.chdir(tmp_path)
     for key, value in place.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs")[3:]])
+    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs")])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
@@ -225,7 +203,7 @@ def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
             patch.chdir(tmp_path)
             for key, value in place.items():
                 patch.setenv(key, value)
-            patch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)[3:]])
+            patch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)])
             with pytest.raises(SystemExit) as stop:
                 main()
         assert stop.value.code == 2
@@ -234,31 +212,16 @@ def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
         assert hint == "hint: use a larger --batch or --imgsz" + (", or --sync-bn" if place else "")
     assert not list(tmp_path.iterdir())
     for advised in ("--sync-bn", "--batch=7"):
-        run = command(data, tmp_path / "runs", *small, "--ranks", "2", "--epochs", "1", "--noval", advised)
-        done = subprocess.run(run, cwd=tmp_path, env=environment(), text=True, capture_output=True)
+        more = (*small, "--ranks", "2", "--epochs", "1", "--noval", advised)
+        done = run(tmp_path, *command(data, tmp_path / "runs", *more))
         assert done.returncode == 0, done.stderr
 
 
 def test_all_ranks_stop_where_rank_0_cannot_write(data: Path, tmp_path: Path) -> None:
     job = {contract.JOB_ID: "unit-job", contract.RUN_DIR: "/proc/self"}
-    processes = [
-        subprocess.Popen(
-            command(data, tmp_path / "unused"),
-            cwd=tmp_path,
-            env=environment(**job, **place),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for place in ranks(2)
-    ]
-    try:
-        outputs = [p.communicate(timeout=240) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [2, 2]
-    assert all("/proc/self: cannot write there" in err for _, err in outputs)
+    ended = wait(start(tmp_path, ranks(2), *command(data, tmp_path / "unused"), **job))
+    assert [each.returncode for each in ended] == [2, 2]
+    assert all("/proc/self: cannot write there" in each.stderr for each in ended)
 
 
 def test_what_the_system_refuses_is_no_defect(data: Path, tmp_path: Path) -> None:
@@ -269,10 +232,7 @@ def test_what_the_system_refuses_is_no_defect(data: Path, tmp_path: Path) -> Non
         (data, 1, "error: runs/train/last.pt: File too large\nhint: raise the limit on the size of files"),
         (name, 2, f"error: {name}: File name too long\nhint: use a shorter path"),
     ):
-        run = command(given, Path("runs"), "--noval")
-        done = subprocess.run(
-            run, cwd=tmp_path, env=environment(), text=True, capture_output=True, check=False, preexec_fn=limit
-        )
+        done = run(tmp_path, *command(given, Path("runs"), "--noval", cfg=""), preexec_fn=limit)
         assert (done.returncode, done.stderr.startswith(said)) == (code, True), done.stderr
         assert "Traceback" not in done.stderr
     assert not list((tmp_path / "runs/train").glob("*.pt*"))
@@ -281,36 +241,18 @@ def test_what_the_system_refuses_is_no_defect(data: Path, tmp_path: Path) -> Non
 def test_a_loss_that_is_not_finite_stops_the_run(data: Path, tmp_path: Path) -> None:
     hyp = tmp_path / "hyp.yaml"
     hyp.write_text("lr0: 1e30\nwarmup_epochs: 0\nnbs: 3\n")
-    done = subprocess.run(
-        command(data, tmp_path / "runs", "--hyp", str(hyp), "--precision", "fp32"),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    done = run(tmp_path, *command(data, tmp_path / "runs", "--hyp", str(hyp), "--precision", "fp32"))
     assert done.returncode == 2
     assert "error: the loss is no longer finite (epoch " in done.stderr
     assert not (tmp_path / "runs" / "train" / "last.pt").exists()  # no checkpoint of broken weights
 
 
 def test_it_starts_its_own_ranks(data: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(data, tmp_path / "runs", "--ranks", "2"),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    (done,) = wait(exec_trainer(tmp_path, [{}], *command(data, tmp_path / "runs", "--ranks", "2")))
     assert done.returncode == 0, done.stderr
     assert "2 ranks over gloo" in done.stdout
     assert (tmp_path / "runs" / "train" / "best.pt").exists()
-    done = subprocess.run(
-        command(data, tmp_path / "other", "--device", "0,1"),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    done = run(tmp_path, *command(data, tmp_path / "other", "--device", "0,1"))
     if not torch.cuda.is_available():
         assert done.returncode == 2
         assert done.stderr.count("--device 0,1: no GPU can be used on this machine") == 1
@@ -330,32 +272,19 @@ def test_a_signal_to_its_own_ranks_leaves_none(
     data: Path, tmp_path: Path, name: str, times: int, after: str, code: int
 ) -> None:
     """In the middle of the training, or while the ranks still load torch; also when the parent can tell nothing."""
-    run = tmp_path / "runs" / "train"
-    process = subprocess.Popen(
-        command(data, tmp_path / "runs", "--ranks", "2", "--epochs", "1000", "--noval", "--log-steps"),
-        cwd=tmp_path,
-        env=environment(MARK=str(tmp_path)),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A shell starts what stands in the background with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-    def own() -> list[int]:
-        mark = f"MARK={tmp_path}".encode()
-        return [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/environ") if mark in read(p)]
-
-    def read(path: Path) -> bytes:
-        try:
-            return path.read_bytes()
-        except OSError:  # ended meanwhile
-            return b""
+    folder = tmp_path / "runs" / "train"
+    begin = exec_trainer if after == "libtorch" or name == "SIGKILL" else start
+    more = ("--ranks", "2", "--epochs", "1000", "--noval", "--log-steps")
+    # A shell starts what stands in the background with SIGINT ignored.
+    by_hand = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    (process,) = begin(tmp_path, [{}], *command(data, tmp_path / "runs", *more), preexec_fn=by_hand)
 
     def reached() -> bool:
         if after == "steps.csv":
-            return (run / after).exists()
-        return any(after.encode() in read(Path(f"/proc/{pid}/maps")) for pid in own())
+            return (folder / after).exists()
+        with contextlib.suppress(OSError):  # ended meanwhile
+            return any(after in Path(f"/proc/{pid}/maps").read_text() for pid in processes_in(tmp_path))
+        return False
 
     try:
         until = time.monotonic() + 180
@@ -372,38 +301,26 @@ def test_a_signal_to_its_own_ranks_leaves_none(
     assert process.returncode == code, err
     assert "Traceback" not in err
     until = time.monotonic() + 60 * (name == "SIGKILL")
-    while own() and time.monotonic() < until:
+    while processes_in(tmp_path) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not own()
+    assert not processes_in(tmp_path)
     if after == "steps.csv" and times == 1:
         assert name == "SIGKILL" or "a checkpoint is written, --resume goes on from it" in err
-        assert (run / "last.pt").exists()
-        assert not (run / "best.pt").exists()  # without a validation, that is the last epoch
+        assert (folder / "last.pt").exists()
+        assert not (folder / "best.pt").exists()  # without a validation, that is the last epoch
 
 
 def test_without_validation_nothing_ends_early_and_the_last_is_the_best(data: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(data, tmp_path / "runs", "--epochs", "3", "--noval", "--patience", "1"),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    done = run(tmp_path, *command(data, tmp_path / "runs", "--epochs", "3", "--noval", "--patience", "1"))
     assert done.returncode == 0, done.stderr
-    run = tmp_path / "runs" / "train"
-    best, last = (torch.load(run / name, weights_only=True) for name in ("best.pt", "last.pt"))
+    folder = tmp_path / "runs" / "train"
+    best, last = (torch.load(folder / name, weights_only=True) for name in ("best.pt", "last.pt"))
     assert best["epoch"] == last["epoch"] == 3
 
 
 def test_more_workers_than_cores_are_our_words_not_torchs(data: Path, tmp_path: Path) -> None:
     workers = str(usable_cores() + 1)
-    done = subprocess.run(
-        command(data, tmp_path / "runs", "--epochs", "1", "--workers", workers),
-        cwd=tmp_path,
-        env=environment(),
-        text=True,
-        capture_output=True,
-    )
+    (done,) = wait(exec_trainer(tmp_path, [{}], *command(data, tmp_path / "runs", "--noval", "--workers", workers)))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"--workers {workers}: there are {usable_cores()} cores") == 1
     assert "Warning" not in done.stderr

@@ -1,21 +1,17 @@
 """Training on a data set with faults, as its user starts it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from tests.unit.test_bad_data import break_labels
+from tests.unit.trainer_process import TINY, Ended, run
 from tests.unit.yolo_folder import make_yolo_set
 
 
-def run_train(data: Path, project: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        *(sys.executable, "-m", "trainer", "train", "--data", str(data), "--project", str(project)),
-        *("--imgsz", "64", "--batch", "3", "--epochs", "1", "--device", "cpu", "--workers", "0", *more),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def run_train(data: Path, project: Path, *more: str) -> Ended:
+    arguments = ("--data", str(data), "--project", str(project), "--cfg", TINY, "--imgsz", "64", "--batch", "3")
+    return run(data.parent, "train", *arguments, "--epochs", "1", "--device", "cpu", "--workers", "0", *more)
 
 
 def test_a_set_with_faults_is_refused_and_nothing_is_written(tmp_path):

@@ -5,8 +5,6 @@ import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.trainer_process import environment, ranks, squares, start, wait
+from tests.unit.trainer_process import TINY, Ended, Forked, ranks, run, start, wait
+from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.__main__ import main
 from trainer.config import interval
@@ -27,7 +26,8 @@ PLAIN = "mosaic: 0\nhsv_h: 0\nhsv_s: 0\nhsv_v: 0\nscale: 0\ntranslate: 0\nfliplr
 
 
 def options(data: Path, *more: str) -> list[str]:
-    return ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--device", "cpu", "--noval", *more]
+    small = ["--cfg", TINY, "--imgsz", "64", "--batch", "4", "--device", "cpu"]
+    return ["train", "--data", str(data), *small, "--noval", *more]
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def fragile(tmp_path: Path) -> Path:
     (tmp_path / "fragile.py").write_text(
         "from trainer.models.yolo import build_yolo, load_cfg\n\n"
         "def build(nc):\n"
-        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
         "    def divide(_, args):\n"
         "        darkness = 1 - args[0].flatten(1).amin(1)\n"
         "        return (args[0] / darkness.view(-1, 1, 1, 1),)\n"
@@ -68,7 +68,7 @@ def test_broken_gradients_of_an_epochs_last_batch_name_it_too(fragile: Path, tmp
         "import torch\n"
         "from trainer.models.yolo import build_yolo, load_cfg\n\n"
         "def build(nc):\n"
-        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
         "    def steep(layer, args, out):\n"
         "        darkness = 1 - args[0].flatten(1).amin(1)\n"
         "        return out + (layer.conv.weight.sum() * darkness).abs().sqrt().view(-1, 1, 1, 1)\n"
@@ -114,9 +114,7 @@ def test_wishes_are_heard_at_every_step_also_where_only_every_20th_is_looked_at(
     (tmp_path / "plain.yaml").write_text(PLAIN + "warmup_epochs: 0\n")
     (tmp_path / "seldom.py").write_text(SELDOM)
     arguments = options(data, "--hyp", "plain.yaml", "--epochs", "1", "--save-every", "4steps")
-    program = [sys.executable, "seldom.py", *arguments, "--batch", "2"]
-    job = environment(**{contract.JOB_ID: "unit-job"})
-    done = subprocess.run(program, cwd=tmp_path, env=job, text=True, capture_output=True)
+    done = run(tmp_path, *arguments, "--batch", "2", program=["seldom.py"], **{contract.JOB_ID: "unit-job"})
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix(contract.EVENT_MARK) for line in done.stdout.splitlines()]
     told = [json.loads(line) for line in lines if '"event":"checkpoint"' in line]
@@ -133,17 +131,15 @@ def test_that_batch_alone_is_named_and_left_out_where_gradients_are_gathered(
     told = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--batch", "1")
     told += ("--seed", "1")
 
-    def run(name: str, *more: str) -> subprocess.CompletedProcess[str]:
-        arguments = options(fragile, *told, "--log-steps", "--name", name, *more)
-        program = [sys.executable, "seldom.py", *arguments]
-        return subprocess.run(program, cwd=tmp_path, env=environment(), text=True, capture_output=True)
+    def train(name: str, *more: str) -> Ended:
+        return run(tmp_path, *options(fragile, *told, "--log-steps", "--name", name, *more), program=["seldom.py"])
 
-    stopped = run("stop")
+    stopped = train("stop")
     assert stopped.returncode == 2, stopped.stderr
     named = r"the loss is no longer finite \(epoch 1, step 5; the batch: \S*images/train/5.png\)"
     assert re.search(named, stopped.stderr), stopped.stderr
     assert not list(tmp_path.glob("runs/stop/*.pt"))
-    skipped = run("skip", "--on-nan", "skip", "--save-every", "1steps")
+    skipped = train("skip", "--on-nan", "skip", "--save-every", "1steps")
     assert skipped.returncode == 0, skipped.stderr
     assert re.search(named + ": back to step 4, without", skipped.stdout), skipped.stdout
     last = torch.load(tmp_path / "runs" / "skip" / "last.pt", weights_only=True)
@@ -166,25 +162,24 @@ def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -
         "json.loads('[' * 30000 + ']' * 30000)\n"
         "sys.setrecursionlimit(1000)\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
-        f"limit = pages * {resource.getpagesize()} + (900 << 20)\n"
+        f"limit = pages * {resource.getpagesize()} + (400 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "main()\n"
     )
 
-    def run(batch: int) -> subprocess.CompletedProcess[str]:
-        arguments = options(data, "--imgsz", "640", "--epochs", "1", "--precision", "fp32", "--batch", str(batch))
-        return subprocess.run(
-            [sys.executable, str(program), *arguments], cwd=tmp_path, env=environment(), text=True, capture_output=True
-        )
+    def train(batch: int) -> Ended:
+        arguments = options(data, "--cfg", "yolov5n.yaml", "--imgsz", "320", "--epochs", "1", "--precision", "fp32")
+        arguments += ["--batch", str(batch)]
+        return run(tmp_path, *arguments, program=["limited.py"])
 
-    done = run(32)
+    done = train(32)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert "error: out of memory with 32 pictures of 640 x 640 px on this cpu" in done.stderr
+    assert "error: out of memory with 32 pictures of 320 x 320 px on this cpu" in done.stderr
     fits = re.search(r"hint: --batch (\d+) fits", done.stderr)
     assert fits, done.stderr
     assert 1 <= int(fits[1]) <= 16
     assert "Traceback" not in done.stderr
-    assert run(int(fits[1])).returncode == 0
+    assert train(int(fits[1])).returncode == 0
 
 
 @pytest.mark.parametrize(("error", "advised"), [("Memory", "--batch 4 fits (2 on each rank"), ("Key", "try --batch 4")])
@@ -199,7 +194,7 @@ def test_what_fits_is_tried_without_the_other_ranks(error: str, advised: str, tm
         "from trainer.models.yolo import build_yolo, load_cfg\n\n"
         "calls = []\n\n"
         "def build(nc):\n"
-        "    model = build_yolo(load_cfg('yolov5n.yaml'), nc=nc)\n"
+        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
         "    def fail(gradient):\n"
         "        calls.append(len(gradient))\n"
         f"        if len(calls) == 1 or '{error}' == 'Memory':\n"
@@ -208,7 +203,7 @@ def test_what_fits_is_tried_without_the_other_ranks(error: str, advised: str, tm
         "    def watch(layer, args, out):\n"
         f"        if out.requires_grad and len(out) > 2 or calls and '{error}' == 'Key':\n"
         "            out.register_hook(fail)\n"
-        "    model.model[4].register_forward_hook(watch)\n"
+        "    model.model[1].register_forward_hook(watch)\n"
         "    return model\n"
     )
     arguments = options(data, "--cfg", "greedy:build", "--epochs", "1", "--precision", "fp32", "--batch", "8")
@@ -219,7 +214,7 @@ def test_what_fits_is_tried_without_the_other_ranks(error: str, advised: str, tm
         assert "Traceback" not in err
 
 
-def started(tmp_path: Path, errors: Path, *more: str) -> list[subprocess.Popen[str]]:
+def started(tmp_path: Path, errors: Path, *more: str) -> list[Forked]:
     """Two ranks under a launcher that have done their first steps; what they say to stderr goes into files."""
     run = tmp_path / "job"
     run.mkdir()
@@ -365,7 +360,7 @@ def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
         "from trainer.data.yolo import Yolo\n\n"
         "class Slow(Yolo):\n"
         "    def image(self, index, min_side=0):\n"
-        "        time.sleep(0.2)\n"
+        "        time.sleep(0.1)\n"
         "        if self.split == 'val':\n"
         "            print(index, file=open(f'seen-{os.getpid()}', 'a'))\n"
         "        return super().image(index, min_side)\n\n"
@@ -425,17 +420,8 @@ def test_ranks_on_different_machines_compute_in_a_type_that_all_have(tmp_path: P
         "main()\n"
     )
     for has, kind in (("bf16", "bf16"), ("0", "fp32")):
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "unlike.py", *options(data, "--epochs", "1", "--name", f"of{has}")],
-                cwd=tmp_path,
-                env=environment(HAS=has, **place),
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-            for place in ranks(2)
-        ]
+        arguments = options(data, "--epochs", "1", "--name", f"of{has}")
+        processes = start(tmp_path, ranks(2), *arguments, program=["unlike.py"], HAS=has)
         (code, out, err), (other, _, _) = wait(processes)
         assert (code, other) == (0, 0), err
         assert f"2 ranks on cpu, {kind}, " in out.replace(" over gloo", "")

@@ -1,11 +1,7 @@
 """`trainer val` as its users run it: real processes on a data set of a few small pictures."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -14,11 +10,11 @@ import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
+from tests.unit.trainer_process import ranks, start, wait
 from trainer.__main__ import main
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.weights import checkpoint
 
-ROOT = Path(__file__).parents[2]
 COUNT = 37
 
 
@@ -59,34 +55,17 @@ def weights(tmp_path_factory):
     return path
 
 
-def run(folder, *arguments, ranks=1):
-    """Exit codes, stdout and stderr of each of `ranks` processes of `trainer val`."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    processes = []
-    for rank in range(ranks):
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            environment |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, "-m", "trainer", "val", "--device", "cpu", "--workers", "0", *map(str, arguments)]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, text=True, **pipes))
-    try:
-        outputs = [p.communicate(timeout=120) for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    return [p.returncode for p in processes], [out for out, _ in outputs], [err for _, err in outputs]
+def run(folder, *arguments, count=1):
+    """Exit codes, stdout and stderr of each of `count` ranks of `trainer val`."""
+    ended = wait(start(folder, ranks(count), "val", "--device", "cpu", "--workers", "0", *map(str, arguments)))
+    return [list(each) for each in zip(*ended, strict=True)]
 
 
 def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
     common = ("--weights", weights, "--data", data, "--batch", 4, "--no-plots", "--json")
     codes, (alone,), errors = run(tmp_path, *common)
     assert codes == [0], errors
-    codes, (first, second), errors = run(tmp_path, *common, "--save-json", ranks=2)
+    codes, (first, second), errors = run(tmp_path, *common, "--save-json", count=2)
     assert codes == [0, 0], errors
     assert second == ""
     one, two = json.loads(alone), json.loads(first)

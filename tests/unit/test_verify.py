@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.trainer_process import FORKING
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.__main__ import main
 from trainer.verify import agree, compare
@@ -16,6 +17,7 @@ from trainer.verify import agree, compare
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
     monkeypatch.setattr(sys, "argv", ["trainer", "verify", *arguments])
+    monkeypatch.setattr("trainer.ranks.subprocess", FORKING)
     with pytest.raises(SystemExit) as stop:
         main()
     return stop.value.code, *capsys.readouterr()

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.unit.trainer_process import environment, ranks, squares, wait
+from tests.unit.trainer_process import TINY, ranks, run, start, wait
+from tests.unit.yolo_folder import squares
 from trainer.config import workers_of
 from trainer.errors import TrainerError
 from trainer.training.workers import KEPT, choose, next_to_try, recall, remember, together
@@ -99,16 +98,10 @@ QUICK = (
 
 def train(folder: Path, data: Path, *more: str) -> tuple[str, str]:
     """What a training says, and its steps' losses; `--workers auto` tries its numbers for a few steps each."""
-    program = folder / "quick.py"
-    program.write_text(QUICK)
+    (folder / "quick.py").write_text(QUICK)
     arguments = ["train", "--data", str(data), "--project", str(folder / "runs"), "--imgsz", "64", "--batch", "4"]
-    done = subprocess.run(
-        [sys.executable, str(program), *arguments, "--epochs", "4", "--noval", "--device", "cpu", "--log-steps", *more],
-        cwd=folder,
-        env=environment(XDG_CACHE_HOME=str(folder / "cache")),
-        text=True,
-        capture_output=True,
-    )
+    arguments += ["--epochs", "4", "--noval", "--device", "cpu", "--cfg", TINY, "--log-steps", *more]
+    done = run(folder, *arguments, program=["quick.py"], XDG_CACHE_HOME=str(folder / "cache"))
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     newest = max((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
@@ -133,21 +126,12 @@ def test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered(tmp_pat
 
 
 def test_two_ranks_agree_on_one_number(tmp_path: Path) -> None:
-    program = tmp_path / "quick.py"
-    program.write_text(QUICK)
+    (tmp_path / "quick.py").write_text(QUICK)
     data = squares(tmp_path / "set", train=32)
     arguments = ["train", "--data", str(data), "--imgsz", "64", "--batch", "4", "--epochs", "4", "--device", "cpu"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), *arguments, "--noval", "--workers", "auto"],
-            cwd=tmp_path,
-            env=environment(XDG_CACHE_HOME=str(tmp_path / "cache"), **place),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for place in ranks(2)
-    ]
+    arguments += ["--noval", "--cfg", TINY, "--workers", "auto"]
+    home = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    processes = start(tmp_path, ranks(2), *arguments, program=["quick.py"], **home)
     (code, out, err), (other_code, other_out, _) = wait(processes)
     assert (code, other_code) == (0, 0), err
     assert re.search(r"--workers auto: [\d.]+ with 0, [\d.]+ with 1.* is taken, and remembered", out)

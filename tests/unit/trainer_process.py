@@ -1,38 +1,220 @@
-"""The trainer as real processes, for the tests: alone or as several ranks, to be waited for or killed."""
+"""Trainer processes of the tests: forked from one server that has imported torch, or started by an interpreter.
+
+A forked process is a real one: it has its own folder, environment, pipes and exit code, and can be killed. It costs
+milliseconds where an interpreter needs seconds to import torch. What it shares with all others of its server: the seed
+of string hashes, and /proc/PID/environ, which is the server's.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import faulthandler
+import functools
+import multiprocessing
+import multiprocessing.forkserver
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
-
-import cv2
-import numpy as np
+from subprocess import PIPE
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).parents[2]
+_CONTEXT = multiprocessing.get_context("forkserver")
+# torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
+_PRELOAD = ["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli", "trainer.bench", "trainer.plots"]
+_PRELOAD += ["trainer.inference.validate", "trainer.inference.predict", "matplotlib.figure", "pytest"]
+_PRELOAD += ["matplotlib.backends.backend_agg", "trainer.bench.scaling", "trainer.bench.measure"]
+
+_PLOTS = "PLOTS_IN_TESTS"  # in the environment of a forked trainer and of the ranks that it starts
+TINY = str(ROOT / "tests/unit/tiny.yaml")
 
 
-def squares(folder: Path, train: int = 7, val: int = 3) -> Path:
-    """Pictures of coloured squares, of two classes, the first one empty; returns the data.yaml."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", val)):
-        for kind in ("images", "labels"):
-            (folder / kind / split).mkdir(parents=True)
-        for k in range(count):
-            picture = np.full((64, 80, 3), 30, np.uint8)
-            lines = []
-            for cls in range(2) if k else []:
-                x, y = rng.integers(0, 40), rng.integers(0, 30)
-                picture[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
-                lines.append(f"{cls} {(x + 12) / 80} {(y + 12) / 64} {24 / 80} {24 / 64}")
-            cv2.imwrite(str(folder / "images" / split / f"{k}.png"), picture)
-            (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
-    path = folder / "data.yaml"
-    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
-    return path
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Forked:
+    """`python -m trainer ...`, `python FILE ...` or `python -c TEXT ...`, with the interface of subprocess.Popen."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int | None = None,
+        stdout: IO[str] | int | None = None,
+        stderr: IO[str] | int | None = None,
+        preexec_fn: Callable[[], object] | None = None,
+        start_new_session: bool = False,
+        **text: Any,
+    ) -> None:
+        self.args = args
+        self.stdin, given = self._pipe(stdin, 0)
+        self.stdout, out = self._pipe(stdout, 1)
+        self.stderr, err = self._pipe(stderr, 2)
+        ends = {number: Connection(end) for number, end in enumerate((given, out, err)) if end is not None}
+        begun, begins = _CONTEXT.Pipe(duplex=False)
+        place = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
+        how = ends, begins, start_new_session, preexec_fn
+        self._process = _CONTEXT.Process(target=_become, args=(args[1:], *place, *how))  # type: ignore[attr-defined]
+        self._process.start()
+        for end in (begins, *ends.values()):
+            end.close()
+        with begun:  # closed by the process once it is what it is to be, or has ended
+            begun.poll(None)
+
+    @staticmethod
+    def _pipe(wanted: IO[str] | int | None, number: int) -> tuple[IO[str] | None, int | None]:
+        """This process's end of a pipe, if one is wanted, and the file descriptor of the forked process."""
+        if wanted is None:
+            return None, None
+        if wanted != PIPE:
+            return None, os.dup(wanted.fileno())
+        reads, writes = os.pipe()
+        mine, other = (reads, writes) if number else (writes, reads)
+        return open(mine, "r" if number else "w", encoding="utf-8", errors="replace"), other  # noqa: PTH123
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        texts = ["", ""]
+
+        def read(k: int, stream: IO[str]) -> None:
+            with stream:
+                texts[k] = stream.read()
+
+        streams = enumerate((self.stdout, self.stderr))
+        threads = [threading.Thread(target=read, args=(k, s), daemon=True) for k, s in streams if s and not s.closed]
+        for thread in threads:
+            thread.start()
+        self.wait(timeout)
+        for thread in threads:
+            thread.join()
+        return texts[0], texts[1]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+# What trainer.ranks needs of subprocess: ranks that a trainer starts by itself are forked, too.
+FORKING = SimpleNamespace(Popen=Forked, PIPE=PIPE, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def _start_server() -> None:
+    """Start the one that the product's loading processes come from, too; it has imported more than they need."""
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GOMP_SPINCOUNT="3000", PYTHONPATH=path):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _become(
+    args: Sequence[str],
+    folder: str,
+    environment: dict[str, str],
+    ends: dict[int, Connection],
+    begins: Connection,
+    session: bool,
+    before: Callable[[], object] | None,
+) -> None:
+    """Make the forked process what an interpreter would be, and run its program."""
+    import numpy as np
+    import torch
+
+    import trainer.ranks
+
+    if session:
+        os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, end in ends.items():
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    faulthandler.enable(2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    np.random.seed()
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    # Its own ranks and loading processes are forked from the same server.
+    trainer.ranks.subprocess = FORKING  # type: ignore[assignment, misc]
+    server = multiprocessing.forkserver._forkserver
+    server.ensure_running = multiprocessing.forkserver.ensure_running = lambda: None
+    if _PLOTS not in environment:
+        _omit_plots()
+    if before:
+        before()
+    begins.close()
+    try:
+        _run(args)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _omit_plots() -> None:
+    """Leave the diagrams out of a training, which would take longer than all the rest."""
+    import trainer.plots
+
+    trainer.plots.plot_results = lambda *_: None
+    for drawings in trainer.plots.DRAWINGS.values():
+        drawings.labels = drawings.metric = lambda *_: None  # type: ignore[attr-defined]
+
+
+def _run(args: Sequence[str]) -> None:
+    """What an interpreter does with its arguments."""
+    kind, *rest = args
+    if kind in ("-m", "-c"):
+        name, *rest = rest
+        sys.argv = [kind, *rest]
+        sys.path.insert(0, str(Path.cwd()))
+    if kind == "-m":
+        assert name == "trainer"
+        from trainer.__main__ import main
+
+        main()
+    elif kind == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [kind, *rest]
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -53,27 +235,57 @@ def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
 
 
 def start(
-    cwd: Path, places: list[dict[str, str]], *arguments: str, stderr: IO[str] | int = subprocess.PIPE, **more: str
-) -> list[subprocess.Popen[str]]:
-    """`trainer ARGUMENTS`, once for each place."""
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "trainer", *arguments],
-            cwd=cwd,
-            env=environment(**more, **place),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-        )
-        for place in places
-    ]
+    cwd: Path,
+    places: list[dict[str, str]],
+    *arguments: str,
+    program: Sequence[str] = ("-m", "trainer"),
+    stderr: IO[str] | int = PIPE,
+    process: type = Forked,
+    plots: bool = False,
+    preexec_fn: Callable[[], object] | None = None,
+    **more: str,
+) -> list[Any]:
+    """`trainer ARGUMENTS`, or another program of Python, once for each place; without `plots` it draws no diagrams."""
+    more |= {_PLOTS: "1"} if plots else {}
+    command = [sys.executable, *program, *map(str, arguments)]
+    pipes = {"stdout": PIPE, "stderr": stderr, "text": True, "preexec_fn": preexec_fn}
+    return [process(command, cwd=cwd, env=environment(**more, **place), **pipes) for place in places]
 
 
-def wait(processes: list[subprocess.Popen[str]], timeout_s: float = 240) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of each; none is left behind."""
+# The same by new interpreters, for what forked processes do not show.
+exec_trainer = functools.partial(start, process=subprocess.Popen)
+
+
+def wait(processes: list[Any], timeout_s: float = 240) -> list[Ended]:
+    """How each ended; none is left behind."""
     try:
-        said = [p.communicate(timeout=timeout_s) for p in processes]
+        texts = [p.communicate(timeout=timeout_s) for p in processes]
     finally:
         for p in processes:
             p.kill()
-    return [(p.returncode, out, err) for p, (out, err) in zip(processes, said, strict=True)]
+    return [Ended(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+
+
+def run(cwd: Path, *arguments: str, **more: Any) -> Ended:
+    """`trainer ARGUMENTS` as a single process, to its end."""
+    return wait(start(cwd, [{}], *arguments, **more))[0]
+
+
+def call(program: Callable[..., object], cwd: Path, count: int, *arguments: str) -> list[Ended]:
+    """A function of a test, once for each of `count` ranks."""
+    text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
+    return wait(start(cwd, ranks(count), *arguments, program=("-c", text)))
+
+
+def processes_in(folder: Path) -> list[int]:
+    """The other processes whose current folder this is, found independently of the trainer."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if (place / "cwd").readlink() == folder and place.name != str(os.getpid()):
+                found.append(int(place.name))
+    return found
+
+
+if multiprocessing.forkserver.get_inherited_fds() is None:  # not forked itself
+    _start_server()  # now, before a loader of some test starts one that has imported less

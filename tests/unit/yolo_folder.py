@@ -1,4 +1,4 @@
-"""A little YOLO-format data set in a folder, for the tests of the data half."""
+"""Small data sets in YOLO's format, in a folder."""
 
 from pathlib import Path
 
@@ -25,3 +25,23 @@ def make_yolo_set(root: Path, train: int = 4, val: int = 2) -> Path:
                 label.write_text("".join(f"{j} 0.{j + 3} 0.5 0.2 0.4\n" for j in range(k % 3)))
     (root / "data.yaml").write_text(DATA_YAML)
     return root / "data.yaml"
+
+
+def squares(folder: Path, train: int = 7, val: int = 3) -> Path:
+    """data.yaml of a set of coloured squares of two classes; the first image of each split is empty."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", train), ("val", val)):
+        for kind in ("images", "labels"):
+            (folder / kind / split).mkdir(parents=True)
+        for k in range(count):
+            image = np.full((64, 80, 3), 30, np.uint8)
+            lines = []
+            for cls in range(2) if k else []:
+                x, y = rng.integers(0, 40), rng.integers(0, 30)
+                image[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
+                lines.append(f"{cls} {(x + 12) / 80} {(y + 12) / 64} {24 / 80} {24 / 64}")
+            cv2.imwrite(str(folder / "images" / split / f"{k}.png"), image)
+            (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
+    path = folder / "data.yaml"
+    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    return path
