@@ -50,7 +50,8 @@ def test_two_ranks_train_and_the_results_come_back(
 ) -> None:
     monkeypatch.setattr("trainer.ranks.subprocess", subprocess)  # new interpreters, as its users have
     heard = Heard()
-    result = train(data=make_yolo_set(place / "data"), ranks=2, callback=heard, cos_lr=True, cfg=TINY, **QUICK)
+    more = {**QUICK, "cfg": TINY, "cos_lr": True, "rect": False}
+    result = train(data=make_yolo_set(place / "data"), ranks=2, callback=heard, **more)
     assert result.folder == place / "runs" / "train"
     assert result.best.is_file()
     assert result.last.is_file()
@@ -171,9 +172,8 @@ def test_a_rank_that_others_failed_for_comes_before_those_that_lost_it(capsys: p
 
 def test_ctrl_c_ends_all_ranks(place: Path) -> None:
     make_yolo_set(place / "data")
-    program = (
-        f"import trainer\ntrainer.train(data='data/data.yaml', ranks=2, cfg={TINY!r}, **{QUICK | {'epochs': 1000}})"
-    )
+    options = {**QUICK, "data": "data/data.yaml", "epochs": 1000, "cfg": TINY, "ranks": 2}
+    program = f"import trainer\ntrainer.train(**{options})"
     (process,) = start(place, [{}], program=("-c", program))
     try:
         assert process.stdout is not None

@@ -101,13 +101,13 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
 
     The network draws random numbers, too: it has a dropout.
     """
-    begin = exec_trainer if count == 2 else start  # of processes with a seed each for the hashes of strings
+    begin = exec_trainer if count == 2 else start  # so that the seeds of the hashes of strings differ, too
     (tmp_path / "dropout.py").write_text(DROPOUT)
     whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
     cut = [*options(data, "--cfg", "dropout:slow", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
-    processes = begin(tmp_path, ranks(count), *cut)
+    processes = start(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
     wait(processes)
     processes = start(tmp_path, ranks(count), *cut, "--resume", str(run))

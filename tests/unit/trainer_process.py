@@ -214,7 +214,7 @@ def _run(args: Sequence[str]) -> None:
     else:
         sys.argv = [kind, *rest]
         sys.path.insert(0, str(Path(kind).parent))
-        runpy.run_path(kind, run_name="__main__")
+        runpy.run_path(str(Path(kind).absolute()), run_name="__main__")  # loading processes import it by its path
 
 
 def environment(**more: str) -> dict[str, str]:
