@@ -16,8 +16,8 @@ from trainer.ranks import end_with_parent
 from trainer.training.signals import Stopped
 
 EXIT_INTERRUPTED = 130
-# What gloo and NCCL say when the process at the other end is gone.
-LOST: tuple[str, ...] = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# What gloo and NCCL raise when the process at the other end is gone, or does not answer.
+LOST: tuple[str, ...] = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 LOST += ("remote process exited", "NCCL communicator was aborted", "ncclRemoteError")
 # What the system may refuse, and what to do; no defect of ours.
 _ROOM = "make room there; --resume goes on from the last checkpoint"
@@ -65,10 +65,11 @@ def main() -> None:
         _exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        if any(sign in first for sign in LOST):
-            print(f"error: another rank ended: {first}", file=sys.stderr)
-            print(f"hint: {LOST_HINT}", file=sys.stderr)
-            _tell_failure(f"another rank ended: {first}", LOST_HINT, 1, echo=True)
+        if _is_echo(error):
+            is_timeout = any(word in first.lower() for word in ("timed out", "timeout"))
+            what = f"another rank ended{' or cannot be reached' if is_timeout else ''}: {first}"
+            print(f"error: {what}\nhint: {LOST_HINT}", file=sys.stderr)
+            _tell_failure(what, LOST_HINT, 1, echo=True)
         elif isinstance(error, OSError) and error.errno in REFUSED:
             what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
             print(f"error: {what}\nhint: {REFUSED[error.errno]}", file=sys.stderr)
@@ -79,6 +80,20 @@ def main() -> None:
             _tell_failure(f"{type(error).__name__}: {first}", "", 1)
             traceback.print_exc()
         _exit(1)
+
+
+def _is_echo(error: Exception) -> bool:
+    """Whether another rank ended or cannot be reached, and `error` is only the consequence."""
+    if isinstance(error, OSError):  # of a file, or of a pipe to a process of this rank
+        return False
+    # Clients of the ranks' store raise these. Without a process group torch.distributed may not be loaded.
+    network, store = (
+        getattr(sys.modules.get("torch.distributed"), f"Dist{kind}Error", ()) for kind in ("Network", "Store")
+    )
+    if isinstance(error, network) and os.environ.get("RANK") == "0" and not _has_met():
+        return False  # rank 0 hosts the store: its own port or address is at fault
+    first = (str(error).splitlines() or [""])[0]
+    return isinstance(error, (network, store)) or any(sign in first for sign in LOST)
 
 
 def _has_met() -> bool:

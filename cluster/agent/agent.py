@@ -59,12 +59,11 @@ LINE_LIMIT = 1 << 16
 #: Shorter values of secrets are not masked: they would mask every digit of a log.
 SECRET_MIN_LENGTH = 4
 
-#: What gloo, NCCL and torch's TCPStore raise when a peer is gone: a consequence, not a cause.
+#: What gloo, NCCL and torch's TCPStore raise when a peer is gone or does not answer: a consequence, not a cause.
 SECONDARY = re.compile(
-    r"Connection (was likely )?(closed|reset)|Broken pipe|Socket closed|remote process exited|ncclRemoteError"
-    r"|NCCL communicator was aborted|got 0 bytes|failed to recv|client socket has (failed|timed out)"
-    r"|Gloo (connect|all|reduce|broadcast)\w* .*timed? ?out|DistStoreError|DistNetworkError|Connection refused",
-    re.IGNORECASE,
+    r"Dist(Store|Network)Error: |(RuntimeError|DistBackendError): .*(Connection (was likely )?(closed|reset|refused)"
+    r"|Broken pipe|Socket closed|[Tt]imed out waiting|remote process exited|ncclRemoteError"
+    r"|NCCL communicator was aborted)"
 )
 
 
@@ -795,7 +794,7 @@ _LIBC = None
 
 
 def _is_secondary(error: str) -> bool:
-    return bool(SECONDARY.search(error))
+    return bool(SECONDARY.match(error))
 
 
 def _signal_name(number: int) -> str:

@@ -113,6 +113,21 @@ def test_a_node_whose_ranks_all_lost_a_peer_elsewhere_failed_second(tmp_path):
     assert status["failure"]["secondary"]
 
 
+@pytest.mark.parametrize(
+    ("error", "secondary"),
+    [
+        ("RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:3216: Connection reset by peer", True),
+        ("DistBackendError: NCCL error: ncclRemoteError: ", True),
+        ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", True),
+        ("DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1", True),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
+        ("ValueError: this rank was told to fail", False),
+    ],
+)
+def test_only_a_lost_connection_to_another_rank_is_secondary(error, secondary):
+    assert bool(agent.SECONDARY.match(error)) == secondary
+
+
 def test_the_error_event_of_a_program_is_its_failure(tmp_path):
     program = """
 print('::cluster {"event":"failed","error":"--batch 1: too small","hint":"--batch 2","exit_code":2}', flush=True)

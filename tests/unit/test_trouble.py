@@ -12,15 +12,19 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from tests.unit.trainer_process import TINY, Ended, Forked, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
-from trainer import contract
+from trainer import contract, dist
 from trainer.__main__ import main
 from trainer.config import interval
 from trainer.errors import TrainerError
+from trainer.events import Events
+from trainer.training import watchdog
 from trainer.training.advice import advice, slowest
-from trainer.training.watchdog import Beat, hopeless, late
+from trainer.training.signals import StopSignals
+from trainer.training.watchdog import Beat, Watchdog, hopeless, late
 
 PLAIN = "mosaic: 0\nhsv_h: 0\nhsv_s: 0\nhsv_v: 0\nscale: 0\ntranslate: 0\nfliplr: 0\nnbs: 4\n"
 
@@ -314,6 +318,90 @@ def test_what_nccl_says_of_a_dead_rank_is_one_line_too(
     first, *rest = capsys.readouterr().err.splitlines()
     assert first == f"error: another rank ended: {said}"
     assert [line.startswith("hint: ") for line in rest] == [True]
+
+
+LOST_STORE = "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+NO_STORE = "The client socket has timed out after 600000ms while trying to connect to (10.0.0.1, 29500)."
+NO_PORT = (
+    "The server socket has failed to bind. port: 80, useIpv6: 0, code: -13, name: EACCES, message: permission denied"
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "echo"),
+    [
+        (1, DistNetworkError(LOST_STORE), True),
+        (1, DistNetworkError("Connection reset by peer"), True),
+        (1, DistNetworkError(NO_STORE), True),
+        (0, DistStoreError("wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1"), True),
+        (0, RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [10.0.0.2]:37044."), True),
+        (1, RuntimeError("[unbound_buffer.cc:78] Timed out waiting 600000ms for recv operation to complete"), True),
+        (0, DistNetworkError(NO_PORT), False),
+        (1, ConnectionResetError(104, "Connection reset by peer"), False),
+        (1, BrokenPipeError(32, "Broken pipe"), False),
+        (1, RuntimeError("a defect"), False),
+    ],
+)
+def test_only_a_lost_connection_to_another_rank_is_an_echo(
+    rank: int, error: Exception, echo: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("trainer.cli.app", fail)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv(contract.JOB_ID, "unit-job")
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    out, err = capsys.readouterr()
+    event = json.loads(out.removeprefix(contract.EVENT_MARK))
+    assert (event["event"], event["rank"], event["echo"]) == (contract.FAILED, rank, echo)
+    assert err.startswith("error: another rank ended") == echo
+    assert ("Traceback" in err) != echo
+
+
+def test_a_rank_that_loses_the_store_in_a_validation_is_an_echo(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks exchange nothing then, but they poll the store, which ends with rank 0's process."""
+    server = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    signals = StopSignals(TCPStore("127.0.0.1", server[0].port, is_master=False))
+    assert not signals.received_anywhere()
+    server.clear()
+    monkeypatch.setattr("trainer.cli.app", signals.received_anywhere)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(contract.JOB_ID, "unit-job")
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out.removeprefix(contract.EVENT_MARK))["echo"]
+    assert err.startswith("error: another rank ended: ")
+
+
+class SlowStore:
+    """A store whose operations take a while."""
+
+    busy = False
+
+    def set(self, _key: str, _value: str) -> None:
+        self.busy = True
+        time.sleep(0.2)
+        self.busy = False
+
+    def check(self, _keys: list[str]) -> bool:
+        return False
+
+
+def test_no_heartbeat_uses_the_store_after_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may end then, and the store with it."""
+    monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
+    store = SlowStore()
+    with Watchdog(dist.World(size=2), 0, Events({}), store):
+        while not store.busy:
+            time.sleep(0.01)
+    assert not store.busy
 
 
 def test_a_taken_port_is_one_line(tmp_path: Path) -> None:

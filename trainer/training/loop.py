@@ -61,6 +61,7 @@ def train(settings: Settings) -> None:
             course.begin()
             _introduce(run, backend)
             course.run_epochs()
+        dist.barrier()  # rank 0's process hosts the store: no other rank's heartbeat may use it any more
         if world.rank == 0:  # unwatched: the other ranks end meanwhile
             results.finish(run, time.monotonic() - begin)
         # Not after an error: where a rank is lost, leaving in good order can wait for it.

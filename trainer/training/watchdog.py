@@ -94,6 +94,8 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._end.set()
         self._watcher.join(timeout=1)
+        if self._store is not None:
+            self._teller.join(timeout=1)
 
     def step(self, number: int) -> None:
         """`number` steps of the run are done."""
