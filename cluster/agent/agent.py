@@ -713,7 +713,7 @@ def kill_descendants() -> None:
                 try:
                     with open("/proc/{}/stat".format(name), "rb") as file:
                         state, parent = file.read().rpartition(b")")[2].split()[:2]
-                except OSError:
+                except (OSError, ValueError):  # it has ended meanwhile
                     continue
                 if state not in (b"Z", b"X"):
                     parents[int(name)] = int(parent)
@@ -820,13 +820,13 @@ def main(arguments: list[str]) -> int:
     try:
         os.makedirs(settings.folder, exist_ok=True)
         status, log = Status(settings), Log(settings)
+        hooks = tempfile.mkdtemp(prefix="clusterctl-")
+        os.symlink(os.path.abspath(__file__), os.path.join(hooks, "sitecustomize.py"))
     except OSError as error:
         print("agent: {}: {}".format(error.filename, error.strerror), file=sys.stderr)
         return EXIT_RUN_DIR
     status.write()
-    hooks = tempfile.mkdtemp(prefix="clusterctl-")
     try:
-        os.symlink(os.path.abspath(__file__), os.path.join(hooks, "sitecustomize.py"))
         agent = Agent(settings, log, status)
         try:
             if settings.node_rank == 0:

@@ -43,12 +43,16 @@ class Node:
         }
         (folder / "tmp").mkdir()
         command = [sys.executable, str(AGENT), str(script), *arguments]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        self.errors = (folder / "stderr").open("w+")
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=self.errors, text=True)
 
     def end(self):
         """The exit code, what the console showed, and the status file."""
         with self.process:
             out, _ = self.process.communicate(timeout=60)
+        with self.errors:
+            self.errors.seek(0)
+            assert self.errors.read() == ""
         return self.process.returncode, out, self.status()
 
     def status(self):
