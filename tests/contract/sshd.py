@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+#: A program without torch: jobs that only have to run, to fail or to be stopped.
+TICKS = Path(__file__).with_name("ticks.py")
+
 
 class Sshd:
     """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them.

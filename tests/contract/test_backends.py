@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Clusterctl, processes_of
-from tests.contract.sshd import inventory
+from tests.contract.sshd import TICKS, inventory
 
 BARE = True
 
@@ -67,10 +67,10 @@ def backend(request):
 
 @pytest.fixture
 def start(clusterctl, backend, job_name, request):
-    """Starts the example program on two nodes, from the folder and with the records of a launcher."""
+    """Starts a program on two nodes, from the folder and with the records of a launcher."""
 
-    def start(*more, program="all_reduce.py --ticks 100", by=clusterctl):
-        shutil.copy(ROOT / "examples" / "all_reduce.py", by.folder)
+    def start(*more, program="ticks.py", by=clusterctl):
+        shutil.copy(TICKS, by.folder)
         if backend.name == "ssh":
             inventory(by.folder, request.getfixturevalue("sshd"), by.folder / "remote")
         command = ["launch", "--backend", backend.name, "--name", job_name, "--nodes", "2"]
@@ -81,6 +81,7 @@ def start(clusterctl, backend, job_name, request):
 
 
 def test_nodes_meet_and_end_and_leave_nothing(clusterctl, backend, start, job_name):
+    shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
     process = start("--gpus", "2", "--logs", "all", program="all_reduce.py --ticks 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 0, text
@@ -107,7 +108,7 @@ def test_a_killed_node_is_named_within_10_s_and_nothing_is_left(clusterctl, back
 
 
 def test_a_rank_that_raises_fails_the_job_with_its_own_traceback(backend, start, job_name):
-    process = start(program="all_reduce.py --ticks 60 --fail-at 1")
+    process = start(program="ticks.py --fail-at 1")
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1, text
     assert "node-1: exit 1" in text
@@ -239,12 +240,12 @@ def test_a_stop_from_elsewhere_is_no_failure(clusterctl, backend, start, job_nam
 
 
 def test_detach_wait_and_logs(clusterctl, backend, start, job_name):
-    process = start("--detach", program="all_reduce.py --ticks 2")
+    process = start("--detach", program="ticks.py --ticks 2")
     text, _ = process.communicate(timeout=60)
     assert (process.returncode, f"clusterctl attach {job_name}" in text) == (0, True), text
     assert clusterctl.run("wait", job_name)[0] == 0
     code, text = clusterctl.run("logs", job_name, "--node", "1")
-    assert (code, text.splitlines()) == (0, [f"tick {tick}: rank 1 of 2 sees the sum 2" for tick in (0, 1)])
+    assert (code, text.splitlines()) == (0, [f"tick {tick}: rank 1 of 2" for tick in (0, 1)])
     assert "node-0 | tick 1: rank 0 of 2" in clusterctl.run("logs", job_name)[1]
     assert clusterctl.run("attach", job_name)[0] == 0
     assert backend.left_of(job_name) == []

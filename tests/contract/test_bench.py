@@ -12,18 +12,38 @@ from tests.conftest import processes_of
 from tests.contract.sshd import inventory
 
 FEW = """
-import os
 from trainer.data.digits import Digits
 
 def pages(split, imgsz):
     return Digits(split, imgsz, pages=32 if split == "train" else 4)
+"""
+# A trainer without torch, found before the real one: its arguments are those of the real one, or FAIL and STAY.
+TRAINER = """
+import json, os, sys, time
 
-def alone(split, imgsz):
-    if os.environ["WORLD_SIZE"] != "1":
-        raise RuntimeError("not for two")
-    return pages(split, imgsz)
+def event(name, **fields):
+    fields = {"event": name, "node": int(os.environ["GROUP_RANK"]), "time": time.time(), **fields}
+    print("::cluster", json.dumps(fields, separators=(",", ":")), flush=True)
+
+world = int(os.environ["WORLD_SIZE"])
+event("ready", rank=int(os.environ["RANK"]), world_size=world, backend="gloo", device="cpu", parameters=7)
+if "STAY" in sys.argv and world > 1:
+    event("progress", epoch=1, epochs=1, step=1, steps=9, loss=1.0, images_per_s=5.0, eta_s=1.0)
+    time.sleep(300)
+if "FAIL" in sys.argv and world > 1:
+    event("failed", rank=int(os.environ["RANK"]), error="RuntimeError: not for two", hint="", echo=False, exit_code=1)
+    sys.exit(1)
+event("metric", epoch=1, epochs=1, images_per_s=10.0, seconds=2.0, shares={"val": 0.0})
+event("done", seconds=2.0)
 """
 TRAIN = ["--", "train", "--data", "few:pages", "--imgsz", "64", "--noval"]
+
+
+@pytest.fixture
+def quick(clusterctl):
+    """The command line in a folder with a trainer of a few lines."""
+    (clusterctl.folder / "trainer.py").write_text(TRAINER)
+    return clusterctl
 
 
 @pytest.fixture
@@ -74,23 +94,22 @@ def test_two_numbers_of_nodes_are_trained_on_and_compared(few, job_name):
     assert threads[0] == threads[1]
 
 
-def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measured(few, job_name):
-    code, text = few.run(
+def test_a_point_that_fails_says_why_is_not_tried_again_and_the_others_are_measured(quick, job_name):
+    code, text = quick.run(
         *("bench", "--backend", "local", "--name", job_name, "--nodes", "1,2", "--rounds", "2", "--json"),
-        *("--", "--data", "few:alone", "--imgsz", "64", "--noval", "--epochs", "1"),
-        timeout_s=250,
+        *("--", "train", "FAIL"),
     )
     assert code == 1, text
     one, two = json.loads(text[text.index("{") :])["rows"]
     assert (one["failure"], one["images_per_s"] > 0) == ("", True)
     assert "not for two" in two["failure"]
     assert two["images_per_s"] is None
-    assert sorted(path.name for path in (few.folder / "runs").glob("*-b*")) == [
+    assert sorted(path.name for path in (quick.folder / "runs").glob("*-b*")) == [
         f"{job_name}-1x1-b16",
         f"{job_name}-1x1-b16-2",
         f"{job_name}-2x1-b32",
     ]
-    assert not list((few.folder / "runs").glob("*/attempt-2"))  # what began anew would be no measurement
+    assert not list((quick.folder / "runs").glob("*/attempt-2"))  # what began anew would be no measurement
 
 
 def test_what_makes_no_sense_is_refused_before_anything_runs(few):
@@ -107,17 +126,17 @@ def test_what_makes_no_sense_is_refused_before_anything_runs(few):
     assert list((few.folder / "runs").iterdir()) == []
 
 
-def test_ctrl_c_stops_the_job_and_shows_what_was_measured(few, job_name):
-    process = few.start(
-        "bench", "--backend", "local", "--name", job_name, "--nodes", "1,2", "--json", *TRAIN, "--epochs", "1"
+def test_ctrl_c_stops_the_job_and_shows_what_was_measured(quick, job_name):
+    process = quick.start(
+        "bench", "--backend", "local", "--name", job_name, "--nodes", "1,2", "--json", "--", "train", "STAY"
     )
-    few.wait_for(f"{job_name}-2x1-b32", '"event":"ready"', timeout_s=200)
+    quick.wait_for(f"{job_name}-2x1-b32", '"event":"ready"')
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130, text
     assert [row["nodes"] for row in json.loads(text[text.index("{") :])["rows"]] == [1]
     assert processes_of(f"{job_name}-2x1-b32") == []
-    assert {row["job"]: row["state"] for row in json.loads(few.run("ps", "--all", "--json")[1])} == {
+    assert {row["job"]: row["state"] for row in json.loads(quick.run("ps", "--all", "--json")[1])} == {
         f"{job_name}-1x1-b16": "done",
         f"{job_name}-2x1-b32": "stopped",
     }
@@ -135,19 +154,19 @@ def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecas
     assert "; node-1: " in rows[1]["failure"]
 
 
-def test_a_machine_that_stops_answering_ends_it_as_its_job_may_still_run(few, sshd, job_name):
-    inventory(few.folder, sshd, few.folder / "remote")
-    silent, job = few.folder / "silent", f"{job_name}-1x2-b16"
+def test_a_machine_that_stops_answering_ends_it_as_its_job_may_still_run(quick, sshd, job_name):
+    inventory(quick.folder, sshd, quick.folder / "remote")
+    silent, job = quick.folder / "silent", f"{job_name}-1x2-b16"
     sshd.before_each_command(0, f"[ ! -e {silent} ] || kill -9 $PPID")
     command = ["bench", "--name", job_name, "--nodes", "1,2", "--gpus", "2", "--python", sys.executable]
-    process = few.start(*command, "--", "train", "--imgsz", "64", "--batch", "16", "--epochs", "100", "--noval")
-    few.wait_for(job, '"event":"progress"', timeout_s=150)
+    process = quick.start(*command, "--env", f"PYTHONPATH={quick.folder}", "--", "train", "STAY")
+    quick.wait_for(job, '"event":"progress"')
     silent.touch()
     text, _ = process.communicate(timeout=100)
     silent.unlink()
     assert process.returncode == 5, text
     assert "not cleaned up: node-0" in text
     assert f"error: {job} may still run there" in text
-    assert [row["job"] for row in json.loads(few.run("ps", "--all", "--json")[1])] == [job]
-    assert few.run("stop", job)[0] == 0
+    assert [row["job"] for row in json.loads(quick.run("ps", "--all", "--json")[1])] == [job]
+    assert quick.run("stop", job)[0] == 0
     assert processes_of(job) == []

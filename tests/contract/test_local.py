@@ -16,6 +16,7 @@ from cluster.backends import BACKENDS
 from cluster.model import Job, Record
 from cluster.records import Records
 from tests.conftest import ROOT, processes_of
+from tests.contract.sshd import TICKS
 
 EXAMPLE = f"{ROOT / 'examples' / 'all_reduce.py'}"
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$"]
@@ -31,27 +32,26 @@ def launch(job_name):
     return words
 
 
-def test_hostile_strings_arrive_as_they_are(clusterctl, launch, job_name):
+def test_hostile_strings_arrive_as_they_are(clusterctl, launch):
     folder = clusterctl.folder / "it's $here `now`"
     folder.mkdir()
     program = folder / "show.py"
     program.write_text(
         "import json, os, sys\n"
-        "seen = [sys.argv[1:], os.environ['HOSTILE'], os.getcwd()]\n"
+        "values = [os.environ[f'HOSTILE_{number}'] for number in range(len(sys.argv) - 1)]\n"
+        "seen = [sys.argv[1:], values, os.getcwd()]\n"
         "open('seen', 'w').write(json.dumps(seen))\n"
     )
     clusterctl.folder = folder
     quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
-    for text in HOSTILE:
-        code, output = clusterctl.run(
-            *launch(f"show.py {quoted}", "--env", f"HOSTILE={text}", name=f"{job_name}-{HOSTILE.index(text)}")
-        )
-        assert code == 0, output
-        assert json.loads((folder / "seen").read_text()) == [HOSTILE, text, str(folder)]
+    values = [word for number, text in enumerate(HOSTILE) for word in ("--env", f"HOSTILE_{number}={text}")]
+    code, output = clusterctl.run(*launch(f"show.py {quoted}", *values))
+    assert code == 0, output
+    assert json.loads((folder / "seen").read_text()) == [HOSTILE, HOSTILE, str(folder)]
 
 
 def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl, job_name):
-    # A trainer that has half a second cannot be ready: it imports torch for longer than that.
+    (clusterctl.folder / "trainer.py").write_text("import time; time.sleep(300)  # and is never ready\n")
     code, text = clusterctl.run("launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--timeout", "0.5")
     assert code == 4, text
     assert "0 of 2 nodes met in 0.5 s" in text
@@ -95,7 +95,7 @@ def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl, lau
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        code, text = clusterctl.run(*launch(EXAMPLE, "--master-port", str(port)))
+        code, text = clusterctl.run(*launch(f"{TICKS}", "--master-port", str(port)))
     assert code == 2
     assert f"port {port} is taken" in text
     assert f"pid={os.getpid()}" in text
@@ -109,7 +109,7 @@ def test_an_automatic_port_that_is_taken_is_passed_over(clusterctl, launch, job_
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it a moment ago
         holder.bind(("", auto_port(job_name)))
         holder.listen()
-        code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 1"))
+        code, text = clusterctl.run(*launch(f"{TICKS} --ticks 1"))
     assert code == 0, text
     script = (clusterctl.folder / f"runs/{job_name}/attempt-1/node-0.sh").read_text()
     assert f"PET_MASTER_PORT={auto_port(job_name, 1)}" in script
@@ -178,7 +178,7 @@ def test_a_plan_loads_nothing_that_it_does_not_need(clusterctl):
 
 
 def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
-    command = ["launch", "--backend", "local", "--command", f"{EXAMPLE} --ticks 1", "--detach"]
+    command = ["launch", "--backend", "local", "--command", f"{TICKS} --ticks 1", "--detach"]
     for _ in range(2):
         assert clusterctl.run(*command)[0] == 0
     names = [row["job"] for row in json.loads(clusterctl.run("ps", "--all", "--json")[1])]
@@ -204,15 +204,15 @@ def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clu
         "for step in range(12):\n"
         "    event = {'event': 'progress', 'node': 0, 'time': time.time(), 'epoch': 1, 'step': step}\n"
         "    print('::cluster', json.dumps(event), flush=True)\n"
-        "    time.sleep(1)\n"
+        "    time.sleep(0.7)\n"
     )
-    process = clusterctl.start(*launch("steps.py", "--stall-timeout", "5"))
+    process = clusterctl.start(*launch("steps.py", "--stall-timeout", "4"))
     clusterctl.wait_for(job_name, '"step": 2')
     # A machine that has woken runs one before the other.
     asleep = processes_of(job_name)
     for pid in (process.pid, *asleep):
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(8)
+    time.sleep(6)
     process.send_signal(signal.SIGCONT)
     time.sleep(2)
     for pid in asleep:
@@ -237,7 +237,7 @@ def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clust
 
 
 def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl, launch, job_name):
-    code, text = clusterctl.run(*launch(f"{EXAMPLE} --ticks 60"), "--detach")
+    code, text = clusterctl.run(*launch(f"{TICKS}"), "--detach")
     assert code == 0, text
     clusterctl.wait_for(job_name, "tick 0")
     no_file_may_grow = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
@@ -259,7 +259,7 @@ def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl
     clusterctl.env["TMPDIR"] = str(clusterctl.folder)
     with (clusterctl.folder / f"clusterctl-{os.getuid()}.lock").open("a") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # the nodes wait for their turn to start
-        launcher = clusterctl.start(*launch(f"{EXAMPLE} --ticks 100", "--nodes", "2"))
+        launcher = clusterctl.start(*launch(f"{TICKS}", "--nodes", "2"))
         until = time.time() + 60
         while not list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")):
             assert time.time() < until
@@ -276,7 +276,7 @@ def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl
 
 
 def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl, launch, job_name):
-    program = f"{EXAMPLE} --ticks 25"
+    program = f"{TICKS} --ticks-later 5"
     launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1"))
     clusterctl.wait_for(job_name, "tick 1")
     watcher = clusterctl.start("attach", job_name)
