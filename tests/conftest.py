@@ -15,6 +15,33 @@ from cluster.config import auto_port
 ROOT = Path(__file__).parents[1]
 _JOB_NUMBERS = itertools.count(1)
 
+#: Unit tests that took more than 5 s (--durations=0, 2026-11-24, 2 cores shared with other work). They get the marker
+#: `slow`, and `make test-fast` skips them.
+SLOW = frozenset(
+    {
+        # test_api.py
+        "test_two_ranks_train_and_the_results_come_back",
+        # test_resume.py
+        "test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened",
+        "test_killed_in_the_validation_the_epoch_ends_as_it_would_have",
+        "test_other_ranks_go_on_with_the_same_order",
+        "test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away",
+        "test_every_node_keeps_a_checkpoint_of_its_own_disk",
+        "test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved",
+        "test_ranks_that_were_told_other_things_do_not_begin",
+        # test_train.py
+        "test_it_starts_its_own_ranks",
+        "test_more_workers_than_cores_are_our_words_not_torchs",
+        "test_a_signal_to_its_own_ranks_leaves_none",
+        "test_alone_and_again_from_the_checkpoint",
+        # test_trouble.py
+        "test_out_of_memory_says_which_batch_fits_and_that_one_does",
+        # test_workers.py
+        "test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered",
+        "test_two_ranks_agree_on_one_number",
+    }
+)
+
 
 class Clusterctl:
     """The command line in one folder, with its own records."""
@@ -70,6 +97,12 @@ def processes_of(job):
             if b"CLUSTER_JOB_ID=" + job.encode() in variables:
                 found.append(int(folder.name))
     return found
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.originalname in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
