@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster import addresses, config, fanout, inventory
+from cluster import addresses, config, fanout, inventory, resources
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.model import Inventory, Node
 from cluster.shells import reach
@@ -15,32 +15,6 @@ from cluster.shells import reach
 DEFAULT_FILE = "cluster.yaml"
 
 _TIMEOUT_S = 45.0
-# Prints names and values, each ended by NUL. $1 and $2: the run and the data directory.
-_LOOK = r"""
-say() { printf '%s\0' "$@"; }
-limited() { if command -v timeout >/dev/null; then timeout 10 "$@"; else "$@"; fi; }
-say hostname "$(uname -n)" user "$(id -un)" ssh "$SSH_CONNECTION"
-say addresses "$(ip -o addr show up 2>&1)"
-for device in /sys/class/net/*; do say "speed ${device##*/}" "$(cat "$device/speed" 2>/dev/null)"; done
-if command -v nvidia-smi >/dev/null; then gpus=$(limited nvidia-smi -L 2>&1); say gpus "$gpus" gpus_code $?; fi
-if command -v docker >/dev/null; then
-  say docker "$(limited docker info --format 'answers {{.ServerVersion}} {{.SecurityOptions}}' 2>&1)"
-fi
-if command -v podman >/dev/null; then
-  say podman "$(limited podman info --format 'answers {{.Version.Version}} rootless={{.Host.Security.Rootless}}' 2>&1)"
-fi
-for name in run_dir data_dir; do
-  case $1 in "~/"*) folder=$HOME/${1#"~/"} ;; *) folder=$1 ;; esac
-  there=$folder
-  while [ ! -e "$there" ]; do there=${there%/*}; there=${there:-/}; done
-  if [ -d "$there" ] && [ -w "$there" ]; then writable=yes; else writable=no; fi
-  say $name "$folder" $name.there "$there" $name.writable $writable $name.disk "$(df -Pk -- "$there" 2>&1)"
-  shift
-done
-"""
-_ROUTES = r"""
-for number; do printf '%s\0' "$number" "$(ip -o route get "$number" 2>&1)"; done
-"""
 
 
 @dataclass(frozen=True)
@@ -164,9 +138,13 @@ def look(asked: Inventory) -> dict[str, Found]:
     return made
 
 
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", resources.text("discovery.sh"), "discovery", *words]
+
+
 def _seen(node: Node, *, needs_gpus: bool) -> _Seen:
     folders = (node.run_dir or inventory.RUN_DIR, node.data_dir or inventory.DATA_DIR)
-    done = reach(node).run(["bash", "-c", _LOOK, "look", *folders], timeout_s=_TIMEOUT_S)
+    done = reach(node).run(_script("machine", *folders), timeout_s=_TIMEOUT_S)
     if done.code:
         raise LaunchError(f"{node.name}: cannot look at it: {done.last_line}", "it needs bash and the usual tools")
     words = done.out.split("\0")
@@ -241,7 +219,7 @@ def _addresses(nodes: tuple[Node, ...], seen: Mapping[str, _Seen]) -> dict[str, 
 
     def routes(node: Node) -> dict[str, addresses.Route]:
         wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
-        done = reach(node).run(["bash", "-c", _ROUTES, "routes", *wanted], timeout_s=_TIMEOUT_S)
+        done = reach(node).run(_script("routes", *wanted), timeout_s=_TIMEOUT_S)
         words = done.out.split("\0")
         return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
 
