@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from cluster import resources
 from cluster.config import DEFAULT_IMAGE
 from cluster.doctor import data as data_check
 from cluster.doctor import engine, forecast, link, machine, network, peers, probe, slurm, windows
@@ -180,7 +181,8 @@ def _with_versions(able: Seen) -> Seen:
     node = able.nodes[0]
     if node.runtime == "none":
         return replace(able, versions=able.facts[node.name])
-    argv = [node.runtime, "run", "--rm", "--entrypoint", "python3", able.image, "-c", probe.VERSIONS]
+    program = resources.text("doctor/versions.py")
+    argv = [node.runtime, "run", "--rm", "--entrypoint", "python3", able.image, "-c", program]
     try:
         told = reach(node).run(argv, timeout_s=30)
     except ClusterError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 
-from cluster import contract
+from cluster import contract, resources
 from cluster.doctor.findings import Finding, Seen, typed_on
 from cluster.doctor.forecast import Link, bus_bytes_per_s
 from cluster.doctor.network import device_towards, devices
@@ -18,37 +18,6 @@ TIMEOUT_S = 45.0
 _TOO_LATE = 70
 #: Less than this share of what the network card says is worth a word.
 _POOR_SHARE = 0.4
-
-# Prints `joined`, then `sum BYTES SECONDS` (the median of several) for growing sizes, while there is time for the next.
-_PROGRAM = """
-import os, statistics, sys, threading, time
-threading.Timer(float(sys.argv[5]), os._exit, (70,)).start()
-import datetime, torch, torch.distributed as dist
-rank, world, master, backend = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-dist.init_process_group(backend, init_method=f"tcp://{master}", rank=rank, world_size=world,
-                        timeout=datetime.timedelta(seconds=30))
-def timed(numbers):
-    began = time.perf_counter()
-    dist.all_reduce(numbers)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
-timed(torch.ones(1, device=device))
-print("joined", flush=True)
-taken = 0.0
-for size, rounds in ((1 << 10, 20), (1 << 22, 5), (1 << 24, 3), (1 << 26, 3)):
-    going = torch.tensor([1.0 if taken * 4 * rounds < 4 else 0.0], device=device)
-    dist.broadcast(going, 0)
-    if not going.item():
-        break
-    numbers = torch.ones(size // 4, device=device)
-    timed(numbers)
-    taken = statistics.median(timed(numbers) for _ in range(rounds))
-    print("sum", size, taken, flush=True)
-dist.barrier()
-os._exit(0)
-"""
 
 
 def measure(seen: Seen, image: str) -> tuple[Link | None, list[Finding]]:
@@ -64,7 +33,7 @@ def measure(seen: Seen, image: str) -> tuple[Link | None, list[Finding]]:
     def run(node: Node) -> str:
         argv = [*_inside(node, seen, image, name, gpus=gpus), "-", ranks[node.name], *tail]
         try:
-            done = reach(node).run(argv, stdin=_PROGRAM, timeout_s=TIMEOUT_S)
+            done = reach(node).run(argv, stdin=resources.text("doctor/all_reduce.py"), timeout_s=TIMEOUT_S)
         except UnreachableError:
             if node.runtime != "none":
                 reach(node).run([node.runtime, "rm", "-f", name])

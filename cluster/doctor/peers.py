@@ -7,71 +7,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster import resources
 from cluster.doctor.findings import Seen
 from cluster.doctor.network import TAKEN, Dialled
 from cluster.errors import ClusterError, UnreachableError
 from cluster.fanout import each
 from cluster.model import Node
 from cluster.shells import Stream, reach
-
-# Tells who it is to everyone who connects, over IPv4 and IPv6; its input ends when the launcher goes. A machine's own
-# Python may be old (RHEL 8 has 3.6).
-_LISTEN = """
-import os, socket, sys, threading
-def listen(port):
-    try:
-        listener = socket.socket(socket.AF_INET6)
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    except OSError:
-        listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(("", port))
-    listener.listen(256)
-    return listener
-def serve(listener):
-    while True:
-        connection, _ = listener.accept()
-        connection.sendall((sys.argv[1] + "\\n").encode())
-        connection.close()
-for port in sys.argv[2:]:
-    try:
-        listener = listen(int(port))
-    except OSError as error:
-        print("busy", port, error.strerror, flush=True)
-        continue
-    print("port", listener.getsockname()[1], flush=True)
-    threading.Thread(target=serve, args=(listener,), daemon=True).start()
-print("all", flush=True)
-threading.Timer(60, os._exit, (0,)).start()
-sys.stdin.buffer.read()
-os._exit(0)
-"""
-# bash cannot listen. `$1` runtime, `$2` image, `$3` the program, then its arguments.
-_ANY_PYTHON = """
-runtime=$1 image=$2 program=$3
-shift 3
-command -v python3 >/dev/null && exec timeout 60 python3 -c "$program" "$@"
-[ "$runtime" != none ] && [ -n "$image" ] || { echo "there is no python3" >&2; exit 127; }
-exec timeout 60 "$runtime" run --rm -i --init --network host --entrypoint python3 "$image" -c "$program" "$@"
-"""
-# Arguments in fours: name, address, port, the word that the right machine answers.
-_DIAL = r"""
-export LC_ALL=C
-dial() {
-    local said word
-    said=$(timeout 5 bash -c '
-        exec 3<>"/dev/tcp/$0/$1" && IFS= read -r -t 4 -u 3 line && echo "word=$line"' "$2" "$3" 2>&1)
-    case $?$said in
-        0word="$4") said= ;;
-        0word=*) said="another machine answered" ;;
-        124*) said="no answer within 5 s" ;;
-        *) said=${said%%$'\n'*} said=${said##*: } said=${said:-no answer} ;;
-    esac
-    printf '%s %s %s\n' "$1" "$3" "$said"
-}
-while [ $# -ge 4 ]; do dial "$1" "$2" "$3" "$4" & shift 4; done
-wait
-"""
 
 
 @dataclass(frozen=True)
@@ -104,10 +46,14 @@ def dial(seen: Seen, port: int = 0) -> tuple[list[Dialled], dict[str, str]]:
     return [*dialled, *held], silent
 
 
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", resources.text("doctor/peers.sh"), "peers", *words]
+
+
 def _listen(node: Node, image: str, ports: Sequence[str]) -> _Listener:
     word = secrets.token_hex(8)
-    argv = ["bash", "-c", _ANY_PYTHON, "listen", node.runtime, image, _LISTEN, word, *ports]
-    held = reach(node).stream(argv)
+    program = resources.text("doctor/listen.py")
+    held = reach(node).stream(_script("listen", node.runtime, image, program, word, *ports))
     stream = held.__enter__()
     taken, busy = [], []
     while line := stream.stdout.readline().decode(errors="replace").split():
@@ -129,7 +75,7 @@ def _dial(node: Node, nodes: Sequence[Node], listeners: Mapping[str, _Listener])
             listener = listeners[peer.name]
             for port in listener.ports:
                 targets += [peer.name, peer.address, str(port), listener.word]
-    done = reach(node).run(["bash", "-c", _DIAL, "dial", *targets], timeout_s=20)
+    done = reach(node).run(_script("dial", *targets), timeout_s=20)
     cut = [line.split(" ", 2) for line in done.out.splitlines() if line.count(" ") >= 2]
     return [Dialled(node.name, target, int(port), said.strip()) for target, port, said in cut]
 

@@ -1,6 +1,7 @@
 """What would go wrong on a Slurm cluster: looks at its login node, then, in one short job, at nodes that Slurm gives.
 
-The functions of CHECKS judge what the nodes said and do nothing else; what a node is asked is `probe`'s text and _NODE.
+The scripts `slurm_login.sh`, `slurm_job.sh`, `slurm_node.sh` and `probe.sh` print the facts. The functions of CHECKS
+judge them and do nothing else.
 """
 
 from __future__ import annotations
@@ -39,83 +40,6 @@ _LACKING = {
         "another runtime in cluster.yaml: apptainer, docker, podman, none",
     ),
 }
-
-# `$1` run_dir, `$2` data_dir, then programs. Of a folder the nearest one that is there is said, too, and nothing made.
-_LOGIN = r"""
-say() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
-i=0
-for path in "$1" "$2"; do
-    name=run_dir rest=runs; [ $i = 0 ] || { name=data_dir rest=data; }; i=1
-    case $path in "") path=$HOME/clusterctl/$rest ;; "~/"*) path=$HOME/${path#\~/} ;; esac
-    folder=$path
-    until [ -d "$folder" ]; do folder=$(dirname -- "$folder"); done
-    say "$name" "$path"; say "nearest_$name" "$folder"
-    [ -w "$folder" ] || say unwritable "$name"
-done
-shift 2
-for program; do command -v "$program" >/dev/null && say has "$program"; done
-say ping "$(timeout 20 scontrol ping 2>&1 < /dev/null)"
-echo probe=end
-"""
-# `$1` a word that is this run's own, `$2` and `$3` the two folders, `$4` how many nodes, `$5` seconds, then srun.
-_JOB = r"""
-token=$1 first=$2 second=$3 nodes=$4 seconds=$5; shift 5
-trap 'rm -f -- "$first/.clusterctl-doctor.$token"* "$second/.clusterctl-doctor.$token"*' EXIT
-for folder in "$first" "$second"; do echo "$token" 2>/dev/null > "$folder/.clusterctl-doctor.$token"; done
-exec 3<&0
-timeout -k 10 "$seconds" "$@" 2>&1 < /dev/null 3<&- &
-job=$!
-# the input ends early where nobody waits for the answer any more: nothing stays in the queue
-{ read -r _; kill "$job"; } <&3 > /dev/null 2>&1 &
-wait "$job"
-echo "srun=$?"
-kill "$!" 2>/dev/null
-# nobody has asked for these names before: a file server's client cannot have remembered that they are not there
-for rank in $(seq 0 $((nodes - 1))); do
-    [ "$(cat "$first/.clusterctl-doctor.$token.$rank" 2>/dev/null)" != "$token" ] || echo "back=$rank run_dir"
-    [ "$(cat "$second/.clusterctl-doctor.$token.$rank" 2>/dev/null)" != "$token" ] || echo "back=$rank data_dir"
-done
-exit 0
-"""
-# On each node. `$1` the word, `$2` and `$3` the folders, `$4` run_dir, `$5` runtime, `$6` image, `$7` the program that
-# tells versions, `$8` the text of the probe.
-_NODE = r"""
-token=$1 first=$2 second=$3 run_dir=$4 runtime=$5 image=$6 versions=$7 probe=$8
-say() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
-say host "${SLURMD_NODENAME:-$(hostname)}"
-mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-peer=${hosts[$((SLURM_NODEID == 0))]:-}
-say peer "$peer"
-for name in run_dir data_dir; do
-    folder=$first; [ $name = run_dir ] || folder=$second
-    if [ "$(cat "$folder/.clusterctl-doctor.$token" 2>/dev/null)" = "$token" ]; then
-        say common $name
-        echo "$token" 2>/dev/null > "$folder/.clusterctl-doctor.$token.$SLURM_NODEID"
-    fi
-done
-say visible_gpus "${CUDA_VISIBLE_DEVICES:-}"
-say tmp "${TMPDIR:-/tmp}"
-say tmp_kb "$(df -Pk "${TMPDIR:-/tmp}" 2>/dev/null | { read -r _; read -r _ _ _ left _; echo "$left"; })"
-inside=()
-case $runtime in
-apptainer)
-    inside=(apptainer --silent exec --cleanenv --no-home --no-mount cwd "$image")
-    say apptainer "$(apptainer --version 2>/dev/null)"
-    if ! [ -d "$image" ] && ! why=$(head -c 1 -- "$image" 2>&1 >/dev/null); then say sif_unreadable "${why##*: }"
-    elif command -v apptainer >/dev/null; then
-        say image_arch "$(apptainer sif list "$image" 2>/dev/null | sed -n 's:.*/\*System/\([a-z0-9]*\)).*:\1:p')"
-        if why=$(timeout 60 "${inside[@]}" true 2>&1 < /dev/null); then say sif_runs yes
-        else say sif_says "${why##*$'\n'}"; fi
-    fi ;;
-docker | podman) inside=("$runtime" run --rm --entrypoint "" "$image") ;;
-pyxis) srun --help 2>/dev/null | grep -q -- --container-image && say pyxis 'pyxis: srun has --container-image' ;;
-esac
-if [ "$SLURM_NODEID" = 0 ] && [ ${#inside[@]} -gt 0 ]; then
-    timeout 60 "${inside[@]}" python3 -c "$versions" 2>/dev/null < /dev/null | sed 's/^/inside_/'
-fi
-if [ -n "$peer" ]; then set -- "$peer"; else set --; fi
-exec bash -c "$probe" probe "$run_dir" "${runtime#apptainer}" "$image" "$versions" "$@"
-"""
 
 
 @dataclass(frozen=True)
@@ -156,9 +80,9 @@ def look(
     request = Request(nodes, gpus, inventory.device, inventory.options)
     say("looking at the login node")
     try:
-        done = reach(login).run(
-            ["bash", "-c", _LOGIN, "login", login.run_dir, login.data_dir, *_PROGRAMS], timeout_s=probe.TIMEOUT_S
-        )
+        text = resources.text("doctor/common.sh", "doctor/slurm_login.sh")
+        words = [login.run_dir, login.data_dir, *_PROGRAMS]
+        done = reach(login).run(["bash", "-c", text, "login", *words], timeout_s=probe.TIMEOUT_S)
         facts = probe.parse(done.out)
         found = on_login(login, facts)
         if any(each.level == "failure" for each in found):
@@ -203,11 +127,13 @@ def _asked(login: Node, request: Request) -> list[Finding]:
 def _told(login: Node, facts: Facts, request: Request, image: str) -> Told:
     token = secrets.token_hex(8)
     folders = [facts.text(f"nearest_{name}") for name in _FOLDERS]
-    on_node = [token, *folders, facts.text("run_dir"), login.runtime, image, probe.VERSIONS, probe.TEXT]
+    texts = [resources.text("doctor/versions.py"), resources.text("doctor/common.sh", "doctor/probe.sh")]
+    on_node = [token, *folders, facts.text("run_dir"), login.runtime, image, *texts]
+    node = resources.text("doctor/common.sh", "doctor/slurm_node.sh")
     soon = replace(request, options={**request.options, "time": "5"})  # what is short finds room between others
-    command = [*srun(soon), f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", _NODE, "node", *on_node]
+    command = [*srun(soon), f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
     words = [token, *folders, str(request.nodes), str(IMMEDIATE_S + JOB_S), *command]
-    with reach(login).stream(["bash", "-c", _JOB, "job", *words]) as running:
+    with reach(login).stream(["bash", "-c", resources.text("doctor/slurm_job.sh"), "job", *words]) as running:
         said = running.stdout.read()
         running.stdin.close()
         running.wait(30)
@@ -224,7 +150,7 @@ def srun(request: Request) -> list[str]:
 
 
 def told(text: str) -> Told:
-    """What the output of _JOB says: a node's lines have its rank in front."""
+    """The output of `slurm_job.sh`, parsed: a node's lines have its rank in front."""
     lines: dict[int, list[str]] = {}
     back, code, said = set(), 1, []
     for line in text.splitlines():
@@ -259,7 +185,7 @@ def on_login(login: Node, facts: Facts) -> list[Finding]:
 
 
 def asked(login: Node, request: Request, has: Mapping[str, Sequence[str]], code: int, said: str) -> list[Finding]:
-    """The site has what a job asks for: `has` is what PREPARE_QUEUE printed, `said` srun's answer to --test-only."""
+    """The site has what a job asks for: `has` is what `slurm_check.sh` printed, `said` srun's answer to --test-only."""
     name = login.name
     job = Job("doctor", ("true",), request.nodes, request.gpus, "/", queue=Queue(login, request.options))
     job = replace(job, device="cuda" if request.device == "cuda" else "cpu")
