@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from cluster import resources
 from cluster.errors import ClusterError, LaunchError, UnreachableError
 from cluster.model import Node
 from cluster.shells import Stream, reach
@@ -29,27 +30,6 @@ _CHUNK = 1 << 18
 #: What compression leaves of a layer, as a guess until it is seen.
 _RATIO = 0.5
 
-#: On a node: go to the folder of what has arrived.
-FOLDER = r"""
-set -e -o pipefail
-umask 077
-folder=$HOME/.cache/clusterctl/layers-$(uname -n)
-mkdir -p "$folder"
-cd "$folder"
-"""
-# Answers how much of the file is there, then adds its input to it. A connection that broke may still be writing.
-_RECEIVE = f"""{FOLDER}
-[ ! -e "$1" ] || {{ echo complete; exit 0; }}
-exec 9>>"$1.part"
-flock -w 20 9 || {{ echo "another push is sending this image" >&2; exit 1; }}
-wc -c <"$1.part"
-exec cat >&9
-"""
-_KEEP = f"""{FOLDER}
-read -r sum _ < <(sha256sum "$1.part")
-[ "$sum" = "$2" ] || {{ rm -f "$1.part"; exit 9; }}
-mv "$1.part" "$1"
-"""
 _DIFFERS = 9
 
 
@@ -204,6 +184,10 @@ class Blob:
             return process
 
 
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", resources.text("images/common.sh", "images/delivery.sh"), "delivery", *words]
+
+
 @dataclass
 class Delivery:
     """The files of one node: `wire` bytes have been sent, those of broken connections included."""
@@ -249,7 +233,7 @@ class Delivery:
     def _send(self, blob: Blob) -> bool:
         """Whether the file is there now, as it should be."""
         shell = reach(self.node)
-        with shell.stream(["bash", "-c", _RECEIVE, "receive", blob.name]) as stream:
+        with shell.stream(_script("receive", blob.name)) as stream:
             answer = stream.stdout.readline().decode().strip()
             if answer == "complete":
                 self._arrived[blob.name] = blob.size
@@ -262,7 +246,7 @@ class Delivery:
                 raise self._refused(stream) from None
             if stream.wait(STALL_S).code:
                 raise self._refused(stream)
-        kept = shell.run(["bash", "-c", _KEEP, "keep", blob.name, blob.digest], timeout_s=900)
+        kept = shell.run(_script("keep", blob.name, blob.digest), timeout_s=900)
         if kept.code not in (0, _DIFFERS):
             raise LaunchError(f"{self.node.name}: cannot keep the image's layers: {kept.last_line}", "there: df -h ~")
         return kept.code == 0

@@ -7,69 +7,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster import resources
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.images.delivery import FOLDER
 from cluster.model import Node
 from cluster.runtimes.containers import ARCHITECTURES
 from cluster.shells import reach
 
 #: This machine, as a node that has no login.
 HERE = Node("this machine", "")
-
-# What runs on the nodes. Each begins by choosing the engine: the node's runtime, or the first one that is there.
-_ENGINE = r"""
-engine=$1
-[ -n "$engine" ] || { engine=docker; command -v docker >/dev/null || ! command -v podman >/dev/null || engine=podman; }
-command -v "$engine" >/dev/null || { echo "no program $engine" >&2; exit 127; }
-"""
-_ID = f"""{_ENGINE}
-"$engine" image inspect --format '{{{{.Id}}}}' "$2" 2>/dev/null || "$engine" version >/dev/null
-"""
-_LOOK = (
-    _ENGINE
-    + r"""
-echo "engine $engine"
-if [ "$engine" = docker ]; then
-    docker version --format 'version {{.Server.Version}}' || exit 3
-    docker info --format 'platform {{.OSType}}/{{.Architecture}}' || exit 3
-    docker info --format 'driver {{.Driver}} {{json .DriverStatus}}' || exit 3
-    root=$(docker info --format '{{.DockerRootDir}}') || exit 3
-else
-    podman version --format 'version {{.Client.Version}}' || exit 3
-    podman info --format 'platform {{.Host.OS}}/{{.Host.Arch}}' || exit 3
-    root=$(podman info --format '{{.Store.GraphRoot}}') || exit 3
-fi
-echo "root $root"
-df -Pk "$root" 2>/dev/null | awk 'NR == 2 { print "free", $4 }'
-"$engine" image inspect --format 'image {{.Id}} {{.Size}} {{json .RootFS.Layers}}' "$2" 2>/dev/null
-"$engine" image ls --all --quiet --no-trunc | sort -u | \
-    xargs -r "$engine" image inspect --format 'layers {{json .RootFS.Layers}}' 2>/dev/null
-exit 0
-"""
-)
-# Its input is the beginning of an archive, for which the files are the rest, unless a file is named that is all of one.
-# Nothing that arrived is left afterwards, but for what another push is just writing; and the image that had the name
-# before is removed, if that was its only name and no container uses it.
-_LOAD = (
-    _ENGINE
-    + FOLDER
-    + r"""
-name=$2 whole=$3
-shift 3
-was=$("$engine" image inspect --format '{{.Id}}' "$name" 2>/dev/null) || was=
-if [ -n "$whole" ]; then "$engine" load <"$whole" >/dev/null
-else { cat; [ $# -eq 0 ] || tar -c -- "$@"; head -c 1024 /dev/zero; } | "$engine" load >/dev/null; fi
-is=$("$engine" image inspect --format '{{.Id}}' "$name")
-names() { "$engine" image inspect --format '{{len .RepoTags}}' "$1"; }
-if [ -n "$was" ] && [ "$was" != "$is" ] && [ "$(names "$was")" = 0 ]; then
-    "$engine" image rm "$was" >/dev/null 2>&1 || true
-fi
-rm -f -- "$whole" "$@"
-for file in *; do [ ! -e "$file" ] || flock -n "$file" rm -f -- "$file" || true; done
-rmdir "$PWD" 2>/dev/null || true
-echo "$is"
-"""
-)
 
 
 @dataclass(frozen=True)
@@ -106,7 +51,7 @@ def look(node: Node, image: str) -> Engine:
     """Raises UnreachableError when the node's engine does not answer."""
     said: dict[str, str] = {}
     held = []
-    for line in _ask(node, _LOOK, image).splitlines():
+    for line in _ask(node, "inspect", image).splitlines():
         key, _, rest = line.partition(" ")
         said[key] = rest
         if key == "layers":
@@ -131,7 +76,7 @@ def look(node: Node, image: str) -> Engine:
 
 def image_id(node: Node, image: str) -> str:
     """The image's full id, "" when the node has none; raises UnreachableError when its engine does not answer."""
-    return _full(_ask(node, _ID, image).strip())
+    return _full(_ask(node, "id", image).strip())
 
 
 def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
@@ -140,15 +85,19 @@ def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
     With `head` they are its layers, without it the one file is the whole archive. Raises LaunchError.
     """
     names = ["", *files] if head else files
-    argv = ["bash", "-c", _LOAD, "load", _program(node), image, *names]
-    done = reach(node).run(argv, stdin=head, timeout_s=3600)
+    done = reach(node).run(_script("load", node, image, *names), stdin=head, timeout_s=3600)
     if done.code:
         raise LaunchError(f"{node.name}: the engine does not load the image: {done.last_line}", "there: docker info")
     return _full(done.out.strip())
 
 
-def _ask(node: Node, text: str, image: str) -> str:
-    answer = reach(node).run(["bash", "-c", text, "image", _program(node), image], timeout_s=120)
+def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
+    text = resources.text("images/common.sh", "images/engine.sh")
+    return ["bash", "-c", text, "engine", operation, _program(node), image, *files]
+
+
+def _ask(node: Node, operation: str, image: str) -> str:
+    answer = reach(node).run(_script(operation, node, image), timeout_s=120)
     if answer.code:
         raise _silent(node, answer.last_line)
     return answer.out

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from cluster import quoting, readiness
+from cluster import quoting, readiness, resources
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.model import Node
 from cluster.shells import reach
@@ -17,32 +17,6 @@ from cluster.shells import reach
 _CHUNK = 1 << 20
 #: Unpacking and packing 6 GB takes minutes, on a busy disk many.
 _BUILD_TIMEOUT_S = 3600.0
-
-# The image's files come as input; what is unfinished stands beside the target, on the same disk, and goes whatever
-# happens. `$1` the target, `$2` the image's variables, `$3` what a container of it runs. `apptainer build` can read the
-# engine's own archive, too, but packs every layer with gzip on its way, which takes thrice as long.
-_MAKE = r"""
-set -e -o pipefail
-command -v apptainer >/dev/null || { echo "there is no apptainer" >&2; exit 3; }
-mkdir -p -- "$(dirname -- "$1")"
-work=$(mktemp -d -- "$1.XXXXXX")
-trap 'chmod -R u+rwX -- "$work"; rm -rf -- "$work"' EXIT
-mkdir "$work/root"
-tar -x --no-same-owner --no-same-permissions --exclude='dev/*' -C "$work/root"
-chmod -R u+rwX -- "$work/root"
-mkdir -p "$work/root/.singularity.d/env"
-printf '%s' "$2" > "$work/root/.singularity.d/env/10-docker.sh"
-printf '%s' "$3" > "$work/root/.singularity.d/runscript"
-chmod 755 "$work/root/.singularity.d/env/10-docker.sh" "$work/root/.singularity.d/runscript"
-options=()
-# Not through a pipe to grep -q, which ends at the first match: mksquashfs would fail by the closed pipe, now and then.
-case $(mksquashfs -help 2>&1) in
-    *zstd*) options=(--mksquashfs-args "-comp zstd -Xcompression-level 3") ;;
-esac
-APPTAINER_TMPDIR="$work" APPTAINER_CACHEDIR="$work/cache" \
-    apptainer --silent build "${options[@]}" "$work/image.sif" "$work/root" >&2
-mv -f -- "$work/image.sif" "$1"
-"""
 
 
 def make(node: Node, image: str, target: str, sent: Callable[[int, int], None]) -> None:
@@ -56,7 +30,7 @@ def make(node: Node, image: str, target: str, sent: Callable[[int, int], None]) 
     size = int(about["Size"])
     with (
         _files(image) as files,
-        reach(node).stream(["bash", "-c", _MAKE, "sif", *words]) as there,
+        reach(node).stream(["bash", "-c", resources.text("images/sif.sh"), "sif", *words]) as there,
     ):
         done = 0
         try:

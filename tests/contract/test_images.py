@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster import resources
 from cluster.config import DEFAULT_IMAGE
 from cluster.errors import LaunchError
 from cluster.images import _Layers, engine
 from cluster.images.compare import chain_ids
-from cluster.images.delivery import _RECEIVE, Blob, Delivery, SourceError
+from cluster.images.delivery import Blob, Delivery, SourceError
 from cluster.model import Node
 from cluster.shells import close_all
 
@@ -132,7 +133,8 @@ def test_nodes_that_share_a_home_take_the_same_file_at_the_same_time(tmp_path):
         (tmp_path / host / "uname").chmod(0o755)
         env = {"HOME": str(tmp_path), "PATH": f"{tmp_path / host}:{os.environ['PATH']}"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(["bash", "-c", _RECEIVE, "receive", "layer.gz"], env=env, **pipes)
+        text = resources.text("images/common.sh", "images/delivery.sh")
+        return subprocess.Popen(["bash", "-c", text, "delivery", "receive", "layer.gz"], env=env, **pipes)
 
     with receive("gpu-a") as first, receive("gpu-b") as second:
         assert (first.stdout.readline(), second.stdout.readline()) == (b"0\n", b"0\n")
