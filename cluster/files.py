@@ -23,7 +23,7 @@ from typing import Literal, TypeVar, cast
 
 from rich.filesize import decimal
 
-from cluster import fanout, manifest, transfer
+from cluster import fanout, manifest, resources, transfer
 from cluster.errors import ClusterError, UsageError
 from cluster.inventory import DATA_DIR
 from cluster.manifest import LEFT_OUT, OURS, Difference, Entry, Listing, Manifest
@@ -37,96 +37,8 @@ State = Literal["none", "copy", "common", "elsewhere"]
 #: Told a node's name ("" is this machine), what is done there, and of how many bytes in all how many are.
 Report = Callable[[str, str, int, int], None]
 
-_NOT_LISTED = " -o ".join(f"-name '{name}'" for name in (*LEFT_OUT, f"{OURS}*"))
-_LISTING = rf"""
-    find "$start" \( {_NOT_LISTED} \) -prune -o \
-        \( -type f -o -type l \) -printf '%y\t%m\t%s\t%T@\t%i\t%p\0%l\0'"""
-
-_PROLOGUE = r"""
-set -uo pipefail
-export LC_ALL=C
-settle() {  # a data_dir may begin with ~/
-    data=$1
-    case $data in '~/'*) data=$HOME/${data#??} ;; esac
-}
-enter() {  # the folder to list from, and what to list
-    if [ -d "$1" ]; then cd -- "$1" && start=.; else cd -- "${1%/*}/" && start=./${1##*/}; fi
-}
-"""
-
-# For each (path, key): what is there, where, the free bytes, the listing's digest, what was kept (the listing's digest
-# at the last comparison, and the content's then), whether the marker is seen. Nothing is read or written.
-_LOOK = (
-    _PROLOGUE
-    + r"""
-settle "$1"; marker=$2; shift 2
-while [ $# -gt 0 ]; do
-    path=$1 mirror=$data$1 keep=$data/.clusterctl/$2 state=none listed= was= content=
-    if [ "$(realpath -m -- "$mirror")" != "$(realpath -m -- "$data")$path" ]; then
-        if [ "$mirror" -ef "$path" ]; then state=common; else state=elsewhere; fi
-    elif [ -e "$mirror" ]; then
-        state=copy
-        listed=$(enter "$mirror" && """
-    + _LISTING
-    + r""" | sha256sum) || exit 1
-        [ ! -f "$keep/digests" ] || read -r was content < "$keep/digests"
-    fi
-    at=$mirror
-    while [ ! -e "$at" ]; do at=${at%/*}; at=${at:-/}; done
-    free=$(df --output=avail -B1 -- "$at" | tail -n 1)
-    seen=
-    if [ -n "$marker" ] && { [ -e "$path/$marker" ] || [ -e "${path%/*}/$marker" ]; }; then seen=seen; fi
-    printf '%s\0' "$state" "$mirror" "$keep" "${free// /}" "${listed%% *}" "$was" "$content" "$seen"
-    shift 2
-done
-"""
-)
-
-# The kept hashes behind their size in bytes, then what is listed, compressed.
-_LIST = (
-    _PROLOGUE
-    + r"""
-kept=$2/manifest
-if [ -n "$2" ] && [ -f "$kept" ]; then stat -c %s -- "$kept" && cat -- "$kept" || exit 1; else echo 0; fi
-enter "$1" && """
-    + _LISTING
-    + """ | gzip -1
-"""
-)
-
-# Each batch writes to a file of its own: the lines of programs that share a pipe would be mixed.
-_HASH = (
-    _PROLOGUE
-    + r"""
-enter "$1" || exit 1
-sums=$(mktemp -d) && trap 'rm -rf -- "$sums"' EXIT && trap 'exit 1' HUP INT TERM
-xargs -0 -r -n 256 -P "$(nproc)" bash -c 'sha256sum -z -- "$@" >> "$0/$$"' "$sums" && cat -- "$sums"/*
-"""
-)
-
-_KEEP = r"""
-set -eu
-mkdir -p -- "$1"
-rm -f -- "$1/digests"
-cat > "$1/manifest.tmp" && mv -- "$1/manifest.tmp" "$1/manifest"
-printf '%s %s\n' "$2" "$3" > "$1/digests.tmp" && mv -- "$1/digests.tmp" "$1/digests"
-"""
-
-_LINK = r"""
-set -eu
-mkdir -p -- "$(dirname -- "$2")"
-[ ! -d "$2" ] || [ -L "$2" ] || rmdir -- "$2"
-ln -sfn -- "$1" "$2"
-"""
-
-# Names from stdin; folders that are left empty go as well.
-_REMOVE = r"""
-set -euo pipefail
-cd -- "$1"
-names=$(mktemp) && trap 'rm -f -- "$names"' EXIT && cat > "$names"
-xargs -0 -r rm -f -- < "$names"
-xargs -0 -r dirname -z -- < "$names" | sort -zu | xargs -0 -r rmdir -p --ignore-fail-on-non-empty -- 2> /dev/null || :
-"""
+#: The names that `files.sh` leaves out.
+_NAMES_LEFT_OUT = " ".join((*LEFT_OUT, f"{OURS}*"))
 
 
 @dataclass(frozen=True)
@@ -144,7 +56,7 @@ class Synced:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What `_LOOK` says of one path on one node."""
+    """The state of one path on one node, as `files.sh` prints it."""
 
     state: State
     mirror: str
@@ -283,7 +195,7 @@ def collect(
     began = time.monotonic()
     source = remote_folder.rstrip("/")
     shell = reach(node)
-    probe = shell.run(["bash", "-c", '[ -d "$1" ] || exit 3; command -v rsync; exit 0', "probe", source])
+    probe = shell.run(_script("source", source))
     if probe.code:
         raise NoFolderError(f"{node.name}: {source}: no such folder")
     listing, _, _ = _list(node, shell, source, "")
@@ -369,15 +281,18 @@ def _marker(here: _Here) -> Iterator[str]:
             file.unlink()
 
 
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", resources.text("files.sh"), "files", *words]
+
+
 def _look(node: Node, paths: Sequence[str], marker: str = "") -> list[_Seen]:
     if not PurePosixPath(node.data_dir).is_absolute() and not node.data_dir.startswith("~/"):
         raise UsageError(
             f"{node.name}: data_dir {node.data_dir!r} is not an absolute path", "clusterctl init, or set it there"
         )
     arguments = [word for path in paths for word in (path, manifest.key(path))]
-    done = reach(node).run(
-        ["bash", "-c", _LOOK, "look", node.data_dir.rstrip("/"), marker, *arguments], timeout_s=600.0
-    )
+    words = [node.data_dir.rstrip("/"), marker, _NAMES_LEFT_OUT, *arguments]
+    done = reach(node).run(_script("state", *words), timeout_s=600.0)
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be looked at: {transfer.why(done.err)}")
     fields = done.out.split("\0")[:-1]
@@ -425,12 +340,11 @@ def _sync(
     seen = _look(node, [here.path], marker)[0]
     if seen.marked and not copy and seen.state != "copy":
         if seen.state != "common":
-            _run(node, shell, ["bash", "-c", _LINK, "link", here.path, seen.mirror], f"{seen.mirror} cannot be made")
+            _run(node, shell, _script("link", here.path, seen.mirror), f"{seen.mirror} cannot be made")
         return Synced(node.name, "common", seconds=time.monotonic() - began)
     if seen.state in ("common", "elsewhere"):
         # Only the mirror itself, and only when it is a link: never what stands behind it.
-        unlink = ["bash", "-c", '[ -L "$1" ] && rm -f -- "$1"', "unlink", seen.mirror]
-        if not copy or shell.run(unlink).code:
+        if not copy or shell.run(_script("unlink", seen.mirror)).code:
             raise _elsewhere(node, seen)
         seen = _look(node, [here.path], marker)[0]
         if seen.state in ("common", "elsewhere"):
@@ -450,7 +364,7 @@ def _sync(
     top = seen.mirror if not here.only else seen.mirror.rpartition("/")[0]
     if removed:
         names = b"".join(b"./" + os.fsencode(name) + b"\0" for name in removed)
-        _run(node, shell, ["bash", "-c", _REMOVE, "remove", top], f"{top}: files cannot be removed", names)
+        _run(node, shell, _script("remove", top), f"{top}: files cannot be removed", names)
         seen = _look(node, [here.path])[0]
     wanted = {name: here.entries[name].size for name in sorted({*difference.missing, *difference.different})}
     needed = manifest.space_needed(difference, here.entries, there)
@@ -498,7 +412,7 @@ def _there(node: Node, seen: _Seen, fresh: bool) -> dict[str, Entry]:
     unread = [name for name in listing if name not in digests]
     if unread:
         names = b"".join(b"./" + os.fsencode(name) + b"\0" for name in unread)
-        sums = _read_all(node, shell, ["bash", "-c", _HASH, "hash", seen.mirror], names, seen.mirror)
+        sums = _read_all(node, shell, _script("hash", seen.mirror), names, seen.mirror)
         digests.update(manifest.parse_sums(sums))
         if lost := [name for name in unread if name not in digests]:
             raise ClusterError(f"{node.name}: {seen.mirror}/{manifest.printable(lost[0])} vanished while it was read")
@@ -507,13 +421,13 @@ def _there(node: Node, seen: _Seen, fresh: bool) -> dict[str, Entry]:
     if unread or (raw, content) != (seen.kept_listing, seen.kept_content):
         kept = manifest.pack({name: (stamp, digests[name]) for name, stamp in listing.items()})
         # A cache: where it cannot be written, the next comparison reads again.
-        shell.run(["bash", "-c", _KEEP, "keep", seen.keep, raw, content], stdin=kept, timeout_s=600.0)
+        shell.run(_script("keep", seen.keep, raw, content), stdin=kept, timeout_s=600.0)
     return entries
 
 
 def _list(node: Node, shell: Shell, folder: str, keep: str) -> tuple[Listing, manifest.Known, str]:
-    """What is in a node's folder, what was kept of it, and the listing's digest as `_LOOK` computes it."""
-    raw = _read_all(node, shell, ["bash", "-c", _LIST, "list", folder, keep], b"", folder)
+    """What is in a node's folder, what was kept of it, and the listing's digest as `files.sh` computes it."""
+    raw = _read_all(node, shell, _script("list", folder, keep, _NAMES_LEFT_OUT), b"", folder)
     head, _, rest = raw.partition(b"\n")
     kept = int(head)
     listing = zlib.decompress(rest[kept:], wbits=31)

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
+from cluster import resources
 from cluster.errors import ClusterError, LaunchError, UnreachableError
 from cluster.manifest import OURS
 from cluster.model import Node
@@ -48,39 +49,6 @@ _HINTS = {
     "No space left on device": "make room there, or choose another data_dir in the inventory; what has arrived stays",
     "Permission denied": "choose a data_dir in the inventory that the login may write to",
 }
-
-_MAKE_ROOM = r"""
-set -u
-target=$1 beside=$2
-mkdir -p -- "$target" "$beside/tmp" || exit 1
-# what a killed transfer left, unless it might be one that still runs
-find "$beside" -mindepth 1 -maxdepth 2 \( -path "*/tmp/*" -o -name "incoming.*" \) -mmin +60 -exec rm -rf -- {} +
-command -v rsync > /dev/null && echo rsync
-exit 0
-"""
-
-_UNPACK = r"""
-set -euo pipefail
-target=$1 beside=$2
-incoming=$(mktemp -d -- "$beside/incoming.XXXXXX")
-trap 'rm -rf -- "$incoming"' EXIT
-trap 'exit 1' HUP INT TERM
-tar -x -p --no-same-owner -f - -C "$incoming"
-cd -- "$incoming"
-find . -type d -print0 | while IFS= read -r -d '' folder; do
-    mkdir -p -- "$target/$folder"
-    find "$folder" -mindepth 1 -maxdepth 1 ! -type d -print0 | xargs -0 -r mv -f -t "$target/$folder" --
-done
-"""
-
-# The names are read to their end before the archive begins, so that neither side waits for the other.
-_PACK = r"""
-set -euo pipefail
-names=$(mktemp)
-trap 'rm -f -- "$names"' EXIT
-cat > "$names"
-tar -c --format=posix -C "$1" --no-unquote --null -T "$names" -f - || [ $? = 1 ]
-"""
 
 
 @dataclass
@@ -177,7 +145,7 @@ def send(
     that looks the same; `follow` sends what a link leads to instead of the link. Returns the bytes that travelled, and
     how. Raises ClusterError that begins with the node's name.
     """
-    done = reach(node).run(["bash", "-c", _MAKE_ROOM, "room", target, beside])
+    done = reach(node).run(_script("prepare", target, beside))
     if done.code:
         raise _cannot_write(node, target, done.err)
     if done.out.strip() == "rsync" and _rsync_here():
@@ -223,6 +191,10 @@ def why(errors: str) -> str:
         if found and not found[1].startswith(("Exiting", "Error is not")):
             return found[1]
     return lines[-1] if lines else "it ended without a word"
+
+
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", resources.text("transfer.sh"), "transfer", *words]
 
 
 def _cannot_write(node: Node, target: str, errors: str) -> ClusterError:
@@ -298,7 +270,7 @@ def _send_archive(
         report(moved)
 
     stop.check(node)
-    with reach(node).stream(["bash", "-c", _UNPACK, "unpack", target, beside]) as stream:
+    with reach(node).stream(_script("unpack", target, beside)) as stream:
         try:
             # GNU's format keeps names as the bytes they are.
             with tarfile.open(mode="w|", fileobj=_Counted(stream, sent), format=tarfile.GNU_FORMAT) as archive:
@@ -340,7 +312,7 @@ def _add(archive: tarfile.TarFile, root: Path, name: str, follow: bool) -> None:
 def _fetch_archive(node: Node, source: str, names: set[str], root: Path, stop: Stop) -> int:
     moved = 0
     stop.check(node)
-    with reach(node).stream(["bash", "-c", _PACK, "pack", source]) as stream:
+    with reach(node).stream(_script("pack", source)) as stream:
         try:
             stream.stdin.write(_names(sorted(names)))
             stream.stdin.close()
