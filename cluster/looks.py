@@ -292,7 +292,9 @@ def status(name: str, answer: Answer, now: float | None = None) -> NodeStatus:
     if agent.get("phase") == "exited":
         code, at = int(agent["exit_code"]), float(agent["ended_at"])
         failure = agent.get("failure")
-        detail = str(failure["error"]) if failure else str(agent.get("reason", "")) if code else ""
+        detail = str(agent.get("reason", "")) if code else ""
+        if failure:
+            detail = "" if failure["rank"] is not None else str(failure["error"])
         return NodeStatus(name, "exited", code, detail, at, failure=failure)
     if word == "exit":
         code_text, at_text = rest.split()[:2]

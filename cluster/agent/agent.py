@@ -617,7 +617,7 @@ class Agent:
         status.write(phase="running", ranks=self._rank_states())
         while any(rank.code is None for rank in self._ranks):
             got = signal.sigtimedwait(SIGNALS, HEARTBEAT_S / 2)
-            if got is not None:
+            if got is not None and got.si_signo in SIGNALS:  # no other after SIGCONT, whose number is not set
                 self._signalled(got.si_signo, memory)
             if script.is_dead():
                 self._stop(STOP_GRACE_S, "the node's script outside of the container is gone")

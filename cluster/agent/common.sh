@@ -44,7 +44,7 @@ nodes() {
         echo "$state"
         case $state in
             exit" 0 "* | alive | starting | no*) echo ;;
-            *) why "$folder/$node" ;;
+            *) why "$folder/$node" "$state" ;;
         esac
         head -n 1 "$folder/$node.json" 2>/dev/null | tr -d '\n'
         echo
@@ -55,9 +55,14 @@ nodes() {
         echo
     done
 }
-# A disk without room has taken neither the exit code nor the log's last lines. A runtime that refuses has its own words.
+# Why the node $1 is in the state $2. A disk without room has taken neither the exit code nor the log's last lines. A
+# runtime, or the script itself, that refused to start the agent has printed why.
 why() {
     local room
     room=$(no_room "$1")
-    if [ -n "$room" ]; then echo "$room"; else tail -n 1 "$1.err" 2>/dev/null | tr -d '\n'; echo; fi
+    case $room:$2 in
+        ?*:*) ;;
+        :gone | ":exit 7"* | ":exit 12"[567]*) room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
+    esac
+    echo "$room"
 }

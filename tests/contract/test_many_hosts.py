@@ -1,6 +1,6 @@
 """Sixty-four machines at once behind one real sshd: all start, each logged into once, none turned away for good.
 
-It is the launcher that is tested: the program is a shell script in place of torchrun, because 64 times torch is more
+It is the launcher that is tested: the program is a shell script in place of the agent, because 64 times torch is more
 than a machine holds. The figures are in benchmarks/hosts.py.
 """
 

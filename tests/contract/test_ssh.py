@@ -59,7 +59,7 @@ def test_this_machine_may_be_one_of_the_machines(machines, here, nodes, run, job
     assert (brought / "result-0").exists()
     for rank in range(nodes):
         assert f"node-{rank} | here is rank {rank}" in text
-        (log,) = (brought / "attempt-1" / "ranks" / f"node-{rank}").glob("*/*/*/stdout.log")
+        (log,) = (brought / "attempt-1" / "ranks" / f"node-{rank}").glob("*.log")
         assert log.read_text() == f"here is rank {rank}\n"
     taken = f"{job_name}-taken"
     (own / taken).mkdir()
@@ -326,7 +326,7 @@ def test_who_leaves_a_restart_does_not_end_the_job(machines, run, job_name):
     time.sleep(5)  # it waits for node-1 to come back
     attached.send_signal(signal.SIGINT)
     text, _ = attached.communicate(timeout=60)
-    assert (attached.returncode, "clusterctl attach job. Stop it" in text) == (130, True), text
+    assert (attached.returncode, f"clusterctl attach {job_name}. Stop it" in text) == (130, True), text
     folder.unlink()
     code, text = machines.run("attach", job_name)
     assert (code, "tick 4: rank 0 of 2" in text) == (0, True), text
