@@ -3,19 +3,18 @@
 Run as a program, as the classes' modules (models.yolo, models.common) must exist while it is written, and only then.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.trainer_process import run
 
 
 def write_official(path: Path, **options: Any) -> Path:
     """A yolov5n in half precision; options: nc, seed, ema_seed, anchor_gain, names_as_dict, model_class."""
     arguments = [f"{k}={v!r}" for k, v in options.items()]
-    program = [sys.executable, str(Path(__file__)), str(path), *arguments]
-    subprocess.run(program, check=True, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    done = run(path.parent, str(path), *arguments, program=[__file__])
+    assert done.returncode == 0, done.stderr
     return path
 
 

@@ -90,7 +90,8 @@ def test_what_cannot_be_measured_is_said_in_a_sentence(
 
 
 def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> None:
-    arguments = ["bench", "scaling", *SMALL, "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
+    data = squares(tmp_path / "set", train=12)
+    arguments = ["bench", "scaling", *SMALL, "--data", str(data), "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
     (process,) = start(tmp_path, [{}], *arguments)
     until = time.monotonic() + 120
     while len(processes_in(tmp_path)) < 3 and time.monotonic() < until:  # a second rank: one has been measured

@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from typer.testing import CliRunner
 
 from tests.unit.test_bad_data import break_labels
+from tests.unit.trainer_process import run
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_picture
 from trainer.cli import app
 
@@ -86,9 +85,8 @@ def test_a_picture_in_both_splits_is_a_warning(tmp_path):
     assert f"warning: {twin} of the training" in out
 
 
-def test_a_file_that_is_not_there():
-    command = [sys.executable, "-m", "trainer", "data", "check", "--data", "nowhere.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_file_that_is_not_there(tmp_path):
+    done = run(tmp_path, "data", "check", "--data", "nowhere.yaml")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --data nowhere.yaml: no such file\nhint: ")
 

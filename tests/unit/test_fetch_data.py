@@ -5,8 +5,6 @@ import hashlib
 import http.server
 import io
 import os
-import subprocess
-import sys
 import tarfile
 import threading
 import zipfile
@@ -16,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_train_data import run_train
+from tests.unit.trainer_process import run, start, wait
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set
 from trainer.data import archive, open_dataset
 from trainer.data.archive import unpack
 from trainer.data.fetch import fetch_missing
 from trainer.errors import TrainerError
-
-ROOT = Path(__file__).parents[2]
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -122,10 +119,7 @@ def test_what_is_there_is_kept_and_what_is_missing_is_added(server, tmp_path):
 def test_processes_that_start_at_once_fetch_once(server, tmp_path):
     path = data_yaml(tmp_path / "user", f"{server.address}/pets.zip")
     program = f"from trainer.data import open_dataset; print(len(open_dataset({str(path)!r}, 'train', imgsz=64)))"
-    processes = [
-        subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-    ]
-    answers = [process.communicate(timeout=240)[0].splitlines()[-1] for process in processes]
+    answers = [each.stdout.splitlines()[-1] for each in wait(start(tmp_path, [{}] * 3, program=("-c", program)))]
     assert answers == ["4", "4", "4"]
     assert server.asked == ["/pets.zip"]
 
@@ -140,10 +134,9 @@ def test_training_fetches_its_pictures(server, tmp_path):
 
 def test_the_command(server, tmp_path):
     path = data_yaml(tmp_path / "user", f"{server.address}/pets.zip")
-    command = [sys.executable, "-m", "trainer", "data", "download", "--data", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run(tmp_path, "data", "download", "--data", str(path))
     assert done.stdout.splitlines() == [f"data: fetching {server.address}/pets.zip", f"data: unpacked to {path.parent}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run(tmp_path, "data", "download", "--data", str(path))
     assert done.stdout == f"{path}: all pictures are there\n"
 
 

@@ -2,19 +2,18 @@
 
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.unit.trainer_process import PIPE, Forked
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.data import open_dataset
 from trainer.data.label_cache import FOLDER
 from trainer.data.yolo import Yolo
 
-ROOT = Path(__file__).parents[2]
 # Opens a set when told to, and says how many label files and pictures it opened for that, and what it found.
 READER = """
 import os, sys
@@ -32,14 +31,7 @@ print(files, sum(len(data.labels(k)) for k in range(len(data))), data._scan.fold
 def read_at_once(path: Path, *environments: dict[str, str]) -> list[list[str]]:
     """What processes say that open the set at the same time, one for each of the changes to the environment."""
     readers = [
-        subprocess.Popen(
-            [sys.executable, "-c", READER, str(path)],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        Forked([sys.executable, "-c", READER, str(path)], env={**os.environ, **environment}, stdin=PIPE, stdout=PIPE)
         for environment in environments
     ]
     for reader in readers:

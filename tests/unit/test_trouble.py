@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from tests.unit.trainer_process import TINY, Ended, Forked, ranks, run, start, wait
+from tests.unit.trainer_process import TINY, Ended, Forked, exec_trainer, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
 from trainer import contract, dist
 from trainer.__main__ import main
@@ -166,19 +166,19 @@ def test_out_of_memory_says_which_batch_fits_and_that_one_does(tmp_path: Path) -
         "json.loads('[' * 30000 + ']' * 30000)\n"
         "sys.setrecursionlimit(1000)\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
-        f"limit = pages * {resource.getpagesize()} + (400 << 20)\n"
+        f"limit = pages * {resource.getpagesize()} + (900 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
         "main()\n"
     )
 
     def train(batch: int) -> Ended:
-        arguments = options(data, "--cfg", "yolov5n.yaml", "--imgsz", "320", "--epochs", "1", "--precision", "fp32")
+        arguments = options(data, "--cfg", "yolov5n.yaml", "--imgsz", "640", "--epochs", "1", "--precision", "fp32")
         arguments += ["--batch", str(batch)]
-        return run(tmp_path, *arguments, program=["limited.py"])
+        return wait(exec_trainer(tmp_path, [{}], *arguments, program=["limited.py"]))[0]  # with a memory of its own
 
     done = train(32)
     assert done.returncode == 2, done.stderr[-2000:]
-    assert "error: out of memory with 32 pictures of 320 x 320 px on this cpu" in done.stderr
+    assert "error: out of memory with 32 pictures of 640 x 640 px on this cpu" in done.stderr
     fits = re.search(r"hint: --batch (\d+) fits", done.stderr)
     assert fits, done.stderr
     assert 1 <= int(fits[1]) <= 16

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -172,6 +173,7 @@ def _become(
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     np.random.seed()
+    tempfile.tempdir = None  # found in the server's environment
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     # Its own ranks and loading processes are forked from the same server.
     trainer.ranks.subprocess = FORKING  # type: ignore[assignment, misc]
