@@ -8,7 +8,10 @@ listen() {
     local runtime=$1 image=$2 program=$3
     shift 3
     command -v python3 >/dev/null && exec timeout 60 python3 -c "$program" "$@"
-    [ "$runtime" != none ] && [ -n "$image" ] || { echo "there is no python3" >&2; exit 127; }
+    if [ "$runtime" = none ] || [ -z "$image" ]; then
+        echo "there is no python3" >&2
+        exit 127
+    fi
     exec timeout 60 "$runtime" run --rm -i --init --network host --entrypoint python3 "$image" -c "$program" "$@"
 }
 
