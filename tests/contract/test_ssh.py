@@ -189,7 +189,7 @@ def test_a_program_that_fails_is_started_again_and_given_up_when_it_fails_in_the
     assert text.count("restart 1 of 5") == 1
     assert "restart 2 of 5" not in text
     assert "twice" in text
-    assert text.count("ValueError: this rank was told to fail") == 1
+    assert text.count("Traceback") == 1
     assert processes_of(job_name) == []
 
 
