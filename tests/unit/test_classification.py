@@ -19,7 +19,7 @@ from torchvision.models import get_model, get_model_weights
 from torchvision.transforms.v2.functional import normalize
 
 from tests.unit.settings import settings
-from tests.unit.trainer_process import ranks, start, wait
+from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.config import Hyp
 from trainer.data.dataset import Image
 from trainer.data.labelled import Arrays, open_labelled
@@ -55,9 +55,9 @@ def folders(root: Path, train: int = 4, val: int = 2) -> Path:
     return root
 
 
-def trained(cwd: Path, *arguments: str, count: int = 1) -> tuple[int, str, str]:
+def trained(cwd: Path, *arguments: str, count: int = 1, plots: bool = False) -> Ended:
     quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
-    return wait(start(cwd, ranks(count), "train", "--task", "classify", *quick, *arguments))[0]
+    return wait(start(cwd, ranks(count), "train", "--task", "classify", *quick, *arguments, plots=plots))[0]
 
 
 def table(path: Path) -> list[dict[str, float]]:
@@ -75,7 +75,8 @@ def test_a_classifier_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     options = ("--data", str(data), "--batch", "8", "--epochs", "5", "--optimizer", "AdamW", "--sync-bn")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.0005\nwarmup_epochs: 0\nema_tau: 5\n")
     for count in (1, 2):
-        code, out, err = trained(tmp_path, *options, "--hyp", "hyp.yaml", "--name", f"r{count}", count=count)
+        more = ("--hyp", "hyp.yaml", "--name", f"r{count}")
+        code, out, err = trained(tmp_path, *options, *more, count=count, plots=count == 2)
         assert code == 0, err
         assert "top-1" in out.splitlines()[-1]
     one, two = (table(tmp_path / f"runs/r{count}/results.csv") for count in (1, 2))

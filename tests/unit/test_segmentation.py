@@ -71,7 +71,7 @@ def test_it_learns_where_things_are_and_two_ranks_score_it_like_one(tmp_path: Pa
     (tmp_path / "hyp.yaml").write_text("lr0: 0.004\nwarmup_epochs: 0\nscale: 0.2\n")
     options = ("--data", str(data), "--batch", "6", "--epochs", "12", "--optimizer", "AdamW")
     options += ("--hyp", "hyp.yaml", "--val-period", "12", "--project", "runs")
-    code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options))[0]
+    code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options, plots=True))[0]
     assert code == 0, err
     assert "mIoU" in out.splitlines()[-1]
     assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("ground", "green", "red"))] == [

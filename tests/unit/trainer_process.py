@@ -112,6 +112,8 @@ class Forked:
             with stream:
                 texts[k] = stream.read()
 
+        if self.stdin:
+            self.stdin.close()
         streams = enumerate((self.stdout, self.stderr))
         threads = [threading.Thread(target=read, args=(k, s), daemon=True) for k, s in streams if s and not s.closed]
         for thread in threads:
