@@ -163,6 +163,6 @@ class Watchdog:
     def _give_up(self, idle_s: float, who: str) -> None:
         """End the process: its main thread waits inside a collective, where no exception reaches it."""
         error = f"no step for {idle_s:.0f} s, the end of rank {self._world.rank}: {who}"
-        self._events.emit(contract.FAILED, rank=self._world.rank, error=error, hint=HINT, exit_code=1)
+        self._events.emit(contract.FAILED, rank=self._world.rank, error=error, hint=HINT, exit_code=1, echo=True)
         print(f"error: {error}\nhint: {HINT}", file=sys.stderr, flush=True)
         os._exit(1)
