@@ -89,22 +89,24 @@ class Job:
     """The job's launcher and what it has printed of steps and attempts."""
 
     def __init__(self, bed: Testbed, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder / "work"  # it is compared with what the hosts have: nothing else may be in it
+        self.folder.mkdir()
+        self.log = folder / "launch.log"
         nodes = {
             name: {"address": address, "gpus": 1, "runtime": "docker", "run_dir": "/root/clusterctl/runs"}
             | {"data_dir": "/root/clusterctl/data"}
             for name, address in bed.addresses.items()
         }
         described = {"ssh_config": str(bed.ssh_config), "device": "cpu", "nodes": nodes}
-        (folder / "cluster.yaml").write_text(json.dumps(described))
-        (folder / "program.py").write_text(PROGRAM)
-        self.environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / ".records")}
+        (self.folder / "cluster.yaml").write_text(json.dumps(described))
+        (self.folder / "program.py").write_text(PROGRAM)
+        self.environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / "records")}
         self.call("sync", ".", check=True)
-        self.output = (folder / "launch.log").open("w")
+        self.output = self.log.open("w")
         command = ["launch", "--name", JOB, "--nodes", "2", "--gpus", "1", "--spares", "1", "--max-restarts", "1000"]
         self.launcher = subprocess.Popen(
             [sys.executable, "-m", "cluster", *command, "--command", "program.py"],
-            cwd=folder,
+            cwd=self.folder,
             env=self.environment,
             stdout=self.output,
             stderr=subprocess.STDOUT,
@@ -128,7 +130,7 @@ class Job:
 
     def nodes(self) -> list[str]:
         """The hosts of the newest attempt."""
-        attempts = re.findall(r"attempt \d+ on ([^\n]*?), \d+\.\d s after", (self.folder / "launch.log").read_text())
+        attempts = re.findall(r"attempt \d+ on ([^\n]*?), \d+\.\d s after", self.log.read_text())
         return attempts[-1].split(", ") if attempts else ["n0", "n1"]
 
 
@@ -146,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         job = Job(bed, Path(name))
         while not job.steps():
-            assert job.launcher.poll() is None, (job.folder / "launch.log").read_text()
+            assert job.launcher.poll() is None, job.log.read_text()
             time.sleep(1)
         began, planted = time.time(), []
         while (due := began + (len(planted) + 1) * 60 * arguments.every) < began + 60 * arguments.minutes:
@@ -163,7 +165,7 @@ def main() -> None:
         job.call("stop", JOB)
         job.launcher.wait(60)
         report(steps, planted)
-        print((job.folder / "launch.log").read_text()[-4000:], file=sys.stderr)
+        print(job.log.read_text()[-4000:], file=sys.stderr)
 
 
 def report(steps: list[tuple[float, int]], planted: list[tuple[str, str, float, int]]) -> None:
