@@ -7,6 +7,7 @@ trainer, whose rank fails at its second step. HOW is a key of FAILURES.
 import os
 import signal
 import sys
+import time
 
 FAILURES = {
     "exception": r"OSError: \[Errno 30\] Read-only file system: '/data/x'",
@@ -29,6 +30,8 @@ def fail(how):
     if how == "exit":
         os._exit(3)
     if how == "oom":
+        print("waits for its limit", flush=True)
+        time.sleep(3)
         held = []
         while True:
             held.append(bytearray(os.urandom(1 << 20)) * 64)
