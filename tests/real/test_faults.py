@@ -219,6 +219,20 @@ def test_a_killed_launcher_loses_nothing_and_attach_brings_the_results(cluster, 
     assert cluster.left() == {}
 
 
+def test_a_container_ends_by_itself_when_the_nodes_script_was_killed(cluster):
+    """No launcher runs any more, and the script cannot stop its container."""
+    cluster.launch("ft-script", "--nodes", "1", epochs=5000)
+    cluster.until_step()
+    cluster.process.kill()
+    cluster.process.communicate()
+    cluster.testbed["n0"].run("kill -9 $(cat /root/clusterctl/runs/ft-script/attempt-1/n0.pid)")
+    assert cluster.testbed["n0"].run("docker ps -q --filter label=CLUSTER_JOB_ID=ft-script")
+    cluster.wait_until_nothing_is_left(60)
+    assert "the node's script outside of the container is gone" in cluster.testbed["n0"].run(
+        "cat /root/clusterctl/runs/ft-script/attempt-1/n0.log"
+    )
+
+
 def test_a_checkpoint_is_brought_from_a_machine_that_is_there_but_cannot_go_on(cluster):
     cluster.launch("ft-bring", "--nodes", "1", "--spares", "1")
     cluster.until_step()
