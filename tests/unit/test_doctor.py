@@ -305,6 +305,7 @@ def test_clocks_are_compared_with_the_median_and_small_differences_are_fine():
     assert detail.startswith("100 s ahead of the others")
     assert "timedatectl set-ntp true" in fix
     assert bad("clock", seen(clock_s={"n1": 1.9, "n2": 0.0})) == []
+    assert "100 s behind" in one("clock", seen(count=3, clock_s={"n1": 0.4, "n2": -100.2, "n3": -0.3}))[2]
 
 
 def test_other_users_are_a_warning_and_leftovers_are_not_jobs_that_run():

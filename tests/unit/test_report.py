@@ -68,6 +68,14 @@ def test_the_failed_ranks_own_lines_come_first_and_the_others_failures_after_the
     assert [line.startswith("  then rank 0: RuntimeError: xxx") and len(line) < 120 for line in lines[2:]] == [True]
 
 
+def test_a_silent_machine_is_the_cause_only_where_the_others_just_lost_their_peers():
+    for secondary, cause in ((False, "node-1: rank 1: boom"), (True, "node-0: no sign of life for 3 s")):
+        failed = NodeStatus("node-1", "exited", 1, failure={**FAILURE, "secondary": secondary})
+        silent = NodeStatus("node-0", "starting", silent="no sign of life for 3 s")
+        seen = fold(rendezvous.start(PLAN, 9.0), [silent, failed], [], 200.0)
+        assert report.cause(seen, "failed") == cause
+
+
 def test_late_names_those_that_are_waited_for():
     event = {"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"}
     seen = fold(rendezvous.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)

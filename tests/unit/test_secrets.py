@@ -21,6 +21,7 @@ def test_a_bad_line_is_named_by_its_number_and_not_by_its_text(tmp_path):
 
 def test_values_come_from_the_file_or_the_environment_or_are_missed(monkeypatch):
     monkeypatch.setenv("FROM_HERE", "here")
+    monkeypatch.setenv("A", "of the environment, which the file overrides")
     monkeypatch.delenv("NOWHERE", raising=False)
     assert secrets.values(["A", "FROM_HERE"], {"A": "1"}) == {"A": "1", "FROM_HERE": "here"}
     with pytest.raises(UsageError, match="--env NOWHERE: it is not set"):
