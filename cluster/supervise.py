@@ -175,7 +175,7 @@ def _next_attempt(
         records.update(record)
         Path(again.attempt_dir).mkdir(parents=True, exist_ok=True)
         return record
-    lost = [node.name for node in view.nodes if node.phase == "lost" and node.silent]
+    lost = [node.name for node in view.nodes if node.silent]  # its machine does not answer
     with ThreadPoolExecutor(1) as pool:  # the nodes are stopped while the next ones are chosen
         stopping = pool.submit(_cancel, plan, lost, show)
         nodes = _nodes(record, lost, show, wait) if record.job.hosts else ()
