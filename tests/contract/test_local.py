@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -251,9 +252,13 @@ def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl, launch, job
 
 
 def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl, launch, job_name):
-    clusterctl.env["TMPDIR"] = str(clusterctl.folder)
-    with (clusterctl.folder / f"clusterctl-{os.getuid()}.lock").open("a") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # the nodes wait for their turn to start
+    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "chmod"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\nexec flock {lock} {shutil.which("chmod")} "$@"\n')  # the last step before the start
+    slow.chmod(0o755)
+    clusterctl.env["PATH"] = f"{slow.parent}:{clusterctl.env['PATH']}"
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         launcher = clusterctl.start(*launch(f"{TICKS}", "--nodes", "2"))
         until = time.time() + 60
         while not list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")):

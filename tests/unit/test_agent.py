@@ -84,27 +84,28 @@ FAILURES = {
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", 137),
     "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
 }
-#: The other rank waits for the one that fails, and then fails because of it.
+#: The other rank fails because of it: once that one has recorded its exception, or is gone.
 PEER = """
-a = os.path.join(os.environ['CLUSTER_RUN_DIR'], 'started')
+folder = os.environ['CLUSTER_RUN_DIR']
+pid = os.path.join(folder, 'pid')
 if rank != {failing}:
-    open(a, 'w').close()
-    time.sleep({after})
+    while not os.path.exists(pid):
+        time.sleep(0.01)
+    record = os.path.join(os.environ['PYTHONPATH'], 'rank-{failing}.json')
+    while os.path.exists('/proc/' + os.readlink(pid)) and not os.path.exists(record):
+        time.sleep(0.01)
     raise RuntimeError('[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:27041')
-while not os.path.exists(a):
-    time.sleep(0.01)
+os.symlink(str(os.getpid()), pid)
 """
 
 
 @pytest.mark.parametrize("how", list(FAILURES))
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_first_failure_is_that_of_the_rank_that_caused_it(tmp_path, how, failing):
-    """Also where the other rank ends sooner: it lost its peer while that one was still being taken down."""
+    """Also where the other rank ends sooner, while the one that raised is still taken down."""
     statement, error, code = FAILURES[how]
-    after = "0" if how == "exception" else "0.2"
-    slow = "import atexit; atexit.register(time.sleep, 0.5)\n" if how == "exception" else ""
-    node = Node(tmp_path, PEER.format(failing=failing, after=after) + slow + statement)
-    exit_code, _, status = node.end()
+    slow = "import atexit; atexit.register(time.sleep, 2)\n"
+    exit_code, _, status = Node(tmp_path, PEER.format(failing=failing) + slow + statement).end()
     failure = status["failure"]
     assert (failure["rank"], failure["exit_code"], failure["secondary"]) == (failing, code, False)
     assert failure["error"].startswith(error)
@@ -197,7 +198,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(tmp_path):
     while not (pids := [word for word in node.path("node-0.log").read_text().split() if word.isdigit()]):
         assert time.time() < until
         time.sleep(0.02)
-    with node.process:
+    with node.process, node.errors:
         node.process.kill()
     while is_running(pids[0]):
         assert time.time() < until

@@ -68,7 +68,14 @@ def test_a_file_where_a_folder_must_be_is_in_the_way(here, there, blocking):
 
 
 def test_links_that_lead_out_of_the_folder_are_named():
-    targets = {"in": "sub/x", "sub/up": "../y", "out": "/data/x", "sub/away": "../../y", "self": "/here", "z": "/hereby/x"}
+    targets = {
+        "in": "sub/x",
+        "sub/up": "../y",
+        "out": "/data/x",
+        "sub/away": "../../y",
+        "self": "/here",
+        "z": "/hereby/x",
+    }
     listing = {name: Stamp("l", len(target), 0, 0, target) for name, target in targets.items()}
     assert manifest.leading_out(listing, "/here") == ("out -> /data/x", "sub/away -> ../../y", "z -> /hereby/x")
 
