@@ -286,8 +286,10 @@ def _nodes(record: Record, lost: Sequence[str], show: Show, wait: Callable[[floa
         asked = tuple(node for node in wanted if node.name not in unfit)
         # Those that have run the job have what it ran on, also where the files here are others by now.
         joining = [node for node in asked if node not in record.plan.nodes]
-        everyone = replace(job, name=record.plan.job_id, hosts=asked, nodes=max(1, len(asked)))
-        state = (commands.survey(everyone, record.plan, joining) if asked else {}) | unfit
+        state = _survey(record, asked, joining) | unfit
+        failed = [node for node in asked if node not in joining and state[node.name] is not None]
+        if failed and joining:  # they are no measure for the image and the way to the master
+            state |= _survey(record, [node for node in asked if node not in failed], joining)
         for node in joining:
             if (error := state[node.name]) is not None and not isinstance(error, UnreachableError):
                 show.note(f"passed over: {error.message}")
@@ -302,6 +304,12 @@ def _nodes(record: Record, lost: Sequence[str], show: Show, wait: Callable[[floa
         if not lost:
             wait(_RETURN_TICK_S)
         lost = ()
+
+
+def _survey(record: Record, asked: Sequence[Node], joining: Sequence[Node]) -> dict[str, ClusterError | None]:
+    """What keeps each of the nodes `asked` from running the next attempt (see commands.survey)."""
+    job = replace(record.job, name=record.plan.job_id, hosts=tuple(asked), nodes=max(1, len(asked)))
+    return commands.survey(job, record.plan, joining) if asked else {}
 
 
 def _theirs(record: Record, records: Records, wait: Callable[[float], None]) -> Record | None:
