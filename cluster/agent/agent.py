@@ -435,20 +435,16 @@ def _address_towards(peer: str) -> str:
 
 
 def _devices() -> dict[str, str]:
-    """The device of each of this machine's addresses."""
+    """The device of each of this machine's addresses (of those of version 4, each device's first one)."""
     found = {}
-    size, record = 1 << 16, 40  # struct ifreq on 64 bits
-    buffer = bytearray(size)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import ctypes
-
-        holder = (ctypes.c_char * size).from_buffer(buffer)
-        request = struct.pack("iL", size, ctypes.addressof(holder))
-        used = struct.unpack("iL", fcntl.ioctl(probe.fileno(), 0x8912, request))[0]  # SIOCGIFCONF
-        del holder
-    for start in range(0, used, record):
-        name = bytes(buffer[start : start + 16]).split(b"\0")[0].decode()
-        found[socket.inet_ntoa(bytes(buffer[start + 20 : start + 24]))] = name.split(":")[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:  # it has no such address
+                continue
+            found[socket.inet_ntoa(answer[20:24])] = name
     try:
         with open("/proc/net/if_inet6") as file:
             for line in file:
