@@ -197,12 +197,19 @@ class Status:
                     file.write(text)
                 os.replace(self._path + ".tmp", self._path)
             except OSError:  # a full disk has no room for another file, but still has this one's block
-                try:
-                    with open(self._path, "r+") as file:
-                        file.write(text)
-                        file.truncate()
-                except OSError:
-                    pass
+                self._overwrite(text)
+
+    def _overwrite(self, text: str) -> None:
+        try:
+            os.remove(self._path + ".tmp")
+        except OSError:
+            pass
+        try:
+            with open(self._path, "r+") as file:
+                file.write(text)
+                file.truncate()
+        except OSError:
+            pass
 
     def beat(self) -> None:
         """Write the file when the last write is HEARTBEAT_S ago."""
@@ -575,7 +582,7 @@ class ScriptWatch:
                 text = file.read()
         except OSError:
             text = self._last
-        if text != self._last:
+        if text != self._last or not text:  # a full disk takes nothing of what the script writes
             self._last, self._since = text, time.monotonic()
         return time.monotonic() - self._since > SCRIPT_TIMEOUT_S
 

@@ -263,3 +263,18 @@ def test_a_command_that_is_no_program_is_refused(arguments):
 
 def test_the_agent_is_the_file_that_plan_prints():
     assert resources.text("agent/agent.py") == AGENT.read_text()
+
+
+def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypatch):
+    """Simulated: the disk takes no new file, as one that is full does."""
+    settings = agent.Settings(
+        {name: "1" for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT")}
+        | {"PET_MASTER_ADDR": "", "CLUSTER_JOB_ID": "", "CLUSTER_ATTEMPT": "1", "CLUSTER_RUN_DIR": str(tmp_path)}
+    )
+    (tmp_path / "attempt-1").mkdir()
+    status = agent.Status(settings)
+    status.write(phase="running")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    status.write(phase="exited")
+    assert json.loads((tmp_path / "attempt-1" / "node-1.json").read_text())["phase"] == "exited"
+    assert [path.name for path in (tmp_path / "attempt-1").iterdir()] == ["node-1.json"]
