@@ -268,7 +268,7 @@ def test_the_agent_is_the_file_that_plan_prints():
 def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypatch):
     """Simulated: the disk takes no new file, as one that is full does."""
     settings = agent.Settings(
-        {name: "1" for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT")}
+        dict.fromkeys(("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT"), "1")
         | {"PET_MASTER_ADDR": "", "CLUSTER_JOB_ID": "", "CLUSTER_ATTEMPT": "1", "CLUSTER_RUN_DIR": str(tmp_path)}
     )
     (tmp_path / "attempt-1").mkdir()
