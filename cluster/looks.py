@@ -22,7 +22,7 @@ from cluster.model import Mount, Node, NodeStatus, Plan
 from cluster.shells import Shell
 
 #: A machine that gave no sign of life for so long is lost. Shorter silences are a network's, and jobs outlive them.
-LOST_AFTER_S = 6.5
+LOST_AFTER_S = 7.0
 #: How long the launcher waits for an answer before it goes on with what it knows; the answer may come later.
 _PATIENCE_S = 1.0
 #: How long a machine that was silent may take to show that it is there.
@@ -133,6 +133,9 @@ class Looks:
             look.start(self._reach(machine), lambda machine=machine: self._look(plan, machine))  # type: ignore[misc]
         # the first look may have to log in before it sees anything
         patience_s = _PATIENCE_S if all(look.seen for look in looks) else LOST_AFTER_S
+        # no longer than until a silent machine is lost
+        silent_s = max((look.silent_s for look in looks if look.silent_s < LOST_AFTER_S), default=0.0)
+        patience_s = min(patience_s, LOST_AFTER_S - silent_s + 0.1)
         until = time.monotonic() + (patience_s if any(node.login for node in each) else _LOOK_TIMEOUT_S)
         found: Seen = {}
         for machine, look in zip(each, looks, strict=True):
