@@ -35,7 +35,7 @@ TICK_S = 0.4
 #: How the sentence begins that names machines on which a job may still run.
 NOT_CLEANED_UP = "not cleaned up"
 #: How long a node may take to end after SIGTERM: after a failure nothing is worth the wait, after a stop something is.
-FAILED_GRACE_S = 1.0
+FAILED_GRACE_S = 0.5
 STOP_GRACE_S = 15.0
 #: How long to wait for the node that failed first, when so far only others have noticed: a dead machine says nothing.
 _CAUSE_S = 4.0

@@ -22,7 +22,7 @@ from cluster.model import Mount, Node, NodeStatus, Plan
 from cluster.shells import Shell
 
 #: A machine that gave no sign of life for so long is lost. Shorter silences are a network's, and jobs outlive them.
-LOST_AFTER_S = 7.0
+LOST_AFTER_S = 8.0
 #: How long the launcher waits for an answer before it goes on with what it knows; the answer may come later.
 _PATIENCE_S = 1.0
 #: How long a machine that was silent may take to show that it is there.
