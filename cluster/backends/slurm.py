@@ -97,7 +97,8 @@ class SlurmBackend:
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """`scancel`, and wait until Slurm has ended it; raises ClusterError for what stays."""
         login = plan.nodes[0]
-        words = [plan.job_id, str(int(grace_s)), plan.dir_on(login)]
+        # The batch script needs some seconds to pass the signal on, whatever time the ranks get.
+        words = [plan.job_id, str(max(3, int(grace_s)) if grace_s else 0), plan.dir_on(login)]
         cancel = ["bash", "-c", resources.text("agent/slurm_cancel.sh"), "cancel", *words]
         done = self._reach(login).run(cancel, timeout_s=grace_s + 120)
         if done.code:
