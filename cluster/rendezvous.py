@@ -197,7 +197,7 @@ def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool
     if ready_on_port:
         return _advanced(replace(node, reached=True), "ready", now, f"its ranks run, {master} is reachable")
     if not event.get("listening"):  # the master's rank 0 has not started to listen
-        return _advanced(node, "joining", now, f"{master} does not listen yet: {why}" if why else "")
+        return _advanced(node, "joining", now, f"{master} does not listen yet: {why}" if why else node.note)
     return _advanced(replace(node, reached=True), "joining", now, f"reached {master}")
 
 
