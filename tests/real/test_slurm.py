@@ -54,7 +54,7 @@ class Slurm:
         assert code == 0, text
         return self
 
-    def words(self, verb, job, *options, gpus=1, epochs=6):
+    def words(self, verb, job, *options, gpus=1, epochs=20):
         arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
         arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--noval", "--seed", "1"]
         command = [verb, "--name", job, "--nodes", "2", "--gpus", str(gpus), "--env", "OMP_NUM_THREADS=1", *options]
