@@ -196,8 +196,9 @@ def _node_heard(node: NodeView, event: Event, now: float, *, ready_on_port: bool
         return _advanced(node, "joining", now, f"cannot reach {master}: {why}")
     if ready_on_port:
         return _advanced(replace(node, reached=True), "ready", now, f"its ranks run, {master} is reachable")
+    held = node.note if node.phase != "pending" else ""  # where it runs
     if not event.get("listening"):  # the master's rank 0 has not started to listen
-        return _advanced(node, "joining", now, f"{master} does not listen yet: {why}" if why else node.note)
+        return _advanced(node, "joining", now, f"{master} does not listen yet: {why}" if why else held)
     return _advanced(replace(node, reached=True), "joining", now, f"reached {master}")
 
 
