@@ -76,6 +76,7 @@ class Settings:
             self.node_rank = int(environment["PET_NODE_RANK"])
             self.ranks = int(environment["PET_NPROC_PER_NODE"])
             self.port = int(environment["PET_MASTER_PORT"])
+            self.nodes_on_host = int(environment.get("CLUSTER_NODES_ON_HOST") or 1)
             self.master = environment["PET_MASTER_ADDR"]
             self.job = environment["CLUSTER_JOB_ID"]
             self.attempt = environment["CLUSTER_ATTEMPT"]
@@ -83,9 +84,10 @@ class Settings:
         except KeyError as error:
             raise SystemExit("agent: the variable {} is not set".format(error)) from None
         except ValueError as error:
-            raise SystemExit("agent: a number was expected in PET_*: {}".format(error)) from None
+            raise SystemExit(
+                "agent: a number was expected in PET_* or CLUSTER_NODES_ON_HOST: {}".format(error)
+            ) from None
         self.name = environment.get("CLUSTER_NODE") or "node-%d" % self.node_rank
-        self.nodes_on_host = int(environment.get("CLUSTER_NODES_ON_HOST") or 1)
         self.address = environment.get("CLUSTER_NODE_ADDRESS", "")
         self.hosts = environment.get("CLUSTER_HOSTS", "").split()
         names = [name for name in environment.get("CLUSTER_SECRETS", "").split(",") if name]
@@ -355,7 +357,7 @@ def exit_code(ranks: Iterable[Rank], failure: Fields | None, checkpoint_asked: b
 
 def rank_command(arguments: list[str]) -> list[str]:
     """The command of a rank, from what torchrun would be given."""
-    if not arguments:
+    if not arguments or arguments in (["-m"], ["--no-python"]):
         raise SystemExit("agent: no program: agent.py [-m MODULE | --no-python PROGRAM | SCRIPT] ARGUMENTS...")
     if arguments[0] == "--no-python":
         return arguments[1:]

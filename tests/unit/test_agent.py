@@ -255,7 +255,7 @@ def test_a_full_disk_stops_neither_the_ranks_nor_the_report_of_their_end(tmp_pat
     assert "No space left on device" in status["failure"]["error"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--nproc-per-node", "2", "x.py"]])
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--no-python"], ["--nproc-per-node", "2", "x.py"]])
 def test_a_command_that_is_no_program_is_refused(arguments):
     with pytest.raises(SystemExit, match="agent"):
         agent.rank_command(arguments)
