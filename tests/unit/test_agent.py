@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -278,3 +279,11 @@ def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypa
     status.write(phase="exited")
     assert json.loads((tmp_path / "attempt-1" / "node-1.json").read_text())["phase"] == "exited"
     assert [path.name for path in (tmp_path / "attempt-1").iterdir()] == ["node-1.json"]
+
+
+def test_a_cause_comes_before_a_consequence_that_was_recorded_sooner():
+    lost = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "secondary": True}
+    cause = {"rank": 1, "time": 2.0, "error": "exit code 3", "secondary": False}
+    ranks = [SimpleNamespace(failure=lambda found=found: found) for found in (lost, cause)]
+    found = agent.first_failure(ranks)
+    assert (found["rank"], [other["rank"] for other in found["others"]]) == (1, [0])
