@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from cluster import config, fanout, logs, looks, manifest, rendezvous, report
+from cluster import config, fanout, files, logs, looks, rendezvous, report, rsync
 from cluster.backends import BACKENDS, Backend
 from cluster.backends.compose import ComposeBackend, engine_problem, is_rootless
 from cluster.backends.hosts import HostsBackend
@@ -248,9 +248,10 @@ def check_files(job: Job) -> None:
 
     Without a container the program sees the host's own files, under the same paths: that they exist is all we ask.
     """
-    from cluster import files  # hashes and archives take long to import, and `plan` needs neither
 
     machines = (job.queue.login,) if job.queue and job.queue.login.login else job.hosts
+    if any(node.login for node in machines):
+        rsync.require_rsync()
     nodes = [node for node in machines if node.runtime != "none"]
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
@@ -396,8 +397,8 @@ def survey(job: Job, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, Clus
     assert isinstance(backend, HostsBackend)
     found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
     fits = [node for node in joining if found[node.name] is None]
-    files = fanout.each(fits, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
-    return found | {name: error for name, error in files.items() if error is not None}
+    synced = fanout.each(fits, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
+    return found | {name: error for name, error in synced.items() if error is not None}
 
 
 def unfit_spares(job: Job, backend: str) -> list[str]:
@@ -484,7 +485,7 @@ def free_plan(job: Job, backend: str, *, attempt: int, after: int = 0) -> Plan:
 def _make_folder(plan: Plan) -> None:
     try:
         Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
-        Path(plan.run_dir).parent.joinpath(manifest.RUNS_MARK).touch()
+        Path(plan.run_dir).parent.joinpath(rsync.RUNS_MARK).write_text(rsync.RUNS_RULE)
     except OSError as error:
         raise LaunchError(
             f"this machine: cannot make the run directory {plan.attempt_dir}: {error.strerror}",

@@ -1,52 +1,67 @@
-"""The same files on every node: a folder of this machine has a mirror on each, compared by content, brought up to date.
+"""Folders of this machine on the nodes, through rsync: compare, send, fetch.
 
-What runs on a node is bash, find, sha256sum and tar, so that a node needs no Python. Beside the mirrors, in
-`<data_dir>/.clusterctl/`, each folder's hashes are kept with size, time and inode: what did not change is not read
-again.
+The copy of a folder on a node is its mirror, below the node's `data_dir`. rsync compares size and time, or content with
+`checksum`. A file appears under its name when it is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
+import posixpath
 import shlex
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 from rich.filesize import decimal
 
-from cluster import fanout, manifest, resources, transfer
+from cluster import fanout, resources
 from cluster.errors import ClusterError, UsageError
 from cluster.inventory import DATA_DIR
-from cluster.manifest import LEFT_OUT, OURS, Difference, Entry, Listing, Manifest
 from cluster.model import Node
-from cluster.shells import Shell, close_all, reach
+from cluster.rsync import LEFT_OUT, OURS, VANISHED, Rsync, at, error_of, interruptible, reason
+from cluster.shells import reach
 
-T = TypeVar("T")
-
-#: What a mirror is: nothing yet, a copy, a link to the common folder, a link to something else.
+#: The state of a mirror: absent, a copy, a link to the shared folder, a link to another folder.
 State = Literal["none", "copy", "common", "elsewhere"]
-#: Told a node's name ("" is this machine), what is done there, and of how many bytes in all how many are.
+#: Called with a node's name, the operation, the bytes that were sent, and the bytes to send.
 Report = Callable[[str, str, int, int], None]
 
-#: The names that `files.sh` leaves out.
-_NAMES_LEFT_OUT = " ".join((*LEFT_OUT, f"{OURS}*"))
+#: Exit code of files.sh on a machine without rsync.
+_NO_RSYNC = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The sorted names of files that are only here, only on the node, or not the same."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return bool(self.missing or self.extra or self.different)
+
+    def __str__(self) -> str:
+        """`2 files missing (a.jpg, b.jpg), 1 different (c.txt)`: counts, and the first three names of each."""
+        words: list[str] = []
+        for names, what in ((self.missing, "missing"), (self.different, "different"), (self.extra, "only there")):
+            if names:
+                files = "" if words else ("file " if len(names) == 1 else "files ")
+                words.append(f"{len(names)} {files}{what} ({first_names(names)})")
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
 class Synced:
-    """What was done to one node: files and bytes that travelled, files removed, seconds, and what still differs."""
+    """The result of a transfer with one node: counts, bytes over the network, seconds, and what still differs."""
 
     node: str
-    how: Literal["rsync", "tar", "common", "same"]
+    how: Literal["rsync", "common", "same"]
     files: int = 0
     bytes: int = 0
     removed: int = 0
@@ -54,82 +69,89 @@ class Synced:
     left: Difference = field(default_factory=Difference)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """The state of one path on one node, as `files.sh` prints it."""
-
-    state: State
-    mirror: str
-    keep: str
-    free: int
-    listing: str
-    kept_listing: str
-    kept_content: str
-    marked: bool
-
-    def holds(self, content: str) -> bool:
-        """Whether it is known, without reading a file, to have this content."""
-        return (
-            self.state == "copy"
-            and bool(self.listing)
-            and (self.listing, content)
-            == (
-                self.kept_listing,
-                self.kept_content,
-            )
-        )
-
-
-@dataclass(frozen=True)
-class _Here:
-    """A folder of this machine, or one file of it (`only`): absolute path, the folder it is read from, its files."""
-
-    path: str
-    root: Path
-    only: str
-    listing: Listing
-    entries: Manifest
-    content: str
+class NoFolderError(ClusterError):
+    """The folder to fetch does not exist on the node."""
 
 
 def mirror(node: Node, path: str) -> str:
-    """Where an absolute path of this machine is on the node: below `data_dir`; itself if the node is this machine."""
+    """The path on the node of an absolute path of this machine; the same path if the node is this machine."""
     return f"{node.data_dir}{path}" if node.login else path
 
 
 def command(folder: str, *, delete: bool = False) -> str:
-    """What to type to sync a folder, for hints."""
+    """The command that syncs a folder, for hints."""
     return shlex.join(["clusterctl", "sync", folder, *(["--delete"] if delete else [])])
 
 
 def with_data_dir(node: Node) -> Node:
-    """The node, with the default `data_dir` where it names none."""
+    """The node, with the default `data_dir` where it has none."""
     return node if node.data_dir else replace(node, data_dir=DATA_DIR)
 
 
-def differences(nodes: Sequence[Node], folder: str, *, fresh: bool = False) -> dict[str, Difference | ClusterError]:
-    """How each node's mirror differs from the folder here, by the node's name, or why it cannot be looked at.
+def first_names(names: Sequence[str]) -> str:
+    """The first three, printable, and `...` when there are more."""
+    return ", ".join([_printable(name) for name in names[:3]] + (["..."] if len(names) > 3 else []))
 
-    A common folder never differs. What did not change is not read; `fresh` reads everything on both sides. Raises
-    UsageError for a folder that is not here.
-    """
-    here = _read(folder, fresh)
-    return fanout.each(nodes, lambda node: _difference(node, here, fresh))
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A folder or a file of this machine, as an absolute path. Links in the path stay: programs get this path."""
+
+    path: str
+    is_file: bool
+
+    def source(self) -> str:
+        """The folder that rsync reads from."""
+        return f"{posixpath.dirname(self.path) if self.is_file else self.path}/"
+
+    def target(self, mirror: str) -> str:
+        """The folder that rsync writes to."""
+        return f"{posixpath.dirname(mirror) if self.is_file else mirror}/"
+
+    def options(self) -> list[str]:
+        """What limits rsync to the file. A link that is synced by its name is sent as the file it leads to."""
+        return ["--files-from=-", "--from0", "--copy-links"] if self.is_file else []
+
+    def stdin(self) -> str:
+        """The name for `--files-from`; `./` keeps a name that begins with a dash or a semicolon a name."""
+        name = os.fsencode(posixpath.basename(self.path)).decode("ascii", "surrogateescape")
+        return f"./{name}\0" if self.is_file else ""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The state of one mirror, as `files.sh` prints it; `is_shared`: the node sees this machine's marker file."""
+
+    state: State
+    mirror: str
+    free: int
+    is_shared: bool
+
+
+@dataclass
+class _Compared:
+    """How a mirror differs, and the bytes of what is missing and of all that is to be sent."""
+
+    difference: Difference
+    missing_bytes: int
+    bytes: int
 
 
 def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
-    """Returns when every node has what is here; raises ClusterError naming node, folder and first differing files.
+    """Return when every node has the files that are here, by size and time, else by content.
 
-    One command per node where nothing changed since the last sync.
+    Raises ClusterError naming node, folder and first differing files; UsageError for a folder that is not here.
     """
-    heres = [_read(folder) for folder in folders]
+    heres = [_here(folder) for folder in folders]
 
-    def look(node: Node) -> None:
+    def compare(node: Node) -> None:
         wrong = []
-        for here, seen in zip(heres, _look(node, [here.path for here in heres]), strict=True):
-            if seen.holds(here.content):
-                continue
-            difference = _difference(node, here, seen=seen)
+        for here, seen in zip(heres, _look(node, heres), strict=True):
+            difference = _difference(node, here, seen, checksum=False)
             if difference:
                 what = "is not there" if seen.state == "none" else f"differs: {difference}"
                 wrong.append((f"{node.name}: {here.path} {what}", command(here.path, delete=bool(difference.extra))))
@@ -138,11 +160,18 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
             raise ClusterError("\n       ".join(line for line, _ in wrong), "\n      ".join(hints))
 
     if heres:
-        fanout.all_of(_remote(nodes), look)
+        interruptible(lambda: fanout.all_of(_remote(nodes), compare))
 
 
-class NoFolderError(ClusterError):
-    """A node has not the folder that was to be brought here."""
+def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
+    """How the content of each node's mirror differs from the folder here, by node, or why it cannot be compared.
+
+    Raises UsageError for a folder that is not here.
+    """
+    here = _here(folder)
+    return interruptible(
+        lambda: fanout.each(nodes, lambda node: _difference(node, here, _look(node, [here])[0], checksum=True))
+    )
 
 
 def sync(
@@ -150,82 +179,73 @@ def sync(
     folder: str,
     *,
     delete: bool = False,
-    fresh: bool = False,
+    checksum: bool = False,
     copy: bool = False,
     report: Report = lambda *_: None,
 ) -> dict[str, Synced | ClusterError]:
-    """Bring every node's mirror of a folder, or of one file, to what is here; by node, what was done or why it was not.
+    """Make every node's mirror of a folder or a file equal to what is here; the result, or the error, of each node.
 
-    `delete` removes files that are only there, else they stay and are in `left`. `fresh` reads everything on both sides
-    again. A folder that the node sees under the same path is linked to, not copied, unless `copy`. Interrupted, every
-    file is the old or the new one, and the next call goes on. Raises UsageError for a folder that cannot be read here.
+    `delete` removes files that are only on the node; otherwise they stay and are in `left`. `checksum` compares by
+    content. A folder that the node sees under the same path is linked, not copied, unless `copy`. After an interruption
+    every file is the old or the new one, and the next call continues. Raises UsageError for a folder that is not here.
     """
-    here = _read(folder, fresh, report)
+    here = _here(folder)
     with _marker(here) as marker:
-        return _interruptible(
-            lambda stop: fanout.each(
-                _remote(nodes), lambda node: _sync(node, here, delete, fresh, copy, marker, stop, report)
-            )
+        return interruptible(
+            lambda: fanout.each(_remote(nodes), lambda node: _sync(node, here, marker, delete, checksum, copy, report))
         )
 
 
 def refuse_missing(folders: Sequence[str]) -> None:
-    """Raise UsageError for the first of them that is not there, before any is sent."""
+    """Raise UsageError for the first folder that does not exist, before any is sent."""
     for folder in folders:
-        _place(folder)
+        _here(folder)
 
 
 def links_leading_out(folder: str) -> tuple[str, ...]:
-    """`name -> target` of the links in a folder whose target is outside of it, and so not brought by its sync."""
-    path, root, only = _place(folder)
-    return manifest.leading_out(manifest.listing_here(root, only), path)
+    """`name -> target` of the links in a folder whose target is outside: a node has the link and not its target."""
+    here, out = _here(folder), []
+    for top, folders, names in os.walk(here.path):
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+        for path in (Path(top, name) for name in (*folders, *names)):
+            if path.is_symlink():
+                target = posixpath.normpath(posixpath.join(top, path.readlink()))
+                if target != here.path and not target.startswith(f"{here.path}/"):
+                    out.append(f"{path.relative_to(here.path)} -> {path.readlink()}")
+    return tuple(sorted(out))
 
 
-def collect(
-    node: Node,
-    remote_folder: str,
-    local_folder: str,
-    exclude: Sequence[str] = (),
-) -> Synced:
-    """Bring the files of a node's folder here, except those that are here already (size and time) or match `exclude`.
+def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence[str] = ()) -> Synced:
+    """Fetch the files of a node's folder that differ by size or time here and match no pattern of `exclude`.
 
-    `exclude` holds patterns for relative paths and for names in them (`*.tmp`, `ranks`). A file appears when it is
-    whole; nothing here is removed. Raises ClusterError naming the node, NoFolderError when there is no such folder.
+    The patterns are rsync's: `*.tmp` and `ranks` match names at any depth. Nothing here is removed. Raises ClusterError
+    naming the node, NoFolderError if there is no such folder.
     """
     began = time.monotonic()
     source = remote_folder.rstrip("/")
-    shell = reach(node)
-    probe = shell.run(_script("source", source))
-    if probe.code:
+    try:
+        Path(local_folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
+    options = ["--perms", *(f"--exclude={pattern}" for pattern in exclude)]
+    run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
+    interruptible(run)
+    if run.code and "change_dir" in run.errors and "No such file" in run.errors:
         raise NoFolderError(f"{node.name}: {source}: no such folder")
-    listing, _, _ = _list(node, shell, source, "")
-    root = Path(local_folder)
-    wanted = {
-        name: stamp.size
-        for name, stamp in listing.items()
-        if not manifest.excluded(name, exclude) and not _is_here(root / name, stamp)
-    }
-    if not wanted:
-        return Synced(node.name, "same", seconds=time.monotonic() - began)
-    moved, how = _interruptible(
-        lambda stop: transfer.fetch(node, source, wanted, root, rsync=bool(probe.out.strip()), stop=stop)
-    )
-    return Synced(node.name, how, len(wanted), moved, seconds=time.monotonic() - began)
+    if run.code != VANISHED:  # a running job removes files
+        run.refuse_failure(f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read")
+    files = [change for change, _, _ in run.changes if change[1] in "fL"]
+    return Synced(node.name, "rsync" if files else "same", len(files), run.moved, seconds=time.monotonic() - began)
 
 
 def place(node: Node, file: Path, remote_folder: str) -> None:
-    """Put a file of this machine into a folder of the node under its own name, where it appears when it is whole.
+    """Send a file of this machine into a folder of the node, under its own name.
 
     Raises ClusterError naming the node when it cannot be written there.
     """
-    beside = f"{remote_folder.rstrip('/')}/{OURS}{secrets.token_hex(4)}"
-    sizes = {file.name: file.stat().st_size}
-    send = partial(transfer.send, node, file.parent, sizes, remote_folder.rstrip("/"), beside, follow=True)
-    try:
-        _interruptible(lambda stop: send(stop=stop, report=lambda _: None))
-    finally:
-        with suppress(ClusterError):
-            reach(node).run(["rm", "-rf", "--", beside])
+    run = Rsync(node, ["--perms", "--copy-links", "--", str(file), f"{at(node)}{remote_folder}/"])
+    interruptible(run)
+    run.refuse_failure(f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read")
 
 
 def _remote(nodes: Sequence[Node]) -> list[Node]:
@@ -233,43 +253,24 @@ def _remote(nodes: Sequence[Node]) -> list[Node]:
     return list({(node.login, node.data_dir, node.ssh_config): node for node in nodes if node.login}.values())
 
 
-def _place(folder: str) -> tuple[str, Path, str]:
-    # Not resolved: a link in it stays, since this is the path that programs are given.
-    path = os.path.abspath(Path(folder).expanduser())  # noqa: PTH100
+def _here(folder: str) -> _Here:
+    path = os.path.abspath(Path(folder).expanduser())  # noqa: PTH100 (resolve() would follow links)
     try:
         path.encode()
     except UnicodeEncodeError:
         raise UsageError(f"this machine: {path!a} is not a UTF-8 name", "rename the folder") from None
     if path == "/":
         raise UsageError("this machine: / is not a folder to sync", "name one below it: clusterctl sync ./data")
-    if os.path.isdir(path):  # noqa: PTH112
-        return path, Path(path), ""
-    if os.path.isfile(path):  # noqa: PTH113
-        return path, Path(path).parent, Path(path).name
-    raise UsageError(f"this machine: {folder}: no such file or folder")
-
-
-def _read(folder: str, fresh: bool = False, report: Report = lambda *_: None) -> _Here:
-    path, root, only = _place(folder)
-    listing = manifest.listing_here(root, only)
-    total = sum(stamp.size for stamp in listing.values())
-    done, lock = 0, threading.Lock()
-
-    def read(count: int) -> None:
-        nonlocal done
-        with lock:
-            done += count
-        report("", "reading", done, total)
-
-    entries = manifest.read_here(root, listing, manifest.cache_of(path), fresh=fresh, read=read)
-    return _Here(path, root, only, listing, entries, manifest.digest(entries))
+    if not Path(path).is_dir() and not Path(path).is_file():
+        raise UsageError(f"this machine: {folder}: no such file or folder")
+    return _Here(path, Path(path).is_file())
 
 
 @contextmanager
 def _marker(here: _Here) -> Iterator[str]:
-    """The name of a file that is in the folder meanwhile: who sees it there sees this folder. "" where none can be."""
-    name = f"{OURS}{secrets.token_hex(8)}"
-    file = here.root / name
+    """The name of a file that is in the folder meanwhile: a node that sees it sees this folder. "" if not writable."""
+    file = Path(here.source(), f"{OURS}{os.urandom(8).hex()}")
+    name = file.name
     try:
         file.touch()
     except OSError:
@@ -285,36 +286,50 @@ def _script(*words: str) -> list[str]:
     return ["bash", "-c", resources.text("files.sh"), "files", *words]
 
 
-def _look(node: Node, paths: Sequence[str], marker: str = "") -> list[_Seen]:
+def _look(node: Node, heres: Sequence[_Here], marker: str = "") -> list[_Seen]:
     if not PurePosixPath(node.data_dir).is_absolute() and not node.data_dir.startswith("~/"):
         raise UsageError(
             f"{node.name}: data_dir {node.data_dir!r} is not an absolute path", "clusterctl init, or set it there"
         )
-    arguments = [word for path in paths for word in (path, manifest.key(path))]
-    words = [node.data_dir.rstrip("/"), marker, _NAMES_LEFT_OUT, *arguments]
-    done = reach(node).run(_script("state", *words), timeout_s=600.0)
+    done = reach(node).run(_script("state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)))
+    if done.code == _NO_RSYNC:
+        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
     if done.code:
-        raise ClusterError(f"{node.name}: {node.data_dir} cannot be looked at: {transfer.why(done.err)}")
+        raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    rows = [fields[first : first + 8] for first in range(0, len(fields), 8)]
-    return [
-        _Seen(cast(State, state), mirror, keep, int(free or 0), listing, kept_listing, kept_content, bool(marked))
-        for state, mirror, keep, free, listing, kept_listing, kept_content, marked in rows
-    ]
+    rows = [fields[first : first + 4] for first in range(0, len(fields), 4)]
+    return [_Seen(cast(State, state), mirror, int(free or 0), bool(seen)) for state, mirror, free, seen in rows]
 
 
-def _difference(node: Node, here: _Here, fresh: bool = False, seen: _Seen | None = None) -> Difference:
-    seen = seen or _look(node, [here.path])[0]
-    if seen.holds(here.content) and not fresh:
-        return Difference()
+def _difference(node: Node, here: _Here, seen: _Seen, *, checksum: bool) -> Difference:
     if seen.state == "common":
         with _marker(here) as marker:
-            marked = not marker or _look(node, [here.path], marker)[0].marked
-        if marked:
-            return Difference()
+            if not marker or _look(node, [here], marker)[0].is_shared:
+                return Difference()
     if seen.state in ("common", "elsewhere"):
         raise _elsewhere(node, seen)
-    return manifest.compare(here.entries, _there(node, seen, fresh))
+    found = _compare(node, here, seen.mirror, checksum=checksum).difference
+    # Another time is no other content: where the time differs, the content decides.
+    return _compare(node, here, seen.mirror, checksum=True).difference if found.different and not checksum else found
+
+
+def _compare(node: Node, here: _Here, mirror: str, *, checksum: bool) -> _Compared:
+    options = ["--dry-run", "--executability", *(["--checksum"] if checksum else []), *here.options()]
+    options += [] if here.is_file else ["--delete"]
+    run = Rsync(node, [*options, "--", here.source(), f"{at(node)}{here.target(mirror)}"], here.stdin())
+    run()
+    run.refuse_failure(f"{node.name}: {mirror} cannot be read", f"this machine: {here.path} cannot be read")
+    missing, extra, different = {}, {}, {}
+    for change, size, name in run.changes:
+        if change.startswith("*deleting"):
+            if not name.endswith("/"):
+                extra[name] = size
+        elif change[1] in "fL" and change.endswith("+++"):
+            missing[name] = size
+        elif change[1] in "fL" and (change[0] in "<>c" or change[5] == "p"):
+            different[name] = size
+    difference = Difference(*(tuple(sorted(each)) for each in (missing, extra, different)))
+    return _Compared(difference, sum(missing.values()), sum(missing.values()) + sum(different.values()))
 
 
 def _elsewhere(node: Node, seen: _Seen) -> ClusterError:
@@ -324,171 +339,66 @@ def _elsewhere(node: Node, seen: _Seen) -> ClusterError:
     )
 
 
-def _sync(
-    node: Node,
-    here: _Here,
-    delete: bool,
-    fresh: bool,
-    copy: bool,
-    marker: str,
-    stop: transfer.Stop,
-    report: Report,
-) -> Synced:
+def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
     began = time.monotonic()
-    shell = reach(node)
     report(node.name, "comparing", 0, 0)
-    seen = _look(node, [here.path], marker)[0]
-    if seen.marked and not copy and seen.state != "copy":
+    seen = _look(node, [here], marker)[0]
+    if seen.is_shared and not copy and seen.state != "copy":
         if seen.state != "common":
-            _run(node, shell, _script("link", here.path, seen.mirror), f"{seen.mirror} cannot be made")
+            _run_on(node, _script("link", here.path, seen.mirror), f"{seen.mirror} cannot be written")
         return Synced(node.name, "common", seconds=time.monotonic() - began)
     if seen.state in ("common", "elsewhere"):
-        # Only the mirror itself, and only when it is a link: never what stands behind it.
-        if not copy or shell.run(_script("unlink", seen.mirror)).code:
-            raise _elsewhere(node, seen)
-        seen = _look(node, [here.path], marker)[0]
+        # Only the mirror, and only if it is a link: never what is behind it.
+        if copy and not reach(node).run(_script("unlink", seen.mirror)).code:
+            seen = _look(node, [here], marker)[0]
         if seen.state in ("common", "elsewhere"):
             raise _elsewhere(node, seen)
-    if seen.holds(here.content) and not fresh:
-        return Synced(node.name, "same", seconds=time.monotonic() - began)
-    there = _there(node, seen, fresh)
-    difference = manifest.compare(here.entries, there)
-    blocking = () if delete else manifest.in_the_way(difference)
+    if seen.state == "none":
+        _run_on(node, ["mkdir", "-p", "--", here.target(seen.mirror)], f"{seen.mirror} cannot be written")
+    found = _compare(node, here, seen.mirror, checksum=checksum)
+    difference = found.difference
+    blocking = () if delete else _blocking(difference)
     if blocking:
         raise ClusterError(
-            f"{node.name}: {seen.mirror} has a file where a folder must be, or the other way round: "
-            f"{manifest.first_names(blocking)}",
+            f"{node.name}: {seen.mirror} has a file where a folder must be, or a folder where a file must be: "
+            f"{first_names(blocking)}",
             f"{command(here.path, delete=True)} removes what is only there",
         )
-    removed = difference.extra if delete else ()
-    top = seen.mirror if not here.only else seen.mirror.rpartition("/")[0]
-    if removed:
-        names = b"".join(b"./" + os.fsencode(name) + b"\0" for name in removed)
-        _run(node, shell, _script("remove", top), f"{top}: files cannot be removed", names)
-        seen = _look(node, [here.path])[0]
-    wanted = {name: here.entries[name].size for name in sorted({*difference.missing, *difference.different})}
-    needed = manifest.space_needed(difference, here.entries, there)
-    if needed > seen.free:
+    if found.missing_bytes > seen.free:
         raise ClusterError(
-            f"{node.name}: {seen.mirror} needs {decimal(needed)} and its disk has {decimal(seen.free)} free",
-            f"make room on {node.name}, or choose another data_dir in the inventory",
+            f"{node.name}: {seen.mirror} needs {decimal(found.missing_bytes)} and its disk has "
+            f"{decimal(seen.free)} free",
+            f"free disk space on {node.name}, or choose another data_dir in the inventory",
         )
-    moved = 0
-    how: Literal["rsync", "tar", "same"] = "same"
-    if wanted:
-        total = sum(wanted.values())
-        moved, how = transfer.send(
-            node,
-            here.root,
-            wanted,
-            top,
-            seen.keep,
-            follow=bool(here.only),
-            stop=stop,
-            report=lambda now: report(node.name, "sending", min(now, total), total),
-        )
-    elif not here.only:
-        _run(node, shell, ["mkdir", "-p", "--", seen.mirror], f"{seen.mirror} cannot be written")
-    left = difference
-    if wanted or removed:
-        report(node.name, "checking", 0, 0)
-        seen = _look(node, [here.path])[0]
-        left = manifest.compare(here.entries, _there(node, seen, False))
-    if left.missing or left.different:
-        raise ClusterError(
-            f"{node.name}: {here.path} differs after it was sent: {left}",
-            f"does something write to it? {command(here.path)}",
-        )
-    return Synced(node.name, how, len(wanted), moved, len(removed), time.monotonic() - began, left)
+    removed = len(difference.extra) if delete else 0
+    left = Difference() if delete else Difference(extra=difference.extra)
+    files = len(difference.missing) + len(difference.different)
+    if not files and not removed:
+        return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
+    options = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else []), *here.options()]
+    run = Rsync(
+        node,
+        [*options, "--", here.source(), f"{at(node)}{here.target(seen.mirror)}"],
+        here.stdin(),
+        lambda sent: report(node.name, "sending", min(sent, found.bytes), found.bytes),
+    )
+    run()
+    run.refuse_failure(f"{node.name}: {seen.mirror} cannot be written", f"this machine: {here.path} cannot be read")
+    return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 
 
-def _there(node: Node, seen: _Seen, fresh: bool) -> dict[str, Entry]:
-    """The manifest of a mirror; what was read for it is kept there."""
-    if seen.state == "none":
-        return {}
-    shell = reach(node)
-    listing, known, raw = _list(node, shell, seen.mirror, seen.keep)
-    digests = manifest.remembered(listing, {} if fresh else known)
-    unread = [name for name in listing if name not in digests]
-    if unread:
-        names = b"".join(b"./" + os.fsencode(name) + b"\0" for name in unread)
-        sums = _read_all(node, shell, _script("hash", seen.mirror), names, seen.mirror)
-        digests.update(manifest.parse_sums(sums))
-        if lost := [name for name in unread if name not in digests]:
-            raise ClusterError(f"{node.name}: {seen.mirror}/{manifest.printable(lost[0])} vanished while it was read")
-    entries = manifest.manifest_of(listing, digests)
-    content = manifest.digest(entries)
-    if unread or (raw, content) != (seen.kept_listing, seen.kept_content):
-        kept = manifest.pack({name: (stamp, digests[name]) for name, stamp in listing.items()})
-        # A cache: where it cannot be written, the next comparison reads again.
-        shell.run(_script("keep", seen.keep, raw, content), stdin=kept, timeout_s=600.0)
-    return entries
-
-
-def _list(node: Node, shell: Shell, folder: str, keep: str) -> tuple[Listing, manifest.Known, str]:
-    """What is in a node's folder, what was kept of it, and the listing's digest as `files.sh` computes it."""
-    raw = _read_all(node, shell, _script("list", folder, keep, _NAMES_LEFT_OUT), b"", folder)
-    head, _, rest = raw.partition(b"\n")
-    kept = int(head)
-    listing = zlib.decompress(rest[kept:], wbits=31)
-    return (
-        manifest.parse_listing(listing),
-        manifest.unpack(rest[:kept]),
-        hashlib.sha256(listing).hexdigest(),
+def _blocking(difference: Difference) -> tuple[str, ...]:
+    """The extra names that are a file where a folder must be, or are in a folder where a file must be."""
+    wanted = {*difference.missing, *difference.different}
+    folders = {str(parent) for name in wanted for parent in PurePosixPath(name).parents}
+    return tuple(
+        name
+        for name in difference.extra
+        if name in folders or not wanted.isdisjoint(map(str, PurePosixPath(name).parents))
     )
 
 
-def _read_all(node: Node, shell: Shell, argv: Sequence[str], data: bytes, folder: str) -> bytes:
-    with shell.stream(argv) as stream:
-        with suppress(OSError, EOFError):
-            stream.stdin.write(data)
-            stream.stdin.close()
-        out: bytes = stream.stdout.read()
-        done = stream.wait(60.0)
+def _run_on(node: Node, argv: Sequence[str], failed: str) -> None:
+    done = reach(node).run(argv)
     if done.code:
-        raise ClusterError(f"{node.name}: {folder} cannot be read: {transfer.why(done.err)}")
-    return out
-
-
-def _run(node: Node, shell: Shell, argv: Sequence[str], failed: str, data: bytes = b"") -> None:
-    done = shell.run(argv, stdin=data, timeout_s=600.0)
-    if done.code:
-        raise ClusterError(f"{node.name}: {failed}: {transfer.why(done.err)}")
-
-
-def _is_here(path: Path, stamp: manifest.Stamp) -> bool:
-    try:
-        seen = path.lstat()
-        if stamp.kind == "l":
-            return path.is_symlink() and str(path.readlink()) == stamp.target
-    except OSError:
-        return False
-    # A tar stream keeps a time to less than a microsecond.
-    return not path.is_symlink() and seen.st_size == stamp.size and abs(seen.st_mtime_ns - stamp.mtime_ns) < 1000
-
-
-def _interruptible(work: Callable[[transfer.Stop], T]) -> T:
-    """What `work` returns; Ctrl-C ends its transfers at once, waits for it, and goes on as KeyboardInterrupt."""
-    stop = transfer.Stop()
-    outcome: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work(stop))
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        while thread.is_alive():
-            thread.join(0.2)
-    except BaseException:
-        stop.now()
-        close_all()  # a command that a worker waits for ends with its connection
-        thread.join(10)
-        raise
-    if failed:
-        raise failed[0]
-    return outcome[0]
+        raise error_of(f"{node.name}: {failed}", done.err)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster import fanout, logs, readiness, resources
+from cluster import fanout, files, logs, readiness, resources
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Mount, Node, NodeStatus, Plan
 from cluster.shells import Shell
@@ -332,8 +332,6 @@ def collect(plan: Plan) -> list[str]:
     The first node's files are the job's; of the others only the ranks' logs are taken. Where the first one is gone, the
     next that answers has them: a node without a disk in common with it keeps a checkpoint of its own.
     """
-    from cluster import files
-
     remote = [node for node in machines(plan) if plan.is_elsewhere(node)]
 
     def bring(node: Node) -> None:
@@ -378,8 +376,6 @@ def attempt_dir(plan: Plan, node: Node) -> str:
 
 def mounted(node: Node, mount: Mount) -> Mount:
     """A job's mount as a node has it: what was synced is below its `data_dir`."""
-    from cluster import files
-
     source = files.mirror(node, mount.source) if mount.synced and node.data_dir else mount.source
     return Mount(source, mount.target, mount.read_only)
 

@@ -28,6 +28,8 @@ def problems(plan: Plan, node: Node, seen: Sequence[str]) -> list[tuple[str, str
         if word == "tools":
             why = "process groups need Linux with bash, setsid, flock and base64"
             hint = "install util-linux and coreutils there" if node.is_machine else "use containers: --backend compose"
+        elif word == "no_rsync" and plan.is_elsewhere(node):
+            why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
         elif word == "run_dir":
             why = f"cannot write to the run directory {text} (no rights, or no room)"
             hint = f"run_dir of {where} in cluster.yaml"

@@ -32,6 +32,7 @@ namesakes() {
 [ -z "$port" ] || listener "$port" &
 [ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 test -r /proc/self/environ && command -v setsid flock base64 >/dev/null || echo "tools"
+command -v rsync > /dev/null || echo "no_rsync"
 [ -z "$folder" ] || can_write "$folder" 2>/dev/null || echo "run_dir $folder"
 case $runtime in
 none) "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch ;;

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cluster import files
 from cluster.doctor.findings import Finding, Seen
 from cluster.errors import ClusterError
-from cluster.manifest import Difference
+from cluster.files import Difference
 
 
 def data(seen: Seen, folders: Sequence[str]) -> list[Finding]:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 from cluster.model import Node
+from cluster.shells.result import BEGIN
 
 
 def destination(node: Node) -> str:
@@ -15,14 +16,21 @@ def destination(node: Node) -> str:
 
 
 def remote_shell(node: Node) -> str:
-    """The value of rsync's `-e`: never asks, trusts only known host keys, reads the node's ssh_config."""
+    """The value of rsync's `-e`: never asks, trusts only known host keys, reads the node's ssh_config.
+
+    The text that a login shell prints, up to the line BEGIN, does not reach rsync.
+    """
     words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
     words += ["-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5"]
     if node.ssh_config:
         words += ["-F", str(Path(node.ssh_config).expanduser())]
     if port := _split(node.login.rpartition("@")[2])[1]:
         words += ["-p", port]
-    return shlex.join(words)
+    # The greeting may lack its last newline, so that BEGIN is the end of a line.
+    filter_ = (
+        f'set -o pipefail; "$@" | {{ while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done; exec cat; }}'
+    )
+    return shlex.join(["bash", "-c", filter_, "rsh", *words])
 
 
 def _split(host: str) -> tuple[str, str]:

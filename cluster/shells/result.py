@@ -7,6 +7,9 @@ from dataclasses import dataclass
 #: Where `ip`, docker and WSL's nvidia-smi are, and where a session without a login may not look.
 MORE_PATH = "/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib"
 
+#: The line that a command prints first: what the login shell printed is before it.
+BEGIN = "clusterctl begins"
+
 
 @dataclass(frozen=True)
 class Completed:

@@ -26,7 +26,7 @@ from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
 from cluster.shells.includes import expand
-from cluster.shells.result import MORE_PATH, Completed
+from cluster.shells.result import BEGIN, MORE_PATH, Completed
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ _CHUNK = 1 << 16
 _SYSTEM = Path("/etc/ssh/ssh_config")
 #: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd, or
 #: complained (a `pyenv init` in it does, of sessions that begin at the same moment).
-_MARK = b"clusterctl begins\n"
+_MARK = f"{BEGIN}\n".encode()
 # What goes wrong becomes an error here; without a handler paramiko's tracebacks would stand on the screen beside it.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -285,8 +285,7 @@ def _line(argv: Sequence[str]) -> str:
     words = "' '".join(re.findall(r"(?:\\0...|[^\\]){1,200}", coded))
     # csh leaves copies of its input and output open: who waits for the end of the output would wait for a daemon's.
     # A bash that sshd or another bash has become reads ~/.bashrc once more, unless SHLVL says that it is a deeper one.
-    mark = _MARK.decode().strip()
-    begin = f"echo {mark}; echo {mark} >&2; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
+    begin = f"echo {BEGIN}; echo {BEGIN} >&2; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
     return f"exec env SHLVL=3 bash -c '{begin}; printf -v line %b \"$@\"; eval \"exec $line\"' bash '{words}'"
 
 

@@ -25,8 +25,8 @@ def sync(
         list[str], typer.Argument(metavar="FOLDER...", help="Folders or files of this machine.", show_default=False)
     ],
     delete: Annotated[bool, typer.Option("--delete", help="Remove files that are only on the nodes.")] = False,
-    fresh: Annotated[
-        bool, typer.Option("--check", help="Read every file on all sides again, whatever is remembered of it.")
+    checksum: Annotated[
+        bool, typer.Option("--checksum", help="Compare by content: read every file here and on the nodes.")
     ] = False,
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy also a folder that the nodes share: their own disks may be quicker.")
@@ -40,9 +40,9 @@ def sync(
 ) -> None:
     """Bring folders (data, code, anything) to every node, so that all have the same files.
 
-    Files are compared by content, only those that differ are sent, and a sync that was interrupted goes on where it
-    was. Each folder lands in the node's data_dir, and jobs see it under the path it has here. A folder that a node sees
-    under the same path anyway (NFS) is not copied.
+    rsync sends the files that differ in size or time. After an interruption the same command continues. Each folder is
+    copied into the node's data_dir. Jobs see it under the path that it has here. A folder that a node sees under the
+    same path (NFS) is not copied.
     """
     from rich.console import Console
 
@@ -58,7 +58,7 @@ def sync(
     wrong: dict[str, ClusterError] = {}
     for folder in folders:
         with _progress(screen, quiet=as_json) as report:
-            results = files.sync(nodes, folder, delete=delete, fresh=fresh, copy=copy, report=report)
+            results = files.sync(nodes, folder, delete=delete, checksum=checksum, copy=copy, report=report)
         if not as_json and len(folders) > 1:
             _say(out, f"{folder}:")
         for name, done in results.items():
@@ -92,7 +92,7 @@ def _line(done: Synced) -> str:
     if done.how == "same":
         return f"nothing to send{removed}, {took}"
     files = "file" if done.files == 1 else "files"
-    return f"{done.files} {files}, {decimal(done.bytes)} sent with {done.how}{removed}, {took}"
+    return f"{done.files} {files}, {decimal(done.bytes)} sent{removed}, {took}"
 
 
 def _say(out: Console, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Folders brought to nodes and back, both ways of transfer, against a real sshd."""
+"""Folders brought to nodes and back, with rsync, against a real sshd."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import files
+from cluster import files, rsync
 from cluster.errors import ClusterError, UsageError
-from cluster.manifest import Difference
+from cluster.files import Difference
 from cluster.model import Node
 from cluster.shells import close_all
 
@@ -36,23 +36,9 @@ NAMES = [
 ]
 
 
-@pytest.fixture(params=["rsync", "tar"])
-def transport(request, sshd, monkeypatch, tmp_path):
-    """With rsync on both sides, and with none on this one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    if request.param == "tar":
-        bare = tmp_path / "bin"
-        bare.mkdir()
-        for program in ("bash", "cat", "find", "gzip", "mktemp", "pkill", "rm", "ssh", "tar"):
-            (bare / program).symlink_to(shutil.which(program))
-        monkeypatch.setenv("PATH", str(bare))
-    yield request.param
-    close_all()
-
-
 @pytest.fixture
 def nodes(sshd, tmp_path):
-    return [
+    yield [
         Node(
             f"gpu-{letter}",
             sshd.addresses[at],
@@ -62,6 +48,7 @@ def nodes(sshd, tmp_path):
         )
         for at, letter in enumerate("ab")
     ]
+    close_all()
 
 
 @pytest.fixture
@@ -93,11 +80,11 @@ def sync(nodes, folder, **options):
     return files.sync(nodes, str(folder), copy=True, **options)
 
 
-def test_a_folder_arrives_as_it_is_and_a_second_sync_sends_nothing(transport, nodes, folder):
+def test_a_folder_arrives_as_it_is_and_a_second_sync_sends_nothing(nodes, folder):
     first = sync(nodes, folder)
     assert {name: (done.how, done.files) for name, done in first.items()} == {
-        "gpu-a": (transport, len(NAMES) + 2),
-        "gpu-b": (transport, len(NAMES) + 2),
+        "gpu-a": ("rsync", len(NAMES) + 2),
+        "gpu-b": ("rsync", len(NAMES) + 2),
     }
     for node in nodes:
         assert files.mirror(node, str(folder)) == f"{node.data_dir}{folder}"
@@ -107,18 +94,18 @@ def test_a_folder_arrives_as_it_is_and_a_second_sync_sends_nothing(transport, no
     assert {(done.how, done.files, done.bytes) for done in again.values()} == {("same", 0, 0)}
 
 
-def test_only_what_changed_is_sent(transport, nodes, folder):
+def test_only_what_changed_is_sent(nodes, folder):
     (folder / "big").write_bytes(os.urandom(3_000_000))
     sync(nodes[:1], folder)
     (folder / "plain.txt").write_text("changed")
     (folder / "new").write_text("new")
     done = sync(nodes[:1], folder)["gpu-a"]
-    assert (done.how, done.files) == (transport, 2)
+    assert (done.how, done.files) == ("rsync", 2)
     assert done.bytes < 100_000
     assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
 
 
-def test_check_names_the_node_the_folder_and_the_first_files_that_differ(transport, nodes, folder):
+def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, folder):
     with pytest.raises(ClusterError, match=r"gpu-a: .*my \$data is not there\n +gpu-b: .* is not there") as absent:
         files.check(nodes, [str(folder)])
     assert absent.value.hint == f"clusterctl sync '{folder}'"
@@ -135,7 +122,7 @@ def test_check_names_the_node_the_folder_and_the_first_files_that_differ(transpo
     assert differs.value.hint == f"clusterctl sync '{folder}' --delete"
 
 
-def test_files_that_are_only_there_stay_until_delete(transport, nodes, folder):
+def test_files_that_are_only_there_stay_until_delete(nodes, folder):
     sync(nodes, folder)
     there = Path(files.mirror(nodes[0], str(folder)))
     for name in ("-only\nthere", "sub/der/old"):
@@ -151,7 +138,7 @@ def test_files_that_are_only_there_stay_until_delete(transport, nodes, folder):
     files.check(nodes, [str(folder)])
 
 
-def test_a_file_in_place_of_a_folder_is_replaced_only_with_delete(transport, nodes, folder):
+def test_a_file_in_place_of_a_folder_is_replaced_only_with_delete(nodes, folder):
     sync(nodes[:1], folder)
     shutil.rmtree(folder / "deep")
     (folder / "deep").write_text("a file now")
@@ -163,20 +150,20 @@ def test_a_file_in_place_of_a_folder_is_replaced_only_with_delete(transport, nod
     assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
 
 
-def test_a_change_that_keeps_size_and_time_is_seen_by_a_fresh_look(transport, nodes, folder):
+def test_a_change_that_keeps_size_and_time_is_found_by_content(nodes, folder):
     sync(nodes[:1], folder)
     there = Path(files.mirror(nodes[0], str(folder))) / "ünïcode/ß"
     seen = there.stat()
     with there.open("r+b") as file:
         file.write(b"CONTENT")
     os.utime(there, ns=(seen.st_atime_ns, seen.st_mtime_ns))
-    assert files.differences(nodes[:1], str(folder), fresh=True) == {"gpu-a": Difference(different=("ünïcode/ß",))}
-    done = sync(nodes[:1], folder, fresh=True)["gpu-a"]
+    assert files.differences(nodes[:1], str(folder)) == {"gpu-a": Difference(different=("ünïcode/ß",))}
+    done = sync(nodes[:1], folder, checksum=True)["gpu-a"]
     assert done.files == 1
     assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
 
 
-def test_one_file_is_synced_alone(transport, nodes, folder, tmp_path):
+def test_one_file_is_synced_alone(nodes, folder, tmp_path):
     (tmp_path / "real.yaml").write_text("path: .\n")
     (tmp_path / "my.yaml").symlink_to("real.yaml")
     done = sync(nodes[:1], tmp_path / "my.yaml")["gpu-a"]
@@ -191,8 +178,7 @@ def test_one_file_is_synced_alone(transport, nodes, folder, tmp_path):
         files.check(nodes[:1], [f"{tmp_path}/my.yaml"])
 
 
-def test_a_common_folder_is_linked_not_copied(nodes, folder, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_common_folder_is_linked_not_copied(nodes, folder):
     done = files.sync(nodes, str(folder))
     assert {each.how for each in done.values()} == {"common"}
     there = Path(files.mirror(nodes[0], str(folder)))
@@ -204,10 +190,9 @@ def test_a_common_folder_is_linked_not_copied(nodes, folder, monkeypatch, tmp_pa
     sync(nodes[:1], folder)
     assert not there.is_symlink()
     assert contents(there) == contents(folder)
-    close_all()
 
 
-def test_a_link_to_another_folder_is_never_written_through(transport, nodes, folder, tmp_path):
+def test_a_link_to_another_folder_is_never_written_through(nodes, folder, tmp_path):
     elsewhere = tmp_path / "precious"
     elsewhere.mkdir()
     there = Path(files.mirror(nodes[0], str(folder)))
@@ -219,19 +204,53 @@ def test_a_link_to_another_folder_is_never_written_through(transport, nodes, fol
     assert not list(elsewhere.iterdir())
 
 
-def test_an_unwritable_place_and_a_missing_folder_are_named(transport, nodes, folder, tmp_path, sshd):
+def test_files_with_other_times_and_the_same_content_are_no_difference(nodes, folder):
+    sync(nodes[:1], folder)
+    for path in folder.rglob("*.txt"):
+        os.utime(path, (1e9, 1e9))
+    files.check(nodes[:1], [str(folder)])
+    assert not files.differences(nodes[:1], str(folder))["gpu-a"]
+
+
+def test_caches_run_directories_and_what_is_no_file_are_not_content(nodes, tmp_path):
+    root = tmp_path / "code"
+    for inner in (".trainer-cache", "sub/__pycache__", "runs/digits"):
+        (root / inner).mkdir(parents=True)
+        (root / inner / "x").write_text("")
+    (root / "runs" / rsync.RUNS_MARK).write_text(rsync.RUNS_RULE)
+    os.mkfifo(root / "pipe")
+    (root / "sub" / "y").write_text("")
+    (root / "folder link").symlink_to("sub")
+    assert files.differences(nodes[:1], str(root))["gpu-a"].missing == ("folder link", "sub/y")
+    sync(nodes[:1], root)
+    there = Path(files.mirror(nodes[0], str(root)))
+    assert set(contents(there)) == {"folder link", "sub/y"}
+    (there / "sub" / "__pycache__").mkdir()
+    (there / "sub" / "__pycache__" / "z").write_text("")
+    assert sync(nodes[:1], root, delete=True)["gpu-a"].how == "same"
+    assert (there / "sub" / "__pycache__" / "z").exists()
+
+
+def test_a_machine_without_rsync_is_named(nodes, folder, tmp_path, monkeypatch):
+    """On the node, and here."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert sync(nodes[:1], folder)["gpu-a"].message == "this machine: rsync is not installed"
+
+
+def test_an_unwritable_place_and_a_missing_folder_are_named(nodes, folder, tmp_path, sshd):
     (tmp_path / "file").write_text("")
     blocked = Node(
         "gpu-c", sshd.addresses[2], login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config
     )
     done = sync([*nodes, blocked], folder)
-    assert done["gpu-a"].how == transport
+    assert done["gpu-a"].how == "rsync"
     assert done["gpu-c"].message == f"gpu-c: {tmp_path}/file/x{folder} cannot be written: Not a directory"
     with pytest.raises(UsageError, match="nowhere: no such file or folder"):
         sync(nodes, tmp_path / "nowhere")
 
 
-def test_a_transfer_that_breaks_leaves_whole_files_and_goes_on(transport, sshd, nodes, tmp_path):
+def test_a_transfer_that_breaks_leaves_whole_files_and_goes_on(sshd, nodes, tmp_path):
     root = tmp_path / "large"
     root.mkdir()
     for index in range(6):
@@ -248,18 +267,17 @@ def test_a_transfer_that_breaks_leaves_whole_files_and_goes_on(transport, sshd, 
     assert begun.is_set()
     assert isinstance(broken, ClusterError)
     assert broken.message.startswith("gpu-a")
-    for path in there.rglob("*"):
+    for path in there.glob("*.bin"):
         assert path.read_bytes() == (root / path.name).read_bytes()
     done = sync(nodes[:1], root)["gpu-a"]
     assert contents(there) == contents(root)
-    if transport == "rsync":
-        assert done.bytes < 55_000_000
-        assert done.files < 6
+    assert done.bytes < 55_000_000
+    assert done.files < 6
 
 
 INTERRUPTED = """
 import os, signal, sys, threading
-from cluster import files
+from cluster import files, rsync
 from cluster.model import Node
 begun = threading.Event()
 def report(node, what, now, total):
@@ -274,7 +292,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_ends_at_once_and_leaves_no_half_file(transport, nodes, tmp_path):
+def test_ctrl_c_ends_at_once_and_leaves_no_half_file(nodes, tmp_path):
     root = tmp_path / "large"
     root.mkdir()
     for index in range(24):  # so much that the rest cannot all arrive before the signal does, however busy the machine
@@ -292,19 +310,17 @@ def test_ctrl_c_ends_at_once_and_leaves_no_half_file(transport, nodes, tmp_path)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
     assert time.monotonic() - began < 20
     there = Path(files.mirror(nodes[0], str(root)))
-    for path in there.rglob("*"):
+    for path in there.glob("*.bin"):
         assert path.read_bytes() == (root / path.name).read_bytes()
-    assert sync(nodes[:1], root)["gpu-a"].how == transport
+    assert sync(nodes[:1], root)["gpu-a"].how == "rsync"
     assert contents(there) == contents(root)
-    kept = Path(nodes[0].data_dir) / ".clusterctl"
-    assert [path for path in kept.glob("*/*/*") if path.is_file()] == []
-    assert list(kept.glob("*/incoming.*")) == []
+    assert not list(there.rglob(".*"))
 
 
-def test_results_come_back_whole_without_what_is_excluded(transport, nodes, folder, tmp_path):
+def test_results_come_back_whole_without_what_is_excluded(nodes, folder, tmp_path):
     target = tmp_path / "results"
     done = files.collect(nodes[0], str(folder), str(target), exclude=["deep", "*.txt"])
-    assert (done.how, done.files) == (transport, len(NAMES))
+    assert (done.how, done.files) == ("rsync", len(NAMES))
     expected = {name: what for name, what in contents(folder).items() if not name.startswith("deep/")}
     del expected["plain.txt"]
     assert contents(target) == expected
@@ -316,13 +332,13 @@ def test_results_come_back_whole_without_what_is_excluded(transport, nodes, fold
         files.collect(nodes[0], "/nowhere/x", str(target))
 
 
-def test_results_come_from_this_machine_too(transport, folder, tmp_path):
+def test_results_come_from_this_machine_too(folder, tmp_path):
     done = files.collect(Node("here", "127.0.0.1"), str(folder), str(tmp_path / "results"))
     assert done.files == len(NAMES) + 2
     assert contents(tmp_path / "results") == contents(folder)
 
 
-def test_a_checkpoint_is_placed_whole_and_over_an_old_one(transport, nodes, tmp_path):
+def test_a_checkpoint_is_placed_whole_and_over_an_old_one(nodes, tmp_path):
     (tmp_path / "-last it's.pt").write_bytes(os.urandom(2_000_000))
     target = tmp_path / "node run" / "weights"
     target.mkdir(parents=True)
@@ -346,7 +362,6 @@ def clusterctl(*arguments):
 def test_the_verb_prints_a_line_per_node_and_ends_with_an_error_while_files_differ(
     nodes, folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "cluster.yaml").write_text(
         f"device: cpu\nssh_config: {nodes[0].ssh_config}\nnodes:\n"
@@ -360,7 +375,7 @@ def test_the_verb_prints_a_line_per_node_and_ends_with_an_error_while_files_diff
         f"gpu-a: {len(NAMES) + 2} files",
         f"gpu-b: {len(NAMES) + 2} files",
     ]
-    assert "sent with rsync" in lines[0]
+    assert " sent, " in lines[0]
     (Path(files.mirror(nodes[1], str(folder))) / "left over").write_text("x")
     done = clusterctl(*words, "--json")
     assert done.returncode == 3

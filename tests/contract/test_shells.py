@@ -13,12 +13,11 @@ import time
 
 import pytest
 
-from cluster import files
+from cluster import files, rsync
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node
 from cluster.shells import LocalShell, close_all, reach
 from cluster.shells.ssh import _connection, _line, _ssh_config
-from cluster.transfer import why
 from tests.contract.sshd import Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
@@ -152,7 +151,7 @@ def test_a_greeting_is_not_taken_for_the_reason_of_a_failure(greeting, tmp_path)
     assert isinstance(done, ClusterError)
     assert done.message.endswith(": Not a directory")
     said = "bash: /usr/share/greeting: No such file or directory"
-    assert why(f'{said}\nrsync: [Receiver] mkdir "/a/b" failed: Not a directory (20)') == "Not a directory"
+    assert rsync.reason(f'{said}\nrsync: [Receiver] mkdir "/a/b" failed: Not a directory (20)') == "Not a directory"
 
 
 def test_a_login_shell_that_never_gets_to_the_command_is_an_error_that_quotes_it(greeting):

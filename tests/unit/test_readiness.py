@@ -29,6 +29,7 @@ ID = "sha256:" + "1" * 64
         (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
         ("no_way 10.0.0.0:20000: No route to host", "b: cannot reach the master at 10.0.0.0:20000: No route", "doctor"),
         ("no_gpu 1", "b: it has no GPU 1", "cluster.yaml"),
+        ("no_rsync", "b: rsync is not installed", "apt-get install rsync"),
     ],
 )
 def test_what_is_missing_is_said_with_the_nodes_name_and_the_next_command(line, why, hint):

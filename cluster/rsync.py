@@ -1,0 +1,181 @@
+"""Runs rsync between this machine and a node: its changes, its progress, its errors in the system's words.
+
+The `ssh` program that rsync starts never asks, and trusts only known host keys.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import IO, TypeVar
+
+from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.model import Node
+from cluster.shells import close_all
+from cluster.shells.openssh import destination, remote_shell
+from cluster.shells.result import BEGIN
+
+T = TypeVar("T")
+
+#: Marker files and incomplete transfers have names that begin with this.
+OURS = ".clusterctl-"
+#: A folder with this file holds the results of jobs. The file's text is an rsync rule that leaves its folder out.
+RUNS_MARK, RUNS_RULE = f"{OURS}runs", "- *\n"
+#: Caches that programs write into data and code belong to one machine.
+LEFT_OUT = (".trainer-cache", "__pycache__", f"{OURS}*")
+
+_OPTIONS = (
+    *("--recursive", "--links", "--times", "--omit-dir-times", "--omit-link-times", "--modify-window=-1"),
+    *("--protect-args", "--timeout=120", f"--partial-dir={OURS}partial"),
+    *("--out-format=%i %l %n", "--info=progress2", "--stats", "--no-human-readable", "--outbuf=L"),
+    *(f"--exclude={name}" for name in LEFT_OUT),
+    f"--filter=: {RUNS_MARK}",
+)
+#: rsync's codes: files vanished during the transfer; the connection failed.
+VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
+#: A line of `--out-format`: rsync's eleven letters of a change, the size, the name.
+_CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
+
+_HINTS = {
+    "No space left on device": "free disk space there, or choose another data_dir in the inventory",
+    "Permission denied": "choose a data_dir in the inventory that the login can write to",
+}
+
+
+def require_rsync() -> None:
+    """Raise ClusterError if this machine has no rsync."""
+    if not shutil.which("rsync"):
+        raise ClusterError("this machine: rsync is not installed", "sudo apt-get install rsync")
+
+
+def at(node: Node) -> str:
+    """`user@host:` before a path of the node, "" if the node is this machine."""
+    return f"{destination(node)}:" if node.login else ""
+
+
+class Rsync:
+    """One run of rsync: its exit code, errors and changes, and the bytes over the network."""
+
+    def __init__(
+        self, node: Node, words: Sequence[str], stdin: str = "", sent: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._node, self._stdin, self._sent = node, stdin, sent
+        remote = ["-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"] if node.login else []
+        self._argv = ["rsync", *_OPTIONS, *remote, *words]
+        self.code, self.errors, self.moved = 0, "", 0
+        self.changes: list[tuple[str, int, str]] = []
+
+    def __call__(self) -> None:
+        """Raises LaunchError when it was interrupted, ClusterError when there is no rsync here."""
+        require_rsync()
+        # In the C locale rsync prints every byte that is not printable ASCII as \#ooo.
+        environment = {**os.environ, "LC_ALL": "C"}
+        with tempfile.TemporaryFile() as errors, _started(self._argv, environment, errors) as process:
+            assert process.stdin
+            assert process.stdout
+            with suppress(BrokenPipeError), process.stdin:
+                process.stdin.write(self._stdin)
+            for line in process.stdout:
+                self._read(line.rstrip("\n"))
+            self.code = process.wait()
+            errors.seek(0)
+            self.errors = errors.read().decode(errors="replace")
+        if _interrupted.is_set():
+            raise LaunchError(f"{self._node.name}: interrupted")
+
+    def refuse_failure(self, receiver: str, sender: str) -> None:
+        """Raise ClusterError with the reason why rsync failed, at the `receiver` or at the `sender`.
+
+        Both are what happened, with the machine: `gpu-a: /data cannot be written`.
+        """
+        if not self.code:
+            return
+        name = self._node.name
+        if self.code in _DISCONNECTED and "failed" not in self.errors:
+            raise UnreachableError(
+                f"{name}: the connection broke: {reason(self.errors)}", "the same command continues from there"
+            )
+        if re.search(r"rsync.*not found", self.errors):
+            raise ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
+        is_sender = self.code == VANISHED or re.search(r"^rsync: \[sender\]", self.errors, re.MULTILINE)
+        raise error_of(sender if is_sender else receiver, self.errors)
+
+    def _read(self, line: str) -> None:
+        if found := _CHANGE.fullmatch(line):
+            name = re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), os.fsencode(found[3]))
+            self.changes.append((found[1], int(found[2]), os.fsdecode(name)))
+        elif found := re.match(r"\s*(\d+)\s+\d+%", line):
+            self._sent(int(found[1]))
+        elif found := re.match(r"Total bytes (?:sent|received): (\d+)", line):
+            self.moved = max(self.moved, int(found[1]))
+
+
+#: The processes that Ctrl-C ends, and whether it came.
+_processes: set[subprocess.Popen[str]] = set()
+_interrupted = threading.Event()
+_lock = threading.Lock()
+
+
+@contextmanager
+def _started(argv: Sequence[str], environment: dict[str, str], errors: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, which `interruptible` ends."""
+    with _lock:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            start_new_session=True,
+            encoding="ascii",
+            errors="surrogateescape",
+        )
+        _processes.add(process)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with _lock:
+                _processes.discard(process)
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Return what `work` returns. Ctrl-C ends its transfers, waits for it, and raises KeyboardInterrupt."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            _interrupted.set()
+            with _lock:
+                for process in _processes:
+                    process.terminate()
+            close_all()  # a command that a thread waits for ends with its connection
+            wait([running])
+            _interrupted.clear()
+            raise
+
+
+def error_of(failed: str, errors: str) -> ClusterError:
+    """The error `gpu-a: /data cannot be written: REASON`, from what failed and the program's stderr."""
+    why = reason(errors)
+    return ClusterError(f"{failed}: {why}", _HINTS.get(why, ""))
+
+
+def reason(errors: str) -> str:
+    """The reason in a program's stderr, in the system's words: `No space left on device` of rsync and mkdir alike."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    # The lines of rsync first: ssh and the login shell may have written others.
+    for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
+        found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)
+        if found and not found[1].startswith("Exiting"):
+            return found[1]
+    return lines[-1] if lines else "no reason was printed"
