@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster import commands, config, doctor, logs, report, scaling, supervise
+from cluster import commands, config, logs, report, scaling, supervise
 from cluster.commands import Show
 from cluster.config import Request
-from cluster.doctor.forecast import Link
 from cluster.errors import ClusterError, UnreachableError, UsageError, with_hint
-from cluster.model import Inventory, Job
+from cluster.model import Job
 from cluster.records import Records
 from cluster.scaling import Measured, Point
-
-#: What doctor looks at before it measures the link, and the link.
-_CHECKS = ("runtime", "image", "architecture", "address", "names", "link")
 
 
 def jobs(
@@ -56,18 +52,6 @@ def jobs(
         request = replace(request, env=(*request.env, f"OMP_NUM_THREADS={threads}"))
         notes.append(f"all nodes share this machine's {cores} cores: {threads} for each process, at every point")
     return {point: config.job(asked(point), here, backend)[0] for point in points}, notes
-
-
-def link(inventory: Inventory, job: Job, say: Callable[[str], None]) -> tuple[Link | None, str]:
-    """The link between the job's hosts as `doctor` measures it, and what it says of that; None where it cannot."""
-    skip = [check for check in doctor.ORDER if check not in _CHECKS]
-    asked = replace(inventory, nodes=job.hosts, device=job.device)
-    found = doctor.examine(asked, image=job.image, skip=skip, say=say)
-    about = [each for each in found.findings if each.check == "link"]
-    if found.link is None:  # why not comes first
-        about = [each for each in found.findings if each.level == "failure"] + about
-        return None, f"not measured: {about[0].node}: {about[0].detail}"
-    return found.link, about[0].detail
 
 
 def run(job: Job, backend: str, records: Records, show: Show, values: Mapping[str, str]) -> Measured | str:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from cluster import contract
-from cluster.doctor import forecast
-from cluster.doctor.forecast import Link
 from cluster.errors import UsageError
 from cluster.logs import Event, number
 
@@ -41,7 +39,7 @@ class Point:
 class Measured:
     """What the epochs that count took, on all nodes together; the shares are of an epoch's seconds.
 
-    `train_s` is an epoch without its validation, `step_s` a step without the sums. None: the trainer did not say it.
+    `train_s` is an epoch without its validation. A value is None if the trainer did not report it.
     """
 
     images_per_s: float
@@ -49,24 +47,17 @@ class Measured:
     train_s: float | None
     data_share: float
     sync_share: float
-    step_s: float | None
-    parameters: float | None
 
 
 @dataclass(frozen=True)
 class Row:
-    """A point with the middle of its rounds, or why it has none; gain and efficiency are over the fewest nodes.
-
-    `forecast` is the efficiency, over the fewest nodes too, that doctor's link leaves: without overlap, and with the
-    most.
-    """
+    """A point with the middle of its rounds, or why it has none; gain and efficiency are over the fewest nodes."""
 
     point: Point
     measured: Measured | None
     failure: str = ""
     gain: float | None = None
     efficiency: float | None = None
-    forecast: tuple[float, float] | None = None
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -127,24 +118,19 @@ def measured(events: Sequence[Event]) -> Measured | None:
     shares = [event["shares"] if isinstance(event.get("shares"), Mapping) else {} for event in counted]
     seconds = [number(event, "seconds") for event in counted]
     train = [all_ * (1 - number(share, "val")) for all_, share in zip(seconds, shares, strict=True)]
-    ready = next((event for event in events if event["event"] == contract.READY), {})
     return Measured(
         images_per_s=middle(number(event, "images_per_s") for event in counted),
         epoch_s=middle(seconds) or None,
         train_s=middle(train) or None,
         data_share=middle(number(share, "data") for share in shares),
         sync_share=middle(number(share, "sync") for share in shares),
-        step_s=forecast.step_s([event for event in events if number(event, "epoch") != 1] if epochs[1:] else events),
-        parameters=number(ready, "parameters") or None,
     )
 
 
-def rows(
-    found: Mapping[Point, Sequence[Measured | str]], link: Link | None = None, *, compressed: bool = False
-) -> list[Row]:
+def rows(found: Mapping[Point, Sequence[Measured | str]]) -> list[Row]:
     """A row for each point, from its rounds: what was measured, or why not.
 
-    The gain is the median of the rounds' own, as machines drift. `compressed`: gradients travel as bf16.
+    The gain is the median of the rounds' own, as machines drift.
     """
     made = []
     for point, rounds in found.items():
@@ -159,7 +145,6 @@ def rows(
             if isinstance(mine, Measured) and isinstance(first, Measured)
         ]
         gain = statistics.median(a.images_per_s / b.images_per_s for a, b in pairs) if pairs else None
-        alone = _middle([first for _, first in pairs])
         made.append(
             Row(
                 point,
@@ -167,31 +152,14 @@ def rows(
                 next((each for each in rounds if isinstance(each, str)), ""),
                 gain,
                 gain * base.nodes / point.nodes if gain is not None else None,
-                _forecast(point, base, alone, link, 2 if compressed else 4) if alone and link else None,
             )
         )
     return made
 
 
-def _middle(rounds: Sequence[Measured]) -> Measured | None:
+def _middle(rounds: Sequence[Measured]) -> Measured:
     """The round in the middle, by its speed."""
-    return sorted(rounds, key=lambda each: each.images_per_s)[(len(rounds) - 1) // 2] if rounds else None
-
-
-def _forecast(
-    point: Point, base: Point, alone: Measured, link: Link, gradient_bytes: int
-) -> tuple[float, float] | None:
-    """The two efficiencies that the link leaves to `point`, over those that it leaves to `base`."""
-    if point.nodes == base.nodes or not alone.step_s or not alone.parameters:
-        return None
-    size, step_s = round(gradient_bytes * alone.parameters), alone.step_s
-
-    def left(nodes: int) -> tuple[float, float]:
-        own_s = step_s * (base.nodes / nodes if point.strong else 1)  # fewer pictures of a step for each node
-        return forecast.efficiency(own_s, forecast.all_reduce_s(size, nodes, link) if nodes > 1 else 0.0)
-
-    (worst, best), (base_worst, base_best) = left(point.nodes), left(base.nodes)
-    return worst / base_worst, best / base_best
+    return sorted(rounds, key=lambda each: each.images_per_s)[(len(rounds) - 1) // 2]
 
 
 def thread_table(made: Sequence[Row]) -> str:
@@ -214,7 +182,7 @@ def thread_table(made: Sequence[Row]) -> str:
 
 def detail_table(made: Sequence[Row], procs_per_node: int) -> str:
     """Each point with its speed, and what its ranks waited for."""
-    header = ["nodes", "ranks", "batch", "img/s", "epoch", "gain", "efficiency", "forecast", "data", "ranks' wait"]
+    header = ["nodes", "ranks", "batch", "img/s", "epoch", "gain", "efficiency", "data", "ranks' wait"]
     lines = []
     for row in made:
         point, of = row.point, row.measured
@@ -222,9 +190,8 @@ def detail_table(made: Sequence[Row], procs_per_node: int) -> str:
         if of is None:
             lines.append([*first, "failed", *[_NOTHING] * (len(header) - len(first) - 1)])
             continue
-        said = f"{row.forecast[0]:.0%} to {row.forecast[1]:.0%}" if row.forecast else _NOTHING
         speed = [f"{of.images_per_s:.1f}", clock(of.epoch_s), _number(row.gain, ".2f"), _number(row.efficiency, ".0%")]
-        lines.append([*first, *speed, said, f"{of.data_share:.0%}", f"{of.sync_share:.0%}"])
+        lines.append([*first, *speed, f"{of.data_share:.0%}", f"{of.sync_share:.0%}"])
     return _table(header, lines)
 
 
@@ -273,8 +240,6 @@ def records(made: Sequence[Row], procs_per_node: int) -> list[dict[str, Any]]:
             **{each.name: row.measured and getattr(row.measured, each.name) for each in fields(Measured)},
             "gain": row.gain,
             "efficiency": row.efficiency,
-            "forecast_worst": row.forecast and row.forecast[0],
-            "forecast_best": row.forecast and row.forecast[1],
             "failure": row.failure,
         }
         for row in made

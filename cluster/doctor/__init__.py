@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from cluster import resources
 from cluster.config import DEFAULT_IMAGE
 from cluster.doctor import data as data_check
-from cluster.doctor import engine, forecast, link, machine, network, peers, probe, slurm, windows
+from cluster.doctor import engine, link, machine, network, peers, probe, slurm, windows
 from cluster.doctor.findings import Finding, Seen, exit_code
-from cluster.doctor.forecast import Forecast, Link
+from cluster.doctor.link import Link
 from cluster.errors import ClusterError, UsageError
 from cluster.fanout import each
 from cluster.model import Inventory, Node
 from cluster.shells import LocalShell, reach
 
-__all__ = ["CHECKS", "ORDER", "Finding", "Report", "examine", "exit_code"]
+__all__ = ["CHECKS", "Finding", "Report", "examine", "exit_code"]
 
 #: The checks that judge what one look at each node saw, in the order of the report.
 CHECKS: dict[str, Callable[[Seen], list[Finding]]] = {
@@ -48,14 +48,12 @@ ORDER = (*CHECKS, "versions", "data", "reachable", "link")
 class Report:
     """Everything that was found: the login, then in the order of ORDER.
 
-    `link` and `forecasts` where the link was measured.
+    `link` is None unless the link was measured.
     """
 
     findings: tuple[Finding, ...]
     seconds: float
     link: Link | None = None
-    step_s: float | None = None
-    forecasts: tuple[Forecast, ...] = ()
 
 
 def examine(
@@ -65,28 +63,25 @@ def examine(
     data: Sequence[str] = (),
     skip: Sequence[str] = (),
     port: int = 0,
-    model: str = "yolov5s",
-    step_s: float | None = None,
     jobs: frozenset[str] = frozenset(),
     nodes: int = 2,
     gpus: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Look at all nodes and judge; `say` is told what is being done. Raises UsageError for an unknown check or model.
+    """Look at all nodes and judge; `say` is told what is being done. Raises UsageError for an unknown check.
 
-    `jobs` are those known to run: what they have on the nodes is not left over. `step_s` is the time of a step on one
-    node, without the sums; `data` are folders of this machine. Nothing is changed on the nodes. Of a Slurm cluster
-    one job looks at `nodes` nodes, and asks for `gpus` on each where the device is cuda.
+    `jobs` are those known to run: what they have on the nodes is not left over. `data` are folders of this machine.
+    Nothing is changed on the nodes. Of a Slurm cluster one job looks at `nodes` nodes, and asks for `gpus` on each
+    where the device is cuda.
     """
     began = time.monotonic()
     if inventory.backend == "slurm":
-        _refuse_unknown("--skip", skip, slurm.ORDER)
+        _refuse_unknown(skip, slurm.ORDER)
         image = image or inventory.image
         findings = slurm.look(inventory, image=image, data=data, skip=skip, nodes=nodes, gpus=gpus, say=say)
         findings.sort(key=lambda finding: slurm.ORDER.index(finding.check))
         return Report(tuple(findings), time.monotonic() - began)
-    _refuse_unknown("--skip", skip, ORDER)
-    _refuse_unknown("--model", [model], list(forecast.PARAMETERS))
+    _refuse_unknown(skip, ORDER)
     image = image or inventory.image or DEFAULT_IMAGE
     known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
     inventory = replace(inventory, nodes=known)
@@ -105,21 +100,19 @@ def examine(
     if "reachable" not in skip:
         say("connecting every node to every other")
         findings += network.reachable(seen, *peers.dial(seen, port))
-    measured, forecasts = None, []
+    measured = None
     if "link" not in skip and len(seen.nodes) > 1:
         say("measuring the link (torch starts on every node)")
         measured, said = _measure(seen, able, findings)
         findings += said
-        if measured is not None:
-            forecasts = forecast.forecasts(4 * forecast.PARAMETERS[model], measured, step_s)
     findings.sort(key=lambda finding: ("login", *ORDER).index(finding.check))
-    return Report(tuple(findings), time.monotonic() - began, measured, step_s, tuple(forecasts))
+    return Report(tuple(findings), time.monotonic() - began, measured)
 
 
-def _refuse_unknown(option: str, values: Sequence[str], known: Sequence[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise UsageError(f"{option} {value!r}: there is no such", f"one of: {', '.join(known)}")
+def _refuse_unknown(skip: Sequence[str], known: Sequence[str]) -> None:
+    for check in skip:
+        if check not in known:
+            raise UsageError(f"--skip {check!r}: there is no such check", f"one of: {', '.join(known)}")
 
 
 def _look(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[Seen, list[Finding]]:

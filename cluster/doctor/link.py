@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from cluster import contract, resources
 from cluster.doctor.findings import Finding, Seen, typed_on
-from cluster.doctor.forecast import Link, bus_bytes_per_s
 from cluster.doctor.network import device_towards, devices
 from cluster.errors import ClusterError, UnreachableError
 from cluster.fanout import each
@@ -18,6 +18,23 @@ TIMEOUT_S = 45.0
 _TOO_LATE = 70
 #: Less than this share of what the network card says is worth a word.
 _POOR_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Link:
+    """What was measured between `nodes` nodes: the time of a tiny all-reduce, and the bytes per second of a large one.
+
+    `bytes_per_s` is the bus bandwidth: what passes over one node's link, whatever the number of nodes.
+    """
+
+    nodes: int
+    latency_s: float
+    bytes_per_s: float
+
+
+def bus_bytes_per_s(size: int, nodes: int, taken_s: float) -> float:
+    """The bandwidth of one node's link when an all-reduce of `size` bytes takes `taken_s`."""
+    return size * 2 * (nodes - 1) / nodes / taken_s
 
 
 def measure(seen: Seen, image: str) -> tuple[Link | None, list[Finding]]:

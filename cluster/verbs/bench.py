@@ -6,8 +6,6 @@ import json
 import shlex
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -86,8 +84,7 @@ def bench(
     epoch is left out where there are several. The trainer's --batch counts the pictures of all ranks together, so it
     grows with the nodes (weak scaling); with --strong it stays.
 
-    Where the nodes are several machines, the efficiency that doctor forecasts from their link stands beside the
-    measured one. A point that fails is a row that says so. Ctrl-C stops the running job and shows what was measured.
+    A point that fails is a row with the reason. Ctrl-C stops the running job and shows what was measured.
 
     Exit codes: 0 all points were measured, 1 some failed, 2 wrong request; 3, 5 and 130 as those of launch.
     """
@@ -128,16 +125,11 @@ def bench(
         if note:
             say(errors, note)
     found: dict[Point, list[Measured | str]] = {point: [] for point in points}
-    link, said = None, ""
-    # The other modes' exchange is not the sums of doctor's forecast, and is not timed.
+    # In other modes the ranks' wait is not timed.
     ddp = scaling.said_to(left, "--parallel") in ("", "ddp")
     ended: BaseException | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if ddp and machines is not None and len(largest.hosts) > 1:
-            with errors.status("measuring the link") if errors.is_terminal else nullcontext():
-                link, said = runner.link(machines, largest, lambda text: None)
-            say(errors, f"link: {said}")
         with _Bars(errors, len(points) * rounds) as bars:
             for nth in range(rounds):
                 for point in points:
@@ -150,14 +142,13 @@ def bench(
                     bars.done(outcome)
     except (KeyboardInterrupt, ClusterError) as error:
         ended = error
-    compressed = scaling.said_to(left, "--grad-compress") == "bf16"
-    rows = scaling.rows({point: each for point, each in found.items() if each}, link, compressed=compressed)
+    rows = scaling.rows({point: each for point, each in found.items() if each})
     what = f"{gpus} {largest.device} {'process' if gpus == 1 else 'processes'} per node, {chosen}, "
     what += f"{rounds} {'round' if rounds == 1 else 'rounds'}: {shlex.join(left) or 'train'}"
     if rows:
-        text = _text(rows, what, gpus, strong, said if link else "", ddp)
+        text = _text(rows, what, gpus, strong, ddp)
         lines = scaling.records(rows, gpus)
-        print(json.dumps({"what": what, "link": link and asdict(link), "rows": lines}, indent=1) if as_json else text)
+        print(json.dumps({"what": what, "rows": lines}, indent=1) if as_json else text)
         _write(csv, scaling.csv_text(lines))
         _write(markdown, text + "\n")
     if isinstance(ended, ClusterError):
@@ -178,7 +169,7 @@ def _all(backend: str, machines: Inventory | None) -> list[int]:
     return scaling.doubled(len(machines.nodes)) if machines is not None else [1, 2]
 
 
-def _text(rows: Sequence[Row], what: str, procs_per_node: int, strong: bool, link: str, ddp: bool) -> str:
+def _text(rows: Sequence[Row], what: str, procs_per_node: int, strong: bool, ddp: bool) -> str:
     from cluster import scaling
 
     counted = "all nodes together (--strong)" if strong else "one node: N nodes take N times as many"
@@ -187,7 +178,6 @@ def _text(rows: Sequence[Row], what: str, procs_per_node: int, strong: bool, lin
         f"An epoch's training time; bs is the pictures of a step on {counted}.",
         scaling.thread_table(rows),
         scaling.detail_table(rows, procs_per_node),
-        f"The forecast is for this link: {link}." if link else "",
         "" if ddp else "The ranks' wait is not timed with this --parallel: it counts as computing.",
         "\n".join([*scaling.advice(rows, timed=ddp), *scaling.failures(rows)]),
     ]

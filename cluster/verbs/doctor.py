@@ -48,16 +48,6 @@ def doctor(
     port: Annotated[
         int, typer.Option("--master-port", help="Try this port too, beside a random one.", show_default=False)
     ] = 0,
-    model: Annotated[str, typer.Option("--model", help="Forecast for: yolov5n, s, m, l or x.")] = "yolov5s",
-    step_ms: Annotated[
-        float,
-        typer.Option(
-            "--step-time", metavar="MS", help="Milliseconds of a training step on one node.", show_default=False
-        ),
-    ] = 0.0,
-    job: Annotated[
-        str, typer.Option("--job", help="Take the step's time from what this job reported.", show_default=False)
-    ] = "",
     nodes: Annotated[
         int, typer.Option("--nodes", help="Slurm: look at so many nodes in one job; 2 by default.", show_default=False)
     ] = 0,
@@ -84,19 +74,13 @@ def doctor(
     from cluster import doctor as checks
     from cluster.records import Records
 
-    if step_ms < 0:
-        raise UsageError(f"--step-time {step_ms:g}: must be more than 0 milliseconds")
     for option, count in (("--nodes", nodes), ("--gpus", gpus)):
         if count < 0:
             raise UsageError(f"{option} {count}: must be more than 0")
-    if job and step_ms:
-        raise UsageError("--job and --step-time both tell the time of a step", "leave one out")
-    step_s = _measured(job) if job else step_ms / 1000 or None
     machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
     for_sbatch = options.for_sbatch(partition, account, qos, time_limit, slurm)
     if machines.backend == "slurm":
-        only_ssh = {"--master-port": port, "--step-time": step_ms, "--job": job, "--model": model != "yolov5s"}
-        _refuse(only_ssh, "the link is not measured on a Slurm cluster", "leave it out")
+        _refuse({"--master-port": port}, "doctor tests no ports on a Slurm cluster", "leave it out")
         machines = _with_options(machines, for_sbatch)
     else:
         _refuse({"--nodes": nodes, "--gpus": gpus, "--slurm": for_sbatch}, "only for a Slurm cluster", "--only a,b")
@@ -114,8 +98,6 @@ def doctor(
                 data=data,
                 skip=skip,
                 port=port,
-                model=model,
-                step_s=step_s,
                 jobs=running,
                 nodes=nodes or 2,
                 gpus=gpus or 1,
@@ -130,7 +112,7 @@ def doctor(
         if machines.backend == "slurm":
             by_slurm = (each.node for each in report.findings if each.check not in checks.slurm.ON_LOGIN)
             names = list(dict.fromkeys(by_slurm)) or names
-        _print(report, Console(highlight=False), names, model)
+        _print(report, Console(highlight=False), names)
     raise typer.Exit(checks.exit_code(report.findings))
 
 
@@ -169,21 +151,7 @@ def _interruptible(work: Callable[[Callable[[str], None]], Report], show: Callab
             raise
 
 
-def _measured(job: str) -> float:
-    from cluster import logs
-    from cluster.doctor.forecast import step_s
-    from cluster.records import Records
-
-    plan = Records().load(job).plan
-    first = plan.nodes[0].name
-    lines = logs.read(plan, {first: 0})[first].decode(errors="replace").splitlines()
-    found = step_s([event for line in lines if (event := logs.event(line)) is not None])
-    if found is None:
-        raise UsageError(f"--job {job}: it has not reported steps", "give the time of a step: --step-time 500")
-    return found
-
-
-def _print(report: Report, out: Console, names: Sequence[str], model: str) -> None:
+def _print(report: Report, out: Console, names: Sequence[str]) -> None:
     lines = [(_who(nodes, names), finding) for nodes, finding in _grouped(report.findings)]
     wide = max((len(who) for who, _ in lines), default=0)
     broad = max((len(finding.check) for _, finding in lines), default=0)
@@ -193,29 +161,10 @@ def _print(report: Report, out: Console, names: Sequence[str], model: str) -> No
         _say(out, f"{finding.check:<{broad}}  {who:<{wide}}  {finding.detail}")
         if finding.fix:
             _say(out, f"{'':5}{'':{broad}}  fix: {finding.fix}")
-    _print_forecasts(report, out, model)
     counts = {level: sum(finding.level == level for finding in report.findings) for level in _SIGNS}
     verdict = "nothing would stop a launch" if not counts["failure"] else f"{counts['failure']} would stop a launch"
     warned = f", {counts['warning']} to know" if counts["warning"] else ""
     _say(out, f"\n{verdict}{warned}   ({len(names)} nodes, {report.seconds:.1f} s)")
-
-
-def _print_forecasts(report: Report, out: Console, model: str) -> None:
-    if report.link is None:
-        return
-    by_nodes: dict[int, list[str]] = {}
-    for forecast in report.forecasts:
-        text = f"{forecast.all_reduce_s * 1000:.0f} ms"
-        if forecast.worst is not None and forecast.best is not None:
-            text += f", {forecast.worst:.0%} to {forecast.best:.0%}"
-        by_nodes.setdefault(forecast.nodes, []).append(text)
-    step = f"a step of {report.step_s * 1000:.0f} ms" if report.step_s else "a step"
-    _say(out, f"\n{model}'s sums in {step} on this link, and the share of N nodes' speed that they leave")
-    _say(out, f"  {'nodes':<7}{'fp32':<24}bf16")
-    for nodes, (plain, compressed) in by_nodes.items():
-        _say(out, f"  {nodes:<7}{plain:<24}{compressed}")
-    if all(forecast.worst is None for forecast in report.forecasts):
-        _say(out, "  (the share needs --step-time MS, a step's time on one node; bf16: train --grad-compress bf16)")
 
 
 def _grouped(findings: Sequence[Finding]) -> list[tuple[list[str], Finding]]:

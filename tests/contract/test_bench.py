@@ -26,7 +26,7 @@ def event(name, **fields):
     print("::cluster", json.dumps(fields, separators=(",", ":")), flush=True)
 
 world = int(os.environ["WORLD_SIZE"])
-event("ready", rank=int(os.environ["RANK"]), world_size=world, backend="gloo", device="cpu", parameters=7)
+event("ready", rank=int(os.environ["RANK"]), world_size=world, backend="gloo", device="cpu")
 if "STAY" in sys.argv and world > 1:
     event("progress", epoch=1, epochs=1, step=1, steps=9, loss=1.0, images_per_s=5.0, eta_s=1.0)
     time.sleep(300)
@@ -78,7 +78,6 @@ def test_two_numbers_of_nodes_are_trained_on_and_compared(few, job_name):
     assert float(two["gain"]) == pytest.approx(rates[1] / rates[0], rel=1e-4)
     # 32 pictures: the epoch's time and its speed are told by the trainer, each by itself
     assert float(one["train_s"]) == pytest.approx(32 / rates[0], rel=0.2)
-    assert float(one["parameters"]) > 1e6
     assert 0 < float(two["sync_share"]) < 1
     tables = (few.folder / "tables.md").read_text()
     assert tables in text
@@ -142,14 +141,11 @@ def test_ctrl_c_stops_the_job_and_shows_what_was_measured(quick, job_name):
     }
 
 
-def test_machines_that_cannot_run_it_are_named_and_so_is_why_there_is_no_forecast(clusterctl, sshd, job_name):
+def test_machines_that_cannot_run_it_are_named(clusterctl, sshd, job_name):
     inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
     code, text = clusterctl.run("bench", "--name", job_name, "--nodes", "1,2", "--python", "/nowhere/python3", "--json")
     assert code == 1, text
-    # all of the test's machines are this one, which nobody else reaches at such an address
-    assert f"link: not measured: node-0: {sshd.addresses[0]} is on lo" in text
     rows = json.loads(text[text.index("{") :])["rows"]
-    assert [row["forecast_best"] for row in rows] == [None, None]
     assert all("node-0: " in row["failure"] and "/nowhere/python3" in row["failure"] for row in rows)
     assert "; node-1: " in rows[1]["failure"]
 

@@ -147,14 +147,12 @@ def test_processes_of_a_job_that_nobody_knows_are_left_over(inventory, job_name)
         child.wait()
 
 
-def test_unknown_checks_and_models_are_refused_with_those_that_are_there(inventory):
+def test_unknown_checks_are_refused_with_those_that_are_there(inventory):
     with pytest.raises(UsageError, match="--skip 'links'") as refused:
         doctor.examine(inventory, skip=["links"])
     assert "link" in refused.value.hint
     with pytest.raises(UsageError, match="--skip 'login'"):
         doctor.examine(inventory, skip=["login"])
-    with pytest.raises(UsageError, match="--model 'yolov9'"):
-        doctor.examine(inventory, model="yolov9")
 
 
 def command(folder, *arguments):

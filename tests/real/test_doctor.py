@@ -225,14 +225,11 @@ def test_10_the_address_of_docker0(inventory, testbed, addresses):
 
 def test_the_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
     trained = replace(inventory, image=image_on_hosts)
-    report = doctor.examine(trained, model="yolov5n", step_s=0.5)
+    report = doctor.examine(trained)
     assert report.seconds < 120  # 60 on machines of their own; here three share two cores
     assert report.link is not None, [each for each in report.findings if each.level != "ok"]
     assert report.link.nodes == 3
     assert 0 < report.link.latency_s < 1
-    assert {(each.nodes, each.compressed) for each in report.forecasts} == {
-        (nodes, compressed) for nodes in (2, 4, 8) for compressed in (False, True)
-    }
     held = [each.detail for each in report.findings if each.check == "versions"]
     assert all(detail.startswith("torch 2.") and "NCCL" in detail for detail in held)
     assert len(held) == 3

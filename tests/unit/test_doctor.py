@@ -5,7 +5,6 @@ import pytest
 from cluster.doctor import CHECKS, exit_code, link
 from cluster.doctor.engine import versions
 from cluster.doctor.findings import Finding, Seen
-from cluster.doctor.forecast import PARAMETERS, Link, all_reduce_s, bus_bytes_per_s, efficiency, forecasts, step_s
 from cluster.doctor.network import Dialled, reachable
 from cluster.doctor.probe import Facts, parse
 from cluster.errors import ClusterError
@@ -352,29 +351,6 @@ def test_the_exit_code_tells_a_lost_node_from_a_launch_that_would_fail():
     assert of(("login", "failure"), ("shm", "failure")) == 5
 
 
-def test_the_ring_costs_what_the_formula_says():
-    """facts: yolov5s over 10 GbE takes 23 ms on 2 nodes and 41 ms on 8; 1 GbE ten times that; x 278 and 486."""
-    wire = Link(2, 0.0, 10e9 / 8)
-    for model, two_ms, eight_ms in (("yolov5n", 6.0, 10.5), ("yolov5s", 23, 41), ("yolov5x", 278, 486)):
-        size = 4 * PARAMETERS[model]
-        assert all_reduce_s(size, 2, wire) * 1000 == pytest.approx(two_ms, rel=0.02)
-        assert all_reduce_s(size, 8, wire) * 1000 == pytest.approx(eight_ms, rel=0.02)
-    assert bus_bytes_per_s(1000, 2, 1.0) == 1000
-    assert bus_bytes_per_s(1000, 4, 1.0) == 1500
-
-
-def test_efficiency_lies_between_no_overlap_and_the_backward_pass_as_cover():
-    assert efficiency(0.1, 0.0) == (1.0, 1.0)
-    assert efficiency(0.1, 0.1) == (0.5, pytest.approx(0.75))
-    slow = Link(2, 0.001, 1e9 / 8)
-    found = {(f.nodes, f.compressed): f for f in forecasts(4 * PARAMETERS["yolov5s"], slow, 0.1)}
-    assert sorted(found) == [(2, False), (2, True), (4, False), (4, True), (8, False), (8, True)]
-    assert found[2, True].all_reduce_s == pytest.approx(found[2, False].all_reduce_s / 2, rel=0.02)
-    assert found[2, False].worst < found[2, True].worst < found[2, True].best <= 1.0
-    assert found[8, False].worst < found[2, False].worst
-    assert forecasts(1000, slow, None)[0].worst is None
-
-
 def test_the_link_is_what_the_sums_took_and_a_node_that_could_not_is_named():
     text = "joined\nsum 1024 0.0002\nsum 4194304 0.004\nsum 67108864 0.0536870912\n"
     what = seen()
@@ -382,19 +358,9 @@ def test_the_link_is_what_the_sums_took_and_a_node_that_could_not_is_named():
     assert (measured.nodes, measured.latency_s) == (2, 0.0002)
     assert measured.bytes_per_s == pytest.approx(1.25e9)
     assert (said.level, said.detail) == ("ok", "gloo: 1250 MB/s (10 Gbit/s), 0.2 ms")
+    assert link.bus_bytes_per_s(1000, 4, 1.0) == 1500
     slow = "sum 1024 0.0002\nsum 4194304 0.04\n"
     _, (said,) = link.judge(what, {"n1": slow, "n2": slow}, "gloo")
     assert (said.level, "the slowest card says 10 Gbit/s" in said.detail) == ("warning", True)
     measured, (said,) = link.judge(what, {"n1": text, "n2": ClusterError("n2: no connection")}, "gloo")
     assert (measured, said.node, said.level, said.detail) == (None, "n2", "failure", "no connection")
-
-
-def test_a_steps_time_is_read_from_a_jobs_events_without_what_the_sums_took():
-    def progress(epoch, step, time):
-        return {"event": "progress", "epoch": epoch, "step": step, "time": time}
-
-    seconds = [progress(1, 1, 100.0), progress(1, 3, 101.0), progress(1, 6, 102.5), progress(2, 1, 190.0)]
-    assert step_s(seconds) == 0.5
-    metric = {"event": "metric", "shares": {"data": 0.1, "sync": 0.2}}
-    assert step_s([*seconds, metric]) == pytest.approx(0.4)
-    assert step_s([metric]) is None

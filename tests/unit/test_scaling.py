@@ -4,19 +4,15 @@ from dataclasses import replace
 import pytest
 
 from cluster import scaling
-from cluster.doctor.forecast import Link
 from cluster.errors import UsageError
 from cluster.scaling import Point
 
 
-def told(rate, *, epochs=2, sync=0.1, seconds=10.0, parameters=7_000_000, step_s=0.5):
+def told(rate, *, epochs=2, sync=0.1, seconds=10.0):
     """The events of a job whose first epoch is half as fast as the others."""
-    events = [{"event": "ready", "node": 0, "time": 0.0, "parameters": parameters}]
+    events = [{"event": "ready", "node": 0, "time": 0.0}]
     for epoch in range(1, epochs + 1):
         slow = 2 if epoch == 1 else 1
-        for step in (2, 4, 6):
-            at = 1000.0 * epoch + step * step_s * slow
-            events.append({"event": "progress", "node": 0, "time": at, "epoch": epoch, "step": step})
         shares = {"data": 0.2, "sync": sync, "val": 0.25}
         event = {"event": "metric", "node": 0, "time": 1000.0 * epoch + 10, "epoch": epoch, "shares": shares}
         events.append({**event, "images_per_s": rate / slow, "seconds": seconds * slow})
@@ -32,19 +28,18 @@ def measured(rate, **options):
 def test_the_first_epoch_is_left_out_where_there_are_several():
     found = measured(100.0, epochs=3, sync=0.2)
     assert (found.images_per_s, found.epoch_s, found.train_s) == (100.0, 10.0, 7.5)
-    assert (found.data_share, found.sync_share, found.parameters) == (0.2, 0.2, 7_000_000)
-    assert found.step_s == measured(100.0, epochs=2, sync=0.2).step_s == pytest.approx(0.5 * 0.8)
+    assert (found.data_share, found.sync_share) == (0.2, 0.2)
     alone = measured(100.0, epochs=1)
     assert (alone.images_per_s, alone.epoch_s) == (50.0, 20.0)
     assert scaling.measured(told(100.0, epochs=0)) is None
 
 
 def test_what_an_older_trainer_does_not_say_is_left_open():
-    events = [{k: v for k, v in event.items() if k not in ("seconds", "parameters")} for event in told(100.0)]
+    events = [{k: v for k, v in event.items() if k != "seconds"} for event in told(100.0)]
     found = scaling.measured(events)
-    assert (found.images_per_s, found.epoch_s, found.train_s, found.parameters) == (100.0, None, None, None)
-    one, two = scaling.rows({Point(1, 8): [found], Point(2, 8): [found]}, Link(2, 0.001, 1e9))
-    assert (one.gain, two.gain, two.forecast) == (1.0, 1.0, None)
+    assert (found.images_per_s, found.epoch_s, found.train_s) == (100.0, None, None)
+    one, two = scaling.rows({Point(1, 8): [found], Point(2, 8): [found]})
+    assert (one.gain, two.gain) == (1.0, 1.0)
     assert "| bs | 1 node | 2 nodes | gain |" in scaling.thread_table([one, two])
 
 
@@ -106,7 +101,7 @@ def test_the_tables_of_two_batches_in_the_threads_form():
     ]
     line = scaling.detail_table(made, 2).splitlines()[3]
     assert [cell.strip() for cell in line.strip("|").split("|")] == [
-        *("2", "4", "32", "150.0", "22:13", "1.50", "75%", "-", "20%", "10%")
+        *("2", "4", "32", "150.0", "22:13", "1.50", "75%", "20%", "10%")
     ]
     read = list(csv.DictReader(scaling.csv_text(scaling.records(made, 2)).splitlines()))
     assert [(row["nodes"], row["batch"], row["batch_per_node"]) for row in read[:3]] == [
@@ -115,36 +110,6 @@ def test_the_tables_of_two_batches_in_the_threads_form():
         ("4", "64", "16"),
     ]
     assert (read[1]["gain"], read[5]["gain"], read[5]["failure"]) == ("1.5", "", "gone")
-
-
-def test_the_forecast_is_that_of_doctor_for_this_model_and_step():
-    link = Link(2, 0.002, 125e6)  # 1 Gbit/s
-    step_s = measured(10.0).step_s
-    found = {Point(1, 8): [measured(10.0)], Point(2, 8): [measured(18.0, step_s=0.7)]}
-    one, two = scaling.rows(found, link)
-    assert one.forecast is None
-    reduce_s = 4 * 7_000_000 / 125e6 + 2 * 2 * 0.001  # the ring of two sends everything once, in two buckets
-    assert two.forecast[0] == pytest.approx(step_s / (step_s + reduce_s))
-    assert two.forecast[0] < two.forecast[1] <= 1
-    halved = scaling.rows(found, link, compressed=True)[1].forecast
-    assert halved[0] > two.forecast[0]
-    # with --strong the pictures of a step are shared, so that the sums weigh more
-    strong = {Point(1, 8, strong=True): [measured(10.0)], Point(2, 8, strong=True): [measured(18.0)]}
-    assert scaling.rows(strong, link)[1].forecast[0] == pytest.approx(step_s / 2 / (step_s / 2 + reduce_s))
-    assert "to" in scaling.detail_table([two], 1).splitlines()[2]
-
-
-def test_the_forecast_is_over_the_fewest_nodes_as_the_efficiency_is():
-    link = Link(2, 0.002, 125e6)
-    counts = (1, 2, 4)
-    one, two, four = scaling.rows({Point(n, 8): [measured(10.0 * n)] for n in counts}, link)
-    least, most = scaling.rows({Point(n, 8): [measured(10.0 * n)] for n in counts[1:]}, link)
-    assert (one.forecast, least.forecast) == (None, None)
-    assert most.forecast == pytest.approx([a / b for a, b in zip(four.forecast, two.forecast, strict=True)])
-    strong = {Point(n, 8, strong=True): [measured(10.0, step_s=0.25 / n)] for n in counts}
-    whole = scaling.rows(strong, link)
-    part = scaling.rows({point: rounds for point, rounds in strong.items() if point.nodes > 1}, link)
-    assert part[1].forecast == pytest.approx([a / b for a, b in zip(whole[2].forecast, whole[1].forecast, strict=True)])
 
 
 def test_the_batch_grows_with_the_nodes_unless_it_is_strong():
