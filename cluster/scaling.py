@@ -17,8 +17,6 @@ _BATCH = ("--batch", "--batch-size")
 #: What a benchmark trains where the arguments do not say: one epoch to warm up, one that counts.
 BATCH, EPOCHS = 16, 2
 _NOTHING = "-"
-#: An efficiency that leaves nothing to be explained, and a share of an epoch that explains a lower one.
-_GOOD, _MUCH = 0.85, 0.15
 
 
 @dataclass(frozen=True)
@@ -193,31 +191,6 @@ def detail_table(made: Sequence[Row], procs_per_node: int) -> str:
         speed = [f"{of.images_per_s:.1f}", clock(of.epoch_s), _number(row.gain, ".2f"), _number(row.efficiency, ".0%")]
         lines.append([*first, *speed, f"{of.data_share:.0%}", f"{of.sync_share:.0%}"])
     return _table(header, lines)
-
-
-def advice(made: Sequence[Row], *, timed: bool = True) -> list[str]:
-    """What the most nodes brought, batch by batch, and where it is little what to do about it; a sentence each.
-
-    Without `timed`, nobody knows how long ranks waited for each other.
-    """
-    said = []
-    for batch in dict.fromkeys(row.point.batch for row in made):
-        done = [row for row in made if row.point.batch == batch and row.measured and row.gain and row.efficiency]
-        most = max(done, key=lambda row: row.point.nodes, default=None)
-        if most is None or most.measured is None or most.efficiency is None or most.gain == 1.0:
-            continue
-        text = f"bs {batch}: {most.point.nodes} nodes train {most.gain:.2f} times as fast"
-        data, sync = most.measured.data_share, most.measured.sync_share
-        if most.efficiency < _GOOD and max(data, sync) < _MUCH:
-            text += "; the ranks hardly wait, so each computes slower than alone: do they share cores?" if timed else ""
-        elif most.efficiency < _GOOD and data >= sync:
-            text += (
-                f"; {data:.0%} of an epoch is waiting for pictures: more --workers or --cache ram, before more nodes"
-            )
-        elif most.efficiency < _GOOD:
-            text += f"; {sync:.0%} of an epoch is waiting for other ranks: a larger --batch, or --grad-compress bf16"
-        said.append(text)
-    return said
 
 
 def failures(made: Sequence[Row]) -> list[str]:

@@ -125,8 +125,6 @@ def bench(
         if note:
             say(errors, note)
     found: dict[Point, list[Measured | str]] = {point: [] for point in points}
-    # In other modes the ranks' wait is not timed.
-    ddp = scaling.said_to(left, "--parallel") in ("", "ddp")
     ended: BaseException | None = None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -146,6 +144,7 @@ def bench(
     what = f"{gpus} {largest.device} {'process' if gpus == 1 else 'processes'} per node, {chosen}, "
     what += f"{rounds} {'round' if rounds == 1 else 'rounds'}: {shlex.join(left) or 'train'}"
     if rows:
+        ddp = scaling.said_to(left, "--parallel") in ("", "ddp")
         text = _text(rows, what, gpus, strong, ddp)
         lines = scaling.records(rows, gpus)
         print(json.dumps({"what": what, "rows": lines}, indent=1) if as_json else text)
@@ -179,7 +178,7 @@ def _text(rows: Sequence[Row], what: str, procs_per_node: int, strong: bool, ddp
         scaling.thread_table(rows),
         scaling.detail_table(rows, procs_per_node),
         "" if ddp else "The ranks' wait is not timed with this --parallel: it counts as computing.",
-        "\n".join([*scaling.advice(rows, timed=ddp), *scaling.failures(rows)]),
+        "\n".join(scaling.failures(rows)),
     ]
     return "\n\n".join(part for part in parts if part)
 

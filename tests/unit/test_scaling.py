@@ -1,5 +1,4 @@
 import csv
-from dataclasses import replace
 
 import pytest
 
@@ -67,20 +66,6 @@ def test_a_point_that_failed_is_a_row_that_says_why_and_has_no_gain():
     assert scaling.failures(made) == ["1 node, batch 8: node-0: out of memory", "2 nodes, batch 32: gone"]
     assert "failed" in scaling.thread_table(made)
     assert scaling.detail_table(made, 1).count("failed") == 2
-
-
-def test_what_keeps_more_nodes_from_helping_is_named_with_what_to_do():
-    def of(rate, *, timed=True, **shares):
-        two = replace(measured(rate), **shares)
-        return scaling.advice(scaling.rows({Point(1, 8): [measured(100.0)], Point(2, 8): [two]}), timed=timed)
-
-    assert of(195.0, sync_share=0.3) == ["bs 8: 2 nodes train 1.95 times as fast"]
-    assert "40% of an epoch is waiting for other ranks: a larger --batch" in of(120.0, sync_share=0.4)[0]
-    assert "50% of an epoch is waiting for pictures: more --workers" in of(120.0, data_share=0.5, sync_share=0.4)[0]
-    idle = {"data_share": 0.05, "sync_share": 0.05}
-    assert "do they share cores?" in of(120.0, **idle)[0]
-    assert of(120.0, timed=False, **idle) == ["bs 8: 2 nodes train 1.20 times as fast"]
-    assert scaling.advice(scaling.rows({Point(1, 8): [measured(100.0)], Point(2, 8): ["gone"]})) == []
 
 
 def test_the_tables_of_two_batches_in_the_threads_form():
