@@ -67,11 +67,10 @@ def _gpus(node: Node, facts: Facts, rows: list[list[str]], usual_driver: str, us
     def found(level: Level, why: str, fix: str) -> Finding:
         return Finding("gpus", node.name, level, why, fix)
 
-    wsl = bool(facts.every("libcuda") or facts.every("wsl_networking"))
     if not rows and node.gpus:
         said = " ".join(facts.every("gpu_says"))
         fix = typed_on(node, facts, "ubuntu-drivers install", root=True) + ", then restart it"
-        if wsl:
+        if "microsoft" in facts.text("kernel").lower():
             fix = "on Windows: install NVIDIA's driver (none inside WSL), then: wsl --shutdown"
         elif "mismatch" in said:
             fix = typed_on(node, facts, "reboot", root=True)

@@ -104,8 +104,7 @@ for file in /etc/cdi/*nvidia* /var/run/cdi/*nvidia*; do [ -e "$file" ] && fact c
 # Windows Subsystem for Linux
 case $(cat /proc/version) in *[Mm]icrosoft*)
     fact wsl_networking "$(wslinfo --networking-mode 2>/dev/null | tr -d '\r')"
-    for file in /usr/lib/wsl/lib/libcuda.so.1 /usr/lib/*-linux-gnu/libcuda.so.1; do
-        [ -e "$file" ] && fact libcuda "$file"
-    done ;;
+    file=/usr/lib/wsl/lib/libcuda.so.1
+    [ -e "$file" ] && fact libcuda "$file" ;;
 esac
 echo probe=end
