@@ -10,9 +10,20 @@ from cluster.shells.result import BEGIN
 
 
 def destination(node: Node) -> str:
-    """`user@host` of a node's login, without its port."""
-    user, mark, rest = node.login.rpartition("@")
+    """`user@host` of a node's login, without its port; an IPv6 address in brackets, as rsync needs it."""
+    user, mark, host = destination_of(node.login).rpartition("@")
+    return f"{user}{mark}{f'[{host}]' if ':' in host else host}"
+
+
+def destination_of(login: str) -> str:
+    """`user@host` of a login, as ssh needs it."""
+    user, mark, rest = login.rpartition("@")
     return f"{user}{mark}{_split(rest)[0]}"
+
+
+def port_of(login: str) -> str:
+    """The port of a login, "" without one."""
+    return _split(login.rpartition("@")[2])[1]
 
 
 def remote_shell(node: Node) -> str:
@@ -24,7 +35,7 @@ def remote_shell(node: Node) -> str:
     words += ["-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5"]
     if node.ssh_config:
         words += ["-F", str(Path(node.ssh_config).expanduser())]
-    if port := _split(node.login.rpartition("@")[2])[1]:
+    if port := port_of(node.login):
         words += ["-p", port]
     # The greeting may lack its last newline, so that BEGIN is the end of a line.
     filter_ = (
@@ -35,7 +46,5 @@ def remote_shell(node: Node) -> str:
 
 def _split(host: str) -> tuple[str, str]:
     # As fabric reads it: more than one colon is an IPv6 address, which has no port here.
-    if host.count(":") == 1:
-        name, _, port = host.partition(":")
-        return name, port
-    return (f"[{host}]" if ":" in host and not host.startswith("[") else host), ""
+    name, _, port = host.partition(":")
+    return (name, port) if host.count(":") == 1 else (host.strip("[]"), "")

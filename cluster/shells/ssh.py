@@ -1,34 +1,34 @@
 """Commands on a machine behind SSH: the only module that knows fabric and paramiko.
 
-fabric reads `~/.ssh/config` (ProxyJump, Port, IdentityFile, agent) and opens the connection; commands go through
-channels of it as bytes, because fabric's own `run` decodes its output and pastes variables into shell code. A
-connection is opened at the first command, kept, and opened again when it broke.
+`ssh -G` evaluates `~/.ssh/config`, and fabric opens the connection. Commands go through its channels as bytes, because
+fabric's own `run` decodes output and pastes variables into shell code. A connection is opened at the first command,
+kept, and opened again when it broke.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import logging
 import random
 import re
 import shlex
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar, cast
+from typing import BinaryIO, cast
 
 import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
-from cluster.shells.includes import expand
+from cluster.shells.openssh import destination_of, port_of
 from cluster.shells.result import BEGIN, MORE_PATH, Completed
-
-T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 8.0
 #: An sshd, or a jump host, that many log into at once turns some away (MaxStartups): they knock again for so long.
@@ -36,7 +36,11 @@ _BUSY_S = 20.0
 #: paramiko sends something this often, so that a connection whose other end has gone is noticed.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
-_SYSTEM = Path("/etc/ssh/ssh_config")
+#: What paramiko and fabric use of `ssh -G`; fabric's own timeouts are set for each connection.
+_SETTINGS = (
+    *("hostname", "user", "port", "forwardagent", "proxyjump", "proxycommand"),
+    *("userknownhostsfile", "globalknownhostsfile", "hostkeyalias"),
+)
 #: What a command prints begins after it: before, `~/.bashrc` may have greeted, which bash reads also under sshd, or
 #: complained (a `pyenv init` in it does, of sessions that begin at the same moment).
 _MARK = f"{BEGIN}\n".encode()
@@ -236,10 +240,14 @@ class SshShell:
     def _open(self, timeout_s: float) -> Connection:
         try:
             connection = _connection(self._login, self._config_file, timeout_s)
-        except (paramiko.ssh_exception.ConfigParseError, ValueError, OSError) as error:
-            file = self._config_file or "~/.ssh/config"
+        except FileNotFoundError:
             raise UnreachableError(
-                f"{self.place}: {file}: {error}", f"check it: ssh -F {file} -G {self._login}"
+                "this machine: ssh is not installed", "sudo apt-get install openssh-client"
+            ) from None
+        except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+            file = f"-F {self._config_file} " if self._config_file else ""
+            raise UnreachableError(
+                f"{self.place}: ssh configuration: {error}", f"check it: ssh {file}-G {self._login}"
             ) from error
         where = f"{self.place} ({connection.user}@{connection.host}:{connection.port})"
         scan = f"ssh-keyscan -p {connection.port} {connection.host}"
@@ -318,63 +326,44 @@ def _hung_up(error: BaseException) -> bool:
     return isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
 
 
-class _Read(Generic[T]):
-    """What `parse` made of some files, read again only when one of them has changed: not once for each machine.
-
-    `parse` tells what it has read: the files, those that they include, and the folders where it looked for such.
-    """
-
-    def __init__(self, parse: Callable[[tuple[Path, ...]], tuple[T, Sequence[Path]]]) -> None:
-        self._parse = parse
-        self._kept: dict[tuple[Path, ...], tuple[T, Sequence[Path], list[tuple[int, int, int]]]] = {}
-        self._lock = threading.Lock()
-
-    def __call__(self, *files: Path) -> T:
-        with self._lock:
-            if files not in self._kept or self._kept[files][2] != self._stamp(self._kept[files][1]):
-                made, sources = self._parse(files)
-                self._kept[files] = made, sources, self._stamp(sources)
-            return self._kept[files][0]
-
-    def _stamp(self, sources: Sequence[Path]) -> list[tuple[int, int, int]]:
-        stats = [source.stat() for source in sources if source.exists()]
-        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
-
-
-def _parse_keys(files: tuple[Path, ...]) -> tuple[paramiko.HostKeys, Sequence[Path]]:
-    keys = paramiko.HostKeys()
-    for file in files:
-        if file.is_file():
-            keys.load(str(file))
-    return keys, files
-
-
-def _parse_config(files: tuple[Path, ...]) -> tuple[paramiko.SSHConfig, Sequence[Path]]:
-    if len(files) == 1 and not files[0].is_file():
-        raise FileNotFoundError("there is no such file")
-    config = paramiko.SSHConfig()
-    sources: list[Path] = []
-    for file in files:
-        # A user's file includes from ~/.ssh, wherever it is itself.
-        found = expand(file, file.parent if file == _SYSTEM else Path("~/.ssh").expanduser())
-        config.parse(found.lines)
-        sources += found.sources
-    return config, sources
-
-
-_ssh_config = _Read(_parse_config)
-_known_keys = _Read(_parse_keys)
-
-
 def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
-    files = [Path(config_file)] if config_file else [Path("~/.ssh/config"), _SYSTEM]
-    # lazy: not what `fabric.yaml` files on this machine say, which would be looked for again for each machine.
-    config = Config(ssh_config=_ssh_config(*(file.expanduser() for file in files)), lazy=True)
-    return _hop(login, config, timeout_s, None)
+    return _hop(login, config_file, timeout_s, None)
+
+
+def _options(login: str, config_file: str, timeout_s: float) -> paramiko.SSHConfig:
+    """The settings of one login as `ssh -G` prints them: OpenSSH evaluates Host, Match and Include.
+
+    Raises ValueError with its message for a file that ssh refuses.
+    """
+    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
+    port = ["-p", port_of(login)] if port_of(login) else []
+    argv = ["ssh", "-TG", *file, *port, "--", destination_of(login)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
+    if done.returncode:
+        raise ValueError(done.stderr.partition("\n")[0].strip() or f"ssh -G: exit {done.returncode}")
+    lines = ["Host *"]
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        # Of the default identity files paramiko needs those that exist.
+        if key in _SETTINGS or (key == "identityfile" and Path(value).expanduser().is_file()):
+            lines.append(line)
+    return paramiko.SSHConfig.from_text("\n".join(lines))
+
+
+def _known_keys(files: Sequence[Path]) -> paramiko.HostKeys:
+    return _load_keys(tuple((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
+
+
+@functools.lru_cache(maxsize=8)
+def _load_keys(stamped: tuple[tuple[Path, int], ...]) -> paramiko.HostKeys:
+    keys = paramiko.HostKeys()
+    for file, _ in stamped:
+        keys.load(str(file))
+    return keys
 
 
 def _hop(
-    login: str, config: Config, timeout_s: float, before: Connection | None, towards: Sequence[str] = ()
+    login: str, config_file: str, timeout_s: float, before: Connection | None, towards: Sequence[str] = ()
 ) -> Connection:
     """A connection through the one `before` it, or through what its ssh_config says, as a way `towards` other hosts.
 
@@ -384,35 +373,33 @@ def _hop(
         raise ValueError(f"ProxyJump leads in a circle: {' -> '.join((*towards, login))}")
     connection = Connection(
         login,
-        config=config,
+        # lazy: without the settings of `fabric.yaml` files on this machine
+        config=Config(ssh_config=_options(login, config_file, timeout_s), lazy=True),
         # not None: fabric takes `ProxyJump none` for a host, and the last of several hosts for the first
         gateway=before or False,
         connect_timeout=timeout_s,
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
     if before is None:
-        connection.gateway = _gateway(connection, config, timeout_s, (*towards, login))
+        connection.gateway = _gateway(connection, config_file, timeout_s, (*towards, login))
     _trust_only_known_hosts(connection)
     return connection
 
 
 def _gateway(
-    connection: Connection, config: Config, timeout_s: float, towards: Sequence[str]
+    connection: Connection, config_file: str, timeout_s: float, towards: Sequence[str]
 ) -> Connection | str | None:
-    """The last of its jump hosts, or its ProxyCommand: whichever ssh_config says first, also where that is `none`."""
-    for key, value in connection.ssh_config.items():
-        if key == "proxycommand":
-            return value and str(value)  # paramiko has made None of `none`
-        if key == "proxyjump":
-            hops = [] if value.lower() == "none" else value.split(",")
-            gateway = None
-            for hop in hops:
-                # where `Host *` has a jump host, this may be it
-                if connection.derive_shorthand(hop)["host"] in (connection.host, connection.original_host):
-                    return None
-                gateway = _hop(hop, config, timeout_s, gateway, towards)
-            return gateway
-    return None
+    """The last of its jump hosts, or its ProxyCommand: `ssh -G` has one of them at most."""
+    options, gateway = connection.ssh_config, None
+    if "proxyjump" not in options:
+        command = options.get("proxycommand")
+        return command and str(command)
+    for hop in options["proxyjump"].split(","):
+        # where `Host *` has a jump host, this may be it
+        if connection.derive_shorthand(hop)["host"] in (connection.host, connection.original_host):
+            return None
+        gateway = _hop(hop, config_file, timeout_s, gateway, towards)
+    return gateway
 
 
 def _trust_only_known_hosts(connection: Connection) -> None:
@@ -422,7 +409,7 @@ def _trust_only_known_hosts(connection: Connection) -> None:
     files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
     files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2").split()
     name = connection.host if connection.port == 22 else f"[{connection.host}]:{connection.port}"
-    known = _known_keys(*(Path(file).expanduser() for file in files)).lookup(name)
+    known = _known_keys([Path(file).expanduser() for file in files]).lookup(options.get("hostkeyalias", name))
     for kind, key in known.items() if known else ():
         connection.client.get_host_keys().add(name, kind, key)
 

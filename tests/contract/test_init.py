@@ -110,7 +110,8 @@ def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
     (clusterctl.folder / "my config").write_text(text)
     code, said = clusterctl.run("init", "h0", "--ssh-config", "my config")
     assert (code, "Traceback" in said) == (5, False), said
-    assert f"error: h0: {clusterctl.folder}/my config: " in said
+    assert "error: h0: ssh configuration: " in said
+    assert f"{clusterctl.folder}/my config" in said
 
 
 @pytest.mark.parametrize(

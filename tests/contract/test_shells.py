@@ -17,7 +17,7 @@ from cluster import files, rsync
 from cluster.errors import ClusterError, UnreachableError
 from cluster.model import Node
 from cluster.shells import LocalShell, close_all, reach
-from cluster.shells.ssh import _connection, _line, _ssh_config
+from cluster.shells.ssh import _connection, _line
 from tests.contract.sshd import Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
@@ -245,84 +245,6 @@ def test_of_several_proxies_the_first_one_said_counts_and_none_is_no_host(sshd):
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == before + 4
 
 
-# What `Include` may stand in, and the files; @ is their folder. Every host is asked for by `ssh -G` as well.
-INCLUDES = {
-    "config": """
-        User first
-        Include @/early "@/with blank/*.conf" @/is-not-there
-        Port 1000
-        Host gpu-* !gpu-z
-          Include = @/gpus   # and back in this block
-          Compression yes
-        Match originalhost cpu-a,cpu-b user first
-          include @/all
-          LogLevel DEBUG
-        Match all
-          Include @/gpus
-        Host *
-          HostName last.example
-    """,
-    "early": "Host early\n  HostName early.example\n",
-    "with blank/b.conf": "Host *-b\n  HostName b.example\n",
-    "with blank/a.conf": "Host cpu-b\n  HostName a.example\n",
-    "gpus": """
-        ServerAliveInterval 7
-        Host gpu-a gpu-z
-          HostName %h.example
-        Host *
-          ConnectTimeout 77
-          Include @/all
-    """,
-    "all": """
-        Host other cpu-* gpu-b
-          ServerAliveCountMax 9
-        Match user first
-          ForwardAgent yes
-        Match all
-          TCPKeepAlive no
-    """,
-}
-
-
-def test_files_are_included_as_ssh_includes_them(tmp_path):
-    for name, text in INCLUDES.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text.replace("@", str(tmp_path)))
-    keys = [
-        "hostname",
-        "port",
-        "compression",
-        "loglevel",
-        "serveraliveinterval",
-        "serveralivecountmax",
-        "connecttimeout",
-    ]
-    seen = set()
-    for host in ("early", "gpu-a", "gpu-b", "gpu-z", "cpu-a", "cpu-b", "other"):
-        argv = ["ssh", "-F", str(tmp_path / "config"), "-G", host]
-        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-        theirs = dict(line.split(" ", 1) for line in said.splitlines())
-        ours = _ssh_config(tmp_path / "config").lookup(host)
-        defaults = {"compression": "no", "loglevel": "INFO", "serveraliveinterval": "0", "serveralivecountmax": "3"}
-        defaults |= {"connecttimeout": "none", "forwardagent": "no", "tcpkeepalive": "yes"}
-        for key in [*keys, "forwardagent", "tcpkeepalive"]:
-            assert (host, key, ours.get(key, defaults.get(key))) == (host, key, theirs[key])
-        seen.add(tuple(sorted(ours.items())))
-    assert len(seen) >= 6
-
-
-def test_relative_names_of_a_users_file_are_below_his_ssh_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh" / "conf.d").mkdir(parents=True)
-    (tmp_path / ".ssh" / "conf.d" / "a").write_text("User ann\nInclude ~/b\n")
-    (tmp_path / "b").write_text("Port 2222\n")
-    # what Red Hat's ssh_config includes has such a block, which paramiko refuses as it is
-    (tmp_path / "config").write_text("Include conf.d/*\nMatch final all\n  Include conf.d/../../c\n")
-    (tmp_path / "c").write_text("Compression yes\n")
-    options = _ssh_config(tmp_path / "config").lookup("gpu-a")
-    assert (options["user"], options["port"], options["compression"]) == ("ann", "2222", "yes")
-
-
 def test_an_included_file_is_read_again_when_it_has_changed_or_is_new_and_a_circle_is_an_error(sshd, tmp_path):
     outer = tmp_path / "outer"
     outer.write_text(f"Include {tmp_path}/conf.d/*\n")
@@ -337,7 +259,7 @@ def test_an_included_file_is_read_again_when_it_has_changed_or_is_new_and_a_circ
     (tmp_path / "conf.d" / "hosts").write_text(sshd.config.read_text())
     assert shell().run(["echo", "there"]).out == "there\n"
     (tmp_path / "conf.d" / "hosts").write_text(f"Include {outer}\n")
-    with pytest.raises(UnreachableError, match="more than 16 files deep") as refused:
+    with pytest.raises(UnreachableError, match="Too many recursive configuration includes") as refused:
         shell().run(["true"])
     assert refused.value.hint == f"check it: ssh -F {outer} -G h0"
 
@@ -383,8 +305,8 @@ def test_a_server_that_hangs_up_at_first_is_asked_again(sshd):
         serving.join(10)
 
 
-def test_jump_hosts_that_need_each_other_are_an_error_and_a_home_that_is_not_there_includes_nothing(tmp_path):
+def test_jump_hosts_that_need_each_other_are_an_error(tmp_path):
     config = tmp_path / "config"
-    config.write_text("Include ~nosuchuser/x\nHost a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    config.write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
     with pytest.raises(UnreachableError, match="ProxyJump leads in a circle: a -> b -> a"):
         reach(Node("gpu-a", "", login="a", ssh_config=str(config))).run(["true"])
