@@ -223,6 +223,9 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
     """
     began = time.monotonic()
     source = remote_folder.rstrip("/")
+    # Through the connection that is kept: most nodes of a job have nothing to fetch.
+    if reach(node).run(["test", "-d", source]).code:
+        raise NoFolderError(f"{node.name}: {source}: no such folder")
     try:
         Path(local_folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -230,8 +233,6 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
     options = ["--perms", *(f"--exclude={pattern}" for pattern in exclude)]
     run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
     interruptible(run)
-    if run.code and "change_dir" in run.errors and "No such file" in run.errors:
-        raise NoFolderError(f"{node.name}: {source}: no such folder")
     if run.code != VANISHED:  # a running job removes files
         run.refuse_failure(f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read")
     files = [change for change, _, _ in run.changes if change[1] in "fL"]

@@ -6,11 +6,13 @@ The `ssh` program that rsync starts never asks, and trusts only known host keys.
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -40,6 +42,8 @@ _OPTIONS = (
 )
 #: rsync's codes: files vanished during the transfer; the connection failed.
 VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
+#: How many connections rsync has at once, and how long it tries to log in: sshd refuses those above its MaxStartups.
+_AT_ONCE, _BUSY_S = threading.BoundedSemaphore(8), 20.0
 #: A line of `--out-format`: rsync's eleven letters of a change, the size, the name.
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
 
@@ -67,14 +71,30 @@ class Rsync:
         self, node: Node, words: Sequence[str], stdin: str = "", sent: Callable[[int], None] = lambda _: None
     ) -> None:
         self._node, self._stdin, self._sent = node, stdin, sent
-        remote = ["-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"] if node.login else []
-        self._argv = ["rsync", *_OPTIONS, *remote, *words]
+        # Without --blocking-io the filter of the remote shell would fail to write as soon as rsync reads too slowly.
+        remote = ["--blocking-io", "-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"]
+        self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
         self.code, self.errors, self.moved = 0, "", 0
         self.changes: list[tuple[str, int, str]] = []
 
     def __call__(self) -> None:
-        """Raises LaunchError when it was interrupted, ClusterError when there is no rsync here."""
+        """Run it, again where an sshd refuses the connection because of many others.
+
+        Raises LaunchError when it was interrupted, ClusterError when there is no rsync here.
+        """
         require_rsync()
+        until = time.monotonic() + _BUSY_S
+        with _AT_ONCE:
+            self._run()
+            while (
+                self.code in _DISCONNECTED
+                and re.search("kex_exchange|banner exchange", self.errors)
+                and time.monotonic() < until
+            ):
+                time.sleep(random.uniform(0.5, 1.5))
+                self._run()
+
+    def _run(self) -> None:
         # In the C locale rsync prints every byte that is not printable ASCII as \#ooo.
         environment = {**os.environ, "LC_ALL": "C"}
         with tempfile.TemporaryFile() as errors, _started(self._argv, environment, errors) as process:

@@ -232,8 +232,8 @@ def test_caches_run_directories_and_what_is_no_file_are_not_content(nodes, tmp_p
 
 
 def test_a_machine_without_rsync_is_named(nodes, folder, tmp_path, monkeypatch):
-    """On the node, and here."""
     (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").symlink_to(shutil.which("ssh"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert sync(nodes[:1], folder)["gpu-a"].message == "this machine: rsync is not installed"
 
@@ -330,6 +330,16 @@ def test_results_come_back_whole_without_what_is_excluded(nodes, folder, tmp_pat
     assert (target / "run.sh").read_text() == "#!/bin/sh\nexit 3\n"
     with pytest.raises(ClusterError, match="gpu-a: /nowhere/x: no such folder"):
         files.collect(nodes[0], "/nowhere/x", str(target))
+
+
+def test_a_large_result_comes_back_and_so_do_many_small_ones(nodes, tmp_path):
+    results = tmp_path / "node"
+    results.mkdir()
+    (results / "last.pt").write_bytes(os.urandom(30_000_000))
+    for nth in range(3000):
+        (results / f"{nth} with a name that fills the pipe.log").write_text(str(nth))
+    assert files.collect(nodes[0], str(results), str(tmp_path / "here")).files == 3001
+    assert contents(tmp_path / "here") == contents(results)
 
 
 def test_results_come_from_this_machine_too(folder, tmp_path):
