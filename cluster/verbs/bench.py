@@ -6,15 +6,15 @@ import json
 import shlex
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.config import Request
 from cluster.errors import ClusterError, UsageError
-from cluster.verbs import options
 from cluster.verbs.follow import EXIT_INTERRUPTED, say
+from cluster.verbs.options import AsJson, NodeOptions, RunOptions, SlurmOptions, option, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,25 +24,31 @@ if TYPE_CHECKING:
     from cluster.scaling import Measured, Point, Row
 
 
-def bench(
-    arguments: options.Arguments = [],  # noqa: B006 (typer reads the default and never changes it)
+@dataclass
+class BenchOptions(RunOptions):
+    """Options of the jobs of a benchmark, two of them with a meaning of their own."""
+
     nodes: Annotated[
         str,
-        typer.Option(
+        option(
             "--nodes",
             "-n",
             help="Numbers of nodes, with commas. By default 1, 2, 4, ... of the inventory, on this machine 1,2.",
-            show_default=False,
         ),
-    ] = "",
-    gpus: options.Gpus = 1,
+    ] = ""
+    name: Annotated[str, typer.Option("--name", help="What the jobs' names begin with.")] = "bench"
+
+
+@takes_options
+def bench(
+    *,
+    options: BenchOptions,
     batch: Annotated[
         str,
-        typer.Option(
+        option(
             "--batch",
             help="Pictures of a step on [b]one[/b] node, or several such numbers with commas: N nodes take N times as "
             "many. By default what --batch behind -- says, else 16.",
-            show_default=False,
         ),
     ] = "",
     strong: Annotated[
@@ -51,32 +57,11 @@ def bench(
     rounds: Annotated[
         int, typer.Option("--rounds", help="Measure every point so often, in turns: the speed of machines drifts.")
     ] = 1,
-    backend: options.BackendName = "auto",
-    inventory: options.InventoryFile = "",
-    hosts: options.Hosts = "",
-    hostfile: options.Hostfile = "",
-    ssh_config: options.SshConfig = "",
-    only: options.Only = "",
-    name: Annotated[str, typer.Option("--name", help="What the jobs' names begin with.")] = "bench",
-    device: options.DeviceName = "auto",
-    image: options.Image = "",
-    run_root: options.RunRoot = "",
-    env: options.Env = [],  # noqa: B006
-    mounts: options.Mounts = [],  # noqa: B006
-    timeout_s: options.Timeout = 300.0,
-    python: options.Python = "",
-    partition: options.Partition = "",
-    account: options.Account = "",
-    qos: options.Qos = "",
-    time_limit: options.Time = "",
-    slurm: options.Slurm = [],  # noqa: B006
-    csv: Annotated[
-        str, typer.Option("--csv", metavar="FILE", help="Write every figure to this file.", show_default=False)
-    ] = "",
-    markdown: Annotated[
-        str, typer.Option("--markdown", metavar="FILE", help="Write the tables to this file.", show_default=False)
-    ] = "",
-    as_json: options.AsJson = False,
+    inventory: NodeOptions,
+    slurm: SlurmOptions,
+    csv: Annotated[str, option("--csv", metavar="FILE", help="Write every figure to this file.")] = "",
+    markdown: Annotated[str, option("--markdown", metavar="FILE", help="Write the tables to this file.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """How many nodes should I use? Trains the same on 1, 2, 4, ... of them and compares.
 
@@ -96,27 +81,15 @@ def bench(
 
     if rounds < 1:
         raise UsageError(f"--rounds {rounds}: must be 1 or more")
-    for option, path in (("--csv", csv), ("--markdown", markdown)):
+    for flag, path in (("--csv", csv), ("--markdown", markdown)):
         if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise UsageError(f"{option} {path}: no file in a folder that is there", f"for example: {option} bench.txt")
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
-    chosen, why = commands.choose_backend(backend, machines)
-    counts = scaling.numbers("--nodes", nodes) if nodes else _all(chosen, machines)
-    sizes, left = scaling.batches(batch, arguments)
+            raise UsageError(f"{flag} {path}: no file in a folder that is there", f"for example: {flag} bench.txt")
+    machines = inventory.load(backend=options.backend)
+    chosen, why = commands.choose_backend(options.backend, machines)
+    counts = scaling.numbers("--nodes", options.nodes) if options.nodes else _all(chosen, machines)
+    sizes, left = scaling.batches(batch, options.arguments)
     points = [scaling.Point(count, size, strong) for size in sizes for count in counts]
-    request = Request(
-        gpus=gpus,
-        name=name,
-        device=device,
-        image=image,
-        run_root=run_root,
-        env=tuple(env),
-        mounts=tuple(mounts),
-        timeout_s=timeout_s,
-        python=python,
-        inventory=machines,
-        slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
-    )
+    request = options.request(slurm, inventory=machines)
     jobs, notes = runner.jobs(request, points, left, chosen)
     largest = jobs[max(points, key=lambda point: point.nodes)]
     values = secrets.values(largest.secrets, {})
@@ -141,6 +114,7 @@ def bench(
     except (KeyboardInterrupt, ClusterError) as error:
         ended = error
     rows = scaling.rows({point: each for point, each in found.items() if each})
+    gpus = options.gpus
     what = f"{gpus} {largest.device} {'process' if gpus == 1 else 'processes'} per node, {chosen}, "
     what += f"{rounds} {'round' if rounds == 1 else 'rounds'}: {shlex.join(left) or 'train'}"
     if rows:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.errors import ClusterError, UsageError
-from cluster.verbs import options
-from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, Only, SshConfig, needed_inventory
+from cluster.verbs.options import AsJson, NodeOptions, SlurmOptions, option, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,16 +24,11 @@ if TYPE_CHECKING:
 _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red")}
 
 
+@takes_options
 def doctor(
-    inventory: InventoryFile = "",
-    hosts: Hosts = "",
-    hostfile: Hostfile = "",
-    ssh_config: SshConfig = "",
-    only: Only = "",
-    image: Annotated[
-        str,
-        typer.Option("--image", help="The image that a job will use; by default the inventory's.", show_default=False),
-    ] = "",
+    *,
+    inventory: NodeOptions,
+    image: Annotated[str, option("--image", help="The image that a job will use; by default the inventory's.")] = "",
     data: Annotated[
         list[str],
         typer.Option("--data", metavar="FOLDER", help="A folder that must be the same everywhere; repeatable."),
@@ -45,20 +39,10 @@ def doctor(
             "--skip", metavar="CHECK", help="Leave out a check, as the second column names it: --skip link; repeatable."
         ),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
-    port: Annotated[
-        int, typer.Option("--master-port", help="Try this port too, beside a random one.", show_default=False)
-    ] = 0,
-    nodes: Annotated[
-        int, typer.Option("--nodes", help="Slurm: look at so many nodes in one job; 2 by default.", show_default=False)
-    ] = 0,
-    gpus: Annotated[
-        int, typer.Option("--gpus", help="Slurm: GPUs to ask for on each node; 1 by default.", show_default=False)
-    ] = 0,
-    partition: options.Partition = "",
-    account: options.Account = "",
-    qos: options.Qos = "",
-    time_limit: options.Time = "",
-    slurm: options.Slurm = [],  # noqa: B006
+    port: Annotated[int, option("--master-port", help="Try this port too, beside a random one.")] = 0,
+    nodes: Annotated[int, option("--nodes", help="Slurm: look at so many nodes in one job; 2 by default.")] = 0,
+    gpus: Annotated[int, option("--gpus", help="Slurm: GPUs to ask for on each node; 1 by default.")] = 0,
+    slurm: SlurmOptions,
     as_json: AsJson = False,
 ) -> None:
     """Say what would go wrong on the nodes, before it does.
@@ -74,11 +58,11 @@ def doctor(
     from cluster import doctor as checks
     from cluster.records import Records
 
-    for option, count in (("--nodes", nodes), ("--gpus", gpus)):
+    for flag, count in (("--nodes", nodes), ("--gpus", gpus)):
         if count < 0:
-            raise UsageError(f"{option} {count}: must be more than 0")
-    machines = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
-    for_sbatch = options.for_sbatch(partition, account, qos, time_limit, slurm)
+            raise UsageError(f"{flag} {count}: must be more than 0")
+    machines = inventory.need(complete=False)
+    for_sbatch = slurm.for_sbatch()
     if machines.backend == "slurm":
         _refuse({"--master-port": port}, "doctor tests no ports on a Slurm cluster", "leave it out")
         machines = _with_options(machines, for_sbatch)
@@ -117,9 +101,9 @@ def doctor(
 
 
 def _refuse(given: Mapping[str, object], why: str, hint: str) -> None:
-    for option, value in given.items():
+    for flag, value in given.items():
         if value:
-            raise UsageError(f"{option}: {why}", hint)
+            raise UsageError(f"{flag}: {why}", hint)
 
 
 def _with_options(machines: Inventory, texts: Sequence[str]) -> Inventory:

@@ -9,17 +9,15 @@ from typing import Annotated
 import typer
 
 from cluster.errors import ClusterError
-from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, Only, SshConfig, chosen_inventory
+from cluster.verbs.options import AsJson, NodeOptions, option, takes_options
 
 
+@takes_options
 def gc(
-    job: Annotated[str, typer.Option("--job", help="Only this job; also while it runs.", show_default=False)] = "",
+    *,
+    job: Annotated[str, option("--job", help="Only this job; also while it runs.")] = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
-    inventory: InventoryFile = "",
-    hosts: Hosts = "",
-    hostfile: Hostfile = "",
-    ssh_config: SshConfig = "",
-    only: Only = "",
+    inventory: NodeOptions,
     as_json: AsJson = False,
 ) -> None:
     """Find what jobs have left on this machine, or on those of an inventory, and remove it.
@@ -32,7 +30,7 @@ def gc(
     from cluster import leftovers
     from cluster.model import Node
 
-    machines = chosen_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    machines = inventory.load(complete=False)
     nodes = machines.nodes if machines else (Node("this machine", "127.0.0.1"),)
     out = Console(highlight=False)
     found = leftovers.look(nodes)

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,7 @@ from cluster.config import DEFAULT_IMAGE
 from cluster.errors import ClusterError, UsageError
 from cluster.runtimes.containers import short_id
 from cluster.verbs.follow import EXIT_INTERRUPTED
-from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, SshConfig, needed_inventory
+from cluster.verbs.options import AsJson, InventoryFile, InventoryOptions, argument, option, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,25 +31,34 @@ app = typer.Typer(help="Send the job's image to the nodes, and see which one the
 #: Where there is no terminal, a node's progress is a line this often.
 _EVERY_S = 10.0
 
-Names = Annotated[
-    list[str], typer.Argument(metavar="[NODES]", help="By default all of the inventory.", show_default=False)
-]
-Image = Annotated[
-    str,
-    typer.Option("--image", help=f"By default the inventory's, or {DEFAULT_IMAGE}.", show_default=False),
-]
+
+@dataclass
+class ImageOptions(InventoryOptions):
+    """Options that choose an image and the nodes that should have it."""
+
+    names: Annotated[
+        list[str],
+        argument(metavar="[NODES]", help="By default all of the inventory."),
+    ] = field(default_factory=list)
+    image: Annotated[str, option("--image", help=f"By default the inventory's, or {DEFAULT_IMAGE}.")] = ""
+
+    def chosen(self) -> tuple[list[Node], str]:
+        """Return the chosen nodes and image."""
+        found = self.need(complete=False)
+        if found.backend == "slurm" and found.nodes[0].runtime == "apptainer":
+            hint = "clusterctl image sif"
+            raise UsageError(f"{found.path}: Apptainer takes a SIF file from the cluster's disk", hint)
+        known = {node.name: node for node in found.nodes}
+        for name in self.names:
+            if name not in known:
+                raise UsageError(f"no node {name!r}", f"there are: {', '.join(known)}")
+        names = dict.fromkeys(self.names or known)
+        return [known[name] for name in names], self.image or found.image or DEFAULT_IMAGE
 
 
 @app.command(epilog="Example: clusterctl image push gpu-b --image trainer:0.1")
-def push(
-    names: Names = [],  # noqa: B006 (typer reads the default and never changes it)
-    image: Image = "",
-    inventory: InventoryFile = "",
-    hosts: Hosts = "",
-    hostfile: Hostfile = "",
-    ssh_config: SshConfig = "",
-    as_json: AsJson = False,
-) -> None:
+@takes_options
+def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
     """Give every node the image that this machine has: only the layers that it lacks, compressed.
 
     Interrupted (Ctrl-C, a lost connection), it goes on from there the next time.
@@ -58,7 +67,7 @@ def push(
 
     from cluster import images
 
-    nodes, image = _chosen(names, image, inventory, hosts, hostfile, ssh_config)
+    nodes, image = options.chosen()
     out = Console(highlight=False, stderr=as_json)
     try:
         with _Screen(out) as screen:
@@ -74,22 +83,15 @@ def push(
 
 
 @app.command()
-def ls(
-    names: Names = [],  # noqa: B006
-    image: Image = "",
-    inventory: InventoryFile = "",
-    hosts: Hosts = "",
-    hostfile: Hostfile = "",
-    ssh_config: SshConfig = "",
-    as_json: AsJson = False,
-) -> None:
+@takes_options
+def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
     """Show the image's id on every node.
 
     Exit codes: 0 all nodes have the same, 1 they have not, 5 a node or its engine does not answer.
     """
     from cluster import fanout, images
 
-    nodes, image = _chosen(names, image, inventory, hosts, hostfile, ssh_config)
+    nodes, image = options.chosen()
     images.refuse_name(image)
     found = fanout.each(nodes, lambda node: images.engine.image_id(node, image))
     ids = {name: image_id for name, image_id in found.items() if not isinstance(image_id, ClusterError)}
@@ -108,16 +110,12 @@ def ls(
 def sif(
     target: Annotated[
         str,
-        typer.Argument(
-            help="The file, on a disk that all nodes have; by default the inventory's image, else beside its run_dir.",
-            show_default=False,
+        argument(
+            help="The file, on a disk that all nodes have; by default the inventory's image, else beside its run_dir."
         ),
     ] = "",
     image: Annotated[
-        str,
-        typer.Option(
-            "--image", help=f"The Docker image of this machine; by default {DEFAULT_IMAGE}.", show_default=False
-        ),
+        str, option("--image", help=f"The Docker image of this machine; by default {DEFAULT_IMAGE}.")
     ] = "",
     inventory: InventoryFile = "",
 ) -> None:
@@ -129,7 +127,7 @@ def sif(
 
     from cluster.images import sif as sif_file
 
-    found = needed_inventory(inventory)
+    found = InventoryOptions(inventory).need()
     login = found.nodes[0]
     if found.backend != "slurm":
         raise UsageError(f"{found.path} is not of a Slurm cluster", "other machines take the image itself: image push")
@@ -151,20 +149,6 @@ def sif(
     out.print(f"{login.name}: {target}, {time.monotonic() - began:.0f} s", markup=False, soft_wrap=True)
     if found.image != target:
         out.print(f"for every job, in {found.path}: image: {target}", markup=False, soft_wrap=True)
-
-
-def _chosen(
-    names: list[str], image: str, inventory: str, hosts: str, hostfile: str, ssh_config: str
-) -> tuple[list[Node], str]:
-    """The nodes and the image that are meant."""
-    found = needed_inventory(inventory, hosts, hostfile, ssh_config, complete=False)
-    if found.backend == "slurm" and found.nodes[0].runtime == "apptainer":
-        raise UsageError(f"{found.path}: Apptainer takes a SIF file from the cluster's disk", "clusterctl image sif")
-    known = {node.name: node for node in found.nodes}
-    for name in names:
-        if name not in known:
-            raise UsageError(f"no node {name!r}", f"there are: {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(names or known)], image or found.image or DEFAULT_IMAGE
 
 
 def _line(name: str, image: str, pushed: Pushed) -> str:

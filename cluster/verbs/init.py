@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from cluster.errors import UsageError
-from cluster.verbs.options import AsJson, Hostfile, SshConfig
+from cluster.verbs.options import AsJson, Hostfile, SshConfig, argument
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,10 +26,7 @@ NO_GPU = "no GPU on any node: device is cpu, jobs will be CPU processes over glo
 
 def init(
     hosts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[HOST...]", help="[USER@]HOST[:PORT], or names from ~/.ssh/config.", show_default=False
-        ),
+        list[str], argument(metavar="[HOST...]", help="[USER@]HOST[:PORT], or names from ~/.ssh/config.")
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     hostfile: Hostfile = "",
     ssh_config: SshConfig = "",

@@ -13,10 +13,7 @@ from cluster.verbs import options
 from cluster.verbs.follow import EXIT_INTERRUPTED, console, end, ended, follow, header, say
 
 
-def attach(
-    job: options.JobName,
-    logs: Annotated[str, typer.Option("--logs", help="Show the log of: master, all.")] = "master",
-) -> None:
+def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     """Follow a job again: after --detach, a closed terminal, or a launcher that was killed.
 
     Ctrl-C leaves the job running. The exit code is the job's, as for launch.
@@ -138,7 +135,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
 def logs(
     job: options.JobName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
-    node: Annotated[str, typer.Option("--node", help="Only this node: node-1, or 1.", show_default=False)] = "",
+    node: Annotated[str, options.option("--node", help="Only this node: node-1, or 1.")] = "",
     everything: Annotated[bool, typer.Option("--everything", help="Also the lines of the agent.")] = False,
 ) -> None:
     """Print what a job's program wrote, every node's lines with its name in front."""

@@ -4,49 +4,33 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.config import Request
 from cluster.errors import UsageError
-from cluster.verbs import options
 from cluster.verbs.follow import console, end, follow, header, on_interrupt, say
+from cluster.verbs.options import (
+    AsJson,
+    JobOptions,
+    Logs,
+    NodeOptions,
+    SlurmOptions,
+    every_log,
+    option,
+    takes_options,
+)
 
 
+@takes_options
 def launch(
-    arguments: options.Arguments = [],  # noqa: B006 (typer reads the default and never changes it)
-    nodes: options.Nodes = "",
-    gpus: options.Gpus = 1,
-    backend: options.BackendName = "auto",
-    inventory: options.InventoryFile = "",
-    hosts: options.Hosts = "",
-    hostfile: options.Hostfile = "",
-    ssh_config: options.SshConfig = "",
-    only: options.Only = "",
-    name: options.Name = "",
-    device: options.DeviceName = "auto",
-    image: options.Image = "",
-    user: options.User = "",
-    run_root: options.RunRoot = "",
-    command: options.Command = "",
-    env: options.Env = [],  # noqa: B006
-    mounts: options.Mounts = [],  # noqa: B006
-    master_port: options.Port = "auto",
-    timeout_s: options.Timeout = 300.0,
-    env_file: options.EnvFile = "",
-    python: options.Python = "",
-    spares: options.Spares = 0,
-    max_restarts: options.MaxRestarts = None,
-    stall_timeout_s: options.StallTimeout = 300.0,
-    partition: options.Partition = "",
-    account: options.Account = "",
-    qos: options.Qos = "",
-    time_limit: options.Time = "",
-    slurm: options.Slurm = [],  # noqa: B006
-    logs: Annotated[str, typer.Option("--logs", help="Show the log of: master, all.")] = "master",
+    *,
+    options: JobOptions,
+    inventory: NodeOptions,
+    slurm: SlurmOptions,
+    logs: Logs = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the nodes are started.")] = False,
     push: Annotated[bool, typer.Option("--push", help="First send the image to the nodes that have not ours.")] = False,
 ) -> None:
@@ -60,30 +44,11 @@ def launch(
     from cluster import commands, secrets
     from cluster.records import Records
 
-    all_nodes = options.every_log(logs)
-    request = Request(
-        gpus=gpus,
-        name=name,
-        device=device,
-        image=image,
-        user=user,
-        run_root=run_root,
-        command=command,
-        arguments=tuple(arguments),
-        env=tuple(env),
-        mounts=tuple(mounts),
-        master_port=master_port,
-        timeout_s=timeout_s,
-        python=python,
-        spares=spares,
-        max_restarts=max_restarts,
-        stall_timeout_s=stall_timeout_s,
-        slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
-    )
-    file_secrets = secrets.read(env_file)
-    request = replace(request, env_names=tuple(file_secrets))
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
-    job, chosen, notes = commands.resolve(request, nodes, backend, machines)
+    all_nodes = every_log(logs)
+    file_secrets = secrets.read(options.env_file)
+    request = options.request(slurm, env_names=tuple(file_secrets))
+    machines = inventory.load(backend=options.backend)
+    job, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
     if push and job.queue:
         raise UsageError("--push: the nodes of a Slurm cluster take the image from its disk", "clusterctl image sif")
     values = secrets.values(job.secrets, file_secrets)
@@ -99,7 +64,7 @@ def launch(
     # before there is anything to stop
     on_interrupt(out, "left while stopping; finish it with: clusterctl stop JOB (clusterctl ps --all names it)")
     notes += commands.unfit_spares(job, chosen)
-    record = commands.launch(job, chosen, records, numbered=not name, secrets=values)
+    record = commands.launch(job, chosen, records, numbered=not options.name, secrets=values)
     if detach:
         for text in (header(record.plan), *notes, f"running; see it with: clusterctl attach {record.plan.job_id}"):
             say(out, text)
@@ -108,42 +73,18 @@ def launch(
     raise typer.Exit(end(watched, refused, records, out))
 
 
+@takes_options
 def plan(
-    arguments: options.Arguments = [],  # noqa: B006
-    nodes: options.Nodes = "",
-    gpus: options.Gpus = 1,
-    backend: options.BackendName = "auto",
-    inventory: options.InventoryFile = "",
-    hosts: options.Hosts = "",
-    hostfile: options.Hostfile = "",
-    ssh_config: options.SshConfig = "",
-    only: options.Only = "",
-    name: options.Name = "",
-    device: options.DeviceName = "auto",
-    image: options.Image = "",
-    build: options.Build = "",
-    user: options.User = "",
-    run_root: options.RunRoot = "",
-    command: options.Command = "",
-    env: options.Env = [],  # noqa: B006
-    mounts: options.Mounts = [],  # noqa: B006
-    master_port: options.Port = "auto",
-    timeout_s: options.Timeout = 300.0,
-    env_file: options.EnvFile = "",
-    python: options.Python = "",
-    spares: options.Spares = 0,
-    max_restarts: options.MaxRestarts = None,
-    stall_timeout_s: options.StallTimeout = 300.0,
-    partition: options.Partition = "",
-    account: options.Account = "",
-    qos: options.Qos = "",
-    time_limit: options.Time = "",
-    slurm: options.Slurm = [],  # noqa: B006
+    *,
+    options: JobOptions,
+    inventory: NodeOptions,
+    slurm: SlurmOptions,
+    build: Annotated[str, option("--build", help="A folder that `docker compose` builds the image from.")] = "",
     output: Annotated[str, typer.Option("--output", "-o", help="Write it to this file (a folder for several).")] = "",
     agent: Annotated[
         bool, typer.Option("--agent", help="Print the agent, the program that starts a node's ranks.")
     ] = False,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what launch would do, node by node, and do nothing."""
     from cluster import commands, resources, secrets
@@ -153,29 +94,9 @@ def plan(
         return
     if output and as_json:
         raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
-    request = Request(
-        gpus=gpus,
-        name=name,
-        device=device,
-        image=image,
-        build=build,
-        user=user,
-        run_root=run_root,
-        command=command,
-        arguments=tuple(arguments),
-        env=tuple(env),
-        mounts=tuple(mounts),
-        master_port=master_port,
-        timeout_s=timeout_s,
-        python=python,
-        spares=spares,
-        max_restarts=max_restarts,
-        stall_timeout_s=stall_timeout_s,
-        slurm=options.for_sbatch(partition, account, qos, time_limit, slurm),
-        env_names=tuple(secrets.read(env_file)),
-    )
-    machines = options.chosen_inventory(inventory, hosts, hostfile, ssh_config, only, backend=backend)
-    job, chosen, notes = commands.resolve(request, nodes, backend, machines)
+    request = options.request(slurm, build=build, env_names=tuple(secrets.read(options.env_file)))
+    machines = inventory.load(backend=options.backend)
+    job, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
     made = commands.plan(job, chosen)
     for note in notes:
         print(note, file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.errors import ClusterError, UsageError
-from cluster.verbs.options import AsJson, Hostfile, Hosts, InventoryFile, Only, SshConfig, needed_inventory
+from cluster.verbs.options import AsJson, NodeOptions, argument, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from cluster.files import Report, Synced
 
 
+@takes_options
 def sync(
-    folders: Annotated[
-        list[str], typer.Argument(metavar="FOLDER...", help="Folders or files of this machine.", show_default=False)
-    ],
+    *,
+    folders: Annotated[list[str], argument(metavar="FOLDER...", help="Folders or files of this machine.")],
     delete: Annotated[bool, typer.Option("--delete", help="Remove files that are only on the nodes.")] = False,
     checksum: Annotated[
         bool, typer.Option("--checksum", help="Compare by content: read every file here and on the nodes.")
@@ -31,11 +31,7 @@ def sync(
     copy: Annotated[
         bool, typer.Option("--copy", help="Copy also a folder that the nodes share: their own disks may be quicker.")
     ] = False,
-    inventory: InventoryFile = "",
-    hosts: Hosts = "",
-    hostfile: Hostfile = "",
-    ssh_config: SshConfig = "",
-    only: Only = "",
+    inventory: NodeOptions,
     as_json: AsJson = False,
 ) -> None:
     """Bring folders (data, code, anything) to every node, so that all have the same files.
@@ -48,7 +44,7 @@ def sync(
 
     from cluster import fanout, files
 
-    chosen = needed_inventory(inventory, hosts, hostfile, ssh_config, only, complete=False)
+    chosen = inventory.need(complete=False)
     nodes = [files.with_data_dir(node) for node in chosen.nodes if node.login]
     if not nodes:
         raise UsageError("nothing to sync to: every node is this machine", "its files are where jobs look for them")
