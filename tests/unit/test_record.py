@@ -11,7 +11,6 @@ from trainer.data import Batch
 from trainer.metrics import BoxMAP
 from trainer.tasks import open_task
 from trainer.training.record import Record
-from trainer.training.tensorboard import EventFile
 
 NAMES = [str(k) for k in range(10)]
 PICTURES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]
@@ -40,6 +39,12 @@ def metric_with(hits):
     return metric
 
 
+def read_events(folder):
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0})
+    events.Reload()
+    return events
+
+
 @pytest.fixture(scope="module")
 def task():
     return open_task(settings(data="digits", imgsz=64))
@@ -51,8 +56,7 @@ def shown():
 
 
 def test_the_record_of_a_run(tmp_path, shown, task):
-    with EventFile(tmp_path) as earlier:  # of another run in the same folder
-        earlier.numbers(7, {"lr": 1.0})
+    Record(tmp_path, task).epoch(7, row(7), [])  # an earlier run in the same folder
     record = Record(tmp_path, task)
     record.begin()
     record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
@@ -69,8 +73,7 @@ def test_the_record_of_a_run(tmp_path, shown, task):
     for name in (*PICTURES, "results.png", "train_batch0.jpg"):
         assert cv2.imread(str(tmp_path / name)) is not None, name
 
-    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0})
-    events.Reload()
+    events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
         *("loss/box", "loss/obj", "loss/cls", "val/mAP50", "val/mAP50-95", "val/precision", "val/recall"),
         *("lr", "speed/images_per_s", "speed/seconds", "share/data", "share/compute"),
@@ -80,7 +83,21 @@ def test_the_record_of_a_run(tmp_path, shown, task):
     assert len(list(tmp_path.glob("events*"))) == 1
     pictures = events.Images("predictions")
     assert [p.step for p in pictures] == [2, 3]  # epochs 1, 2, 4, ... that validated, and the last
-    assert pictures[-1].encoded_image_string == (tmp_path / "predictions.jpg").read_bytes()
+    picture = cv2.imdecode(np.frombuffer(pictures[-1].encoded_image_string, np.uint8), cv2.IMREAD_COLOR)
+    written = cv2.imread(str(tmp_path / "predictions.jpg"))
+    assert np.abs(picture.astype(int) - written).mean() < 2  # JPEG
+
+
+def test_a_resumed_run_replaces_the_epochs_that_it_repeats(tmp_path, task):
+    killed = Record(tmp_path, task)
+    for epoch in range(1, 6):
+        killed.epoch(epoch, row(epoch), [])
+    assert [p.step for p in read_events(tmp_path).Scalars("lr")] == [1, 2, 3, 4, 5]  # before the file is closed
+    resumed = Record(tmp_path, task, epoch=4)
+    for epoch in range(4, 9):
+        resumed.epoch(epoch, row(epoch) | {"lr": 0.02}, [])
+    points = read_events(tmp_path).Scalars("lr")
+    assert [(p.step, round(p.value, 4)) for p in points] == [(k, 0.01 if k < 4 else 0.02) for k in range(1, 9)]
 
 
 def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):

@@ -83,8 +83,8 @@ def _draw_picture(prediction: Predictions, names: Sequence[str]) -> Image:
     return np.asarray(picture)
 
 
-def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], path: str | Path) -> tuple[int, int]:
-    """Write a grid of pictures with their boxes, class names and scores to `path` (.png or .jpg): its height, width.
+def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], path: str | Path) -> Image:
+    """Write a grid of pictures with their boxes, class names and scores to `path` (.png or .jpg), and return it.
 
     A prediction is (image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy in its pixels, scores (n,) or None, classes (n,)).
     """
@@ -92,7 +92,7 @@ def draw_predictions(predictions: Sequence[Predictions], names: Sequence[str], p
         raise ValueError("no pictures to draw")
     whole = grid([_draw_picture(prediction, names) for prediction in predictions])
     write_picture(whole, Path(path), jpeg_quality=88)
-    return whole.shape[0], whole.shape[1]
+    return whole
 
 
 def draw_batch(batch: Batch, names: Sequence[str], path: str | Path) -> None:

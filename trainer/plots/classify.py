@@ -30,15 +30,15 @@ def batch(batch: Any, names: Sequence[str], path: Path) -> None:
     write_picture(grid([_cell(image, _name(names, label), (60, 60, 60)) for image, label in pairs]), path, 88)
 
 
-def shown(pictures: Sequence[Any], names: Sequence[str], path: Path) -> tuple[int, int]:
-    """Write validation pictures with what they were taken for (green: rightly): the picture's height and width."""
+def shown(pictures: Sequence[Any], names: Sequence[str], path: Path) -> Any:
+    """Write and return the validation pictures with the predicted classes (green: right)."""
     cells = []
     for image, label, found, sure in pictures:
         text = f"{_name(names, found)} {sure:.2f}" + ("" if found == label else f", is {_name(names, label)}")
         cells.append(_cell(image, text, _RIGHT if found == label else _WRONG))
     whole = grid(cells)
     write_picture(whole, path, jpeg_quality=88)
-    return whole.shape[0], whole.shape[1]
+    return whole
 
 
 def metric(metric: Any, folder: Path) -> list[Path]:

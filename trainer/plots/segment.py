@@ -31,15 +31,15 @@ def batch(batch: Any, names: Sequence[str], path: Path) -> None:
     write_picture(grid(cells), path, 88)
 
 
-def shown(pictures: Sequence[Any], names: Sequence[str], path: Path) -> tuple[int, int]:
-    """Write validation pictures, each with its mask and beside it what was found: the picture's height and width."""
+def shown(pictures: Sequence[Any], names: Sequence[str], path: Path) -> Any:
+    """Write and return the validation pictures, each with its true mask and beside it the predicted one."""
     cells = []
     for image, mask, found in pictures:
         seen = np.where(mask == IGNORED, IGNORED, found)  # beside the picture there is nothing to find
         cells.append(np.concatenate([_cell(image, mask, "true"), _cell(image, seen, "found")], 1))
     whole = grid(cells)
     write_picture(whole, path, jpeg_quality=88)
-    return whole.shape[0], whole.shape[1]
+    return whole
 
 
 def metric(metric: Any, folder: Path) -> list[Path]:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.tasks import Task
-from trainer.training.tensorboard import EventFile
 
 # The groups that TensorBoard shows the columns of results.csv in.
 _GROUPS = {"top1": "val/top-1", "top5": "val/top-5", "miou": "val/mIoU", "accuracy": "val/pixel accuracy"}
 _GROUPS |= {"map50": "val/mAP50", "map": "val/mAP50-95", "precision": "val/precision", "recall": "val/recall"}
 _SPEED = ("images_per_s", "seconds")
+_SUFFIX = ".trainer"  # of the event files
 
 
 class Record:
@@ -21,11 +21,13 @@ class Record:
 
     def __init__(self, folder: Path, task: Task, epoch: int = 1) -> None:
         """`epoch` (from 1) is the first that this process trains: later ones in the folder are void."""
+        from torch.utils.tensorboard import SummaryWriter  # only the rank that writes loads TensorBoard
+
         self._folder, self._task = folder, task
-        if epoch == 1:  # what an earlier run with --exist-ok left
-            for old in folder.glob("events.out.tfevents.*.trainer"):
+        if epoch == 1:  # an earlier run with --exist-ok left them
+            for old in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
                 old.unlink()
-        self._events = EventFile(folder, epoch)
+        self._events = SummaryWriter(folder, purge_step=epoch, filename_suffix=_SUFFIX)
         self._best: tuple[Any, Any] | None = None
         self._shown: Sequence[Any] = ()
 
@@ -46,12 +48,14 @@ class Record:
     def epoch(self, epoch: int, row: dict[str, float], shown: Sequence[Any]) -> None:
         """Add an epoch (from 1): its row of results.csv, and at epochs 1, 2, 4, 8, ... what was found."""
         values = {_tag(name): value for name, value in row.items() if name != "epoch" and not math.isnan(value)}
-        self._events.numbers(epoch, values)
+        for tag, value in values.items():
+            self._events.add_scalar(tag, value, epoch)
         self._shown = shown
         # Else the pictures are those of an epoch before.
         validated = any(_tag(key) in values for key in self._task.headlines)
         if shown and validated and epoch & (epoch - 1) == 0:
             self._show(epoch)
+        self._events.flush()  # TensorBoard can follow the run
 
     def best(self, metric: Any, scores: Any) -> None:
         """Keep the metric of the best epoch so far: the curves and the table at the end are its."""
@@ -77,9 +81,8 @@ class Record:
         return self._task.table(scores)
 
     def _show(self, epoch: int) -> None:
-        path = self._folder / "predictions.jpg"
-        height, width = self._drawings.shown(self._shown, self._task.names, path)
-        self._events.picture(epoch, "predictions", path.read_bytes(), height, width)
+        drawn = self._drawings.shown(self._shown, self._task.names, self._folder / "predictions.jpg")
+        self._events.add_image("predictions", drawn, epoch, dataformats="HWC")
 
 
 def _tag(name: str) -> str:
