@@ -53,9 +53,6 @@ SLOW = frozenset(
         "test_verify_finds_the_gradients_of_ranks_equal",
         "test_what_one_mode_has_begun_every_other_goes_on_with",
         "test_workers_do_not_outlive_a_trainer_that_was_killed",
-        # test_workers.py
-        "test_auto_tries_in_the_first_steps_changes_no_loss_and_is_remembered",
-        "test_two_ranks_agree_on_one_number",
     }
 )
 

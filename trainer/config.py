@@ -6,7 +6,6 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
 
 import yaml
 
@@ -75,7 +74,6 @@ def gathered(hyp: Hyp, batch: int) -> int:
 TASKS = ("detect", "classify", "segment")
 SCHEDULES = ("linear", "cosine", "one-cycle")
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
-AUTO_WORKERS: Literal["auto"] = "auto"
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 HYP_SETS = ("low", "med", "high")
 HYP_FOLDER = Path(__file__).with_name("hyp")
@@ -178,7 +176,7 @@ class Settings:
     imgsz: int
     device: str
     optimizer: str
-    workers: int | Literal["auto"] | None  # per rank; "auto": as many as are found to pay; None: the device's default
+    workers: int | None  # per rank; None: the device's default (`dist.default_workers`)
     seed: int
     project: str
     name: str
@@ -233,7 +231,7 @@ class Settings:
         if self.imgsz < 32 or self.imgsz % 32:
             near = max(32, round(self.imgsz / 32) * 32)
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
-        if isinstance(self.workers, int) and self.workers < 0:
+        if self.workers is not None and self.workers < 0:
             raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
         if self.seed < 0:
             raise TrainerError(f"--seed is {self.seed}, it must be 0 or more")
@@ -256,16 +254,6 @@ class Settings:
                 raise TrainerError(f"{option} {text}: unknown", f"use one of {', '.join(filter(None, known))}")
         if not self.name or Path(self.name).name != self.name:
             raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
-
-
-def workers_of(text: str) -> int | Literal["auto"] | None:
-    """The value of --workers: a number, auto, or nothing at all."""
-    if text == AUTO_WORKERS:
-        return AUTO_WORKERS
-    try:
-        return int(text) if text else None
-    except ValueError:
-        raise TrainerError(f"--workers {text}: not a number", f"use a number of processes, or {AUTO_WORKERS}") from None
 
 
 def interval(text: str) -> tuple[float, int]:

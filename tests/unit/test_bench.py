@@ -104,10 +104,9 @@ def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> No
     assert processes_in(tmp_path) == []
 
 
-def test_workers_are_measured_and_the_answer_is_remembered(
+def test_workers_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = squares(tmp_path / "set", train=12)
     arguments = ("bench", "workers", *SMALL, "--data", str(data), "--batch", "4", "--most", "1")
     code, out, err = run(monkeypatch, capsys, *arguments)
@@ -116,9 +115,7 @@ def test_workers_are_measured_and_the_answer_is_remembered(
     assert rows[0] == ["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"]
     assert [row[0] for row in rows[2:]] in (["0"], ["0", "1"])
     assert all(float(row[1]) > float(row[2]) for row in rows[2:])  # a loader without a training is quicker
-    (kept,) = json.loads((tmp_path / "cache" / "clusterctl" / "workers.json").read_text().encode()).values()
-    assert f"--workers {kept['workers']}: " in out
-    assert list(kept["images_per_s"]) == [row[0] for row in rows[2:]]
+    assert "--workers " in out
     code, _, err = run(monkeypatch, capsys, *arguments[:-1], "-1")
     assert (code, err.splitlines()[0]) == (2, "error: --most is -1, it must be 0 or more")
     code, _, err = run(monkeypatch, capsys, *arguments, "--workers=2")

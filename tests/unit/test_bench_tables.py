@@ -33,7 +33,6 @@ MEASURED = Measured(
     workers=8,
     device="A100",
     precision="fp16",
-    workers_key="",
 )
 
 

@@ -463,9 +463,8 @@ def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
             assert torch.equal(kept, value) and kept is not value if name in names else kept == value
 
 
-def test_a_loader_that_pins_goes_on_pinning_with_other_workers():
+def test_a_loader_pins_once_it_is_told_to():
     loader = train_loader(Digits("train", 64, pages=6))
     assert not loader._stream._loader.pin_memory
     loader.pin()
-    loader.use_workers(0)
     assert loader._stream._loader.pin_memory

@@ -20,7 +20,7 @@ import torch
 
 from trainer import contract, dist
 from trainer.bench.memory import device_bytes, host_bytes
-from trainer.config import AUTO_WORKERS, Settings
+from trainer.config import Settings
 from trainer.data import Batch, start_forkserver
 from trainer.data.picture_cache import picture_folders
 from trainer.data.shared_memory import PREFETCH
@@ -30,7 +30,6 @@ from trainer.heap import keep_freed_memory
 from trainer.ranks import Line, error_of, run_ranks
 from trainer.training.memory import is_short
 from trainer.training.run import Run
-from trainer.training.workers import key_of, recall
 from trainer.verify import settings_from
 from trainer.weights import checkpoint
 
@@ -68,7 +67,6 @@ class Measured:
     workers: int  # of each rank
     device: str
     precision: str  # that the network computed in
-    workers_key: str  # what a number of workers is remembered for
     loader_images_per_s: float | None = None  # of the loader by itself
 
     @property
@@ -167,11 +165,9 @@ def begin(settings: Settings, threads: int) -> Run:
     run = Run(settings, world, device, Events({}))
     if settings.batch > len(run.task.train_set):
         raise TrainerError(f"there are only {len(run.task.train_set)} training pictures for a step of {settings.batch}")
-    start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
+    start_forkserver(run.workers > 0)
     dist.join(world, device)
     run.agree_on_precision()
-    if settings.workers == AUTO_WORKERS and (known := dist.broadcast(recall(key_of(run)))) is not None:
-        run.use_workers(known)
     run.start(going_on=True)  # with the anchors of the model file
     if settings.cache:
         run.train.cache(settings.cache, picture_folders(settings.data), world, dist.all_gather, threads)
@@ -210,7 +206,6 @@ def time_run(run: Run, effort: Effort) -> dict[str, Any]:
         "workers": run.workers,
         "device": device_name(run.device),
         "precision": {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(run.dtype, "fp32"),
-        "workers_key": key_of(run),
         "val_images": len(run.task.val_set),
         "val_images_per_s": None,
         "val_counted": 0,

@@ -10,9 +10,31 @@ from trainer.bench.measure import Effort, Measured, measure
 from trainer.bench.tables import gigabytes, markdown
 from trainer.config import Settings
 from trainer.errors import TrainerError
-from trainer.training.workers import IDLE, choose, next_to_try
 
 Rounds = Mapping[int, Sequence[Measured]]
+LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CLOSE = 0.04  # rates that differ by less are alike: of these, the fewest workers are taken
+IDLE = 0.03  # share of a step spent waiting for data, below which more workers have nothing to bring
+
+
+def next_to_try(rates: Mapping[int, float], waiting: float, most: int) -> int | None:
+    """The next number of workers, None where more do not pay.
+
+    `rates` are the pictures per second of those tried, in their order; `waiting` is the share of its time that the
+    last of them waited for data, which is all that more workers could save.
+    """
+    tried = list(rates)
+    if not tried:
+        return LADDER[0]
+    before, last_two = [rates[k] for k in tried[:-2]], [rates[k] for k in tried[-2:]]
+    if waiting < IDLE or (before and max(last_two) < max(before) * (1 + CLOSE)):
+        return None
+    return next((k for k in LADDER if tried[-1] < k <= most), None)
+
+
+def choose(rates: Mapping[int, float]) -> int:
+    """The fewest workers whose rate is within CLOSE of the best: each costs memory and takes a core."""
+    return min(k for k, rate in rates.items() if rate >= max(rates.values()) * (1 - CLOSE))
 
 
 def try_workers(

@@ -158,12 +158,11 @@ def workers(
     """How many loading processes pay? Times the loader alone and the training with 0, 1, 2, ... workers.
 
     All other options are those of `trainer train`: `--data`, `--batch`, `--imgsz`, `--cfg`, `--cache`, ... It stops
-    where more workers gain nothing, and `trainer train --workers auto` remembers the answer. On a CPU, workers take the
-    training's cores: what counts is the training's rate, not the loader's.
+    where more workers gain nothing. On a CPU, workers take the training's cores: compare the training's rates, not the
+    loader's.
     """
-    from trainer.bench.workers import advice_of, rates_of, table_of, try_workers
+    from trainer.bench.workers import advice_of, choose, rates_of, table_of, try_workers
     from trainer.dist import devices_of, usable_cores
-    from trainer.training.workers import choose, most_workers, remember
 
     for option, value in (("--ranks", ranks), ("--rounds", rounds)):
         if value < 1:
@@ -179,7 +178,7 @@ def workers(
         effort_of(warmup, steps, threads or max(1, usable_cores() // ranks), ranks), loader=True
     )
     found: dict[Any, list[Any]] = {}
-    limit = most_workers(ranks) if most is None else most
+    limit = max(1, usable_cores() // ranks) if most is None else most
     whole = watched(try_workers(settings, ranks, rounds, effort, limit), None, lambda count: f"{count} workers", found)
     failures = [
         f"{count} workers: {each.message}"
@@ -188,9 +187,6 @@ def workers(
         if isinstance(each, TrainerError)
     ]
     outcomes = {k: done for k, each in found.items() if (done := [m for m in each if not isinstance(m, TrainerError)])}
-    if whole:
-        rates = rates_of(outcomes)
-        kept = remember(outcomes[0][0].workers_key, rates)
     if outcomes and json:
         rows = {str(k): [dataclasses.asdict(m) for m in ms] for k, ms in outcomes.items()}
         answer = {"workers": choose(rates_of(outcomes)), "rounds": rows, "failures": failures}
@@ -199,8 +195,6 @@ def workers(
         what = f"{settings.data}, {settings.imgsz} px, batch {settings.batch}, ranks: {ranks}"
         typer.echo(f"{outcomes[0][0].device}; {what}")
         typer.echo("\n" + "\n".join([table_of(outcomes), "", *failures, advice_of(outcomes)]))
-        if whole and not kept:
-            typer.echo("it could not be remembered for --workers auto: the user's cache folder cannot be written")
     if not whole:
         raise KeyboardInterrupt
 

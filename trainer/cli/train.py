@@ -26,7 +26,6 @@ from trainer.config import (
     load_hyp,
     preset_for,
     smoothed,
-    workers_of,
 )
 from trainer.errors import TrainerError
 from trainer.ranks import Line, ranks_of, run_ranks
@@ -133,12 +132,10 @@ Ranks = Annotated[
     ),
 ]
 Workers = Annotated[
-    str,
+    int | None,
     typer.Option(
-        help="Loading processes per rank. `auto` tries 0, 1, 2, ... in the first steps, goes on with what paid, and "
-        "remembers it for this data set on this machine. (default: 0 on the CPU, where they would take the training's "
-        "cores; up to 8 on a GPU)",
-        metavar="[N|auto]",
+        help="Loading processes per rank; `trainer bench workers` compares numbers. (default: 0 on the CPU; on a GPU "
+        "the cores of the machine divided by its ranks, 8 at most)",
         show_default=False,
     ),
 ]
@@ -303,7 +300,7 @@ def train(
     device: Device = "",
     ranks: Ranks = None,
     optimizer: OptimizerName = None,
-    workers: Workers = "",
+    workers: Workers = None,
     seed: Seed = 0,
     project: Project = "runs",
     name: Name = "train",
@@ -375,7 +372,7 @@ def train(
         imgsz=preset.imgsz if imgsz is None else imgsz,
         device=device,
         optimizer=optimizer or preset.optimizer,
-        workers=workers_of(workers),
+        workers=workers,
         seed=seed,
         project=project,
         name=name,

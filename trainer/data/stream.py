@@ -98,17 +98,6 @@ def start_forkserver(wanted: bool) -> None:
         multiprocessing.forkserver.ensure_running()
 
 
-def await_forkserver() -> None:
-    """Return once loading processes can be forked at once: until then a core is busy with what they inherit."""
-    process = _context().Process(target=_nothing)
-    process.start()
-    process.join()
-
-
-def _nothing() -> None:
-    pass
-
-
 def _context() -> Any:
     # A fork of a process that runs gloo's or CUDA's threads can deadlock; a fork server has none.
     context = torch.multiprocessing.get_context("forkserver")
@@ -147,7 +136,6 @@ class Stream(Generic[BatchType]):
 
     def __init__(self, maker: Maker[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
         self._maker: Any = maker  # a map-style data set whose keys are shares
-        self._batch_bytes, self._local_size = batch_bytes, local_size
         self._workers, self._ahead, note = fit_workers(workers, batch_bytes, local_size, room())
         # What the user should be told once.
         self.notes = [text for text in (note, _too_many(self._workers, local_size, usable_cores())) if text]
@@ -196,12 +184,6 @@ class Stream(Generic[BatchType]):
         """Hand over batches in pinned memory from the next run on."""
         self._pins = True
         self.close()
-
-    def use_workers(self, workers: int) -> None:
-        """End the workers now; a later run starts so many, or as many as there is room for."""
-        self.close()  # before it is asked how much room there is
-        self._workers, self._ahead, _ = fit_workers(workers, self._batch_bytes, self._local_size, room())
-        self._loader = self._open()
 
     def close(self) -> None:
         """End the workers now; a later run starts others.
@@ -374,12 +356,6 @@ class EpochLoader(Generic[BatchType]):
         """Hand over batches in pinned memory, for a GPU; before the first one is made."""
         self._stream.pin()
 
-    def use_workers(self, workers: int) -> None:
-        """Make the batches that have not come yet with another number of workers; they stay the same."""
-        self._coming = iter(())
-        self._at = None
-        self._stream.use_workers(workers)
-
     def names_of(self, epoch: int, step: int) -> list[str]:
         """What the pictures of a step are called, those of all ranks."""
         batches, _ = self._plan.batches(epoch)
@@ -405,7 +381,3 @@ class Batches(Generic[BatchType]):
     def pin(self) -> None:
         """Hand over batches in pinned memory, for a GPU; before the first one is made."""
         self._stream.pin()
-
-    def use_workers(self, workers: int) -> None:
-        """Make them with another number of workers from now on; they stay the same."""
-        self._stream.use_workers(workers)

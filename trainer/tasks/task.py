@@ -50,9 +50,6 @@ class Batches(Protocol):
     def pin(self) -> None:
         """Hand over batches in pinned memory, for a GPU; before the first one is made."""
 
-    def use_workers(self, workers: int) -> None:
-        """Make the batches to come with another number of loading processes."""
-
 
 class Task(Protocol):
     """One kind of training; made from the settings, it has opened and checked its data and its weights file."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer import callback, contract, dist
-from trainer.config import AUTO_WORKERS, Settings
+from trainer.config import Settings
 from trainer.data import start_forkserver
 from trainer.data.dataset import fingerprint_of
 from trainer.data.faults import note_left_out
@@ -27,7 +27,6 @@ from trainer.training.record import Record
 from trainer.training.run import NotFinite, Run
 from trainer.training.signals import StopSignals, ignored
 from trainer.training.watchdog import Watchdog
-from trainer.training.workers import Finder
 from trainer.weights import checkpoint
 
 MAX_SKIPPED = 3  # batches that --on-nan skip leaves out before it gives up
@@ -47,7 +46,7 @@ def train(settings: Settings) -> None:
     begin = time.monotonic()
     run = Run(settings, world, device, events)
     with ignored():  # a signal to the whole group is this process's to answer, not its loading processes'
-        start_forkserver(settings.workers == AUTO_WORKERS or run.workers > 0)
+        start_forkserver(run.workers > 0)
     with dist.meeting(world, device):
         backend = dist.join(world, device)
         run.agree_on_precision()
@@ -182,7 +181,6 @@ class Course:
                 run.record.begin()
         if s.on_nan == "skip":
             self.last = checkpoint.copied(run.state())
-        self.finder = Finder(run) if s.workers == AUTO_WORKERS else None
         logs = s.log_steps and run.world.rank == 0
         self.steps = results.StepLog(run.folder / "steps.csv", run.task.terms) if logs else None
 
@@ -283,8 +281,6 @@ class Course:
 
     def _batches(self) -> Iterator[Any]:
         batches = self.run.clock.waiting(self.run.train.epoch(self.run.at.epoch, self.run.at.step))
-        if self.finder:
-            batches = self.finder.watch(batches)
         while True:
             with self.watchdog.during("loading"):
                 batch = next(batches, None)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer import contract, dist
-from trainer.config import AUTO_WORKERS
 from trainer.tasks import Scores
 from trainer.training import advice
 from trainer.training.run import Run
@@ -49,8 +48,7 @@ def report(run: Run, losses: list[float], scores: Scores | None, shares: list[di
     hint = advice.advice(
         shares,
         workers=run.workers,
-        # Where they were tried, more workers do not pay.
-        cores=run.workers if s.workers == AUTO_WORKERS else max(1, dist.usable_cores() // run.world.local_size),
+        cores=max(1, dist.usable_cores() // run.world.local_size),
         device=run.device.type,
         cached=bool(s.cache) or s.task != "detect",  # --cache is for boxes
     )

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract, dist
-from trainer.config import AUTO_WORKERS, Hyp, Settings
+from trainer.config import Hyp, Settings
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 # Where a run computes and writes, which its next start says anew: another machine has other GPUs and folders.
 _PLACE = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name", "exist_ok"}
-# What each machine of one job may have its own of; whether `workers` is "auto" is common.
-_OF_A_MACHINE = {"data", "cfg", "weights", "device", "project", "name", "callback"}
+# What each machine of one job may have its own of.
+_OF_A_MACHINE = {"data", "cfg", "weights", "device", "workers", "project", "name", "callback"}
 # What may differ when a run goes on: none of these changes a number that is computed. That `data`, which may have been
 # moved, is the same set is looked at by itself.
 FREE = frozenset(
@@ -144,7 +144,6 @@ def _short(value: Any, other: Any) -> str:
 def check_same_everywhere(settings: Settings) -> None:
     """An error on all ranks where one was told other things than rank 0, or goes on with other ones. A collective."""
     mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _OF_A_MACHINE}
-    mine["workers"] = AUTO_WORKERS if settings.workers == AUTO_WORKERS else "a number"
     mine["resume"] = bool(settings.resume)  # each machine may have its folder elsewhere
     first, *others = dist.all_gather(mine)
     for rank, other in enumerate(others, 1):

@@ -101,7 +101,7 @@ class Run:
             which = "all but the head" if s.freeze == (-1,) else f"layers {', '.join(map(str, s.freeze))}"
             until = f", for the first {s.unfreeze} epochs" if s.unfreeze else ""
             self.screen.say(f"frozen: {which} with {frozen:,} parameters{until}")
-        self.workers = s.workers if isinstance(s.workers, int) else dist.default_workers(device, world)
+        self.workers = dist.default_workers(device, world) if s.workers is None else s.workers
         share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
         share |= {"workers": self.workers, "stride": self.task.stride}
         self.train = self.task.train_loader({**share, "rank": number, "world": shares})
@@ -135,12 +135,6 @@ class Run:
         self.dtype = pick_dtype(self.settings.precision, self.device, all(natives))
         if self.settings.precision == "auto" and any(natives) and not all(natives):
             self.screen.say(f"no bf16 on rank {natives.index(False)}, so that no rank computes in it")
-
-    def use_workers(self, workers: int) -> None:
-        """Load with another number of processes from the next step on; the batches stay the same."""
-        self.workers = workers
-        self.train.use_workers(workers)
-        self.val.use_workers(workers)
 
     def _check_batch_norm(self) -> None:
         """An error where a rank would have to normalise a single value: by its own variance, which is none."""
