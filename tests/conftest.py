@@ -35,7 +35,7 @@ SLOW = frozenset(
         "test_a_signal_to_its_own_ranks_leaves_none",
         "test_alone_and_again_from_the_checkpoint",
         # test_trouble.py
-        "test_out_of_memory_says_which_batch_fits_and_that_one_does",
+        "test_out_of_host_memory_is_one_error",
         # test_aligned_loss, test_bench, test_classification, test_export, test_loader, test_parallel, test_predict,
         # test_segmentation, test_verify
         "test_a_batch_that_does_not_fit_is_a_row",

@@ -32,7 +32,6 @@ from trainer.models.classifier import Classifier, build_classifier, freeze_parts
 from trainer.models.segmenter import Segmenter
 from trainer.parallel.state import fill
 from trainer.tasks import open_task
-from trainer.training.memory import explain
 from trainer.training.results import report
 from trainer.training.run import Run
 from trainer.training.timing import SHARES
@@ -515,9 +514,6 @@ def test_a_classifier_is_given_no_advice_that_it_would_refuse(
     report(run, [0.5], None, [shares])
     assert "epoch 1/2" in (said := capsys.readouterr().out)
     assert "--cache" not in said
-    with pytest.raises(TrainerError, match="out of memory with 1 pictures") as error:
-        explain(RuntimeError("out of memory"), run, SimpleNamespace(images=torch.zeros(1, 32, 32, 3)))
-    assert error.value.hint == "not even one picture fits: a smaller --imgsz or a smaller model"
 
 
 def test_gathered_batches_have_the_gradient_of_their_mean(tmp_path: Path) -> None:

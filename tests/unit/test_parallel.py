@@ -26,12 +26,12 @@ from trainer.dist import World
 from trainer.errors import TrainerError
 from trainer.models.blocks import Conv
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.parallel import settings_for, tensors
+from trainer.parallel import settings_for
 from trainer.parallel.cut import part, split, trace
 from trainer.parallel.ddp import Ddp
 from trainer.parallel.dp import Dp, Precise
 from trainer.parallel.fsdp import blocks, gathered
-from trainer.parallel.mode import Conditions
+from trainer.parallel.mode import Conditions, tensors
 from trainer.training.optim import CLIP_NORM
 from trainer.training.timing import Clock
 

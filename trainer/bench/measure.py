@@ -28,7 +28,7 @@ from trainer.errors import TrainerError
 from trainer.events import Events
 from trainer.heap import keep_freed_memory
 from trainer.ranks import Line, error_of, run_ranks
-from trainer.training.memory import is_short
+from trainer.training.memory import HINT, is_out_of_memory
 from trainer.training.run import Run
 from trainer.verify import settings_from
 from trainer.weights import checkpoint
@@ -143,9 +143,9 @@ def short_memory_said() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not is_short(error):
+        if not is_out_of_memory(error):
             raise
-        raise TrainerError(OUT_OF_MEMORY, "a smaller --batch or --imgsz") from None
+        raise TrainerError(OUT_OF_MEMORY, HINT) from None
 
 
 def begin(settings: Settings, threads: int) -> Run:

@@ -12,7 +12,7 @@ from trainer.config import Settings
 from trainer.parallel.ddp import Ddp
 from trainer.parallel.dp import Dp
 from trainer.parallel.fsdp import Fsdp
-from trainer.parallel.mode import Conditions, Mode, tensors
+from trainer.parallel.mode import Conditions, Mode
 from trainer.parallel.pipeline import Pipeline
 from trainer.parallel.state import load_model, load_optimizer, model_state, optimizer_state
 
@@ -46,5 +46,4 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "settings_for",
-    "tensors",
 ]

@@ -24,7 +24,6 @@ class Ddp:
     average: nn.Module
     said = ""
     rest: Mapping[str, Tensor] = {}
-    devices = 1  # that this process's share of a step is dealt out to
 
     def __init__(self, settings: Settings, world: dist.World, device: torch.device) -> None:
         self._settings, self._device = settings, device
@@ -48,10 +47,6 @@ class Ddp:
             self._conditions.clock.watch(net, compress=self._settings.grad_compress == "bf16")
             self._net = net
             self._settle_buckets()
-
-    def unwrap(self) -> None:
-        """Let go of DDP: while it lives, a backward pass over the module waits for the other ranks'."""
-        self._net = self.module
 
     def _settle_buckets(self) -> None:
         """Run the network once for nothing: DDP orders its gradient buckets anew after the first backward pass.

@@ -33,7 +33,6 @@ class Dp(Ddp):
                 raise TrainerError(f"--parallel dp does not go with {option}", "use --parallel ddp")
         super().__init__(settings, world, device)
         self._gpus = dist.gpu_numbers(settings.device) if device.type == "cuda" else []
-        self.devices = max(1, len(self._gpus))
         if len(self._gpus) > 1:
             listed = ",".join(map(str, self._gpus))
             self.said = (

@@ -261,9 +261,10 @@ class Course:
                 run.record.first_batch(batch)
             try:
                 told = run.step(batch, bool(self.signals.received), self.every.due(run.number))
-            except RuntimeError as error:
-                memory.explain(error, run, batch)
-                raise
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                raise memory.step_error(run, batch) from None
             self.watchdog.step(run.number)
             if run.looks(at.step):
                 run.check_finite()
