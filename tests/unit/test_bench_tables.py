@@ -8,8 +8,6 @@ from pathlib import Path
 import cv2
 import pytest
 
-from trainer.bench import workers
-from trainer.bench.advice import advice_of
 from trainer.bench.measure import Measured, NoMemory
 from trainer.bench.plot import gains, plot_scaling, speed_ups
 from trainer.bench.scaling import Outcome, Point, Row, in_mode, points_of, rows_of
@@ -153,56 +151,7 @@ def test_the_diagrams_show_each_gain_once(tmp_path: Path) -> None:
     assert (tmp_path / "nothing.png").exists()
 
 
-def advised(*found: tuple[Point, Measured | TrainerError], cores: int = 16) -> list[str]:
-    outcomes: dict[Point, list[Outcome]] = {point: [outcome] for point, outcome in found}
-    return advice_of(rows_of(outcomes), cores)
-
-
-def shares(**named: float) -> Measured:
-    return replace(took(100), shares={"data": 0.0, "transfer": 0.0, "compute": 0.9, "sync": 0.0, **named})
-
-
 ONE, TWO, FSDP = Point(16, 1, "fp32"), Point(16, 2, "fp32"), Point(16, 2, "fp32", parallel="fsdp")
-
-
-def test_advice_names_the_bottleneck_and_what_to_type() -> None:
-    one = took(200)
-    loading = advised((ONE, one), (TWO, replace(shares(data=0.61), workers=3)))
-    assert "loading is 61% of the step: more GPUs will not help; raise --workers from 3 to 6" in " ".join(loading)
-    full = advised((ONE, one), (TWO, replace(shares(data=0.61), workers=8)))
-    assert "raise --workers" not in " ".join(full)  # two ranks have eight cores each
-    assert "--cache ram" in " ".join(full)
-    on_cpu = advised((ONE, one), (TWO, replace(shares(data=0.61), workers=0, device_bytes=None)))
-    assert "raise --workers" not in " ".join(on_cpu)
-    exchange = advised((ONE, one), (TWO, shares(sync=0.4)))
-    assert "the exchange between ranks is 40% of the step" in " ".join(exchange)
-    assert "--val-period 5" in " ".join(advised((ONE, one), (TWO, took(100, 90))))
-    (gain, fine) = advised((ONE, one), (TWO, shares()))
-    assert gain == "ddp on 2 GPUs trains 2.00 times as fast as one: 100% efficient"
-    assert fine.startswith("90% of the step is computing")
-    (gain, slow) = advised((ONE, took(130)), (TWO, shares()))
-    assert "65% efficient" in gain
-    assert "each GPU computes more slowly beside the others" in slow
-    assert advised((ONE, one), (TWO, took(210)))[0].startswith("2 GPUs are no faster than one here")
-
-
-def test_advice_compares_modes_by_speed_and_memory() -> None:
-    slower = replace(took(125), device_bytes=13_000_000_000)
-    said = advised((ONE, took(200)), (TWO, shares()), (FSDP, slower))
-    assert "fsdp is 80% as fast and needs 50% of its memory: take it where ddp does not fit" in said
-    useless = advised((ONE, took(200)), (TWO, shares()), (FSDP, took(125)))
-    assert "fsdp is 80% as fast and needs no less memory: there is no reason to take it here" in useless
-    full = advised((ONE, NoMemory("out of memory")), (TWO, NoMemory("out of memory")), (FSDP, shares()))
-    assert "ddp with batch 32 on 2: out of memory; fsdp fits" in full
-    assert advised((ONE, NoMemory("out of memory"))) == ["nothing could be measured"]
-
-
-def test_advice_on_the_batch() -> None:
-    small, large = Point(4, 1, "fp32"), Point(64, 1, "fp32")
-    assert advised((small, took(200)), (large, took(100)))[-1] == (
-        "batch 64 trains 2.00 times as fast as batch 4, and takes 26 GB"
-    )
-    assert advised((small, took(100)), (large, took(102)))[-1] == "a larger batch than 4 brings nothing"
 
 
 def test_modes_are_those_of_train_and_one_rank_has_none() -> None:
@@ -221,28 +170,3 @@ def test_what_only_a_pipeline_is_told_stays_with_the_pipeline() -> None:
     ]
     with pytest.raises(TrainerError, match="--stages: --parallel ddp has none"):
         settings_of(["--stages", "2"], "cpu", "ddp,fsdp")
-
-
-@pytest.mark.parametrize(
-    ("tried", "said"),
-    [
-        (
-            {0: (100, 0.09), 1: (90, 0.01)},
-            "--workers 0: loading is 9% of the time there, and more workers gain nothing",
-        ),
-        ({0: (50, 0.6), 1: (100, 0.01)}, "--workers 1: 100% more pictures per second than with 0; more gain nothing"),
-        (
-            {0: (50, 0.8), 1: (100, 0.6), 2: (150, 0.4)},
-            "--workers 2: 200% more pictures per second than with 0, the most that were tried",
-        ),
-        (
-            {0: (50, 0.8), 1: (100, 0.3), 2: (101, 0.3)},
-            "--workers 1: 100% more pictures per second than with 0; more gain nothing",
-        ),
-    ],
-)
-def test_the_number_of_workers_to_take_and_why(tried: dict[int, tuple[float, float]], said: str) -> None:
-    def measured(rate: float, data: float) -> Measured:
-        return replace(MEASURED, images_per_s=rate, shares={**MEASURED.shares, "data": data})
-
-    assert workers.advice_of({k: [measured(*seen)] for k, seen in tried.items()}) == said

@@ -92,16 +92,3 @@ def table_of(found: Rounds) -> str:
         memory = max(m.host_bytes for m in rounds)
         rows.append([str(workers), f"{loader:.1f}", f"{rates[workers]:.1f}", f"{waiting:.0%}", gigabytes(memory)])
     return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)
-
-
-def advice_of(found: Rounds) -> str:
-    """One sentence: the number to take, and why."""
-    rates = rates_of(found)
-    best, first, last = choose(rates), next(iter(found)), list(found)[-1]
-    gain = rates[best] / rates[first] - 1
-    if best == first:
-        waiting = statistics.median(m.shares["data"] for m in found[first])
-        return f"--workers {best}: loading is {waiting:.0%} of the time there, and more workers gain nothing"
-    idle = statistics.median(m.shares["data"] for m in found[last]) < IDLE
-    more = "; more gain nothing" if best != last or idle else ", the most that were tried"
-    return f"--workers {best}: {gain:.0%} more pictures per second than with {first}{more}"

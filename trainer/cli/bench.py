@@ -161,7 +161,7 @@ def workers(
     where more workers gain nothing. On a CPU, workers take the training's cores: compare the training's rates, not the
     loader's.
     """
-    from trainer.bench.workers import advice_of, choose, rates_of, table_of, try_workers
+    from trainer.bench.workers import CLOSE, choose, rates_of, table_of, try_workers
     from trainer.dist import devices_of, usable_cores
 
     for option, value in (("--ranks", ranks), ("--rounds", rounds)):
@@ -194,7 +194,8 @@ def workers(
     elif outcomes:
         what = f"{settings.data}, {settings.imgsz} px, batch {settings.batch}, ranks: {ranks}"
         typer.echo(f"{outcomes[0][0].device}; {what}")
-        typer.echo("\n" + "\n".join([table_of(outcomes), "", *failures, advice_of(outcomes)]))
+        fewest = f"--workers {choose(rates_of(outcomes))}: the fewest within {CLOSE:.0%} of the best rate"
+        typer.echo("\n" + "\n".join([table_of(outcomes), "", *failures, fewest]))
     if not whole:
         raise KeyboardInterrupt
 
@@ -224,15 +225,14 @@ def modes(
     csv: Csv = None,
     json: Json = False,
 ) -> None:
-    """Which way of sharing the work? Times every mode of --parallel on your model, and says what to do.
+    """Which way of sharing the work? Times every mode of --parallel on your model.
 
-    All other options are those of `trainer train`. Prints what each mode reaches over one rank and the memory that it
-    needs, and a page of advice: which mode, what the time goes to, and what to type about it.
+    All other options are those of `trainer train`. Prints the gain of each mode over one rank, its memory, and the
+    shares of a step that loading and communication take.
     """
     from trainer.bench import tables
-    from trainer.bench.advice import advice_of
     from trainer.bench.scaling import points_of, rows_of, scale
-    from trainer.dist import gpu_numbers, usable_cores
+    from trainer.dist import gpu_numbers
 
     settings = settings_of(context.args, device, parallel or "pipeline")
     several = len(gpu_numbers(settings.device)) > 1
@@ -248,12 +248,12 @@ def modes(
     whole = watched(scale(settings, points, rounds, effort), len(points) * rounds, described, outcomes)
     rows = rows_of(outcomes)
     if rows:
-        records, advice = [tables.record_of(row) for row in rows], advice_of(rows, usable_cores())
+        records = [tables.record_of(row) for row in rows]
         if json:
-            typer.echo(json_format.dumps({**machine(rows), "rows": records, "advice": advice}))
+            typer.echo(json_format.dumps({**machine(rows), "rows": records}))
         else:
-            typer.echo(f"{said_of(rows)}; {settings.data}, {settings.imgsz} px\n\n{tables.detail_table(rows)}\n")
-            typer.echo("\n".join([*tables.notes_of(rows), "", *(f"- {sentence}" for sentence in advice)]).strip())
+            what = f"{said_of(rows)}; {settings.data}, {settings.imgsz} px"
+            typer.echo("\n".join([what, "", tables.detail_table(rows), "", *tables.notes_of(rows)]).strip())
         write(csv, tables.csv_text(records))
     if not whole:
         raise KeyboardInterrupt

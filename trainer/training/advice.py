@@ -10,11 +10,6 @@ LOADING, WAITING, VALIDATING = 0.20, 0.25, 0.35  # shares of the time from which
 Shares = Mapping[str, float]
 
 
-def more_workers(workers: int, cores: int) -> int:
-    """The number of loading processes of a rank to try next, where it has `workers` and as many `cores`."""
-    return min(max(2 * workers, workers + 1), cores)
-
-
 def slowest(shares: Sequence[Shares]) -> tuple[int, str] | None:
     """The rank whose own work (all but waiting for others) takes clearly longest, and what it spends more on."""
     own = [share["data"] + share["transfer"] + share["compute"] for share in shares]
@@ -38,7 +33,7 @@ def advice(shares: Sequence[Shares], *, workers: int, cores: int, device: str, c
         why = {"data": "its loading", "transfer": "its copies to the device", "compute": "its computing"}[what]
         return f"the others wait for rank {rank}: {why} takes longer there"
     if mean["data"] > LOADING:
-        more = more_workers(workers, cores)
+        more = min(max(2 * workers, workers + 1), cores)
         ways = [f"--workers {more} (now {workers})"] if more > workers and device != "cpu" else []
         ways += [] if cached else ["--cache ram, or --cache disk"]
         if ways:
