@@ -192,7 +192,7 @@ def write_zip(path: Path, name: str, mode: int = 0o100644, content: bytes = b"x"
 
 def write_tar(path: Path, name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> None:
     info = tarfile.TarInfo(name)
-    info.type, info.linkname, info.size = kind, link, 1 if kind == tarfile.REGTYPE else 0
+    info.type, info.linkname, info.size, info.mode = kind, link, 1 if kind == tarfile.REGTYPE else 0, 0o755
     with tarfile.open(path, "w:gz") as tape:
         tape.addfile(tarfile.TarInfo("fine.txt"))
         tape.addfile(info, io.BytesIO(b"x"))
@@ -230,5 +230,7 @@ def test_what_would_fill_the_disk_is_refused(tmp_path, monkeypatch):
 
 def test_files_of_an_archive_are_not_executable(tmp_path):
     write_zip(tmp_path / "a", "run.sh", 0o100755, b"#!/bin/sh\n")
-    unpack(tmp_path / "a", tmp_path / "out", "a.zip")
-    assert not os.access(tmp_path / "out/run.sh", os.X_OK)
+    write_tar(tmp_path / "b", "run.sh")
+    for name in ("a", "b"):
+        unpack(tmp_path / name, tmp_path / f"out-{name}", name)
+        assert not os.access(tmp_path / f"out-{name}/run.sh", os.X_OK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 import shutil
 import urllib.parse
@@ -13,9 +12,9 @@ from pathlib import Path
 from trainer.data.archive import unpack
 from trainer.data.data_yaml import Content, load_data_yaml, places
 from trainer.data.faults import BadData
-from trainer.data.machine_lock import one_per_machine
 from trainer.errors import TrainerError
-from trainer.weights.download import fetch
+from trainer.machine_lock import one_per_machine
+from trainer.weights.download import fetch, sha256
 
 _SPLITS = ("train", "val")
 _SCRIPT = re.compile(r"^.*\n|^(ba)?sh\b|\bpython|\bimport\b|\w+\(|[;|&]")
@@ -98,7 +97,7 @@ def _provide(content: Content, address: str, wanted: str, root: Path) -> None:
             fetch(address, archive, wanted, asked, f"no network? unpack the archive to {root} by hand")
         else:
             archive = Path(address)
-            if wanted and (found := _sum(archive)) != wanted:
+            if wanted and (found := sha256(archive)) != wanted:
                 raise TrainerError(f"{asked}: {archive} has sha256 {found}, not {wanted}", "is it the right file?")
         unpack(archive, stage / "files", f"{asked}: {address}")
         origin = _origin(stage / "files", content, asked)
@@ -141,11 +140,3 @@ def _move(source: Path, target: Path) -> None:
             _move(child, target / child.name)
     elif not target.exists():
         raise OSError(f"{target} cannot be made")
-
-
-def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -22,8 +22,8 @@ import numpy as np
 
 from trainer.data.faults import Fault
 from trainer.data.listing import Listing
-from trainer.data.machine_lock import one_per_machine
 from trainer.data.scan import Scan
+from trainer.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
 _FORMAT = 1  # of the files, and of the rules that a scan follows: another one is another name

@@ -15,8 +15,8 @@ import numpy as np
 from trainer.config import CIFAR, DIGITS
 from trainer.data.dataset import Image, reduction
 from trainer.data.digits import scans
-from trainer.data.machine_lock import one_per_machine
 from trainer.errors import TrainerError
+from trainer.machine_lock import one_per_machine
 
 Split = Literal["train", "val"]
 _FOLDERS = {"train": ("train",), "val": ("val", "test", "valid", "validation")}

@@ -13,8 +13,8 @@ from torch import Tensor
 from torchvision import models
 from torchvision.models.vision_transformer import VisionTransformer, interpolate_embeddings
 
-from trainer.data.machine_lock import one_per_machine
 from trainer.errors import TrainerError
+from trainer.machine_lock import one_per_machine
 from trainer.weights.official import MALFORMED
 
 OWN_WEIGHTS = "torchvision"

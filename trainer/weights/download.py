@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
+import http.client
 import os
-import queue
 import re
 import secrets
-import sys
-import threading
+import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import TrainerError
+from trainer.machine_lock import one_per_machine
 
 RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0"
 MIRROR = "CLUSTERCTL_WEIGHTS_URL"  # an address that has the same files, in the environment
 NAMES = tuple(f"yolov5{size}{p6}.pt" for p6 in ("", "6") for size in "nsmlx")
-ANSWER_TIMEOUT_S = 30.0  # name look-up and connection, over all of a server's addresses together
-STALL_TIMEOUT_S = 20.0  # without a byte
+TIMEOUT_S = 20.0  # to connect, and without a byte
 CHUNK = 1 << 20
 
 
@@ -51,7 +48,7 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
     if not name:
         raise TrainerError(f"--weights {weights}: the address names no file")
     target = cache(environment) / folder / name
-    with _lock(target, weights) as waited:
+    with one_per_machine(target.absolute()) as waited:
         if not target.is_file():
             if waited:
                 raise TrainerError(f"--weights {weights}: another process of this machine could not fetch it")
@@ -65,30 +62,9 @@ def cache(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clusterctl" / "weights"
 
 
-@contextlib.contextmanager
-def _lock(target: Path, weights: str) -> Iterator[bool]:
-    """Hold what one process of a machine can hold at a time; tells whether another one held it."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        file = target.with_name(f".{target.name}.lock").open("w")
-    except OSError as error:
-        raise TrainerError(
-            f"--weights {weights}: {target.parent}: cannot write there: {error.strerror}",
-            "name another folder in XDG_CACHE_HOME",
-        ) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            waited = False
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            waited = True
-        yield waited
-
-
 def _fetch(address: str, target: Path, wanted: str, weights: str) -> None:
     print(f"weights: fetching {address}", flush=True)
-    by_hand = f"no network? put the file there by hand: {target}"
+    by_hand = f"put the file there by hand: {target}; XDG_CACHE_HOME selects another folder"
     found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
     _record(target, found)
     print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
@@ -105,22 +81,22 @@ def fetch(address: str, target: Path, wanted: str, asked: str, by_hand: str) -> 
     TrainerError if it cannot be had or is not the one with the sha256 `wanted` ("": any); the message begins with
     what `asked` for it, and `by_hand` is the hint where there is no network.
     """
-    temporary = partial(target)
-    digest = hashlib.sha256()
+    from rich.console import Console
+    from rich.progress import wrap_file
+
+    temporary, console = partial(target), Console(stderr=True)
     try:
-        with _open(address) as answer, temporary.open("wb") as file:
-            size, done = int(answer.headers.get("Content-Length") or 0), 0
-            with _bar(target.name, size) as advance:
-                while chunk := answer.read(CHUNK):
-                    file.write(chunk)
-                    digest.update(chunk)
-                    done += len(chunk)
-                    advance(len(chunk))
-            if size and done != size:
-                raise OSError(f"the connection ended after {done} of {size} bytes")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with urllib.request.urlopen(address, timeout=TIMEOUT_S) as answer, temporary.open("wb") as file:
+            size = int(answer.headers.get("Content-Length") or 0)
+            shown = console.is_terminal
+            with wrap_file(answer, size, description="", console=console, transient=True, disable=not shown) as source:
+                shutil.copyfileobj(source, file, CHUNK)
+            if size and file.tell() != size:
+                raise OSError(f"the connection ended after {file.tell()} of {size} bytes")
             file.flush()
             os.fsync(file.fileno())
-        found = digest.hexdigest()
+        found = sha256(temporary)
         if wanted and found != wanted:
             raise TrainerError(
                 f"{asked}: {address} has sha256 {found}, not {wanted}: not kept", "is it the right file?"
@@ -130,48 +106,12 @@ def fetch(address: str, target: Path, wanted: str, asked: str, by_hand: str) -> 
     except urllib.error.HTTPError as error:
         error.close()
         raise TrainerError(f"{asked}: {address}: {error.code} {error.reason}", by_hand) from error
-    except OSError as error:  # no route, no such host, a broken or silent connection, a full disk
+    except (OSError, ValueError, http.client.HTTPException) as error:  # no route, a full disk, a bad URL
         reason = getattr(error, "reason", None) or error
         raise TrainerError(f"{asked}: {address}: cannot be fetched: {reason}", by_hand) from error
     finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _open(address: str) -> Any:
-    """The server's answer, or TimeoutError: a name server that is silent knows no time limit of its own."""
-    box: queue.Queue[Any] = queue.Queue()
-
-    def ask() -> None:
-        try:
-            box.put(urllib.request.urlopen(address, timeout=STALL_TIMEOUT_S))
-        except Exception as error:
-            box.put(error)
-
-    threading.Thread(target=ask, name="fetch", daemon=True).start()
-    try:
-        answer = box.get(timeout=ANSWER_TIMEOUT_S)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
-    if isinstance(answer, (OSError, ValueError)):
-        raise answer if isinstance(answer, OSError) else OSError(str(answer))
-    if isinstance(answer, Exception):
-        raise OSError(f"{type(answer).__name__}: {answer}") from answer
-    return answer
-
-
-@contextlib.contextmanager
-def _bar(name: str, size: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; elsewhere nothing."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=size or None)
-        yield lambda count: bar.advance(task, count)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _sum_file(target: Path) -> Path:
@@ -190,12 +130,12 @@ def _recorded(target: Path) -> str:
     """The sum that was kept; for a file that was put there by hand, the one it has now."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (_sum_file(target).read_text(encoding="ascii").split() or [""])[0]
-    _record(target, found := _sha256(target))
+    _record(target, found := sha256(target))
     return found
 
 
 def _check(path: Path, wanted: str, weights: str) -> None:
-    found = _sha256(path)
+    found = sha256(path)
     if found != wanted:
         raise TrainerError(
             f"--weights {weights}: {path} has sha256 {found}, not {wanted}",
@@ -203,12 +143,13 @@ def _check(path: Path, wanted: str, weights: str) -> None:
         )
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file as hexadecimal digits; TrainerError if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 digest.update(chunk)
     except OSError as error:
-        raise TrainerError(f"--weights {path}: cannot be read: {error.strerror}") from error
+        raise TrainerError(f"{path}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()
