@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from typing import IO, TypeVar
+from subprocess import PIPE
+from typing import Any, TypeVar
 
 from cluster.errors import ClusterError, LaunchError, UnreachableError
 from cluster.model import Node
@@ -48,7 +49,7 @@ _AT_ONCE, _BUSY_S = threading.BoundedSemaphore(8), 20.0
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
 
 _HINTS = {
-    "No space left on device": "free disk space there, or choose another data_dir in the inventory",
+    "No space left on device": "free disk space there, or (clusterctl sync) choose another data_dir in the inventory",
     "Permission denied": "choose a data_dir in the inventory that the login can write to",
 }
 
@@ -97,7 +98,11 @@ class Rsync:
     def _run(self) -> None:
         # In the C locale rsync prints every byte that is not printable ASCII as \#ooo.
         environment = {**os.environ, "LC_ALL": "C"}
-        with tempfile.TemporaryFile() as errors, _started(self._argv, environment, errors) as process:
+        text = {"encoding": "ascii", "errors": "surrogateescape"}
+        with (
+            tempfile.TemporaryFile() as errors,
+            started(self._argv, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment, **text) as process,
+        ):
             assert process.stdin
             assert process.stdout
             with suppress(BrokenPipeError), process.stdin:
@@ -107,8 +112,6 @@ class Rsync:
             self.code = process.wait()
             errors.seek(0)
             self.errors = errors.read().decode(errors="replace")
-        if _interrupted.is_set():
-            raise LaunchError(f"{self._node.name}: interrupted")
 
     def refuse_failure(self, receiver: str, sender: str) -> None:
         """Raise ClusterError with the reason why rsync failed, at the `receiver` or at the `sender`.
@@ -124,8 +127,10 @@ class Rsync:
             )
         if re.search(r"rsync.*not found", self.errors):
             raise ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
-        is_sender = self.code == VANISHED or re.search(r"^rsync: \[sender\]", self.errors, re.MULTILINE)
-        raise error_of(sender if is_sender else receiver, self.errors)
+        # The sender cannot write any more when the receiver has ended.
+        errors = re.sub(r"(?m)^rsync: \[sender\] write error.*", "", self.errors)
+        is_sender = self.code == VANISHED or re.search(r"(?m)^rsync: \[sender\]", errors)
+        raise error_of(sender if is_sender else receiver, errors)
 
     def _read(self, line: str) -> None:
         if found := _CHANGE.fullmatch(line):
@@ -138,25 +143,17 @@ class Rsync:
 
 
 #: The processes that Ctrl-C ends, and whether it came.
-_processes: set[subprocess.Popen[str]] = set()
+_processes: set[subprocess.Popen[Any]] = set()
 _interrupted = threading.Event()
 _lock = threading.Lock()
 
 
 @contextmanager
-def _started(argv: Sequence[str], environment: dict[str, str], errors: IO[bytes]) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own, which `interruptible` ends."""
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process in a session of its own, which `interruptible` ends. Raises LaunchError when it was interrupted."""
     with _lock:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=environment,
-            start_new_session=True,
-            encoding="ascii",
-            errors="surrogateescape",
-        )
+        _refuse_interrupted()
+        process = subprocess.Popen(argv, start_new_session=True, **options)
         _processes.add(process)
     with process:
         try:
@@ -165,6 +162,12 @@ def _started(argv: Sequence[str], environment: dict[str, str], errors: IO[bytes]
             process.terminate()
             with _lock:
                 _processes.discard(process)
+    _refuse_interrupted()
+
+
+def _refuse_interrupted() -> None:
+    if _interrupted.is_set():
+        raise LaunchError("this machine: interrupted")
 
 
 def interruptible(work: Callable[[], T]) -> T:
@@ -174,8 +177,8 @@ def interruptible(work: Callable[[], T]) -> T:
         try:
             return running.result()
         except KeyboardInterrupt:
-            _interrupted.set()
             with _lock:
+                _interrupted.set()
                 for process in _processes:
                     process.terminate()
             close_all()  # a command that a thread waits for ends with its connection

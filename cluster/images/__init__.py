@@ -12,9 +12,10 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +23,17 @@ from cluster import fanout
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.images import engine, layer
 from cluster.images.compare import chain_ids, file_name, head, missing
-from cluster.images.delivery import Blob, Delivery, Show, SourceError
+from cluster.images.delivery import Blob, Show, SourceError, folder_here, send
 from cluster.images.engine import HERE, Engine
 from cluster.model import Node
+from cluster.rsync import interruptible, require_rsync
 from cluster.runtimes.containers import short_id
 from cluster.shells import reach
 
 #: Room needed on a node as a multiple of the unpacked layers: the engine first copies what it is given.
 _ROOM = 1.5
+#: The share that compression leaves of a layer: an estimate until it is compressed.
+_RATIO = 0.5
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 
 
@@ -125,19 +129,18 @@ class _Push:
     def to(self, nodes: Sequence[Node]) -> dict[str, Pushed]:
         """Raises ClusterError, and SourceError when this machine's engine does not give what it should."""
         fanout.together({node.name: self._refusal(node) for node in nodes})
+        require_rsync()
         zstd = shutil.which("zstd") is not None and all(self.seen[node.name].takes_zstd for node in nodes)
-        blobs = self._blobs(zstd)
         files = {node.name: self._files(node, zstd) for node in nodes}
-        deliveries = {
-            node.name: Delivery(node, [blobs[name] for name in files[node.name]], self.show) for node in nodes
-        }
-        began = time.monotonic()
+        arrived = fanout.all_of(nodes, engine.arrived)
+        began, unwanted = time.monotonic(), threading.Event()
 
         def one(node: Node) -> Pushed:
             count, total = self._missing(node), len(self.here.layers)
             what = "the whole image" if count is None else f"{count} of {total} layers"
             self.show.note(f"{node.name}: to send: {what}")
-            deliveries[node.name].send()
+            folder, complete = arrived[node.name]
+            sent = send(node, folder, [blobs[name] for name in files[node.name] if name not in complete], self.show)
             self.show.note(f"{node.name}: all there; the engine unpacks it")
             begin = b""
             if count is not None and self.layers is not None:
@@ -152,34 +155,24 @@ class _Push:
                 size=self.here.size,
                 layers=total,
                 missing=total if count is None else count,
-                sent=deliveries[node.name].wire,
+                sent=sent,
                 seconds=time.monotonic() - began,
                 compression="zstd" if zstd else "gzip",
                 whole=count is None,
             )
 
-        try:
-            return self._watched(nodes, one, deliveries)
-        finally:
-            for blob in blobs.values():
-                blob.close()
-
-    def _watched(
-        self, nodes: Sequence[Node], work: Callable[[Node], Pushed], deliveries: Mapping[str, Delivery]
-    ) -> dict[str, Pushed]:
-        """What `work` gave for all nodes, with an eye on those that take nothing, and on Ctrl-C."""
-        with ThreadPoolExecutor(1) as background:
-            working = background.submit(fanout.all_of, nodes, work)
+        with folder_here() as here, ThreadPoolExecutor(1) as background:
+            blobs = self._blobs(here, zstd, unwanted)
+            wanted = dict.fromkeys(
+                name for node in nodes for name in files[node.name] if name not in arrived[node.name][1]
+            )
+            for name in wanted:
+                blobs[name].made = background.submit(blobs[name].make)
             try:
-                while not wait([working], timeout=1.0).done:
-                    for delivery in deliveries.values():
-                        if delivery.is_stuck():
-                            reach(delivery.node).close()
-                return working.result()
-            except KeyboardInterrupt:
-                for delivery in deliveries.values():
-                    delivery.stop()
-                raise
+                return interruptible(lambda: fanout.all_of(nodes, one))
+            finally:
+                unwanted.set()
+                background.shutdown(cancel_futures=True)
 
     def _missing(self, node: Node) -> int | None:
         """How many layers the node lacks; None when it must be given the whole image."""
@@ -195,17 +188,20 @@ class _Push:
         lacks = self.here.layers[len(self.here.layers) - count :]
         return list(dict.fromkeys(file_name(digest, _ending(zstd)) for digest in lacks))
 
-    def _blobs(self, zstd: bool) -> dict[str, Blob]:
-        """Everything that any node may need, by file name; none is made before it is asked for."""
+    def _blobs(self, folder: Path, zstd: bool, unwanted: threading.Event) -> dict[str, Blob]:
+        """Everything that any node may need, by file name."""
         packer = ("zstd", "-q", "-3", "-T0", "-c") if zstd else ("gzip", "-n", "-1", "-c")
-        here, blobs = self.here, {}
+        name = f"whole-{file_name(self.here.id, _ending(zstd))}"
+        sources: dict[str, tuple[int, tuple[str, ...], str]]
+        sources = {name: (self.here.size, (self.here.program, "save", self.image), "")}
         if self.layers is not None:
-            for digest, size, chain in zip(here.layers, self.layers.sizes, self.layers.chains, strict=True):
+            for digest, size, chain in zip(self.here.layers, self.layers.sizes, self.layers.chains, strict=True):
                 name = file_name(digest, _ending(zstd))
-                blobs[name] = Blob(name, size, (*self.layers.program, "layer", chain), packer, digest)
-        name = f"whole-{file_name(here.id, _ending(zstd))}"
-        blobs[name] = Blob(name, here.size, (here.program, "save", self.image), packer)
-        return blobs
+                sources[name] = (size, (*self.layers.program, "layer", chain), digest)
+        return {
+            name: Blob(folder / name, int(_RATIO * size), source, packer, digest, unwanted)
+            for name, (size, source, digest) in sources.items()
+        }
 
     def _refusal(self, node: Node) -> ClusterError | None:
         """Why the node cannot take the image."""

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from cluster import resources
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.model import Node
+from cluster.rsync import reason
 from cluster.runtimes.containers import ARCHITECTURES
 from cluster.shells import reach
 
+#: Exit code of engine.sh on a machine without rsync.
+_NO_RSYNC = 4
 #: This machine, as a node that has no login.
 HERE = Node("this machine", "")
 
@@ -79,6 +82,18 @@ def image_id(node: Node, image: str) -> str:
     return _full(_ask(node, "id", image).strip())
 
 
+def arrived(node: Node) -> tuple[str, list[str]]:
+    """The folder on the node for the files of a push, which is created, and the names of the complete files in it."""
+    answer = reach(node).run(_script("arrived", node, ""))
+    if answer.code == _NO_RSYNC:
+        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
+    if answer.code:
+        why = f"{node.name}: ~/.cache/clusterctl cannot be written: {reason(answer.err)}"
+        raise LaunchError(why, f"on {node.name}: ls -ld ~/.cache; df -h ~/.cache")
+    folder, *names = answer.out.splitlines()
+    return folder, names
+
+
 def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
     """Make an image of files that have arrived, and remove them; returns the id of what now has the image's name.
 
@@ -92,8 +107,7 @@ def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    text = resources.text("images/common.sh", "images/engine.sh")
-    return ["bash", "-c", text, "engine", operation, _program(node), image, *files]
+    return ["bash", "-c", resources.text("images/engine.sh"), "engine", operation, _program(node), image, *files]
 
 
 def _ask(node: Node, operation: str, image: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import uuid
@@ -18,6 +19,8 @@ from cluster.shells import close_all
 pytestmark = pytest.mark.real
 
 LAYERS = "~/.cache/clusterctl/layers-*"
+#: Prints how many bytes have arrived, complete files and parts.
+ARRIVED = f"find {LAYERS} -type f -exec cat {{}} + 2>/dev/null | wc -c"
 
 
 def docker(*argv, stdin=None):
@@ -87,14 +90,22 @@ def push(clusterctl, testbed):
     return run
 
 
+@pytest.fixture
+def slow_rsync(clusterctl, tmp_path):
+    """A transfer of 100 MB takes 5 seconds, so that something can happen to it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "rsync").write_text(f'#!/bin/sh\nexec {shutil.which("rsync")} --bwlimit=20m "$@"\n')
+    (tmp_path / "bin" / "rsync").chmod(0o755)
+    clusterctl.env["PATH"] = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+
 def json_of(text):
     return json.loads(text[text.index("{\n") :])
 
 
 def wait_until_some_has_arrived(host):
     """Wait on the host itself, so that there is little time between its seeing and our doing."""
-    enough = f'[ "$(cat {LAYERS}/*.part 2>/dev/null | wc -c)" -gt 4000000 ]'
-    host.run(f"until {enough}; do sleep 0.02; done")
+    host.run(f'until [ "$({ARRIVED})" -gt 4000000 ]; do sleep 0.02; done')
 
 
 def test_after_a_changed_line_only_the_last_layer_is_sent(make_image, push, testbed):
@@ -120,7 +131,7 @@ def test_after_a_changed_line_only_the_last_layer_is_sent(make_image, push, test
     assert text.count("already") == 2
 
 
-def test_an_interrupted_push_goes_on_where_it_was(make_image, push, testbed):
+def test_an_interrupted_push_goes_on_where_it_was(make_image, push, testbed, slow_rsync):
     image = make_image(100)
     process = push(image, "n1", start=True)
     wait_until_some_has_arrived(testbed["n1"])
@@ -129,17 +140,17 @@ def test_an_interrupted_push_goes_on_where_it_was(make_image, push, testbed):
     assert process.returncode == 130, text
     assert "Traceback" not in text
     assert image.id_on(testbed["n1"]) == ""
-    arrived = int(testbed["n1"].run(f"cat {LAYERS}/*.part | wc -c"))
+    arrived = int(testbed["n1"].run(ARRIVED))
     assert arrived > 4_000_000
     code, text = push(image, "n1", "--json")
     assert code == 0, text
     pushed = json_of(text)["n1"]
-    assert pushed["sent"] <= (100 << 20) + 100_000 - arrived
+    assert pushed["sent"] <= (100 << 20) + 200_000 - arrived
     assert image.id_on(testbed["n1"]) == image.ids[-1]
     assert testbed["n1"].run(f"ls {LAYERS} 2>/dev/null || true") == ""
 
 
-def test_a_push_outlives_a_broken_connection(make_image, push, testbed):
+def test_a_push_outlives_a_broken_connection(make_image, push, testbed, slow_rsync):
     image = make_image(100)
     process = push(image, "n0,n1", "--json", start=True)
     wait_until_some_has_arrived(testbed["n1"])
@@ -148,7 +159,7 @@ def test_a_push_outlives_a_broken_connection(make_image, push, testbed):
     assert process.returncode == 0, text
     assert "n1: the connection broke" in text
     assert image.id_on(testbed["n0"]) == image.id_on(testbed["n1"]) == image.ids[-1]
-    assert json_of(text)["n1"]["sent"] < (100 << 20) + 40_000_000, "sent again from the beginning"
+    assert json_of(text)["n1"]["sent"] < (100 << 20), "sent again from the beginning"
 
 
 def test_a_node_without_room_for_what_arrives_says_so_and_the_others_get_theirs(make_image, push, testbed):
@@ -158,8 +169,8 @@ def test_a_node_without_room_for_what_arrives_says_so_and_the_others_get_theirs(
     try:
         code, text = push(image, "n0,ada@n1")
         assert code == 3, text
-        assert "error: n1: cannot keep the image's layers: " in text
-        assert "No space left on device" in text
+        assert "error: n1: /home/ada/.cache/clusterctl/layers-" in text
+        assert " cannot be written: No space left on device" in text
         assert image.id_on(testbed["n1"]) == ""
         assert image.id_on(testbed["n0"]) == image.ids[-1]
     finally:
