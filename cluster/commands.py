@@ -26,9 +26,10 @@ from cluster.errors import (
     UsageError,
     with_hint,
 )
-from cluster.model import Inventory, Job, Node, Plan, Record
+from cluster.model import Inventory, Job, Node, Plan, Record, Step
 from cluster.records import Outcome, Records
 from cluster.rendezvous import JobView, Verdict
+from cluster.shells import reach
 from cluster.shells.local import LocalShell
 
 TICK_S = 0.4
@@ -225,6 +226,42 @@ def launch(
             _stop(record, records, grace_s=0)
             raise
     return record
+
+
+def array_plan(jobs: Sequence[Job], at_once: int) -> tuple[list[Plan], Step]:
+    """The plans of the jobs of a Slurm job array, and the step that submits all of them: pure."""
+    from cluster.backends.slurm import SlurmBackend
+
+    plans = [plan(job, "slurm") for job in jobs]
+    return plans, SlurmBackend(reach).array(jobs[0], plans, at_once)
+
+
+def launch_array(
+    jobs: Sequence[Job], records: Records, at_once: int, secrets: Mapping[str, str] | None = None
+) -> list[Record]:
+    """Check, record and submit jobs as one Slurm job array: all of them, or none when it raises ClusterError."""
+    from cluster.backends.slurm import SlurmBackend
+
+    backend = SlurmBackend(reach)
+    check_files(jobs[0])
+    plans, step = array_plan(jobs, at_once)
+    for job, made in zip(jobs, plans, strict=True):
+        backend.check(job, made)
+        if Path(made.run_dir).exists():
+            raise UsageError(f"{made.run_dir} is there already", "choose another --name, or remove the folder")
+    made_records = [Record(made, created_at=time.time(), job=job) for job, made in zip(jobs, plans, strict=True)]
+    reserved: list[Record] = []
+    try:
+        for record in made_records:
+            records.reserve(record)
+            reserved.append(record)
+            _make_folder(record.plan)
+        backend.submit_array(plans, step, secrets or {})
+    except ClusterError as error:
+        for record in reserved:
+            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+        raise
+    return made_records
 
 
 def _refuse_held(job: Job, records: Records) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import cast
 
-from cluster import sbatch
+from cluster import slurm
 from cluster.errors import UsageError
 from cluster.model import Device, Inventory, Job, Mount, Node, Queue
 
@@ -173,7 +173,7 @@ def _queue(request: Request, inventory: Inventory | None) -> Queue:
         login = replace(login, run_dir="")
     typed = [text.partition("=") for text in request.slurm]
     given = {name.removeprefix("--"): value for name, _, value in typed}
-    return Queue(login, sbatch.checked({**(inventory.options if inventory else {}), **given}))
+    return Queue(login, slurm.checked({**(inventory.options if inventory else {}), **given}))
 
 
 def _queued(

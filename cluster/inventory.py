@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster import config, sbatch
+from cluster import config, slurm
 from cluster.errors import UsageError
 from cluster.model import Inventory, Node
 
@@ -81,7 +81,7 @@ def from_yaml(text: str, path: str, cwd: str = "/") -> Inventory:
                 ("nodes",), "a Slurm cluster has one node here, its login node", "Slurm knows the others"
             )
         try:
-            sbatch.checked(read.slurm)
+            slurm.checked(read.slurm)
         except UsageError as error:
             raise source.error(("slurm",), error.message.replace("--slurm ", ""), error.hint) from None
     made = Inventory(

@@ -1,4 +1,4 @@
-"""What Slurm says, in our words: pure. Its states as phases, what a cluster has, and what a job asks too much."""
+"""Slurm's answers and options: pure. Its states as phases, the limits of a cluster, and the options of sbatch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,34 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster import readiness, sbatch
+from cluster import readiness
+from cluster.errors import UsageError
 from cluster.model import Job, NodeStatus, Phase, Plan
+
+#: The options of sbatch that the launcher sets.
+_SET = (
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "job-name",
+    "output",
+    "error",
+    "array",
+    "requeue",
+    "open-mode",
+    "chdir",
+    "wrap",
+)
+
+#: How a batch script ends when the run directory is not the same folder on every node.
+EXIT_NOT_COMMON = 78
 
 #: The columns of `squeue --Format` that are read, and how wide they are asked for: names may hold any separator.
 COLUMNS = {
     "Name": 50,
     "JobID": 16,
+    "ArrayJobID": 16,
+    "ArrayTaskID": 12,
     "State": 18,
     "RestartCnt": 8,
     "exit_code": 12,
@@ -65,6 +86,37 @@ _REASONS = {
 }
 
 
+def checked(options: Mapping[str, str]) -> dict[str, str]:
+    """The options for sbatch, by their long names.
+
+    Raises UsageError for an option that the launcher sets, and for a value that is empty or would need quotes. sbatch
+    refuses unknown options.
+    """
+    for name, value in options.items():
+        if name in _SET:
+            raise UsageError(f"--slurm {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise UsageError(f"--slurm {name}: not an option of sbatch", "use its long name: --slurm mem=32G")
+        if not value and name != "exclusive":
+            raise UsageError(f"--slurm {name}: it has no value", f"for example: --slurm {name}=...")
+        if re.search(r"[\x00-\x1f\"'\\`$]", value):
+            raise UsageError(f"--slurm {name}={value!r}: it contains a quote, '$' or control character")
+    if options.get("time") and seconds(options["time"]) is None:
+        raise UsageError(f"--time {options['time']!r}: not a time", "minutes, H:MM:SS or D-HH:MM:SS: --time 8:00:00")
+    return dict(options)
+
+
+def seconds(time: str) -> int | None:
+    """The seconds of `90` (minutes), `8:00:00`, `30:00` (minutes, seconds), `1-12` or `1-12:30:00`; else None."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1] is not None:
+        return days * 86400 + first * 3600 + second * 60 + third
+    return first * 3600 + second * 60 + third if match[4] is not None else first * 60 + second
+
+
 @dataclass(frozen=True)
 class Row:
     """A job as `squeue` shows it."""
@@ -92,7 +144,7 @@ def row(line: str) -> Row | None:
         at += width
     if not values[0]:
         return None
-    name, number, state, restarts, code, start, nodes, reason = values
+    name, number, _, _, state, restarts, code, start, nodes, reason = values
     return Row(name, int(number), state.split("+")[0], int(restarts or 0), code, start, nodes, reason)
 
 
@@ -150,7 +202,7 @@ def _ended(node: str, found: Row, why: str) -> NodeStatus:
         return NodeStatus(node, "exited", 0)
     if found.state in _ENDS:
         return NodeStatus(node, "exited" if found.state == "CANCELLED" else "lost", 143, _ENDS[found.state])
-    if signal == "53" or code == str(sbatch.EXIT_NOT_COMMON):  # 53: Slurm cannot open the output file
+    if signal == "53" or code == str(EXIT_NOT_COMMON):  # 53: Slurm cannot open the output file
         why = f"the run directory must be a folder common to all nodes, and is not: {why or 'not there on the first'}"
     why = why or f"the batch script ended with {found.exit_code}"
     return NodeStatus(node, "exited", int(code) if code.isdigit() and int(code) else 1, why)
@@ -175,7 +227,7 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
         name, nodes, cpus, gres, limit = line.split("|")
         default, name = name.endswith("*"), name.rstrip("*")
         gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
-        known = found.get(name, Partition(name, 0, 0, 0, sbatch.seconds(limit), default))
+        known = found.get(name, Partition(name, 0, 0, 0, seconds(limit), default))
         found[name] = Partition(
             name,
             known.nodes + int(nodes),
@@ -243,7 +295,7 @@ def _too_much(job: Job, has: Partition) -> list[tuple[str, str]]:
         )
     if int(asked.get("cpus-per-task", 0) if asked.get("cpus-per-task", "0").isdigit() else 0) > has.cpus:
         found.append((f"its nodes have {has.cpus} CPUs", "a smaller --slurm cpus-per-task=N"))
-    limit = sbatch.seconds(asked["time"]) if "time" in asked else None
+    limit = seconds(asked["time"]) if "time" in asked else None
     if limit and has.limit_s is not None and limit > has.limit_s:
         found.append((f"its time limit is shorter than --time {asked['time']}", f"at most {has.limit_s // 60} minutes"))
     return found

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from cluster import commands, config, fanout, files, looks, rendezvous, restarts
 from cluster.backends import BACKENDS
-from cluster.backends.slurm import SlurmBackend
 from cluster.commands import FAILED_GRACE_S, Show, Watched
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.model import Node, Plan, Record
@@ -169,7 +168,7 @@ def _next_attempt(
 ) -> Record:
     plan = record.plan
     backend = BACKENDS[plan.backend]
-    again = backend.requeued(plan, wait) if isinstance(backend, SlurmBackend) else None
+    again = backend.requeued(plan, wait)
     if again is not None:
         record = replace(record, plan=again, created_at=time.time(), past=(*record.past, last.why))
         records.update(record)

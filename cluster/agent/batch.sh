@@ -88,7 +88,7 @@ if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] &
     echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
     ! scontrol requeue "$SLURM_JOB_ID" || { sleep 600; exit 75; } # Slurm ends this script in a moment
     echo "Slurm does not requeue it: a new job"
-    CLUSTER_RESTARTS=$((restarts + 1)) sbatch --output "$run/slurm.log" "$0" && exit 0
+    CLUSTER_RESTARTS=$((restarts + 1)) sbatch "$0" > "$run/submitted" && exit 0
 fi
 rm -f -- "$run/secrets" "$run/common.$SLURM_JOB_ID"
 [ -z "$again" ] || exit 75

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Submits a batch script. $1 the attempt's folder, $2 the job's, $3 how many lines of the input are secrets, $4 how many after
-# them are the agent (the batch script follows), then the command that submits. Prints the job's number.
+# them are the agent (the batch script follows), then the command that submits. Prints what the command prints, and keeps it in
+# `submitted`.
 dir=$1 folder=$2 secrets=$3 agent=$4
 shift 4
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1
@@ -9,9 +10,11 @@ if [ "$secrets" -gt 0 ]; then
 fi
 mapfile -n "$agent" text && printf %s "${text[@]}" > "$dir/agent.py" || exit 1
 cat > "$dir/job.sbatch" || exit 1
-touch -- "$folder/submitted"
-CLUSTER_SUBMITTED=yes "$@"
+touch -- "$folder/submitted" # the job may start before sbatch has printed its number
+CLUSTER_SUBMITTED=yes "$@" > "$folder/submitted.tmp"
 code=$?
+cat -- "$folder/submitted.tmp"
+mv -- "$folder/submitted.tmp" "$folder/submitted"
 # What squeue answered before does not have the job.
 exec 9>> "${folder%/*}/.squeue.lock"
 flock -w 20 9

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from cluster.backends.compose import ComposeBackend
 from cluster.backends.hosts import HostsBackend
-from cluster.backends.slurm import SlurmBackend
 from cluster.model import Job, NodeStatus, Plan
 from cluster.shells import reach
 from cluster.shells.local import LocalShell
@@ -43,10 +43,38 @@ class Backend(Protocol):
         """Stop every node and wait until nothing is left; safe to repeat. Raises ClusterError for what stays."""
         ...
 
+    def requeued(self, plan: Plan, wait: Callable[[float], None]) -> Plan | None:
+        """The next attempt, if a queue starts it; None if the launcher has to."""
+        ...
 
-BACKENDS: dict[str, Backend] = {
-    "local": HostsBackend("local", reach),
-    "ssh": HostsBackend("ssh", reach),
-    "compose": ComposeBackend(LocalShell()),
-    "slurm": SlurmBackend(reach),
-}
+
+class _Backends(Mapping[str, Backend]):
+    """The backends by name, each made at its first use: submitit takes 0.1 s to import."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Backend]]) -> None:
+        self._makers = {name: functools.cache(maker) for name, maker in makers.items()}
+
+    def __getitem__(self, name: str) -> Backend:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def _slurm() -> Backend:
+    from cluster.backends.slurm import SlurmBackend
+
+    return SlurmBackend(reach)
+
+
+BACKENDS = _Backends(
+    {
+        "local": lambda: HostsBackend("local", reach),
+        "ssh": lambda: HostsBackend("ssh", reach),
+        "compose": lambda: ComposeBackend(LocalShell()),
+        "slurm": _slurm,
+    }
+)

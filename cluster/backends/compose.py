@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -99,6 +99,10 @@ class ComposeBackend:
                 f"this machine: docker compose up: {up.last_line}",
                 "see what compose was given: the same command with plan instead of launch",
             )
+
+    def requeued(self, plan: Plan, wait: Callable[[float], None]) -> Plan | None:
+        """None: the launcher starts the next attempt."""
+        return None
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """From the agents' status files and `docker inspect`; a container that does not exist is lost."""

@@ -91,6 +91,10 @@ class HostsBackend:
                 raise LaunchError(f"{failed[0].message}; and {error.message}", error.hint) from error
             raise failed[0]
 
+    def requeued(self, plan: Plan, wait: Callable[[float], None]) -> Plan | None:
+        """None: the launcher starts the next attempt."""
+        return None
+
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """From the agent's status file and the script's exit code; a silent machine is lost."""
         return self._looks.statuses(plan)

@@ -107,11 +107,11 @@ def _refuse(given: Mapping[str, object], why: str, hint: str) -> None:
 
 
 def _with_options(machines: Inventory, texts: Sequence[str]) -> Inventory:
-    from cluster import sbatch
+    from cluster import slurm
 
     typed = [text.partition("=") for text in texts]
     given = {name.removeprefix("--"): value for name, _, value in typed}
-    return replace(machines, options=sbatch.checked({**machines.options, **given}))
+    return replace(machines, options=slurm.checked({**machines.options, **given}))
 
 
 def _interruptible(work: Callable[[Callable[[str], None]], Report], show: Callable[[str], None]) -> Report:

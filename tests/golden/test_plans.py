@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from submitit.slurm.slurm import _make_sbatch_string
 
 from cluster import resources
 from cluster.backends import BACKENDS
@@ -99,6 +100,28 @@ def test_plan(case):
     if os.environ.get("GOLDEN") == "write":
         golden.write_text(text)
     assert text == golden.read_text()
+
+
+def test_a_batch_script_is_what_submitit_renders():
+    (step,) = plan("slurm-docker-cuda").steps
+    (text,) = step.files.values()
+    setup, command = text.partition("# setup\n")[2].split("\n\n# command\nexport SUBMITIT_EXECUTOR=slurm\n")
+    assert text == _make_sbatch_string(
+        command=command.removesuffix("\n"),
+        folder="/shared/ann/runs/coco",
+        job_name="coco",
+        nodes=2,
+        ntasks_per_node=1,
+        partition="gpu",
+        time="8:00:00",
+        comment="it is mine",
+        gpus_per_node=2,
+        wckey=None,
+        stderr_to_stdout=True,
+        use_srun=False,
+        setup=setup.splitlines(),
+        additional_parameters={"output": "/shared/ann/runs/coco/slurm.log", "signal": "B:USR2@90", "requeue": True},
+    )
 
 
 @pytest.mark.parametrize("case", PLANS)

@@ -3,6 +3,7 @@
 A job that Slurm starts again ends with the weights of one that nothing happened to.
 """
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 
 import pytest
+import submitit
 import torch
 import yaml
 
@@ -288,6 +290,51 @@ def test_pending_jobs_cost_the_controller_one_call_for_all(slurm):
         assert slurm.login.run("squeue -h") == ""
     finally:
         slurm.login.run("scontrol update PartitionName=debug State=UP; scancel --user ada")
+
+
+def test_an_array_is_one_submission_and_each_line_of_the_file_a_job_of_its_own(slurm):
+    for nth in range(3):
+        slurm.login.run(f"rm -rf {HOME}/runs/grid-{nth}")
+    (slurm.folder / "grid.txt").write_text("--seed 1\n\n# the same again\n--seed 1\n--epochs 1000\n")
+    options = ["--array", str(slurm.folder / "grid.txt"), "--array-limit", "2"]
+    code, text = slurm.clusterctl.run(*slurm.words("launch", "grid", *options, epochs=2))
+    assert code == 0, text
+    assert "3 jobs: grid-0 to grid-2" in text
+    number = slurm.login.run("squeue -h -n grid -o %F | sort -u", user="ada")
+    assert number.isdigit()
+    weights = []
+    for nth in range(2):
+        code, text = slurm.clusterctl.run("wait", f"grid-{nth}", timeout_s=200)
+        assert code == 0, text
+        slurm.job = f"grid-{nth}"
+        weights.append(slurm.weights())
+    assert_same(*weights)
+    slurm.job = "grid-2"
+    until = time.time() + 60
+    while '"progress"' not in slurm.login.run(f"cat {HOME}/runs/grid-2/attempt-1/node-0.log || true"):
+        assert time.time() < until
+        time.sleep(0.5)
+    code, text = slurm.clusterctl.run("ps", "--json")
+    assert {row["job"]: row["state"] for row in json.loads(text)}["grid-2"] == "running", text
+    slurm.login.run(f"scancel --batch --signal=USR2 {number}_2", user="ada")
+    while "goes on in epoch" not in slurm.login.run(f"cat {HOME}/runs/grid-2/attempt-2/node-0.log || true"):
+        assert time.time() < until + 120
+        time.sleep(0.5)
+    assert slurm.clusterctl.run("stop", "grid-2", timeout_s=150)[0] == 0
+    assert slurm.login.run("squeue -h -u ada") == ""
+
+
+def test_submitit_runs_a_command_in_containers(slurm, monkeypatch):
+    monkeypatch.chdir(slurm.folder)
+    monkeypatch.setenv("CLUSTERCTL_STATE_DIR", slurm.clusterctl.env["CLUSTERCTL_STATE_DIR"])
+    executor = submitit.AutoExecutor(slurm.folder / "folder", cluster="clusterctl")
+    executor.update_parameters(name="submitit", nodes=2, timeout_min=10)
+    program = "import os, torch; print('RANK', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    job = executor.submit(submitit.helpers.CommandFunction(["python3", "-c", program]))
+    assert job.result() is None
+    assert job.state == "COMPLETED"
+    log = slurm.folder / "runs" / job.job_id / "attempt-1" / "node-1.log"
+    assert "RANK 1 of 2" in log.read_text()
 
 
 def test_hostile_values_and_secrets_reach_the_program_and_nobody_else(slurm):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import rendezvous, restarts, sbatch, slurm
+from cluster import rendezvous, restarts, slurm
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.inventory import from_yaml
@@ -20,7 +20,7 @@ SAID = [NodeStatus("node-0", "starting"), NodeStatus("node-1", "starting")]
 
 
 def line(state, restarts=0, code="0:0", start="N/A", nodes="n[0-1]", reason="None", name="digits", number=7):
-    values = (name, number, state, restarts, code, start, nodes, reason)
+    values = (name, number, "N/A", "N/A", state, restarts, code, start, nodes, reason)
     return "".join(f"{value:<{width}}" for value, width in zip(values, slurm.COLUMNS.values(), strict=True))
 
 
@@ -148,15 +148,15 @@ def test_what_the_site_has_is_taken():
     ],
 )
 def test_times_are_read_as_slurm_reads_them(text, seconds):
-    assert sbatch.seconds(text) == seconds
+    assert slurm.seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": "3"}, "that is the job's own"),
-        ({"array": "0-3"}, "that is the job's own"),
-        ({"partitoin": "gpu"}, "no option of sbatch that is known here"),
+        ({"nodes": "3"}, "clusterctl sets it"),
+        ({"array": "0-3"}, "clusterctl sets it"),
+        ({"Partition": "gpu"}, "not an option of sbatch"),
         ({"time": "soon"}, "not a time"),
         ({"comment": "a\n#SBATCH --wrap=evil"}, "quote, '\\$' or control character"),
         ({"comment": 'a" --uid=root'}, "quote, '\\$' or control character"),
@@ -165,7 +165,7 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
 )
 def test_options_that_are_none_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
-        sbatch.checked(options)
+        slurm.checked(options)
 
 
 def test_a_value_that_looks_like_the_end_of_the_script_stays_a_value(tmp_path):
@@ -197,7 +197,7 @@ def on_a_cluster(clusterctl):
         (["launch", "--push"], "--push: the nodes of a Slurm cluster take the image from its disk"),
         (["launch", "--spares", "1"], "--spares: Slurm chooses the nodes"),
         (["launch", "--nodes", "2:4"], "--nodes 2:4: Slurm gives as many as asked for"),
-        (["launch", "--slurm", "nodes=3"], "--slurm nodes=...: that is the job's own"),
+        (["launch", "--slurm", "nodes=3"], "--slurm nodes=...: clusterctl sets it"),
         (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml is of a Slurm cluster"),
         (["launch", "--backend", "local", "--partition", "gpu"], "--slurm partition=gpu: only Slurm takes it"),
         (["image", "push"], "cluster.yaml: Apptainer takes a SIF file from the cluster's disk"),
@@ -214,7 +214,7 @@ def test_what_makes_no_sense_on_a_cluster_is_refused_in_one_line(on_a_cluster, w
         ("backend: ssh\nslurm: {time: 10}\nnodes: [a]\n", "only Slurm takes these options"),
         ("backend: slurm\nnodes: [a, b]\n", "a Slurm cluster has one node here, its login node"),
         ("backend: ssh\nnodes:\n  a: {runtime: apptainer}\n", "runtime apptainer and pyxis are for Slurm"),
-        ("backend: slurm\nslurm: {array: 0-3}\nnodes: [a]\n", "that is the job's own"),
+        ("backend: slurm\nslurm: {array: 0-3}\nnodes: [a]\n", "clusterctl sets it"),
     ],
 )
 def test_a_cluster_yaml_that_mixes_the_two_is_refused_with_its_line(text, message):

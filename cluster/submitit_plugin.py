@@ -1,0 +1,171 @@
+"""An executor for submitit, `AutoExecutor(folder, cluster="clusterctl")`: functions and commands as jobs in containers.
+
+A `CommandFunction` runs as it is. Any other function is pickled into `folder`, which the nodes must have under the same
+path, and the container image must have this package.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import uuid
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import submitit
+from submitit.core import core, utils
+from submitit.core.job_environment import JobEnvironment
+
+from cluster import api, commands, config, contract, discovery
+from cluster.errors import ClusterError
+from cluster.model import Inventory
+from cluster.records import Records
+
+#: The outcomes of jobs, as Slurm's states.
+_STATES = {"joining": "PENDING", "running": "RUNNING", "done": "COMPLETED", "failed": "FAILED", "stopped": "CANCELLED"}
+
+
+class RecordWatcher(core.InfoWatcher):
+    """The states of jobs, from the records of this machine and from the nodes."""
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN without an answer."""
+        try:
+            return _STATES[commands.look(Records().load(job_id))[0]]
+        except ClusterError:
+            return "UNKNOWN"
+
+    def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
+        """The state, for `Job.get_info`."""
+        return {"State": self.get_state(job_id, mode)}
+
+    def update(self) -> None:
+        """Nothing is cached."""
+
+
+class ClusterctlJob(core.Job[Any]):
+    """A job of `clusterctl` as submitit's Job; `job_id` is its name."""
+
+    watcher = RecordWatcher()
+    launched: api.Launched | None = None
+    is_command = False
+
+    def results(self) -> list[Any]:
+        """The functions' results; for a command [None]. Raises FailedJobError when the command failed."""
+        ended = self.launched.wait() if self.launched else None
+        if not self.is_command:
+            return super().results()
+        if ended is not None and ended.exit_code:
+            raise utils.FailedJobError(f"{self.job_id}: {ended.why}")
+        return [None]
+
+    def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
+        """The error of the job, None if it is done."""
+        if not self.is_command:
+            return super().exception()
+        try:
+            self.results()
+        except utils.FailedJobError as error:
+            return error
+        return None
+
+    def cancel(self, check: bool = True) -> None:
+        """Stop the job on every node."""
+        try:
+            commands.stop(self.job_id, Records())
+        except ClusterError:
+            if check:
+                raise
+
+
+class ClusterctlExecutor(core.Executor):
+    """Launches jobs with the options of `config.Request`: `update_parameters(nodes=2, clusterctl_image="x.sif")`."""
+
+    job_class = ClusterctlJob
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Available if it is asked for by name."""
+        return 0
+
+    @classmethod
+    def _equivalence_dict(cls) -> core.EquivalenceDict:
+        return {
+            "name": "name",
+            "timeout_min": "timeout_min",
+            "mem_gb": "mem_gb",
+            "nodes": "nodes",
+            "cpus_per_task": "cpus_per_task",
+            "gpus_per_node": "gpus",
+            "tasks_per_node": "gpus",
+        }
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        names = {field.name for field in dataclasses.fields(config.Request)}
+        return names - {"command", "arguments", "env_names"} | {"backend", "timeout_min", "mem_gb", "cpus_per_task"}
+
+    def _internal_process_submissions(
+        self, delayed_submissions: Sequence[utils.DelayedSubmission]
+    ) -> list[core.Job[Any]]:
+        return [self._launch(each) for each in delayed_submissions]
+
+    def _launch(self, delayed: utils.DelayedSubmission) -> ClusterctlJob:
+        options = dict(self.parameters)
+        slurm = [*options.pop("slurm", ())]
+        for key, form in {"timeout_min": "time={}", "mem_gb": "mem={}G", "cpus_per_task": "cpus-per-task={}"}.items():
+            if (value := options.pop(key, None)) is not None:
+                slurm.append(form.format(value))
+        name = f"{options.pop('name', 'submitit')}-{uuid.uuid4().hex[:8]}"
+        function = delayed.function
+        mounts = [*options.pop("mounts", ())]
+        backend, machines = options.pop("backend", "auto"), options.pop("inventory", None)
+        if not isinstance(machines, Inventory):
+            found = discovery.load(machines or "", backend=backend)
+            machines = discovery.complete(found) if found else None
+        if isinstance(function, submitit.helpers.CommandFunction):
+            words = [str(word) for word in (*function.command, *delayed.args)]
+            command = shlex.join(["--no-python", *words])
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), config.DEFAULT_RESTARTS)
+            delayed.dump(utils.JobPaths(self.folder, job_id=name).submitted_pickle)
+            if commands.choose_backend(backend, machines)[0] != "local":
+                mounts.append(f"{self.folder}:{self.folder}:rw")
+            command = shlex.join(["-m", "submitit.core._submit", str(self.folder)])
+            options["env"] = (*options.get("env", ()), "SUBMITIT_EXECUTOR=clusterctl")
+        launched = api.launch(
+            name=name,
+            command=command,
+            backend=backend,
+            inventory=machines,
+            mounts=tuple(mounts),
+            slurm=tuple(slurm),
+            **options,
+        )
+        is_command = isinstance(function, submitit.helpers.CommandFunction)
+        tasks = 1 if is_command else int(options.get("nodes") or 1) * int(options.get("gpus") or 1)
+        job = self.job_class(self.folder, job_id=name, tasks=list(range(tasks)))
+        job.launched, job.is_command = launched, is_command
+        return job
+
+
+class ClusterctlJobEnvironment(JobEnvironment):
+    """The variables of a rank, for a pickled function that runs in a job."""
+
+    _env: ClassVar[dict[str, str]] = {
+        "job_id": contract.JOB_ID,
+        "num_tasks": "WORLD_SIZE",
+        "num_nodes": "GROUP_WORLD_SIZE",
+        "node": "GROUP_RANK",
+        "global_rank": "RANK",
+        "local_rank": "LOCAL_RANK",
+    }
+
+    def activated(self) -> bool:
+        """Whether this process is a rank of such a job."""
+        return os.environ.get("SUBMITIT_EXECUTOR") == "clusterctl" and contract.JOB_ID in os.environ
+
+    def _requeue(self, countdown: int) -> None:
+        """The launcher restarts the job."""
