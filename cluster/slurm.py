@@ -122,7 +122,7 @@ class Row:
     """A job as `squeue` shows it."""
 
     job: str
-    number: int
+    number: str
     state: str
     restarts: int
     exit_code: str
@@ -144,8 +144,9 @@ def row(line: str) -> Row | None:
         at += width
     if not values[0]:
         return None
-    name, number, _, _, state, restarts, code, start, nodes, reason = values
-    return Row(name, int(number), state.split("+")[0], int(restarts or 0), code, start, nodes, reason)
+    name, number, array, task, state, restarts, code, start, nodes, reason = values
+    number = f"{array}_{task}" if task.isdigit() else number
+    return Row(name, number, state.split("+")[0], int(restarts or 0), code, start, nodes, reason)
 
 
 def statuses(

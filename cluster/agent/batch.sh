@@ -83,10 +83,13 @@ for rank in $(seq 0 $((nodes - 1))); do
     esac
 done
 # A job that was cancelled is not requeued.
-state=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -o 'JobState=[A-Z_]*')
+# The number of an array's last task is that of the whole array.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+state=$(scontrol show job "$job" --oneliner | grep -o 'JobState=[A-Z_]*')
 if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] && [ "$state" = JobState=RUNNING ]; then
     echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
-    ! scontrol requeue "$SLURM_JOB_ID" || { sleep 600; exit 75; } # Slurm ends this script in a moment
+    ! scontrol requeue "$job" || { sleep 600; exit 75; } # Slurm ends this script in a moment
     echo "Slurm does not requeue it: a new job"
     CLUSTER_RESTARTS=$((restarts + 1)) sbatch "$0" > "$run/submitted" && exit 0
 fi

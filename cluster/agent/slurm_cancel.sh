@@ -7,6 +7,8 @@ if [ -n "$task" ]; then chosen=(--jobs "$task"); else chosen=(--name "$1"); fi
 left() { squeue --noheader --array --user "$(id -un)" "${chosen[@]}" "$@" --Format JobID:16 2>/dev/null | tr -d ' ' | sort -u; }
 until_gone() { for _ in $(seq "$1"); do [ -n "$(left)" ] || break; sleep 1; done; }
 running=$(left --states running)
+# The number of an array's last task is that of the whole array.
+[ -z "$task" ] || running=${running:+$task}
 if [ "$2" -gt 0 ] && [ -n "$running" ]; then
     # shellcheck disable=SC2086
     scancel --batch --signal=TERM $running && until_gone "$2"

@@ -151,11 +151,15 @@ class SlurmBackend:
             *map(shlex.quote, folders),
             ")",
         ]
-        made = executor(job, run_dir=folders[0], setup=setup)
+        # NAME-0, NAME-1 and so on are tasks of the array NAME.
+        made = executor(replace(job, name=job.name.rpartition("-")[0]), run_dir=folders[0], setup=setup)
         made.parameters.update(map_count=len(plans), array_parallelism=at_once)
         made.parameters["additional_parameters"]["output"] = f"{folders[0]}/array-%a.log"
         path = f"{folders[0]}/array.sbatch"
-        text = made.text('exec bash "${folders[$SLURM_ARRAY_TASK_ID]}/attempt-1/job.sbatch"')
+        text = made.text(
+            "folder=${folders[$SLURM_ARRAY_TASK_ID]}\n"
+            'exec bash "$folder/attempt-1/job.sbatch" >> "$folder/slurm.log" 2>&1'
+        )
         return Step(login.name, {path: text}, tuple(made.submission(path)))
 
     def submit_array(self, plans: Sequence[Plan], step: Step, secrets: Mapping[str, str]) -> None:
@@ -257,7 +261,7 @@ def _accounted(plan: Plan, line: str) -> slurm.Row | None:
     """The job as sacct shows it, None without accounting: squeue forgets a job some minutes after its end."""
     for number, info in submitit.SlurmJob.watcher.read_info(f"JobID|State|ExitCode|NodeList\n{line}").items():
         state = info["State"].split()[0]
-        return slurm.Row(plan.job_id, int(number.split("_")[0]), state, 0, info["ExitCode"], "", info["NodeList"], "")
+        return slurm.Row(plan.job_id, number, state, 0, info["ExitCode"], "", info["NodeList"], "")
     return None
 
 

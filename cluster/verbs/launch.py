@@ -13,6 +13,7 @@ import typer
 from cluster.errors import UsageError
 from cluster.verbs.follow import console, end, follow, header, on_interrupt, say
 from cluster.verbs.options import (
+    ArrayOptions,
     AsJson,
     JobOptions,
     Logs,
@@ -30,6 +31,7 @@ def launch(
     options: JobOptions,
     inventory: NodeOptions,
     slurm: SlurmOptions,
+    array: ArrayOptions,
     logs: Logs = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once the nodes are started.")] = False,
     push: Annotated[bool, typer.Option("--push", help="First send the image to the nodes that have not ours.")] = False,
@@ -48,6 +50,14 @@ def launch(
     file_secrets = secrets.read(options.env_file)
     request = options.request(slurm, env_names=tuple(file_secrets))
     machines = inventory.load(backend=options.backend)
+    if array.array:
+        jobs, notes = array.jobs(request, options, machines)
+        values = secrets.values(jobs[0].secrets, file_secrets)
+        made = commands.launch_array(jobs, Records(), array.array_limit, values)
+        first, last = made[0].plan.job_id, made[-1].plan.job_id
+        for text in (*notes, f"submitted {len(made)} jobs: {first} to {last}; see them with: clusterctl ps"):
+            say(console(), text)
+        return
     job, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
     if push and job.queue:
         raise UsageError("--push: the nodes of a Slurm cluster take the image from its disk", "clusterctl image sif")
@@ -79,6 +89,7 @@ def plan(
     options: JobOptions,
     inventory: NodeOptions,
     slurm: SlurmOptions,
+    array: ArrayOptions,
     build: Annotated[str, option("--build", help="A folder that `docker compose` builds the image from.")] = "",
     output: Annotated[str, typer.Option("--output", "-o", help="Write it to this file (a folder for several).")] = "",
     agent: Annotated[
@@ -96,21 +107,33 @@ def plan(
         raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
     request = options.request(slurm, build=build, env_names=tuple(secrets.read(options.env_file)))
     machines = inventory.load(backend=options.backend)
-    job, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
-    made = commands.plan(job, chosen)
+    if array.array:
+        jobs, notes = array.jobs(request, options, machines)
+        plans, step = commands.array_plan(jobs, array.array_limit)
+        steps = (step, *(each for made in plans for each in made.steps))
+    else:
+        job, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
+        plans = [commands.plan(job, chosen)]
+        steps = plans[0].steps
     for note in notes:
         print(note, file=sys.stderr)
     if as_json:
-        print(json.dumps(asdict(made), indent=1))
+        found = [asdict(made) for made in plans]
+        print(json.dumps({"array": asdict(steps[0]), "plans": found} if array.array else found[0], indent=1))
         return
-    for path in dict.fromkeys(step.agent for step in made.steps):
+    for path in dict.fromkeys(step.agent for step in steps if step.agent):
         digest = resources.digest("agent/agent.py")
         print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
-    files = [(step, path, text) for step in made.steps for path, text in step.files.items()]
+    files = [(step, path, text) for step in steps for path, text in step.files.items()]
     if output:
-        _write_plan(Path(output), [(Path(path).name, text) for _, path, text in files])
-        if not any(node.login for node in made.nodes):
-            _write_agent(made.steps[0].agent)
+        named = [
+            (f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else path, text)
+            for step, path, text in files
+        ]
+        _write_plan(Path(output), [(Path(path).name, text) for path, text in named])
+        if not any(node.login for node in plans[0].nodes):
+            for agent_path in dict.fromkeys(step.agent for step in steps if step.agent):
+                _write_agent(agent_path)
         return
     for step, path, text in files:
         if len(files) > 1:

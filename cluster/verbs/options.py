@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import shlex
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from cluster.config import DEFAULT_IMAGE, Request
 from cluster.errors import UsageError
-from cluster.model import Inventory
+from cluster.model import Inventory, Job
 
 #: As typer's, for a default that means "not given": help does not show it.
 option = functools.partial(typer.Option, show_default=False)
@@ -211,6 +213,53 @@ class JobOptions(RunOptions):
     stall_timeout_s: Annotated[
         float, typer.Option("--stall-timeout", help="Seconds without a step that count as a failure; 0: never.")
     ] = 300.0
+
+
+@dataclass
+class ArrayOptions:
+    """Options of a Slurm job array."""
+
+    array: Annotated[
+        str,
+        option(
+            "--array",
+            metavar="FILE",
+            help="Slurm: a job for each line of the file, whose arguments follow those of the command line.",
+        ),
+    ] = ""
+    array_limit: Annotated[
+        int, typer.Option("--array-limit", metavar="N", min=1, help="Slurm: run at most N jobs of the array at a time.")
+    ] = 256
+
+    def jobs(self, request: Request, options: JobOptions, machines: Inventory | None) -> tuple[list[Job], list[str]]:
+        """The jobs NAME-0, NAME-1 and so on, and what to note. Raises UsageError naming the line that is wrong."""
+        from cluster import commands
+
+        base, chosen, notes = commands.resolve(request, options.nodes, options.backend, machines)
+        if chosen != "slurm":
+            raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with backend: slurm")
+        jobs: list[Job] = []
+        try:
+            lines = Path(self.array).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not a UTF-8 text"
+            raise UsageError(f"--array {self.array}: {why}", "one line of arguments for each job") from error
+        for nth, line in enumerate(lines, 1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise UsageError(f"{self.array}:{nth}: {error}", "quote it for a shell") from error
+            if not words:
+                continue
+            one = replace(request, name=f"{base.name}-{len(jobs)}")
+            if request.command:
+                one = replace(one, command=f"{request.command} {shlex.join(words)}")
+            else:
+                one = replace(one, arguments=(*request.arguments, *words))
+            jobs.append(commands.resolve(one, options.nodes, options.backend, machines)[0])
+        if not jobs:
+            raise UsageError(f"--array {self.array}: no arguments in it", "one line of arguments for each job")
+        return jobs, notes
 
 
 def takes_options(verb: Callable[..., None]) -> Callable[..., None]:

@@ -319,7 +319,9 @@ def test_an_array_is_one_submission_and_each_line_of_the_file_a_job_of_its_own(s
     slurm.login.run(f"scancel --batch --signal=USR2 {number}_2", user="ada")
     while "goes on in epoch" not in slurm.login.run(f"cat {HOME}/runs/grid-2/attempt-2/node-0.log || true"):
         assert time.time() < until + 120
-        time.sleep(0.5)
+        # Slurm lets a requeued job wait for two minutes
+        slurm.login.try_run(f"scontrol update JobId={number}_2 StartTime=now")
+        time.sleep(2)
     assert slurm.clusterctl.run("stop", "grid-2", timeout_s=150)[0] == 0
     assert slurm.login.run("squeue -h -u ada") == ""
 
@@ -327,6 +329,8 @@ def test_an_array_is_one_submission_and_each_line_of_the_file_a_job_of_its_own(s
 def test_submitit_runs_a_command_in_containers(slurm, monkeypatch):
     monkeypatch.chdir(slurm.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", slurm.clusterctl.env["CLUSTERCTL_STATE_DIR"])
+    code, text = slurm.clusterctl.run("sync", str(slurm.folder), "--delete")
+    assert code == 0, text
     executor = submitit.AutoExecutor(slurm.folder / "folder", cluster="clusterctl")
     executor.update_parameters(name="submitit", nodes=2, timeout_min=10)
     program = "import os, torch; print('RANK', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
