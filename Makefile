@@ -41,7 +41,7 @@ test: venv check  ## check, and all tests except those on three hosts (ENGINE=no
 	@packaging/test.sh $(IMAGE)
 
 test-fast: venv  ## unit and golden tests without the slow ones, while you edit (ARGS="-k NAME" and the like)
-	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/golden -m "not slow" $(ARGS)
+	GOMP_SPINCOUNT=3000 $(BIN)/python -m pytest -n 3 --dist worksteal tests/unit tests/golden -m "not slow" $(ARGS)
 
 test-real: venv  ## the tests on the three hosts of the testbed, which it starts
 	@packaging/test.sh $(IMAGE) real

@@ -39,7 +39,7 @@ else
 fi
 
 if [ "${2:-}" != real ]; then
-    $PYTEST -n 2 --dist worksteal -m "not real${missing:+ and not engine}" --durations 10
+    $PYTEST -n 3 --dist worksteal -m "not real${missing:+ and not engine}" --durations 10
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
     list_tests_not_run "$missing" real

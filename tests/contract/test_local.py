@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -173,9 +174,15 @@ def test_backend_here_is_this_machine_whatever_cluster_yaml_says(clusterctl):
 def test_a_plan_loads_nothing_that_it_does_not_need(clusterctl):
     program = "import sys; sys.argv = ['clusterctl', 'plan', '--backend', 'local']\n"
     program += "from cluster.cli import main\ntry:\n main()\nfinally:\n"
-    program += " print([name for name in ('fabric', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
+    program += (
+        " print([name for name in ('fabric', 'submitit', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", program], cwd=clusterctl.folder, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_printed(clusterctl):
+    assert clusterctl.run("--version") == (0, f"clusterctl {version('clusterctl')}\n")
 
 
 def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):

@@ -143,6 +143,11 @@ def test_offline_is_an_error_that_names_the_place(tmp_path: Path, monkeypatch: p
         checkpoint.load("yolov5x6.pt")
 
 
+def test_an_address_that_is_none_is_an_error(environment: dict[str, str]) -> None:
+    with pytest.raises(TrainerError, match=r"--weights http://\[bad/x\.pt: not an address: "):
+        download.locate("http://[bad/x.pt", environment)
+
+
 def test_a_cache_folder_that_cannot_be_made_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "cache").touch()
     with pytest.raises(TrainerError, match=r"cannot be fetched: .*Not a directory") as error:

@@ -256,7 +256,7 @@ def test_a_rank_that_stands_still_is_named_with_every_stack_and_ends_the_other(s
     told = re.findall(r"rank \d \(pid \d+\) stalled: no step for \d s after \d+ steps; (.*)", said)
     assert told, said
     assert told[-1].startswith(who), said
-    assert "training/run.py" in said, said  # where it waits
+    assert "training/loop.py" in said, said  # where it waits
     assert re.search(rf"error: no step for \d s, the end of rank {1 - stopped}: {who}", said)
     assert '"event":"failed"' in out
     if stopped:  # of a node's ranks only the first tells of the rest

@@ -44,7 +44,10 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
     else:
         # Two addresses can end in the same name.
         address, folder = place, hashlib.sha256(place.encode()).hexdigest()[:12]
-    name = Path(urllib.parse.unquote(urllib.parse.urlsplit(address).path)).name
+    try:
+        name = Path(urllib.parse.unquote(urllib.parse.urlsplit(address).path)).name
+    except ValueError as error:
+        raise TrainerError(f"--weights {weights}: not an address: {error}") from error
     if not name:
         raise TrainerError(f"--weights {weights}: the address names no file")
     target = cache(environment) / folder / name
