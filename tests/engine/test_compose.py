@@ -32,7 +32,7 @@ def started(clusterctl, job, *more, ticks=100):
 def test_two_containers_train_a_detector(clusterctl):
     code, text = clusterctl.run(
         *("launch", "--backend", "compose", "--name", "ct-train", "--nodes", "2", "--gpus", "2"),
-        *("--", "--epochs", "1", "--batch", "64"),
+        *("--", "--epochs", "1", "--batch", "64", "--imgsz", "64", "--cfg", str(ROOT / "tests" / "unit" / "tiny.yaml")),
         timeout_s=280,
     )
     assert code == 0, text

@@ -144,7 +144,9 @@ def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Pa
 def test_docker_s_64_mb_of_shared_memory_mean_fewer_workers_and_a_word_about_it(image: str, run_dir: Path) -> None:
     data = squares(run_dir.parent / "set", train=16)
     data.write_text("path: /mnt/set\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    shutil.copy(PROJECT / "tests" / "unit" / "tiny.yaml", data.parent)
     arguments = ["--data", "/mnt/set/data.yaml", "--imgsz", "640", "--batch", "8", "--epochs", "1", "--workers", "4"]
+    arguments += ["--cfg", "/mnt/set/tiny.yaml"]
     said = docker(
         *("run", "--rm", "--user", "0:0", "--shm-size", "64m", "--volume", f"{run_dir.parent / 'set'}:/mnt/set"),
         *("--volume", f"{run_dir}:/mnt/run", "--env", "CLUSTER_RUN_DIR=/mnt/run", image),
