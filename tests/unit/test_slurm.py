@@ -7,6 +7,7 @@ import pytest
 
 from cluster import rendezvous, restarts, slurm
 from cluster.backends import BACKENDS
+from cluster.backends.slurm import _accounted
 from cluster.errors import UsageError
 from cluster.inventory import from_yaml
 from cluster.model import Job, Node, NodeStatus, Queue
@@ -93,6 +94,21 @@ def test_an_attempt_that_slurm_put_back_into_the_queue_is_lost_and_the_next_one_
 def test_a_job_that_slurm_forgot_is_lost():
     assert slurm.row("") is None
     assert {each.detail for each in seen("")} == {"Slurm does not know the job any more"}
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "state", "phase"),
+    [
+        ("4242|COMPLETED|0:0|n[0-1]", "4242", "COMPLETED", "exited"),
+        ("4242_3|CANCELLED by 1000|0:15|n0", "4242_3", "CANCELLED", "exited"),
+        ("4242|NODE_FAIL|0:0|n0", "4242", "NODE_FAIL", "lost"),
+    ],
+)
+def test_a_job_that_squeue_forgot_is_read_from_sacct(line, number, state, phase):
+    found = _accounted(PLAN, line)
+    assert (found.number, found.state) == (number, state)
+    assert {each.phase for each in slurm.statuses(PLAN, found, 1, [], SAID)} == {phase}
+    assert _accounted(PLAN, "") is None
 
 
 SITE = {"partition": ["gpu*|2|64|gpu:a100:4(S:0-1)|1-00:00:00", "gpu*|1|32|gpu:2|1-00:00:00", "debug|1|8|(null)|30:00"]}
