@@ -212,6 +212,19 @@ def test_files_with_other_times_and_the_same_content_are_no_difference(nodes, fo
     assert not files.differences(nodes[:1], str(folder))["gpu-a"]
 
 
+def test_a_lost_executable_bit_and_a_change_within_the_same_second_are_differences(nodes, folder):
+    sync(nodes[:1], folder)
+    there = Path(files.mirror(nodes[0], str(folder)))
+    seen = (folder / "ünïcode/ß").stat()
+    (folder / "ünïcode/ß").write_bytes((folder / "ünïcode/ß").read_bytes()[::-1])
+    os.utime(folder / "ünïcode/ß", ns=(seen.st_mtime_ns // 10**9 * 10**9,) * 2)
+    with pytest.raises(ClusterError, match=r"1 file different \(ünïcode/ß\)"):
+        files.check(nodes[:1], [str(folder)])
+    (there / "run.sh").chmod(0o644)
+    with pytest.raises(ClusterError, match=r"2 files different \(run\.sh, ünïcode/ß\)"):
+        files.check(nodes[:1], [str(folder)])
+
+
 def test_caches_run_directories_and_what_is_no_file_are_not_content(nodes, tmp_path):
     root = tmp_path / "code"
     for inner in (".trainer-cache", "sub/__pycache__", "runs/digits"):
