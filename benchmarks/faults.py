@@ -1,10 +1,10 @@
-"""The share of time spent on steps that count, of a job on the testbed's hosts that meets a fault every few minutes.
+"""Effective training time ratio of a job on the testbed with a fault every few minutes.
 
     make testbed
     python benchmarks/faults.py --minutes 60 --every 10
 
-Two of the three hosts run the job, the third is its spare. A fault of a random kind befalls a random host of the job.
-The host is healed a minute later. Every step costs a second and ends with a checkpoint.
+Two of the three hosts run the job, the third is a spare. A random fault hits a random host of the job, and is
+undone a minute later. Every step costs a second and ends with a checkpoint.
 
 The effective training time ratio is R * D / T. R is the number of steps that the job has reached, D the duration of a
 step without faults, and T the time since the first step.
@@ -40,11 +40,11 @@ done = torch.tensor([json.loads(checkpoint.read_text())["step"] if checkpoint.ex
 dist.all_reduce(done, dist.ReduceOp.MAX)  # each node has a disk of its own
 step = int(done)
 
-def tell(event, **fields):
+def emit(event, **fields):
     content = {"event": event, "node": node, "time": time.time(), **fields}
     print("::cluster", json.dumps(content), flush=True)
 
-tell("ready", rank=rank, world_size=dist.get_world_size(), backend="gloo", device="cpu")
+emit("ready", rank=rank, world_size=dist.get_world_size(), backend="gloo", device="cpu")
 while True:
     time.sleep(1)
     dist.all_reduce(torch.ones(1))
@@ -52,12 +52,12 @@ while True:
     partial = checkpoint.with_suffix(".tmp")
     partial.write_text(json.dumps({"step": step}))
     partial.replace(checkpoint)
-    tell("progress", epoch=1, epochs=1, step=step, steps=10**6, loss=0, images_per_s=1, eta_s=0)
+    emit("progress", epoch=1, epochs=1, step=step, steps=10**6, loss=0, images_per_s=1, eta_s=0)
 """
 
 
 class Testbed:
-    """The three hosts: what can befall them."""
+    """The three hosts and their faults."""
 
     def __init__(self) -> None:
         self.state = Path(os.environ.get("TESTBED_STATE", ROOT / "testbed" / ".state"))
@@ -86,10 +86,10 @@ FAULTS = {
 
 
 class Job:
-    """The job's launcher and what it has printed of steps and attempts."""
+    """The job's launcher, and its output of steps and attempts."""
 
     def __init__(self, bed: Testbed, folder: Path) -> None:
-        self.folder = folder / "work"  # it is compared with what the hosts have: nothing else may be in it
+        self.folder = folder / "work"  # sync compares it with the hosts: no other files here
         self.folder.mkdir()
         self.log = folder / "launch.log"
         nodes = {
@@ -118,7 +118,7 @@ class Job:
         subprocess.run(command, cwd=self.folder, env=self.environment, check=check, stdout=subprocess.DEVNULL)
 
     def steps(self) -> list[tuple[float, int]]:
-        """Time and number of each step of the first node, over all attempts."""
+        """Return time and number of each step of the first node, over all attempts."""
         found = []
         for log in sorted(self.folder.glob(f"runs/{JOB}/attempt-*/*.log")):
             for line in log.read_text(errors="replace").splitlines():
@@ -129,13 +129,13 @@ class Job:
         return sorted(found)
 
     def nodes(self) -> list[str]:
-        """The hosts of the newest attempt."""
+        """Return the hosts of the newest attempt."""
         attempts = re.findall(r"attempt \d+ on ([^\n]*?), \d+\.\d s after", self.log.read_text())
         return attempts[-1].split(", ") if attempts else ["n0", "n1"]
 
 
 def main() -> None:
-    """Run the job, plant the faults, print a table and the ratio."""
+    """Run the job, inject the faults, print a table and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--every", type=float, default=10, help="minutes between two faults")
@@ -150,36 +150,36 @@ def main() -> None:
         while not job.steps():
             assert job.launcher.poll() is None, job.log.read_text()
             time.sleep(1)
-        began, planted = time.time(), []
-        while (due := began + (len(planted) + 1) * 60 * arguments.every) < began + 60 * arguments.minutes:
+        began, injected = time.time(), []
+        while (due := began + (len(injected) + 1) * 60 * arguments.every) < began + 60 * arguments.minutes:
             time.sleep(max(0.0, due - time.time()))
             kind, host = chance.choice(list(FAULTS)), chance.choice(job.nodes())
             before = job.steps()[-1][1]
             at = time.time()
             FAULTS[kind](bed, host)
-            planted.append((kind, host, at, before))
+            injected.append((kind, host, at, before))
             time.sleep(HEAL_AFTER_S)
             bed.fault("heal")
         time.sleep(max(0.0, began + 60 * arguments.minutes - time.time()))
         steps = job.steps()
         job.call("stop", JOB)
         job.launcher.wait(60)
-        report(steps, planted)
+        report(steps, injected)
         print(job.log.read_text()[-4000:], file=sys.stderr)
 
 
-def report(steps: list[tuple[float, int]], planted: list[tuple[str, str, float, int]]) -> None:
+def report(steps: list[tuple[float, int]], injected: list[tuple[str, str, float, int]]) -> None:
     """Print the time that each fault cost, and the effective training time ratio."""
     usual = statistics.median(b[0] - a[0] for a, b in pairwise(steps))
     print("| fault | host | next step after | steps done again |\n|---|---|---|---|")
-    for kind, host, at, before in planted:
+    for kind, host, at, before in injected:
         later = [(time_, step) for time_, step in steps if time_ > at]
         beyond = next((time_ for time_, step in later if step > before + 1), float("nan"))
         again = sum(step <= before for _, step in later)
         print(f"| {kind} | {host} | {beyond - at:.1f} s | {again} |")
     elapsed = steps[-1][0] - steps[0][0]
     reached = steps[-1][1] - steps[0][1]
-    print(f"\n{reached} steps of {usual:.3f} s in {elapsed:.0f} s, {len(planted)} faults")
+    print(f"\n{reached} steps of {usual:.3f} s in {elapsed:.0f} s, {len(injected)} faults")
     print(f"effective training time ratio: {reached * usual / elapsed:.4f}")
 
 

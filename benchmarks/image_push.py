@@ -1,10 +1,10 @@
-"""What a changed line of our code costs: `clusterctl image push` beside `docker save | ssh docker load`.
+"""Bytes and seconds to update a container image: `clusterctl image push` against `docker save | ssh docker load`.
 
     python benchmarks/image_push.py --host n0 --ssh-config testbed/.state/ssh_config
 
-Each round appends a line to a copy of this project, builds the image from it, and sends it to a host that has the image
-of the round before. The two take turns, each with a change of its own; the host must be able to unpack, so it needs
-twice the image's size. What was made is removed from both machines at the end, except trainer:0.1 and build caches.
+Each round appends a line to a copy of this project, builds its image, and sends it to a host with the image of the
+previous round. The two take turns, each with its own change. The host needs twice the image's size on disk. The
+benchmark removes its images from both machines at the end, but not trainer:0.1 and build caches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "clusterctl-bench"
 
 
 def run(*argv: str, **options: object) -> str:
-    """The command's output; ends the benchmark when it fails."""
+    """Return the output of a command; exit if it fails."""
     done = subprocess.run(argv, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
     if done.returncode:
         sys.exit(f"{' '.join(argv)}\n{done.stdout}{done.stderr}")
@@ -32,7 +32,7 @@ def run(*argv: str, **options: object) -> str:
 
 
 def built(project: Path, nth: int) -> str:
-    """The name of an image with one line more than the last, built as `make image` does it."""
+    """Append a line, build the image like `make image`, and return its name."""
     with (project / "trainer" / "__init__.py").open("a") as file:
         file.write(f"# change {nth}\n")
     image = f"{NAME}:{nth}"
@@ -41,7 +41,7 @@ def built(project: Path, nth: int) -> str:
 
 
 def ours(image: str, host: str, ssh_config: str) -> tuple[int, float]:
-    """Bytes sent and seconds, from the command's start to its end."""
+    """Return bytes and seconds of `clusterctl image push`."""
     argv = ["image", "push", "--image", image, "--hosts", host, "--ssh-config", ssh_config, "--json"]
     began = time.monotonic()
     answer = run(sys.executable, "-m", "cluster", *argv, cwd=ROOT)
@@ -49,7 +49,7 @@ def ours(image: str, host: str, ssh_config: str) -> tuple[int, float]:
 
 
 def theirs(image: str, host: str, ssh_config: str) -> tuple[int, float]:
-    """The same for `docker save | ssh docker load`."""
+    """Return bytes and seconds of `docker save | ssh docker load`."""
     began, count = time.monotonic(), 0
     save = subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE)
     load = subprocess.Popen(
@@ -81,12 +81,12 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             project = Path(folder)
-            archive = ("git", "-c", "tar.umask=022", "archive")  # the modes are part of what the build cache compares
+            archive = ("git", "-c", "tar.umask=022", "archive")  # the build cache compares file modes
             tracked = subprocess.run([*archive, options.revision], cwd=ROOT, capture_output=True, check=True).stdout
             subprocess.run(["tar", "-x", "-C", folder], input=tracked, check=True)
             names.append(built(project, 0))
             sent, seconds = ours(names[0], options.host, ssh_config)
-            print(f"the host is given the image first: {sent / 1e6:.1f} MB, {seconds:.1f} s", flush=True)
+            print(f"first push of the image: {sent / 1e6:.1f} MB, {seconds:.1f} s", flush=True)
             for nth in range(options.rounds):
                 for who, send in (("ours", ours), ("save | load", theirs)):
                     if who != "ours" and nth >= options.peer_rounds:

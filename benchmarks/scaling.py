@@ -1,11 +1,11 @@
-"""Compares how this trainer scales with how a plain loop under DistributedDataParallel does, in turns.
+"""Scaling efficiency of the trainer, compared with a plain loop under DistributedDataParallel.
 
     python benchmarks/scaling.py --batch 16 --ranks 2 -- --data bccd/data.yaml --imgsz 320
 
-What stands after `--` are options of `trainer train`. The plain loop has the same network, batch, precision, memory
-format and threads, DDP with torch's defaults, pictures that are in memory already, the mean square of the outputs
-as its loss, and SGD; it does nothing else. Each has its own efficiency: its pictures per second on N
-ranks over N times those on one. Both keep their batch per rank (weak scaling), and move their weights in every step.
+Options after `--` are those of `trainer train`. The plain loop has the same network, batch, precision, memory format
+and threads. It uses DDP's defaults, images in memory, the mean square of the outputs as its loss, and SGD. The
+efficiency is the images per second on N ranks over N times those on one, at a constant batch per rank (weak scaling).
+Both update the weights in every step, and take turns.
 """
 
 from __future__ import annotations
@@ -20,39 +20,31 @@ import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from trainer.bench.measure import Effort, begin, device_name, measure
+from trainer.bench.measure import Effort, cpu_name, measure, start_trainer
 from trainer.bench.tables import markdown
 from trainer.cli.bench import settings_of
 from trainer.config import Settings
-from trainer.dist import World, devices_of, pick_device, usable_cores
-from trainer.heap import keep_freed_memory
-from trainer.verify import settings_from
+from trainer.distributed.comm import World, devices_of, pick_device, usable_cores
+from trainer.engine.memory import keep_freed_memory
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors of nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for part in (value.values() if isinstance(value, dict) else value) for t in tensors(part)]
-
-
-def plain_rank(asked: Path) -> None:
-    """One rank of the plain loop; rank 0 prints the pictures per second of all."""
-    content = json.loads(asked.read_text())
-    settings, effort = settings_from(content["settings"]), Effort(**content["effort"])
-    # A single process builds the network, as the trainer would; everything after that is torch's own.
-    places = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    size, local = int(places["WORLD_SIZE"]), int(places["LOCAL_RANK"])
-    world = World(rank=int(places["RANK"]), local_rank=local, size=size, local_size=size, launched=True)
+def plain_rank(request: Path) -> None:
+    """Run one rank of the plain loop; rank 0 prints the images per second of all ranks."""
+    content = json.loads(request.read_text())
+    settings, effort = Settings(**content["settings"]), Effort(**content["effort"])
+    # The trainer builds the network in a single process; the rest of the loop is plain torch.
+    variables = {name: os.environ.pop(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    size, local = int(variables["WORLD_SIZE"]), int(variables["LOCAL_RANK"])
+    world = World(rank=int(variables["RANK"]), local_rank=local, size=size, local_size=size, launched=True)
     device = pick_device(settings.device, world)
-    run = begin(replace(settings, device="cpu" if device.type == "cpu" else str(device.index)), effort.threads)
-    os.environ.update(places)
+    run = start_trainer(replace(settings, device="cpu" if device.type == "cpu" else str(device.index)), effort.threads)
+    os.environ.update(variables)
     model = run.model.train()
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     net: nn.Module = model
@@ -71,7 +63,7 @@ def plain_rank(asked: Path) -> None:
             dist.barrier()
             begun = now(device)
         with torch.autocast(device.type, run.dtype, enabled=run.dtype != torch.float32):
-            outputs = tensors(net(images))
+            outputs = tree_leaves(net(images))
         torch.stack([t.float().square().mean() for t in outputs]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -82,20 +74,20 @@ def plain_rank(asked: Path) -> None:
 
 
 def now(device: torch.device) -> float:
-    """The time, once the device has done what it was told."""
+    """Return the time after all work of the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def plain(settings: Settings, ranks: int, effort: Effort) -> float:
-    """Pictures per second of the plain loop on `ranks` ranks."""
+    """Return the images per second of the plain loop on `ranks` ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "asked.json"
-        asked.write_text(json.dumps({"settings": asdict(settings), "effort": asdict(effort)}))
+        request = Path(folder) / "request.json"
+        request.write_text(json.dumps({"settings": asdict(settings), "effort": asdict(effort)}))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         done = subprocess.run(
-            [*command, __file__, "--plain", str(asked)],
+            [*command, __file__, "--plain", str(request)],
             env={**os.environ, "OMP_NUM_THREADS": str(effort.threads), "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
@@ -108,7 +100,7 @@ def plain(settings: Settings, ranks: int, effort: Effort) -> float:
 def main() -> None:
     """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=16, help="pictures of each rank")
+    parser.add_argument("--batch", type=int, default=16, help="images of each rank")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of each rank (default: its share of the cores)")
@@ -122,17 +114,21 @@ def main() -> None:
         plain_rank(arguments.plain)
         return
 
-    settings = replace(settings_of(arguments.train, arguments.device), val=False)
+    settings = replace(settings_of(arguments.train, arguments.device), noval=True)
     threads = arguments.threads or max(1, usable_cores() // arguments.ranks)
     effort = Effort(arguments.warmup, arguments.steps, threads)
     rates: dict[tuple[str, int], list[float]] = {}
     for number in range(arguments.rounds):
         for ranks in (1, arguments.ranks):
             batch = arguments.batch * ranks
-            hyp = replace(settings.hyp, nbs=float(batch))  # every step moves the weights, as in the plain loop
-            asked = replace(settings, batch=batch, hyp=hyp, device=devices_of(settings.device, ranks))
+            hyp = replace(settings.hyp, nbs=float(batch))  # every step updates the weights
+            point = replace(settings, batch=batch, hyp=hyp, device=devices_of(settings.device, ranks))
             for name in ("trainer", "plain DDP"):
-                rate = measure(asked, ranks, effort).images_per_s if name == "trainer" else plain(asked, ranks, effort)
+                rate = (
+                    measure(point, ranks, effort).train_images_per_s
+                    if name == "trainer"
+                    else plain(point, ranks, effort)
+                )
                 rates.setdefault((name, ranks), []).append(rate)
                 print(f"round {number + 1}: {name}, ranks: {ranks}: {rate:.1f} images/s", file=sys.stderr, flush=True)
 
@@ -141,7 +137,8 @@ def main() -> None:
         for name in ("trainer", "plain DDP")
     }
     device = pick_device(arguments.device.split(",")[0], World())
-    where = f"{device_name(device)}, {usable_cores()} cores, torch {torch.__version__}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    where = f"{name}, {usable_cores()} cores, torch {torch.__version__}"
     print(f"{where}, {time.strftime('%Y-%m-%d')}: ", end="")
     print(f"{settings.data}, {settings.imgsz} px, batch {arguments.batch} and {threads} threads per rank\n")
     rows = [

@@ -1,9 +1,9 @@
-"""Times training in turns with `ultralytics` on the same pictures and prints the ratios of their images per second.
+"""Images per second of a training, compared with `ultralytics` on the same images.
 
     python benchmarks/training.py --data bccd/data.yaml --peer-python ul/bin/python
 
 `ul` is a virtual environment with `ultralytics`. Each round trains every contender for a few epochs, validation off,
-and counts all but the first of them; contenders take turns, because the speed of a shared machine drifts.
+and counts all but the first of them. Contenders take turns, because the speed of a shared machine drifts.
 
 Without a GPU: 320 px, batch 16, as many threads as there are cores. With one:
 `--device 0 --imgsz 640 --batch 64 --cfg yolov5s.yaml --peer-model yolov5su.yaml`.
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import yaml
 
-# The peer's own public interface; its epochs are timed from callbacks, with the threads that it would not take itself.
+# Uses the peer's public interface, with callbacks that time its epochs and set the number of threads.
 PEER = """
 import sys, time, torch
 from ultralytics import YOLO, settings
@@ -46,7 +46,7 @@ yolo.train(data=data, imgsz=int(imgsz), batch=int(batch), epochs=int(epochs), de
 
 
 def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, folder: Path) -> list[float]:
-    """Images per second of each epoch of this trainer."""
+    """Return the images per second of each epoch of this trainer."""
     command = [
         *(sys.executable, "-m", "trainer", "train", "--data", arguments.data, "--cfg", cfg, "--weights", ""),
         *("--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--epochs", str(arguments.epochs)),
@@ -60,10 +60,10 @@ def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, fo
 
 
 def peers(arguments: argparse.Namespace, model: str, folder: Path) -> list[float]:
-    """Images per second of each epoch of the peer."""
+    """Return the images per second of each epoch of the peer."""
     content = yaml.safe_load(Path(arguments.data).read_text())
     content["path"] = str((Path(arguments.data).resolve().parent / content.get("path", ".")).resolve())
-    data = folder / "data.yaml"  # the peer takes a relative path for one from its own settings
+    data = folder / "data.yaml"  # the peer resolves relative paths by its own settings
     data.write_text(yaml.safe_dump(content))
     command = [
         *(arguments.peer_python, "-c", PEER, str(data), model, arguments.device),
@@ -88,7 +88,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     peer = f"ultralytics {arguments.peer_model.removesuffix('.yaml')}"
-    same = arguments.peer_model  # the same network as the peer's, for the parts of the gain
+    same = arguments.peer_model  # the same network as the peer's
     cores = os.cpu_count() or 1
     contenders = {
         peer: None,

@@ -1,4 +1,4 @@
-"""Starts a job on several nodes, watches it meet and run, starts it again, and stops it: no torch here."""
+"""Launcher: starts a job on several nodes, follows it, restarts it after failures, and stops it. Without torch."""
 
 from cluster.api import Launched, launch
 

@@ -1,5 +1,5 @@
 """`python -m cluster` is `clusterctl`."""
 
-from cluster.cli import main
+from cluster.cli.main import main
 
 main()

@@ -1,19 +1,19 @@
-"""`from cluster import launch`: a job from Python, with the words of the command line."""
+"""Python API: `from cluster import launch`, with the options of the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.logs import Event
-    from cluster.model import Inventory, Record
+    from cluster.backends.logs import Event
+    from cluster.spec.model import Inventory, JobRecord
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job ended: `outcome` is done, failed or stopped, `why` one line, `exit_code` as the command line's."""
+class JobResult:
+    """The end of a job: `outcome` is done, failed or stopped; `exit_code` is that of `clusterctl launch`."""
 
     outcome: str
     exit_code: int
@@ -22,9 +22,9 @@ class Ended:
 
 
 class Launched:
-    """A job that runs. Losing this object does not stop it: `clusterctl attach NAME` finds it."""
+    """A started job. It outlives this object: `clusterctl attach NAME` follows it."""
 
-    def __init__(self, record: Record, secrets: Mapping[str, str]) -> None:
+    def __init__(self, record: JobRecord, secrets: Mapping[str, str]) -> None:
         self._record = record
         self._secrets = secrets
 
@@ -35,33 +35,34 @@ class Launched:
 
     @property
     def run_dir(self) -> str:
-        """The folder that has, or will have, its results and logs."""
+        """The folder of its results and logs."""
         return self._record.plan.run_dir
 
-    def wait(self) -> Ended:
-        """Follow the job to its end, over restarts, and bring its results here."""
-        from cluster import commands, report, supervise
-        from cluster.records import Records
+    def wait(self) -> JobResult:
+        """Follow the job to its end, restart it after failures, and collect its results."""
+        from cluster.store import JobStore
+        from cluster.supervisor import jobs, report, supervisor
 
-        records = Records()
-        watched, refused = supervise.run(self._record, records, commands.Quiet(), secrets=self._secrets)
-        outcome, _ = commands.finish(watched, records)
-        why = "; ".join(text for text in (report.cause(watched.view, watched.verdict), refused) if text)
-        return Ended(outcome, records.load(self.name).exit_code, why, watched.view.done or watched.view.metric)
+        records = JobStore()
+        follower, refusal = supervisor.Supervisor(self._record, records, jobs.Display(), self._secrets).run()
+        outcome, _ = jobs.finish(follower, records)
+        view = follower.view
+        why = "; ".join(text for text in (report.cause(view, follower.verdict), refusal) if text)
+        return JobResult(outcome, records.load(self.name).exit_code, why, view.done or view.metric)
 
     def state(self) -> str:
-        """One word: joining, running, done, failed or stopped."""
-        from cluster import commands
-        from cluster.records import Records
+        """Return joining, running, done, failed or stopped."""
+        from cluster.store import JobStore
+        from cluster.supervisor import jobs
 
-        return commands.look(Records().load(self.name))[0]
+        return jobs.state(JobStore().load(self.name))[0]
 
     def stop(self) -> None:
-        """End it on every node; safe to repeat."""
-        from cluster import commands
-        from cluster.records import Records
+        """Stop the job on every node. Safe to repeat."""
+        from cluster.store import JobStore
+        from cluster.supervisor import jobs
 
-        commands.stop(self.name, Records())
+        jobs.stop(self.name, JobStore())
 
 
 def launch(
@@ -74,22 +75,31 @@ def launch(
     secrets: Mapping[str, str] | None = None,
     **options: object,
 ) -> Launched:
-    """Start a job on all of its nodes, or on none, and return.
+    """Start a job on all of its nodes, or on none.
 
-    `arguments` are the trainer's (`["train", "--data", "coco.yaml"]`). `inventory` is a cluster.yaml or an Inventory;
-    None takes ./cluster.yaml where there is one, else this machine. `options` are the fields of `config.Request`: name,
-    device, image, command, env, mounts, timeout_s, spares, max_restarts and so on. Raises ClusterError.
+    Args:
+        arguments: The trainer's arguments: `["train", "--data", "coco.yaml"]`.
+        nodes: The number of nodes, or a range such as "2:4". By default one, or the whole inventory.
+        gpus: Processes per node.
+        backend: auto, local, compose, ssh or slurm.
+        inventory: The path of a cluster.yaml, or an Inventory. By default ./cluster.yaml, or else this machine.
+        secrets: Environment variables of the job that are not stored.
+        options: Fields of `cluster.spec.request.Request`: name, device, image, command, env, spares, ...
+
+    Raises:
+        ClusterError: The request is wrong, or a node could not be started.
     """
-
-    from cluster import commands, config, discovery
-    from cluster.model import Inventory
-    from cluster.records import Records
+    from cluster.spec.model import Inventory
+    from cluster.spec.request import Request
+    from cluster.store import JobStore
+    from cluster.supervisor import launcher
+    from cluster.transport import discovery
 
     if not isinstance(inventory, Inventory):
         found = discovery.load(inventory or "", backend=backend)
         inventory = discovery.complete(found) if found else None
-    names = tuple(secrets or {})
-    request = config.Request(gpus=gpus, arguments=tuple(arguments), env_names=names, **options)  # type: ignore[arg-type]
-    job, chosen, _ = commands.resolve(request, str(nodes), backend, inventory)
-    record = commands.launch(job, chosen, Records(), numbered=not request.name, secrets=secrets)
+    request = Request(arguments=list(arguments), nodes=str(nodes), gpus=gpus, backend=backend, **options)  # type: ignore[arg-type]
+    request = replace(request, env=[*request.env, *(secrets or {})])
+    job, chosen, _ = launcher.resolve(request, inventory)
+    record, _ = launcher.launch(job, chosen, JobStore(), numbered=not request.name, secrets=secrets)
     return Launched(record, dict(secrets or {}))

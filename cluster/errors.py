@@ -1,8 +1,8 @@
-"""The errors a user can cause or meet: each says what, where and why, and what to type next."""
+"""Exceptions with a message, a hint and an exit code, which `clusterctl` prints without a traceback."""
 
 
 class ClusterError(Exception):
-    """Something the user can mend: a message, a hint with the next step, and the exit code it ends with."""
+    """Base class: the message says what happened and where, the hint what to type next."""
 
     exit_code = 3
 
@@ -12,8 +12,8 @@ class ClusterError(Exception):
         self.hint = hint
 
 
-class UsageError(ClusterError):
-    """The request itself is wrong; nothing was started or written."""
+class UsageError(ClusterError, ValueError):
+    """The request is wrong; nothing was started or written. A ValueError, so that pydantic validators can raise it."""
 
     exit_code = 2
 
@@ -23,25 +23,19 @@ class PortTakenError(UsageError):
 
 
 class NameTakenError(UsageError):
-    """There is a job of this name already."""
-
-
-class GpusHeldError(UsageError):
-    """Another job has the GPUs."""
+    """A job of this name exists."""
 
 
 class LaunchError(ClusterError):
-    """A place could not be started; those that had been are stopped again."""
-
-    exit_code = 3
+    """A node could not be started; all others were stopped."""
 
 
 class UnreachableError(ClusterError):
-    """A machine or an engine does not answer."""
+    """A machine or its Docker Engine does not answer."""
 
     exit_code = 5
 
 
 def with_hint(why: str, hint: str) -> str:
-    """Both in one line, for where more is said after them."""
+    """Return message and hint in one line."""
     return f"{why} ({hint})" if hint else why

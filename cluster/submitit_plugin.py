@@ -1,7 +1,7 @@
-"""An executor for submitit, `AutoExecutor(folder, cluster="clusterctl")`: functions and commands as jobs in containers.
+"""submitit executor: `AutoExecutor(folder, cluster="clusterctl")` launches functions and commands in containers.
 
-A `CommandFunction` runs as it is. Any other function is pickled into `folder`, which the nodes must have under the same
-path, and the container image must have this package.
+A `CommandFunction` runs unchanged. Any other function is pickled into `folder`, which must have the same path on all
+nodes. The container image must contain this package.
 """
 
 from __future__ import annotations
@@ -17,42 +17,46 @@ import submitit
 from submitit.core import core, utils
 from submitit.core.job_environment import JobEnvironment
 
-from cluster import api, commands, config, contract, discovery
+from cluster import api, contract
 from cluster.errors import ClusterError
-from cluster.model import Inventory
-from cluster.records import Records
+from cluster.spec import defaults
+from cluster.spec.model import Inventory
+from cluster.spec.request import Request
+from cluster.store import JobStore
+from cluster.supervisor import jobs, launcher
+from cluster.transport import discovery
 
-#: The outcomes of jobs, as Slurm's states.
+#: Job states, and Slurm's names for them.
 _STATES = {"joining": "PENDING", "running": "RUNNING", "done": "COMPLETED", "failed": "FAILED", "stopped": "CANCELLED"}
 
 
-class RecordWatcher(core.InfoWatcher):
-    """The states of jobs, from the records of this machine and from the nodes."""
+class StoreWatcher(core.InfoWatcher):
+    """Reads job states from the job store and the nodes."""
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN without an answer."""
+        """Return PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN if the job or its nodes cannot be read."""
         try:
-            return _STATES[commands.look(Records().load(job_id))[0]]
+            return _STATES[jobs.state(JobStore().load(job_id))[0]]
         except ClusterError:
             return "UNKNOWN"
 
     def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        """The state, for `Job.get_info`."""
+        """Return the state, for `Job.get_info`."""
         return {"State": self.get_state(job_id, mode)}
 
     def update(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: states are not cached."""
 
 
 class ClusterctlJob(core.Job[Any]):
-    """A job of `clusterctl` as submitit's Job; `job_id` is its name."""
+    """A launched job; `job_id` is its name."""
 
-    watcher = RecordWatcher()
+    watcher = StoreWatcher()
     launched: api.Launched | None = None
     is_command = False
 
     def results(self) -> list[Any]:
-        """The functions' results; for a command [None]. Raises FailedJobError when the command failed."""
+        """Return the result of each rank's function, or [None] for a command. Raise FailedJobError if it failed."""
         ended = self.launched.wait() if self.launched else None
         if not self.is_command:
             return super().results()
@@ -61,7 +65,7 @@ class ClusterctlJob(core.Job[Any]):
         return [None]
 
     def exception(self) -> utils.UncompletedJobError | utils.FailedJobError | None:
-        """The error of the job, None if it is done."""
+        """Return the error of the job, or None."""
         if not self.is_command:
             return super().exception()
         try:
@@ -73,20 +77,20 @@ class ClusterctlJob(core.Job[Any]):
     def cancel(self, check: bool = True) -> None:
         """Stop the job on every node."""
         try:
-            commands.stop(self.job_id, Records())
+            jobs.stop(self.job_id, JobStore())
         except ClusterError:
             if check:
                 raise
 
 
 class ClusterctlExecutor(core.Executor):
-    """Launches jobs with the options of `config.Request`: `update_parameters(nodes=2, clusterctl_image="x.sif")`."""
+    """Launches jobs with the fields of `Request`: `update_parameters(nodes=2, clusterctl_image="x.sif")`."""
 
     job_class = ClusterctlJob
 
     @classmethod
     def affinity(cls) -> int:
-        """Available if it is asked for by name."""
+        """Return 0: only selected by name."""
         return 0
 
     @classmethod
@@ -103,8 +107,8 @@ class ClusterctlExecutor(core.Executor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        names = {field.name for field in dataclasses.fields(config.Request)}
-        return names - {"command", "arguments", "env_names"} | {"backend", "timeout_min", "mem_gb", "cpus_per_task"}
+        names = {field.name for field in dataclasses.fields(Request)}
+        return names - {"command", "arguments"} | {"inventory", "timeout_min", "mem_gb", "cpus_per_task"}
 
     def _internal_process_submissions(
         self, delayed_submissions: Sequence[utils.DelayedSubmission]
@@ -129,9 +133,9 @@ class ClusterctlExecutor(core.Executor):
             command = shlex.join(["--no-python", *words])
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), config.DEFAULT_RESTARTS)
+            delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), defaults.DEFAULT_RESTARTS)
             delayed.dump(utils.JobPaths(self.folder, job_id=name).submitted_pickle)
-            if commands.choose_backend(backend, machines)[0] != "local":
+            if launcher.choose_backend(backend, machines)[0] != "local":
                 mounts.append(f"{self.folder}:{self.folder}:rw")
             command = shlex.join(["-m", "submitit.core._submit", str(self.folder)])
             options["env"] = (*options.get("env", ()), "SUBMITIT_EXECUTOR=clusterctl")
@@ -152,7 +156,7 @@ class ClusterctlExecutor(core.Executor):
 
 
 class ClusterctlJobEnvironment(JobEnvironment):
-    """The variables of a rank, for a pickled function that runs in a job."""
+    """The environment variables of a rank, for pickled functions."""
 
     _env: ClassVar[dict[str, str]] = {
         "job_id": contract.JOB_ID,
@@ -164,8 +168,8 @@ class ClusterctlJobEnvironment(JobEnvironment):
     }
 
     def activated(self) -> bool:
-        """Whether this process is a rank of such a job."""
+        """Return whether this process is a rank of such a job."""
         return os.environ.get("SUBMITIT_EXECUTOR") == "clusterctl" and contract.JOB_ID in os.environ
 
     def _requeue(self, countdown: int) -> None:
-        """The launcher restarts the job."""
+        """Do nothing: the launcher restarts the job."""

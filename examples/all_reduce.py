@@ -24,7 +24,7 @@ try:
         dist.all_reduce(total)
         print(f"tick {tick}: rank {rank} of {world} sees the sum {total.item():g}", flush=True)
         if tick == arguments.fail_at and rank == world - 1:
-            raise ValueError("this rank was told to fail")
+            raise ValueError("this rank fails on purpose")
         time.sleep(1)
 finally:  # also after an error: Python's end, while a thread of the group still works, is a crash now and then
     dist.destroy_process_group()

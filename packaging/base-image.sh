@@ -1,10 +1,9 @@
 #!/bin/sh
-# Prints the name of a base image that this machine's Docker Engine has; all else it says goes to stderr.
+# Print the name of a base image in this machine's Docker Engine. Messages go to stderr.
 #
 #   BASE_IMAGE=python:3.12-slim packaging/base-image.sh
 #
-# An image that is there is used as it is, one that is not is pulled. Where no registry answers, a Debian machine's root
-# gets one built from Debian's packages by debootstrap (about a minute, once).
+# A missing container image is pulled. If no registry answers, root on Debian gets one built with debootstrap (a minute).
 set -eu
 
 WANTED=${BASE_IMAGE:-python:3.12-slim}
@@ -15,7 +14,7 @@ PULL_TIMEOUT_S=900
 say() { echo "base image: $*" >&2; }
 have() { docker image inspect "$1" >/dev/null 2>&1; }
 
-# Bounded twice: a registry that says nothing is given up soon, one that answers may take its time over the layers.
+# Two timeouts: a short one for the registry's answer, a long one for the layers.
 pull() {
     log=$(mktemp)
     timeout "$PULL_TIMEOUT_S" docker pull "$1" >"$log" 2>&1 &
@@ -56,7 +55,7 @@ build_from_debian() {
 if have "$WANTED" || { say "pulling $WANTED" && pull "$WANTED"; }; then
     echo "$WANTED"
 elif [ -n "${BASE_IMAGE:-}" ]; then
-    say "BASE_IMAGE=$WANTED was asked for, so nothing else is tried"
+    say "BASE_IMAGE=$WANTED cannot be pulled; use a container image that this machine can reach"
     exit 1
 elif have "$LOCAL"; then
     say "INSTEAD OF $WANTED: using $LOCAL, built on this machine before"
@@ -67,7 +66,7 @@ elif [ "$(id -u)" = 0 ] && command -v debootstrap >/dev/null && [ -e /usr/share/
     say "built $LOCAL"
     echo "$LOCAL"
 else
-    say "give an image that this machine can reach, with python3 and its venv module: make image BASE_IMAGE=NAME"
-    say "or, on a Debian machine, as root with debootstrap installed, run this again: it builds one"
+    say "name a container image with python3 and venv that this machine can reach: make image BASE_IMAGE=NAME"
+    say "or run this again on Debian as root with debootstrap installed, to build one"
     exit 1
 fi

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Prints the mirror that this machine's apt uses for Debian itself; Debian's public one if none can be read.
+# Print the Debian mirror of this machine's apt, or Debian's public mirror.
 set -eu
 # shellcheck disable=SC2016  # apt fills these in
 mirror=$(apt-get indextargets --format '$(REPO_URI) $(ORIGIN) $(LABEL)' 2>/dev/null |

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes a Docker Engine with compose v2 and buildx answer on this machine. Safe to repeat.
+# Install and start a Docker Engine with compose v2 and buildx. Safe to repeat.
 #
-#   packaging/engine.sh           installs and starts what is missing (Debian, as root)
-#   packaging/engine.sh --check   changes nothing: exit 0 if all is there, else says what is missing and exits 1
+#   packaging/engine.sh           install and start missing parts (Debian, as root)
+#   packaging/engine.sh --check   only list missing parts, and exit 1 if any is missing
 set -eu
 
 HERE=$(dirname "$0")
@@ -28,8 +28,8 @@ missing() {
     buildx_works || echo "docker buildx"
 }
 
-# Debian 12 has compose 1 and no buildx. Debian 13's plugins are two static files that run on it as they are. They
-# come through apt with a folder of its own, so that signatures are checked and this machine's sources stay as they are.
+# Debian 12 has compose 1 and no buildx, but runs Debian 13's plugins, two static files. A separate apt folder checks
+# signatures and leaves this machine's sources unchanged.
 plugins_from_trixie() {
     say "taking docker-compose and docker-buildx from Debian 13's packages"
     apt=$(mktemp -d)
@@ -58,7 +58,7 @@ install_missing() {
     # shellcheck disable=SC2086
     if ! dpkg -s $packages >/dev/null 2>&1; then
         say "installing $packages (apt-get)"
-        apt-get -qq update || say "some package lists could not be refreshed; going on with the others"
+        apt-get -qq update || say "some package lists could not be updated"
         apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends $packages >/dev/null
     fi
     if ! { compose_works && buildx_works; }; then plugins_from_trixie; fi
@@ -97,12 +97,12 @@ missing | sed 's/^/engine: missing: /' >&2
 if ! is_debian; then
     fail "install them for your system: https://docs.docker.com/engine/install/ (packages docker-ce docker-compose-plugin docker-buildx-plugin), then: sudo systemctl start docker"
 elif [ "$(id -u)" != 0 ]; then
-    fail "this needs root; type: sudo packaging/engine.sh, then: sudo usermod -aG docker $(id -un), and log in again"
+    fail "root is required: sudo packaging/engine.sh, then: sudo usermod -aG docker $(id -un), and log in again"
 fi
 
 install_missing
 if ! engine_answers; then
-    [ -z "${DOCKER_HOST:-}" ] || fail "DOCKER_HOST is $DOCKER_HOST and no engine answers there; unset it to use this machine's engine"
+    [ -z "${DOCKER_HOST:-}" ] || fail "DOCKER_HOST is $DOCKER_HOST but no engine answers there; unset it to use this machine's engine"
     start_engine
 fi
 all_works || { missing | sed 's/^/engine: still missing: /' >&2; exit 1; }

@@ -1,6 +1,5 @@
 #!/bin/sh
-# Runs the command as the user whom the run folder belongs to, so that the files it writes are that user's, and gives a
-# user without a passwd entry what programs ask for: a name and a writable home.
+# Run the command as the owner of the run folder. A user without a passwd entry gets a name and a writable home.
 set -eu
 
 uid=$(id -u)
@@ -17,7 +16,7 @@ if [ -n "${CLUSTER_RUN_DIR:-}" ] && [ -d "$run_dir" ] && [ ! -w "$run_dir" ]; th
     exit 2
 fi
 
-# docker sets HOME=/ for a uid that /etc/passwd does not know; after the drop above it still is root's
+# docker sets HOME=/ for a uid without passwd entry; after setpriv, HOME is still root's
 if [ ! -w "${HOME:-/}" ] || [ "${HOME:-/}" = / ]; then
     HOME=/tmp/home-$uid
     mkdir -p "$HOME"

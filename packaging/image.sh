@@ -1,12 +1,12 @@
 #!/bin/sh
-# Builds the image that every node runs: packaging/image.sh trainer:0.1
+# Build the container image of all nodes: packaging/image.sh trainer:0.1
 set -eu
 
 NAME=$1
 HERE=$(dirname "$0")
 
 if ! "$HERE/engine.sh" --check >/dev/null; then
-    echo "image: this needs a Docker Engine; to set one up: make engine" >&2
+    echo "image: no Docker Engine; to install one: make engine" >&2
     exit 1
 fi
 base=$("$HERE/base-image.sh")
@@ -30,6 +30,6 @@ elif ! docker buildx build --progress plain "$@" >"$secrets/log" 2>&1; then
     echo "image: the build of $NAME failed" >&2
     exit 1
 fi
-# the ones it replaces, unless a container still uses them
+# older builds, unless a container uses them
 docker image prune --force --filter label=org.opencontainers.image.title=clusterctl-trainer >/dev/null
 docker image inspect --format '{{.Size}} {{.Id}}' "$NAME" | awk -v name="$NAME" '{printf "image: %s, %.1f GB, %s\n", name, $1 / 1e9, $2}'

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Writes requirements/*.txt from pyproject.toml: every package pinned, with hashes, for Python 3.10 to 3.13. Versions that
-# stand there stay where they still fit; packaging/lock.sh --upgrade takes the newest.
+# Write requirements/*.txt from pyproject.toml: pinned versions with hashes, for Python 3.10 to 3.13. Existing versions
+# are kept if they fit; packaging/lock.sh --upgrade takes the newest.
 set -eu
 
 [ -x .make/uv/bin/uv ] || { python3 -m venv .make/uv && .make/uv/bin/pip install --quiet uv; }

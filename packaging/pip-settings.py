@@ -1,10 +1,9 @@
-"""Writes what this machine's pip is told about its package index as a pip.conf that also holds inside an image build.
+"""Write the index settings of this machine's pip for a container image build.
 
     python3 packaging/pip-settings.py FOLDER     writes FOLDER/pip.conf and FOLDER/ca.crt
 
-The build mounts both as secrets: they are used and leave no trace in the image. An ordinary machine has no such
-settings, and both files are then empty. Paths of this machine (`file://` indexes, find-links) do not exist in a build
-and are left out; the certificate bundle is copied and named by the path at which the build sees it.
+The build mounts both files as secrets, so the container image does not contain them. Without such settings, both are
+empty. Local paths (`file://` indexes, find-links) are omitted; the certificate bundle is copied.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ KEPT = (*INDEXES, "trusted-host", "proxy", "timeout", "default-timeout", "retrie
 
 
 def settings() -> dict[str, str]:
-    """pip's own view of its files and `PIP_*` variables: name to value, the last and strongest source winning."""
+    """Return the effective settings of pip's files and `PIP_*` variables."""
     command = [sys.executable, "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=False)  # a Python without pip has none
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)  # fails without pip
     found = {}
     for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")
@@ -33,7 +32,7 @@ def settings() -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    """Write the two files, readable by their owner only: an index address may hold a password."""
+    """Write the two files with mode 600, because an index URL can contain a password."""
     found = settings()
     lines = []
     for name in KEPT:

@@ -1,16 +1,16 @@
 #!/bin/sh
-# Runs tests and sets up what they need.
+# Run the tests, and install their requirements.
 #
-#   packaging/test.sh IMAGE          all tests except those on the testbed. IMAGE is built where it is missing or outdated
+#   packaging/test.sh IMAGE          all tests except those on the testbed; builds the container image IMAGE
 #   packaging/test.sh IMAGE real     the tests on the three hosts of the testbed
 #
-# Without a Docker Engine the tests that need one are listed and not run; with CI=true that is a failure. ENGINE=no skips
-# them on purpose.
+# Without a Docker Engine, the tests that need one are listed but not run; with CI=true, that is a failure. ENGINE=no
+# skips them.
 set -eu
 
 IMAGE=$1
 HERE=$(dirname "$0")
-# Threads that spin while they wait would take the core from the other worker: the value of the trainer's own start.
+# Limits OpenMP's spinning threads, as in trainer/__main__.py.
 export GOMP_SPINCOUNT=3000
 PYTEST=".venv/bin/python -m pytest"
 
@@ -21,7 +21,28 @@ list_tests_not_run() {
     [ "${ENGINE:-yes}" = no ] || [ "${CI:-}" != true ]
 }
 
-# The tests start their own sshd on loopback addresses; they need only the program.
+# Run the launcher's unit tests on another Python than .venv, preferably 3.10, with the same packages.
+test_on_another_python() {
+    for python in python3.10 "$HOME"/.pyenv/versions/3.10.*/bin/python python3.13 "$HOME"/.pyenv/versions/3.13.*/bin/python \
+        python3.12 python3.11; do
+        version=$("$python" -c 'import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
+        case $(.venv/bin/python --version) in "Python $version".*) continue ;; esac
+        venv=.make/python$version
+        if ! cmp -s requirements/dev.txt "$venv/dev.txt"; then
+            "$python" -m venv --clear "$venv"
+            sed '/--hash/d; s/ \\$//' requirements/dev.txt >"$venv/constraints.txt"
+            "$venv/bin/pip" install -qq --disable-pip-version-check --constraint "$venv/constraints.txt" \
+                --editable . pytest pytest-timeout pytest-xdist
+            cp requirements/dev.txt "$venv/dev.txt"
+        fi
+        echo "test: the launcher on Python $version"
+        "$venv/bin/python" -m pytest -q -n 3 -p no:cacheprovider tests/unit tests/golden
+        return
+    done
+    echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
+}
+
+# The tests start sshd on loopback addresses.
 if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     echo "test: installing openssh-server and rsync (apt-get)"
     apt-get -qq update || true
@@ -31,7 +52,7 @@ fi
 
 missing=
 if [ "${ENGINE:-yes}" = no ]; then
-    missing="as asked (ENGINE=no)"
+    missing="ENGINE=no"
 elif ! "$HERE/engine.sh"; then
     missing="no Docker Engine (see above)"
 else
@@ -39,12 +60,13 @@ else
 fi
 
 if [ "${2:-}" != real ]; then
+    test_on_another_python
     $PYTEST -n 3 --dist worksteal -m "not real${missing:+ and not engine}" --durations 10
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
     list_tests_not_run "$missing" real
 else
-    # CI leaves no testbed behind; for a person it stays up, so that the next run starts at once.
+    # CI removes a testbed that it started; outside CI it stays up for the next run.
     [ "${CI:-}" != true ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
     testbed/up.sh
     testbed/image.sh "$IMAGE"

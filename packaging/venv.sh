@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv with the pinned packages and this project, editable. PYTHON=python3.12 chooses the interpreter.
+# Create .venv with the pinned packages and this project, editable. PYTHON=python3.12 sets the interpreter.
 set -eu
 
 usable() {
@@ -15,7 +15,7 @@ if ! usable .venv/bin/python; then
         echo "hint: on Debian or Ubuntu: apt-get install python3-venv; or name one: make venv PYTHON=/path/to/python3.12" >&2
         exit 1
     fi
-    echo "venv: making .venv with $python ($("$python" --version))"
+    echo "venv: creating .venv with $python ($("$python" --version))"
     rm -rf .venv
     "$python" -m venv .venv
 fi

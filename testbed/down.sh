@@ -1,6 +1,6 @@
 #!/bin/sh
-# Takes every trace of the testbed away: hosts, network, disks, keys. Safe to repeat. The node image stays, for the next
-# time; `testbed/down.sh --image` removes that too.
+# Remove the testbed: hosts, network, disks, keys. Safe to repeat. Keeps the container image of the hosts;
+# `testbed/down.sh --image` removes it too.
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -13,4 +13,4 @@ if [ "${1:-}" = --image ]; then
     docker image ls --quiet "${NODE_IMAGE%:*}" | xargs --no-run-if-empty docker image rm --force >/dev/null
 fi
 rm -rf "$STATE"
-say "nothing is left$([ "${1:-}" = --image ] || echo ", except the image ${NODE_IMAGE%:*} (make testbed-down ARGS=--image)")"
+say "removed$([ "${1:-}" = --image ] || echo ", except the image ${NODE_IMAGE%:*} (make testbed-down ARGS=--image)")"

@@ -1,14 +1,14 @@
 #!/bin/sh
-# What happens to machines, done to a host of the testbed, and undone. Safe to repeat.
+# Inject a fault into a host of the testbed, or undo it. Safe to repeat.
 #
-#   testbed/fault.sh kill n1              the power goes: everything on it ends at once     start n1: it boots again
-#   testbed/fault.sh freeze n1            nothing on it moves, nothing on it ends           thaw n1
-#   testbed/fault.sh cut n1               off the network: connections hang, none is reset  join n1
-#   testbed/fault.sh slow n1 [20mbit]     what it sends passes at this rate                 fast n1
-#   testbed/fault.sh fill n1              not a byte left on /data, a disk of 300 MB        empty n1
-#   testbed/fault.sh restart-engine n1    its Docker Engine is restarted, as by an upgrade of its package
-#   testbed/fault.sh drop-ssh n1          every SSH session on it ends; sshd goes on taking new ones
-#   testbed/fault.sh heal [n1 ...]        undoes all of these (on every host, when none is named)
+#   testbed/fault.sh kill n1              power off: all processes end                      start n1: power on
+#   testbed/fault.sh freeze n1            suspends all processes                            thaw n1
+#   testbed/fault.sh cut n1               drops all packets: connections hang               join n1
+#   testbed/fault.sh slow n1 [20mbit]     limits the rate of outgoing traffic               fast n1
+#   testbed/fault.sh fill n1              fills /data, a disk of 300 MB                     empty n1
+#   testbed/fault.sh restart-engine n1    restarts the Docker Engine, as a package upgrade does
+#   testbed/fault.sh drop-ssh n1          ends every SSH session; sshd accepts new ones
+#   testbed/fault.sh heal [n1 ...]        undoes all of these (default: on every host)
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -38,9 +38,9 @@ fi
 
 host=$1
 state=$(state_of "$host")
-case " $HOSTS " in *" $host "*) ;; *) fail "no host $host; there are $HOSTS" ;; esac
+case " $HOSTS " in *" $host "*) ;; *) fail "no host $host; the hosts are $HOSTS" ;; esac
 case "$fault $state" in
-    *" ") fail "$host is not up; make testbed" ;;
+    *" ") fail "$host is not running; type: make testbed" ;;
     "kill exited" | "freeze paused" | "thaw running" | "start running") ;;
     "kill paused") docker unpause "$(container "$host")" >/dev/null; docker kill "$(container "$host")" >/dev/null ;;
     "kill running") docker kill "$(container "$host")" >/dev/null ;;

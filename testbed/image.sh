@@ -1,11 +1,10 @@
 #!/bin/sh
-# Gives every host's engine an image that this machine's engine has: testbed/image.sh trainer:0.1. Hosts that have it
-# already are left alone.
+# Copy a container image from this machine's engine to all hosts: testbed/image.sh trainer:0.1. Skips hosts that have it.
 #
-# An engine that keeps layers as folders on one file system with the testbed's volume (overlay2, the usual way) shares them
-# with the hosts' engines as hard links: a few seconds, and no room on the disk. The hosts' engines are restarted for that,
-# which ends what runs on them. Any other engine, and `testbed/image.sh --load trainer:0.1`, sends the image to each host
-# as `docker save | docker load` would: minutes, and 6 GB, a host.
+# If the engine stores layers with overlay2 on the same file system as the testbed's volume, the hosts' engines share them
+# as hard links. This takes seconds and no disk space, but restarts the hosts' engines, which ends their containers.
+# Otherwise, and with `testbed/image.sh --load trainer:0.1`, each host gets the image by `docker save | docker load`:
+# minutes and 6 GB per host.
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)
@@ -18,7 +17,7 @@ IMAGE=$1
 id=$(docker image inspect --format '{{.Id}}' "$IMAGE" 2>/dev/null) || fail "this machine's engine has no image $IMAGE; make image"
 layers=$(docker image inspect --format '{{join .RootFS.Layers " "}}' "$IMAGE")
 engine=$(docker info --format '{{.DockerRootDir}}')
-volume=$(docker volume inspect --format '{{.Mountpoint}}' "$NAME" 2>/dev/null) || fail "no host is up; make testbed"
+volume=$(docker volume inspect --format '{{.Mountpoint}}' "$NAME" 2>/dev/null) || fail "no host is running; type: make testbed"
 on() { host=$1; shift; docker exec "$(container "$host")" "$@"; }
 id_on() { on "$1" docker image inspect --format '{{.Id}}' "$IMAGE" 2>/dev/null || true; }
 of_engine() { run_node --rm --volume "$engine:/engine" "$@"; }
@@ -28,7 +27,7 @@ shareable() {
         of_engine --entrypoint test "$NODE_IMAGE" -e "/engine/image/overlay2/imagedb/content/sha256/${id#sha256:}"
 }
 
-give() {
+send() {
     if [ -n "$LOAD" ]; then
         docker save "$IMAGE" | docker exec --interactive "$(container "$1")" docker load >/dev/null
     else
@@ -41,17 +40,17 @@ give() {
     on "$1" docker image prune --force --filter label=org.opencontainers.image.title=clusterctl-trainer >/dev/null
 }
 
-lacking=
+missing=
 for host in $HOSTS; do
-    [ "$(state_of "$host")" = running ] || fail "$host is not up; make testbed"
-    [ "$(id_on "$host")" = "$id" ] || lacking="$lacking $host"
+    [ "$(state_of "$host")" = running ] || fail "$host is not running; type: make testbed"
+    [ "$(id_on "$host")" = "$id" ] || missing="$missing $host"
 done
-[ -n "$lacking" ] || { say "$IMAGE is on $HOSTS"; exit 0; }
+[ -n "$missing" ] || { say "$IMAGE is on $HOSTS"; exit 0; }
 
 started=$(date +%s)
 if [ -z "$LOAD" ] && ! shareable; then LOAD=yes; fi
-[ -z "$LOAD" ] || say "loading $IMAGE on$lacking (minutes, if it is large)"
-for host in $lacking; do give "$host" & done
+[ -z "$LOAD" ] || say "loading $IMAGE on$missing (minutes, if it is large)"
+for host in $missing; do send "$host" & done
 wait
-for host in $lacking; do [ "$(id_on "$host")" = "$id" ] || fail "$host: its engine did not get $IMAGE"; done
-say "$IMAGE is on$lacking after $(($(date +%s) - started)) s"
+for host in $missing; do [ "$(id_on "$host")" = "$id" ] || fail "$host: its engine did not get $IMAGE"; done
+say "$IMAGE is on$missing after $(($(date +%s) - started)) s"

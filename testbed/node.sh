@@ -1,17 +1,17 @@
 #!/bin/bash
-# What runs inside a node's container.
+# Commands inside a host's container.
 #
-#   testbed-node prepare n0 n1 n2    makes the keys and folders of all hosts on the testbed's volume, where they are missing
-#   testbed-node serve      starts this host's services: sshd, Docker Engine, Slurm
-#   testbed-node engine     starts the Docker Engine and waits until it answers
+#   testbed-node prepare n0 n1 n2    create missing keys and folders of all hosts on the testbed's volume
+#   testbed-node serve      start this host's services: sshd, Docker Engine, Slurm
+#   testbed-node engine     start the Docker Engine and wait until it answers
 #   testbed-node stop-engine
-#   testbed-node answers    exit 0 when all its services do
-#   testbed-node join | fast | empty | heal    undoes what testbed/fault.sh did inside this host
-#   testbed-node share FROM INTO ID LAYER...   gives an engine an image that another engine has, without copying
+#   testbed-node answers    exit 0 if all services answer
+#   testbed-node join | fast | empty | heal    undo a fault of testbed/fault.sh inside this host
+#   testbed-node share FROM INTO ID LAYER...   hard-link a container image from one engine's folder into another
 set -eu
 
 ENGINE_TIMEOUT_S=90
-DISKS=/disks  # the testbed's volume: keys, the common folder, and what the hosts' engines hold
+DISKS=/disks  # the testbed's volume: keys, the shared folder, the engines' data
 
 fail() { echo "$(hostname): $*" >&2; exit 1; }
 
@@ -28,7 +28,7 @@ prepare() {
     [ -d $DISKS/shared ] || install -d -m 1777 $DISKS/shared
 }
 
-# The volume is one file system, so that engines can share layers by hard links; a host sees its own part of it only.
+# The volume is one file system, so that engines can hard-link layers. A host mounts only its own part.
 own_disks() {
     mountpoint -q $DISKS || return 0
     install -m 600 $DISKS/keys/"$(hostname)" /etc/ssh/ssh_host_ed25519_key
@@ -43,8 +43,8 @@ own_disks() {
     umount $DISKS
 }
 
-# cgroup v2 wants no process beside child groups: ours move into a leaf. On v1, where the host's groups are mounted, the
-# engine's containers go below this container's group, so that whoever freezes or ends the host does so to them too.
+# cgroup v2 allows no process next to child groups, so processes move into a leaf. On v1, with the machine's groups
+# mounted, the engine's containers are below this container's group, so that freeze and kill include them.
 engine_cgroup() {
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         mkdir -p /sys/fs/cgroup/init
@@ -62,12 +62,12 @@ engine() {
     if engine_answers; then return 0; fi
     rm -f /run/docker.pid /run/docker/containerd/containerd.pid
     group=$(engine_cgroup)
-    # Init's child, not ours. Its number is known from the start: asked for by name, it may not have its name yet.
+    # A child of init. $! instead of pidof: the new process may not have its name yet.
     pid=$(setsid dockerd --cgroup-parent "$group" >>/var/log/dockerd.log 2>&1 </dev/null & echo $!)
     until=$(($(date +%s) + ENGINE_TIMEOUT_S))
     until engine_answers; do
         reason=''
-        kill -0 "$pid" 2>/dev/null || reason="ended at its start"
+        kill -0 "$pid" 2>/dev/null || reason="exited at its start"
         [ "$(date +%s)" -lt "$until" ] || reason="does not answer after $ENGINE_TIMEOUT_S s"
         if [ -n "$reason" ]; then
             tail -n 15 /var/log/dockerd.log >&2
@@ -112,8 +112,8 @@ serve() {
     exec sleep infinity
 }
 
-# Gives the engine whose folder is $2, stopped, an image that the engine whose folder is $1 has: id $3, layers $4... .
-# A layer is never written to again once it is there, so the two share its files as hard links; folders are made anew.
+# Copy the container image with id $3 and layers $4... from the engine folder $1 to $2, whose engine is stopped.
+# Layers are read-only, so their files are hard links; only folders are new.
 share() {
     from=$1 into=$2 id=${3#sha256:} chain='' below='' name=''
     shift 3

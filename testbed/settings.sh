@@ -1,11 +1,11 @@
 # shellcheck shell=sh disable=SC2034
-# What the testbed's scripts agree on; they source it with HERE set to this folder. A second testbed beside the first is
-# one with another name, network and folder.
+# Settings of the testbed's scripts, which source this file with HERE set to this folder. A second testbed needs another
+# name, network and state folder.
 NAME=${TESTBED_NAME:-clusterctl-testbed}    # of the network and the volume, and the label of everything
 HOSTS=${TESTBED_HOSTS:-n0 n1 n2}
 NET=${TESTBED_NET:-172.30.0}
 STATE=${TESTBED_STATE:-$HERE/.state}
-# Named for what it is made of: checkouts that differ do not overwrite each other's.
+# The tag is a hash of the sources, so that different checkouts have different container images.
 NODE_IMAGE=clusterctl-testbed-node:$(cd "$HERE" && cat Dockerfile node.sh docker/* slurm/* | sha256sum | cut -c 1-12)
 address() { echo "$NET.1${1#n}"; }
 container() { echo "$NAME-$1"; }
@@ -13,7 +13,7 @@ container() { echo "$NAME-$1"; }
 say() { echo "testbed: $*"; }
 fail() { echo "testbed: $*" >&2; exit 1; }
 
-# What the node image stands on; once it is built, no registry is asked again.
+# Print the base image. If the node image exists, this needs no registry.
 base_image() {
     if base=$(docker image inspect --format '{{index .Config.Labels "testbed.base"}}' "$NODE_IMAGE" 2>/dev/null); then
         echo "$base"
@@ -22,11 +22,10 @@ base_image() {
     fi
 }
 
-# running, paused, exited, or nothing where there is no such container.
+# Print running, paused or exited; nothing without such a container.
 state_of() { docker ps --all --filter "name=^/$(container "$1")\$" --format '{{.State}}'; }
 
-# `docker run` with everything that a container may be given, less what this machine itself may lack (--privileged would
-# ask for that too).
+# `docker run` with all privileges except those that this machine may not have; --privileged needs them all.
 run_node() {
     if [ -e /sys/fs/cgroup/cgroup.controllers ]; then
         set -- --cgroupns private "$@"

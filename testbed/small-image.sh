@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds a small image of the same make as the trainer's (base, a layer of files, our code last) for tests that send images
-# about: testbed/small-image.sh NAME [TEXT]. Another TEXT changes one line of its last layer. It cannot train.
+# Build a small container image with the layers of the trainer's, for tests that copy images. It cannot train.
+# testbed/small-image.sh NAME [TEXT]: another TEXT changes one line of the last layer.
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)

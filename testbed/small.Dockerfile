@@ -1,4 +1,4 @@
-# The trainer's image without its 5 GB of packages, see small-image.sh.
+# The trainer's container image without its 5 GB of packages, see small-image.sh.
 ARG BASE_IMAGE
 FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title=clusterctl-testbed-small

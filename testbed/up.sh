@@ -1,11 +1,11 @@
 #!/bin/sh
-# Brings up three hosts on this machine: n0, n1, n2, each with its own address, sshd, Docker Engine and Slurm. Safe to repeat.
+# Start three hosts on this machine: n0, n1, n2, each with its own address, sshd, Docker Engine and Slurm. Safe to repeat.
 set -eu
 
 HERE=$(cd "$(dirname "$0")" && pwd)
 . "$HERE/settings.sh"
 
-"$HERE/../packaging/engine.sh" --check >/dev/null || fail "this needs a Docker Engine; to set one up: make engine"
+"$HERE/../packaging/engine.sh" --check >/dev/null || fail "no Docker Engine; to install one: make engine"
 
 build_node_image() {
     base=$(base_image)
@@ -28,7 +28,7 @@ start_host() {
         "$NODE_IMAGE" serve >/dev/null
 }
 
-# What a user, and the tests, need to log in: the key, the hosts' keys, and an ssh_config that names both.
+# Write the login files: the private key, the host keys, and an ssh_config that names both.
 write_state() {
     mkdir -p "$STATE"
     chmod 700 "$STATE"
@@ -68,7 +68,7 @@ done
 for host in $HOSTS; do wait_until_up "$host"; done
 write_state
 for host in $HOSTS; do
-    of=$(docker container inspect --format '{{.Config.Image}}' "$(container "$host")")
-    [ "$of" = "$NODE_IMAGE" ] || say "$host is from another version of testbed/ ($of); to renew it: make testbed-down testbed"
+    image=$(docker container inspect --format '{{.Config.Image}}' "$(container "$host")")
+    [ "$image" = "$NODE_IMAGE" ] || say "$host is from another version of testbed/ ($image); to replace it: make testbed-down testbed"
 done
 say "$HOSTS up after $(($(date +%s) - started)) s; log in: ssh -F $STATE/ssh_config n0 (or ada@n0)"

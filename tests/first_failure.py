@@ -1,4 +1,4 @@
-"""A program of which one rank fails in a chosen way, and the first line that the launcher must print for it.
+"""A program in which one rank fails in a given way, and the first line that the launcher must print.
 
 As a program: `first_failure.py RANK HOW` sums over gloo, and `first_failure.py RANK HOW trainer ARGUMENTS...` runs the
 trainer, whose rank fails at its second step. HOW is a key of FAILURES.
@@ -18,18 +18,18 @@ FAILURES = {
 }
 
 
-#: The trainer words what the system refuses itself.
+#: The trainer formats an OSError itself.
 TRAINER_FAILURES = FAILURES | {"exception": r"/data/x: Read-only file system"}
 
 
 def expected(node, rank, how, program="torch"):
-    """A regular expression for the first line."""
+    """Return a regular expression for the first line."""
     error = (TRAINER_FAILURES if program == "trainer" else FAILURES)[how]
     return rf"^{node}( on \w+)?: rank {rank}: {error}$"
 
 
 def fail(how):
-    """Fail in one way."""
+    """Fail in the given way."""
     if how == "exception":
         raise OSError(30, "Read-only file system", "/data/x")
     if how == "exit":
@@ -44,7 +44,7 @@ def fail(how):
 
 
 def all_reduce_until(failing, how):
-    """Sum over all ranks again and again; rank `failing` fails after the third sum."""
+    """Sum over all ranks in a loop; rank `failing` fails after the third sum."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""Trains a detector, a classifier or a segmentation under torchrun or alone: model, data, loss, metric and loop."""
+"""Trainer for detection, classification and segmentation, under torchrun or as a single process."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.api import Result, train
-    from trainer.callback import Callback
+    from trainer.engine.callbacks import Callback
     from trainer.errors import TrainerError
 
 __all__ = ["Callback", "Result", "TrainerError", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The Python interface, loaded when it is asked for: every rank imports this package, and few need it."""
+    """Load the Python interface at its first use, because ranks do not need it."""
     if name not in __all__:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     from trainer import api

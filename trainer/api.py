@@ -1,9 +1,10 @@
-"""The trainer for Python programs and notebooks: one call that starts its own ranks and returns what came out."""
+"""Python interface of the trainer: `train` starts the ranks and returns their result."""
 
 from __future__ import annotations
 
 import collections
 import csv
+import dataclasses
 import difflib
 import json
 import math
@@ -16,24 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract
-from trainer.callback import Callback, tell
+from trainer.config import Settings
+from trainer.config.settings import option_of
+from trainer.distributed.spawn import Line, local_ranks, ranks_of, run_ranks
+from trainer.engine.callbacks import Callback, dispatch
+from trainer.engine.display import TrainingDisplay
 from trainer.errors import TrainerError
-from trainer.ranks import Line, ranks_of, run_ranks
-from trainer.training.screen import Screen
 
-JOB = "python"  # any job id makes the ranks tell their events
+JOB = "python"  # with a job id, ranks print their events
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a training left behind; the scores are those of its best epoch, nan without validation."""
+    """Files and scores of a training. Scores are those of the best epoch, nan without validation."""
 
     folder: Path
     best: Path
     last: Path
-    scores: dict[str, float]  # map50 and map; top1, top5 of a classifier; miou, accuracy of masks
+    scores: dict[str, float]  # map50 and map; top1 and top5; or miou and accuracy
     seconds: float
-    history: list[dict[str, float]]  # results.csv, a row per epoch
+    history: list[dict[str, float]]  # rows of results.csv, one per epoch
 
     @property
     def map50(self) -> float:
@@ -53,65 +56,60 @@ def train(
     callback: str | Callback = "",
     **options: Any,
 ) -> Result:
-    """Train as `trainer train` does and wait for the end; its options are the keywords (`cos_lr=True`, `batch=64`).
+    """Train like `trainer train`, with its options as keywords (`cos_lr=True`, `batch=64`), and return the result.
 
-    One rank for each of several devices (`device=[0, 1]`), or `ranks` of them (`device="cpu"`). `data` and `cfg` also
-    take a function of an importable module, or its import path; so does `callback`, and an instance of Callback, which
-    is told in this process. Raises TrainerError with the message of the rank that failed; Ctrl-C stops all ranks.
+    Raises TrainerError with the message of the first failed rank. Ctrl-C stops all ranks.
+
+    Args:
+        device: one rank per device: `device=[0, 1]`
+        ranks: number of ranks, where it differs from the number of devices: `device="cpu", ranks=2`
+        callback: a Callback, called in this process; or a class or its import path, for the ranks
+        options: `data` and `cfg` also accept a function of an importable module
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise TrainerError(
-            "train() starts its own ranks, and this is already one", "start the program without torchrun"
-        )
+        raise TrainerError("train() starts its own ranks, but RANK is set", "start the program without torchrun")
     devices = str(device) if isinstance(device, (str, int)) else _text(list(device))
     count = ranks_of(devices, options.get("parallel", "ddp")) if ranks is None else ranks
     if count < 1:
         raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
-    here = callback if isinstance(callback, Callback) else None
-    options |= {"device": devices, "callback": "" if here else callback}
+    local_callback = callback if isinstance(callback, Callback) else None
+    options |= {"device": devices, "callback": "" if local_callback else callback}
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
-    told = _Told(count, here)
-    failed = run_ranks(["train", *_arguments(options)], count, {**environment, contract.JOB_ID: JOB}, told.line)
-    told.screen.end_epoch()
+    events = _EventReader(count, local_callback)
+    failed = run_ranks(
+        ["train", *_arguments(options)], local_ranks(count), {**environment, contract.JOB_ID: JOB}, events.line
+    )
+    events.screen.end_epoch()
     if failed:
-        raise told.failure(failed)
-    if not told.done:
+        raise events.failure(failed)
+    if not events.done:
         raise TrainerError("the ranks ended without a result")
-    best = Path(told.done["best"]).resolve()
+    best = Path(events.done["best"]).resolve()
     return Result(
         folder=best.parent,
         best=best,
         last=best.with_name("last.pt"),
-        scores={k: v for k, v in told.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
-        seconds=told.done["seconds"],
+        scores={k: v for k, v in events.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
+        seconds=events.done["seconds"],
         history=_history(best.with_name("results.csv")),
     )
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """Keywords as the command line's words; one that the command line does not know is an error."""
-    import typer
-
-    from trainer.cli import app
-
-    command: Any = typer.main.get_command(app)
-    known = {parameter.name: parameter for parameter in command.commands["train"].params}
-    words: list[str] = []
+    """Return the keywords as command-line arguments; raise TrainerError for an unknown one."""
+    known = [each.name for each in dataclasses.fields(Settings)] + ["cos_lr"]
+    arguments: list[str] = []
     for name, value in options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise TrainerError(
                 f"train() has no option {name!r}", f"did you mean {near[0]!r}?" if near else "see: trainer train --help"
             )
-        option = known[name]
-        if option.is_flag:
-            if value:
-                words.append(option.opts[0])
-            elif option.secondary_opts:
-                words.append(option.secondary_opts[0])
-        elif value is not None:
-            words.append(f"{option.opts[0]}={_text(value)}")
-    return words
+        if value is True:
+            arguments.append(option_of(name))
+        elif value is not None and value is not False:  # 0 is a value
+            arguments.append(f"{option_of(name)}={_text(value)}")
+    return arguments
 
 
 def _text(value: Any) -> str:
@@ -121,34 +119,34 @@ def _text(value: Any) -> str:
 
 
 def _import_path(value: Callable[..., Any]) -> str:
-    """Where the ranks, which are other processes, can import a function or class."""
+    """Return the import path of a function or class, for the ranks' processes."""
     module, name = value.__module__, value.__qualname__
     if module == "__main__" or "<" in name:
         raise TrainerError(
-            f"the ranks cannot import {name} from {module}", "put it into a file beside this one, at its top level"
+            f"the ranks cannot import {name} from {module}", "define it at the top level of a module next to this file"
         )
     return f"{module}:{name}"
 
 
-class _Told:
-    """What the ranks have said: shown, handed to the callback, and kept for the result or the error."""
+class _EventReader:
+    """Reader of the ranks' output: shows it, calls the callback, keeps the result and the failures."""
 
     def __init__(self, count: int, callback: Callback | None) -> None:
-        self.screen = Screen(lit=True, listening=False)
+        self.screen = TrainingDisplay(enabled=True, launched=False)
         self.done: dict[str, Any] = {}
-        self._count, self._callback = count, callback
+        self._callback = callback
         self._failures: list[dict[str, Any]] = []
         self._stderr = [collections.deque[str](maxlen=100) for _ in range(count)]
         self._epoch = 0
 
     def line(self, line: Line) -> None:
-        """Take one line of a rank."""
+        """Handle one line of a rank."""
         if line.stderr:
             self._stderr[line.rank].append(line.text)
         elif line.text.startswith(contract.EVENT_MARK):
             self._event(json.loads(line.text.removeprefix(contract.EVENT_MARK)))
         else:
-            self.screen.say(line.text if line.rank == 0 else f"rank {line.rank}: {line.text}")
+            self.screen.print(line.text if line.rank == 0 else f"rank {line.rank}: {line.text}")
 
     def _event(self, event: dict[str, Any]) -> None:
         kind = event.pop("event")
@@ -166,37 +164,28 @@ class _Told:
         if kind == contract.DONE:
             self.done = fields
         if self._callback:
-            tell(self._callback, kind, fields)
+            dispatch(self._callback, kind, fields)
 
     def failure(self, failed: Mapping[int, int]) -> TrainerError:
-        """The error of the rank that others failed for, if any: an error of the user, a signal, a defect."""
-        told = {event["rank"]: event for event in reversed(self._failures)}
-
-        def precedence(rank: int) -> tuple[int, float]:
-            event = told.get(rank)
-            if event:
-                if event["exit_code"] == contract.EXIT_BAD_INPUT:
-                    return 0, event["time"]
-                return 5 if event["hint"] else 2, event["time"]  # a hint is for those that have lost another rank
-            if failed[rank] == -signal.SIGABRT and any("NCCL" in line for line in self._stderr[rank]):
-                return 4, 0  # how NCCL's watchdog ends a rank that has lost another one
-            return 1 if failed[rank] < 0 else 3, 0
-
-        rank = min(failed, key=precedence)
-        where = f"rank {rank}" if self._count > 1 else "the training"
-        code, event = failed[rank], told.get(rank)
-        if event and event["exit_code"] == contract.EXIT_BAD_INPUT:
+        """Return the first error of the ranks' events; without one, that of a rank that ended by itself."""
+        causes = [event for event in self._failures if not event["echo"]]
+        if causes:
+            event = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]))
+            if event["exit_code"] == contract.EXIT_RUN_ME_AGAIN:
+                return TrainerError("a signal stopped the training after a checkpoint", "to continue, pass resume")
+            if event["exit_code"] != contract.EXIT_BAD_INPUT:
+                print(*self._stderr[event["rank"]], sep="\n", file=sys.stderr)  # its traceback
             return TrainerError(event["error"], event["hint"])
-        if code == contract.EXIT_RUN_ME_AGAIN:
-            return TrainerError("the training was stopped by a signal, after a checkpoint", "go on with resume")
-        print(*self._stderr[rank], sep="\n", file=sys.stderr)  # its traceback
-        if event:
-            return TrainerError(f"{where}: {event['error']}", event["hint"])
-        return TrainerError(f"{where} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
+        echoes = {event["rank"] for event in self._failures}
+        # NCCL's watchdog aborts a rank after another has ended.
+        rank = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
+        print(*self._stderr[rank], sep="\n", file=sys.stderr)
+        code = failed[rank]
+        return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
 
 
 def _number(value: Any) -> Any:
-    """JSON has no word for nan, which the events write as null."""
+    """Return nan for null: JSON has no nan."""
     return math.nan if value is None else value
 
 

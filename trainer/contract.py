@@ -1,4 +1,4 @@
-"""The names that launcher and trainer share (docs/contract.md); the launcher has an equal copy of this file."""
+"""Names shared by `cluster` and `trainer` (docs/reference/contract.md), in two equal copies of this file."""
 
 JOB_ID = "CLUSTER_JOB_ID"
 ATTEMPT = "CLUSTER_ATTEMPT"

@@ -1,8 +1,8 @@
-"""The one error that a user causes: it says what is wrong and what to do, and it carries no traceback."""
+"""Error of the user's input, printed without a traceback."""
 
 
 class TrainerError(Exception):
-    """Bad input: `message` says what, where and why in one line; `hint` says what to do next (may be empty)."""
+    """Bad input: `message` is one line with what, where and why; `hint` is the next step, or ""."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)

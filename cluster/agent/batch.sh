@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# The rest of a batch script. The lines above it set `run` (the job's folder), `nodes`, `port`, `max_restarts`,
+# The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. The lines above it set `run` (the job's folder), `nodes`, `port`, `max_restarts`,
 # `first_attempt` and `node` (the script of a node).
 set -u
 restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
@@ -12,7 +12,7 @@ fail() {
     exit "$code"
 }
 
-# The nodes that Slurm gave: the first is the master. Exit code 78: the run directory is not the same folder on all.
+# The first node that Slurm assigned is the master. Exit code 78: the nodes do not share the run directory.
 [ "$restarts" -le "$max_restarts" ] || fail 75 "it was restarted $max_restarts times (--max-restarts)"
 [ -z "${CLUSTER_SUBMITTED:-}" ] || [ -e "$run/submitted" ] || fail 78 "$(hostname): there is no $run"
 mkdir -p -- "$out" || fail 78 "$(hostname): cannot make $out"
@@ -26,7 +26,7 @@ lacks=$(srun --nodes="$nodes" --ntasks-per-node=1 bash -c '[ -e "$1" ] || hostna
 [ -z "$lacks" ] || fail 78 "$run of ${hosts[0]} is another folder than that of" $lacks
 export CLUSTER_HOSTS="${hosts[*]}" PET_MASTER_ADDR="${hosts[0]}"
 
-# The port comes from the job's number, so that jobs which share a node try different ones; another where one is taken.
+# The port derives from the job's number, so that jobs on one node differ. A port in use is skipped.
 taken() {
     timeout 1 bash -c ": < /dev/tcp/127.0.0.1/$1" 2>/dev/null || [ -n "$(ss -Hltn "sport = :$1" 2>/dev/null)" ]
 }
@@ -41,34 +41,33 @@ else
 fi
 export PET_MASTER_PORT="$port"
 
-# One task on each node runs the node's script. 75 means "checkpointed, run me again": no reason to end the other nodes
-# before they have ended with 75, too. The traps keep this shell, and what it has started within Slurm's reach, where that
-# goes by parents.
+# One task on each node runs the node's script. After 75 ("checkpoint written, run me again") the other nodes are not
+# killed, because they exit with 75, too. The trap keeps this shell alive, so that Slurm tracks its children.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # shellcheck disable=SC2016
 task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
 # shellcheck disable=SC2317,SC2329
-tell() {
+signal_nodes() {
     # shellcheck disable=SC2016
     local text='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s "$2" "$pid"'
-    srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$text" tell "$out" "$1"
+    srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$text" signal "$out" "$1"
 }
 srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node" &
 srun=$!
 stopped=
-trap 'tell USR2' USR2
-trap 'stopped=yes; tell TERM' TERM
+trap 'signal_nodes USR2' USR2
+trap 'stopped=yes; signal_nodes TERM' TERM
 wait "$srun"
 code=$?
 while kill -0 "$srun" 2>/dev/null; do # a signal ends `wait` before srun has ended
     wait "$srun"
     code=$?
 done
-wait "$srun" 2>/dev/null # and once more, where both came at once: 127 means that its code is known
+wait "$srun" 2>/dev/null # again, if both happened at once: 127 means that the code is known
 last=$?
 [ "$last" = 127 ] || code=$last
 
-# Again after a checkpoint, or where a node left no exit code (7x: it refused to start).
+# Requeue after a checkpoint, or if a node has no exit code (7x: its script failed before the agent).
 again=
 for rank in $(seq 0 $((nodes - 1))); do
     read -r ended _ 2>/dev/null < "$out/node-$rank.exit" || ended=nothing
@@ -77,7 +76,7 @@ for rank in $(seq 0 $((nodes - 1))); do
         nothing:0 | nothing:7?) ;;
         nothing:*)
             again="nothing from ${hosts[$rank]}"
-            # Slurm finds out by itself that a node is dead, and takes another. Before that it would give the same again.
+            # Wait until Slurm detects the dead node. Before that it would assign the same node again.
             [ -n "$stopped" ] || timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true ||
                 sleep 900 ;;
     esac

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Functions of the scripts that the launcher runs on machines.
 
-# Whether something can be written in the folder $1: a full disk has the rights as well.
+# Whether the folder $1 is writable and its disk is not full.
 can_write() {
     local probe ok
     mkdir -p -- "$1" && probe=$(mktemp -- "$1/.probe.XXXXXX") || return 1
@@ -11,7 +11,7 @@ can_write() {
     return $ok
 }
 
-# Why a file of 4 KB cannot be written beside $1; nothing where it can.
+# Prints why a file of 4 KB cannot be written next to $1, or nothing.
 no_room() {
     { printf '%4096s' "" > "$1.room.tmp"; } 2>&1 | sed -n 's/.*: //p'
     rm -f -- "$1.room.tmp"
@@ -20,7 +20,7 @@ no_room() {
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# The folder of this user's locks, one for each GPU: the script of a node holds them until its last process has ended.
+# The folder of this user's GPU locks. The processes of a node's script hold them until the last one has ended.
 locks() { printf '%s\n' "${TMPDIR:-/tmp}/clusterctl-$(id -u)"; }
 
 # A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
@@ -55,8 +55,7 @@ nodes() {
         echo
     done
 }
-# Why the node $1 is in the state $2. A disk without room has taken neither the exit code nor the log's last lines. A
-# runtime, or the script itself, that refused to start the agent has printed why.
+# Prints why the node $1 is in the state $2: a full disk, or the error of the runtime or script before the agent started.
 why() {
     local room
     room=$(no_room "$1")

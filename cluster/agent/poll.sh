@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2034
-# The state of a job's nodes on this machine. $1 the job, $2 how much of a log at once, then FOLDER NODE OFFSET for each.
-# Before the nodes' lines: this machine's clock.
+# Prints this machine's clock, then the state of a job's nodes. $1 job, $2 bytes of a log at most, then FOLDER NODE OFFSET
+# for each node.
 most=$2
 shift 2
 

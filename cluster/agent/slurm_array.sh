@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Submits a job array. The input is its batch script, which becomes the file $1. Then the folders of its jobs, --, and the command
-# that submits. Each folder gets the number of its task in `submitted`. Prints what the command prints.
+# Submits a job array. Reads its batch script from stdin and writes it to $1; then the folders of its jobs, --, and the
+# command that submits. Writes each task's number to `submitted` in its folder. Prints the command's output.
 path=$1
 shift
 folders=()

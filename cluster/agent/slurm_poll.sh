@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034
-# The state of a Slurm job's nodes, from its login node. $1 the job, $2 how much of a log at once, $3 columns of squeue, $4 the
-# job's folder, $5 how old in seconds squeue's answer may be (one call serves all jobs), then FOLDER NODE OFFSET for each node.
-# Before the nodes' lines: squeue's line of the job; sacct's line if squeue has none; the attempt that runs and its hosts; what
-# keeps squeue from answering; the batch script's error. A task of an array has the number ARRAY_TASK in `submitted`.
+# Prints the state of a Slurm job's nodes, on its login node. $1 job, $2 bytes of a log at most, $3 squeue's columns, $4 the
+# job's folder, $5 maximum age in seconds of squeue's cached output, then FOLDER NODE OFFSET for each node. Five lines come
+# first: the clock; squeue's line, or empty; attempt and hosts; squeue's error; the batch script's error.
+# A task of an array has the number ARRAY_TASK in `submitted`.
 job=$1 most=$2 format=$3 folder=$4 old=$5
 shift 5
 
@@ -22,12 +22,8 @@ case $number in
         'substr($0, 67, 16) + 0 == array && substr($0, 83, 12) + 0 == task && substr($0, 83, 1) != "N"' "$cache") ;;
     *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
 esac
+date +%s.%N
 echo "$line"
-if [ -z "$line" ] && [ -n "$number" ]; then
-    timeout 10 sacct --noheader --parsable2 --allocations --jobs "$number" --format JobID,State,ExitCode,NodeList 2>/dev/null |
-        tail -n 1 | tr -d '\n'
-fi
-echo
 head -n 1 "$folder/attempt" 2>/dev/null || echo
 head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
 grep '^error: ' "$folder/slurm.log" 2>/dev/null | tail -n 1 | tr -d '\n'; echo

@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# Submits a batch script. $1 the attempt's folder, $2 the job's, $3 how many lines of the input are secrets, $4 how many after
-# them are the agent (the batch script follows), then the command that submits. Prints what the command prints, and keeps it in
-# `submitted`.
+# Submits a batch script. $1 the attempt's folder, $2 the job's folder, $3 lines of secrets on stdin, $4 lines of the agent
+# after them (the batch script follows), then the command that submits. Prints its output and writes it to `submitted`.
 dir=$1 folder=$2 secrets=$3 agent=$4
 shift 4
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1
@@ -15,7 +14,7 @@ CLUSTER_SUBMITTED=yes "$@" > "$folder/submitted.tmp"
 code=$?
 cat -- "$folder/submitted.tmp"
 mv -- "$folder/submitted.tmp" "$folder/submitted"
-# What squeue answered before does not have the job.
+# The cached output of squeue does not contain the job.
 exec 9>> "${folder%/*}/.squeue.lock"
 flock -w 20 9
 rm -f -- "${folder%/*}/.squeue"

@@ -1,7 +1,6 @@
 # shellcheck shell=bash
-# Starts a node's script in a session of its own. $1 the attempt's folder, $2 the node, $3 the job, $4 its GPUs, $5 how many
-# lines of the input are secrets, $6 how many after them are the agent; the script follows. Exits with 74 where another job
-# holds a GPU, and prints that job's name.
+# Starts a node's script in its own session. $1 the attempt's folder, $2 node, $3 job, $4 GPUs, $5 lines of secrets on
+# stdin, $6 lines of the agent after them; the script follows. Exits with 74 and prints the job that holds a GPU.
 umask 077
 mkdir -p -- "$1" || exit 1
 if [ "$5" -gt 0 ]; then mapfile -n "$5" lines && printf %s "${lines[@]}" > "$1/$2.secrets" || exit 1; fi

@@ -1,15 +1,30 @@
 # shellcheck shell=bash
-# Ends the job $1 on this machine: SIGTERM, which the agents pass on to their ranks, and after $2 tenths of a second SIGKILL
-# to what is left. Prints a line `process PID` for each that survives.
-for pid in $(pids "$1"); do
+# Stops the job $1 on this machine: its processes, then its containers in the engines $3... Processes get SIGTERM, which
+# the agents forward to their ranks, and SIGKILL after $2 seconds. Prints what remains: `process PID`, `container ID`.
+job=$1 grace=$2
+shift 2
+for pid in $(pids "$job"); do
     grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ" || kill -TERM "$pid" 2>/dev/null
 done
-for _ in $(seq "$2"); do [ -n "$(pids "$1")" ] || break; sleep 0.1; done
+for _ in $(seq $((grace * 10))); do [ -n "$(pids "$job")" ] || break; sleep 0.1; done
 for _ in 1 2 3 4 5; do
-    left=$(pids "$1")
+    left=$(pids "$job")
     [ -n "$left" ] || break
     # shellcheck disable=SC2086
     kill -KILL $left 2>/dev/null
     sleep 0.2
 done
 for pid in $left; do echo "process $pid"; done
+for engine; do
+    command -v "$engine" >/dev/null || continue
+    listed() { "$engine" ps -aq --filter "label=CLUSTER_JOB_ID=$job"; }
+    left=$(listed)
+    # shellcheck disable=SC2086
+    [ -z "$left" ] || "$engine" stop -t $((grace > SECONDS ? grace - SECONDS : 0)) $left >/dev/null 2>&1
+    left=$(listed)
+    # shellcheck disable=SC2086
+    [ -z "$left" ] || "$engine" rm -f $left >/dev/null 2>&1
+    # A container that removes itself (--rm) is still listed for a moment.
+    for _ in $(seq 20); do left=$(listed); [ -n "$left" ] || break; sleep 0.5; done
+    for container in $left; do echo "container $container"; done
+done

@@ -1,30 +1,27 @@
-"""What would go wrong on the nodes, before it does: looks at every node once, tries connections and the link, judges.
+"""Diagnosis of the nodes before a launch: probes each node, tests connections, measures the link, reports findings.
 
-What a node says is read in `probe`; what it means is decided by the functions of CHECKS, which do nothing else.
+`probe.sh` collects the facts of a node. The functions of CHECKS are pure and turn facts into verdicts.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cluster import resources
-from cluster.config import DEFAULT_IMAGE
-from cluster.doctor import data as data_check
-from cluster.doctor import engine, link, machine, network, peers, probe, slurm, windows
-from cluster.doctor.findings import Finding, Seen, exit_code
-from cluster.doctor.link import Link
-from cluster.errors import ClusterError, UsageError
-from cluster.fanout import each
-from cluster.model import Inventory, Node
-from cluster.shells import LocalShell, reach
+from cluster.agent import scripts
+from cluster.doctor import engine, link, machine, network, slurm
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, exit_code, judge, parse
+from cluster.errors import ClusterError, UnreachableError, UsageError
+from cluster.spec.defaults import DEFAULT_IMAGE
+from cluster.spec.model import Inventory, Node
+from cluster.transport import LocalShell, reach
+from cluster.transport.parallel import each
 
 __all__ = ["CHECKS", "Finding", "Report", "examine", "exit_code"]
 
-#: The checks that judge what one look at each node saw, in the order of the report.
-CHECKS: dict[str, Callable[[Seen], list[Finding]]] = {
+#: The checks that need only the facts of the probe, in the order of the report.
+CHECKS: dict[str, Check] = {
     "clock": machine.clock,
     "address": network.address,
     "names": network.names,
@@ -32,28 +29,28 @@ CHECKS: dict[str, Callable[[Seen], list[Finding]]] = {
     "gpus": engine.gpus,
     "image": engine.image,
     "architecture": engine.architecture,
+    "versions": engine.versions,
     "shm": machine.shm,
     "limits": machine.limits,
     "disk": machine.disk,
     "run_dir": machine.run_dir,
     "user": machine.user,
-    "leftovers": machine.leftovers,
-    "wsl": windows.wsl,
+    "orphans": machine.orphans,
+    "wsl": machine.wsl,
 }
-#: All that can be left out, with those that need a second look; the login is none of them.
-ORDER = (*CHECKS, "versions", "data", "reachable", "link")
+#: All checks in the order of the report. --skip accepts all except the login.
+ORDER = ("login", *CHECKS, "data", "reachable", "link")
+#: The all-reduce is not tried if one of these checks fails.
+_NEEDED_FOR_LINK = ("address", "names", "runtime", "image", "architecture", "versions", "reachable")
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was found: the login, then in the order of ORDER.
-
-    `link` is None unless the link was measured.
-    """
+    """Findings of all checks on `nodes`, in the order of the checks."""
 
     findings: tuple[Finding, ...]
+    nodes: tuple[str, ...]
     seconds: float
-    link: Link | None = None
 
 
 def examine(
@@ -62,131 +59,113 @@ def examine(
     image: str = "",
     data: Sequence[str] = (),
     skip: Sequence[str] = (),
-    port: int = 0,
     jobs: frozenset[str] = frozenset(),
     nodes: int = 2,
     gpus: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Look at all nodes and judge; `say` is told what is being done. Raises UsageError for an unknown check.
+    """Run all checks on all nodes and return the report. The nodes are not changed.
 
-    `jobs` are those known to run: what they have on the nodes is not left over. `data` are folders of this machine.
-    Nothing is changed on the nodes. Of a Slurm cluster one job looks at `nodes` nodes, and asks for `gpus` on each
-    where the device is cuda.
+    Args:
+        inventory: the nodes, or the login node of a Slurm cluster.
+        image: the container image to check; "" is the inventory's.
+        data: folders of this machine that must be the same on every node.
+        skip: names of checks to leave out.
+        jobs: ids of running jobs, whose containers and processes are not orphans.
+        nodes: Slurm: number of nodes that one short job checks.
+        gpus: Slurm: GPUs per node that the job requests if the device is cuda.
+        say: receives one line of progress per step.
+
+    Raises:
+        UsageError: `skip` has an unknown check, or a folder of `data` does not exist.
     """
-    began = time.monotonic()
-    if inventory.backend == "slurm":
-        _refuse_unknown(skip, slurm.ORDER)
-        image = image or inventory.image
-        findings = slurm.look(inventory, image=image, data=data, skip=skip, nodes=nodes, gpus=gpus, say=say)
-        findings.sort(key=lambda finding: slurm.ORDER.index(finding.check))
-        return Report(tuple(findings), time.monotonic() - began)
-    _refuse_unknown(skip, ORDER)
-    image = image or inventory.image or DEFAULT_IMAGE
-    known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
-    inventory = replace(inventory, nodes=known)
-    say(f"looking at {len(inventory.nodes)} nodes")
-    seen, findings = _look(inventory, image, jobs)
-    for check, judge in CHECKS.items():
-        if check not in skip:
-            findings += judge(seen)
-    able = _able(seen, findings)
-    if able.nodes and "versions" not in skip:
-        say("reading what the image holds")
-        findings += engine.versions(_with_versions(able))
-    if data and "data" not in skip:
-        say(f"comparing {', '.join(data)}")
-        findings += data_check.data(seen, data)
-    if "reachable" not in skip:
-        say("connecting every node to every other")
-        findings += network.reachable(seen, *peers.dial(seen, port))
-    measured = None
-    if "link" not in skip and len(seen.nodes) > 1:
-        say("measuring the link (torch starts on every node)")
-        measured, said = _measure(seen, able, findings)
-        findings += said
-    findings.sort(key=lambda finding: ("login", *ORDER).index(finding.check))
-    return Report(tuple(findings), time.monotonic() - began, measured)
-
-
-def _refuse_unknown(skip: Sequence[str], known: Sequence[str]) -> None:
+    start = time.monotonic()
+    order = slurm.ORDER if inventory.backend == "slurm" else ORDER
     for check in skip:
-        if check not in known:
-            raise UsageError(f"--skip {check!r}: there is no such check", f"one of: {', '.join(known)}")
+        if check not in order[1:]:
+            raise UsageError(f"--skip {check!r}: unknown check", f"one of: {', '.join(order[1:])}")
+    data = () if "data" in skip else data
+    image = image or inventory.image
+    names = tuple(node.name for node in inventory.nodes)
+    if inventory.backend == "slurm":
+        findings = slurm.examine(inventory, image=image, data=data, nodes=nodes, gpus=gpus, say=say)
+        names = tuple(dict.fromkeys(each.node for each in findings if each.check in slurm.CHECKS)) or names
+    else:
+        findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
+    findings = [finding for finding in findings if finding.check not in skip]
+    findings.sort(key=lambda finding: order.index(finding.check))
+    return Report(tuple(findings), names, time.monotonic() - start)
 
 
-def _look(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[Seen, list[Finding]]:
+def _examine_machines(
+    inventory: Inventory,
+    image: str,
+    data: Sequence[str],
+    skip: Sequence[str],
+    jobs: frozenset[str],
+    say: Callable[[str], None],
+) -> list[Finding]:
+    known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
+    say(f"probing {len(known)} nodes")
+    seen, findings = _probe_all(replace(inventory, nodes=known), image, jobs)
+    findings += judge({name: check for name, check in CHECKS.items() if name not in skip}, seen)
+    if data:
+        say(f"comparing {', '.join(data)}")
+        findings += machine.data(seen.nodes, data)
+    if "reachable" not in skip and len(seen.nodes) > 1:
+        say("testing connections between all nodes")
+        findings += network.reachable(seen)
+    if "link" in skip or len(seen.nodes) < 2:
+        return findings
+    failed = dict.fromkeys(f.node for f in findings if f.level == "failure" and f.check in _NEEDED_FOR_LINK)
+    if failed:
+        why = "not measured because of the failures above"
+        fix = "fix them first, then: clusterctl doctor"
+        return [*findings, Finding("link", " ".join(failed), "warning", why, fix)]
+    say("measuring the link (torch starts on every node)")
+    return findings + link.measure(seen)
+
+
+def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
     addresses = list(dict.fromkeys(node.address for node in inventory.nodes if node.address))
-
-    def one(node: Node) -> tuple[probe.Facts, float]:
-        facts = probe.look(node, image, addresses)
-        # its own short command on the open connection: half the way there and back is all that can be wrong with it
-        before = time.time()
-        told = reach(node).run(["date", "+%s.%N"]).out
-        after = time.time()
-        try:
-            return facts, float(told) - (before + after) / 2
-        except ValueError:
-            return facts, 0.0
-
     findings, facts, clock_s = [], {}, {}
-    for name, result in each(inventory.nodes, one).items():
+    for name, result in each(inventory.nodes, lambda node: _probe(node, image, addresses)).items():
         if isinstance(result, ClusterError):
-            # of "gpu-a (ann@10.0.0.5:22): ..." the name has a column of its own
-            why = re.sub(r"^\((\S+)\): ", r"\1: ", result.message.removeprefix(f"{name}: ").removeprefix(f"{name} "))
-            findings.append(Finding("login", name, "failure", why, result.hint or "clusterctl doctor, once more"))
+            why = result.message.removeprefix(f"{name}: ")
+            findings.append(Finding("login", name, "failure", why, result.hint or "clusterctl doctor"))
         else:
             facts[name], clock_s[name] = result
-            findings.append(Finding("login", name, "ok", "answers, its host key is known"))
-    return Seen(
+            findings.append(Finding("login", name, "ok", "reachable, host key known"))
+    return NodeFacts(
         nodes=tuple(node for node in inventory.nodes if node.name in facts),
         facts=facts,
         image=image,
-        image_id=_own_image_id(image),
+        image_id=_local_image_id(image),
         device=inventory.device,
         clock_s=clock_s,
         jobs=jobs,
     ), findings
 
 
-def _own_image_id(image: str) -> str:
-    if not image:
-        return ""
+def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
+    """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
+    words = [*engine.probe_words(node, image), *addresses]
+    done = reach(node).run(["bash", "-c", scripts.text("doctor/probe.sh"), "probe", *words], timeout_s=TIMEOUT_S)
+    facts = parse(done.out)
+    if "end" not in facts.every("probe"):
+        raise UnreachableError(
+            f"{node.name}: commands do not run there: {done.last_line}", f'ssh {node.login} "bash --version"'
+        )
+    # A short command on the open connection limits the error to half its round trip.
+    before = time.time()
+    remote = reach(node).run(["date", "+%s.%N"]).out
+    after = time.time()
+    return facts, float(remote) - (before + after) / 2
+
+
+def _local_image_id(image: str) -> str:
     try:
         found = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
     except ClusterError:
         return ""
     return found.out.strip() if found.code == 0 else ""
-
-
-def _able(seen: Seen, findings: Sequence[Finding]) -> Seen:
-    """The nodes that can start the image: what the second look needs."""
-    in_the_way = {
-        finding.node
-        for finding in findings
-        if finding.level == "failure" and finding.check in ("runtime", "image", "architecture")
-    }
-    nodes = (node for node in seen.nodes if node.name not in in_the_way and (seen.image or node.runtime == "none"))
-    return replace(seen, nodes=tuple(nodes))
-
-
-def _with_versions(able: Seen) -> Seen:
-    node = able.nodes[0]
-    if node.runtime == "none":
-        return replace(able, versions=able.facts[node.name])
-    program = resources.text("doctor/versions.py")
-    argv = [node.runtime, "run", "--rm", "--entrypoint", "python3", able.image, "-c", program]
-    try:
-        told = reach(node).run(argv, timeout_s=30)
-    except ClusterError:
-        return able
-    return replace(able, versions=probe.parse(told.out)) if told.code == 0 else able
-
-
-def _measure(seen: Seen, able: Seen, findings: Sequence[Finding]) -> tuple[Link | None, list[Finding]]:
-    wrong = {f.node for f in findings if f.level == "failure" and f.check in ("address", "names", "reachable")}
-    names = [node.name for node in seen.nodes if node not in able.nodes or node.name in wrong]
-    if not names:
-        return link.measure(able, able.image)
-    why = "not measured: see above"
-    return None, [Finding("link", " ".join(names), "warning", why, "mend those first, then: clusterctl doctor")]

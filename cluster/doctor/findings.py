@@ -1,38 +1,68 @@
-"""What a check says of a node: fine, worth knowing, or in the way of a launch - and then what to type."""
+"""Facts, which `probe.sh` prints on a node, and findings, which the checks derive from facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from cluster.doctor.probe import Facts
-from cluster.model import Node
+from cluster.spec.model import Node
 
+TIMEOUT_S = 60.0
 Level = Literal["ok", "warning", "failure"]
 
-EXIT_FINE = 0
-EXIT_WOULD_STOP = 3
-EXIT_UNREACHABLE = 5
+
+@dataclass(frozen=True)
+class Facts:
+    """The output of a probe: every key with its values, in the order of the output."""
+
+    values: Mapping[str, tuple[str, ...]]
+
+    def text(self, key: str) -> str:
+        """Return the first value, or "" if the key is absent."""
+        return self.values.get(key, ("",))[0]
+
+    def every(self, key: str) -> tuple[str, ...]:
+        """Return all values."""
+        return self.values.get(key, ())
+
+    def number(self, key: str, nth: int = 0) -> int:
+        """Return the nth word of the first value as a number, 0 if it is not one."""
+        words = self.text(key).split()
+        return int(words[nth]) if len(words) > nth and words[nth].isdigit() else 0
+
+    def pairs(self, key: str) -> list[tuple[str, str]]:
+        """Return every value, split at its first blank."""
+        cut = (value.partition(" ") for value in self.every(key))
+        return [(first, rest) for first, _, rest in cut]
+
+    def has(self, tool: str) -> bool:
+        """Return whether the node has this program."""
+        return tool in self.every("has")
+
+
+def parse(text: str) -> Facts:
+    """Return the facts in a probe's output."""
+    values: dict[str, tuple[str, ...]] = {}
+    for line in text.splitlines():
+        key, is_fact, value = line.partition("=")
+        if is_fact and value.strip():
+            values[key] = (*values.get(key, ()), value.strip())
+    return Facts(values)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of the report; every warning and failure has a `fix`."""
+class NodeFacts:
+    """Input of the checks: the reachable nodes with their facts.
 
-    check: str
-    node: str
-    level: Level
-    detail: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Everything that is known when the checks judge: `nodes` are those that answered, with their facts.
-
-    `image_id` is the launching machine's ("": it has none), `clock_s` each node's clock minus this machine's, `jobs`
-    the jobs that are known to run, `versions` what the image holds (None: nobody could look).
+    Attributes:
+        nodes: the nodes that could be reached.
+        facts: the facts of each node, by its name.
+        image: the container image to check.
+        image_id: the id of `image` on this machine, "" if it is absent.
+        device: "cuda" or "cpu".
+        clock_s: each node's clock minus this machine's, in seconds.
+        jobs: the ids of running jobs.
     """
 
     nodes: tuple[Node, ...]
@@ -42,19 +72,58 @@ class Seen:
     device: str = "cuda"
     clock_s: Mapping[str, float] = field(default_factory=dict)
     jobs: frozenset[str] = frozenset()
-    versions: Facts | None = None
+
+
+class Verdict(NamedTuple):
+    """The result of a check on one node; a warning and a failure have a `fix`."""
+
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+#: A check of one node, which may compare it with the others. None: it does not apply to this node.
+Check = Callable[[Node, Facts, NodeFacts], Verdict | None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: a verdict with its check and its node."""
+
+    check: str
+    node: str
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+def judge(checks: Mapping[str, Check], seen: NodeFacts) -> list[Finding]:
+    """Return the findings of all checks on all nodes."""
+    found = []
+    for name, check in checks.items():
+        for node in seen.nodes:
+            verdict = check(node, seen.facts[node.name], seen)
+            if verdict is not None:
+                found.append(Finding(name, node.name, *verdict))
+    return found
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 when nothing would stop a launch, 5 when a machine could not be reached, else 3."""
+    """Return 0 without failures, 5 if a node could not be reached, else 3."""
     failed = {finding.check for finding in findings if finding.level == "failure"}
     if "login" in failed:
-        return EXIT_UNREACHABLE
-    return EXIT_WOULD_STOP if failed else EXIT_FINE
+        return 5
+    return 3 if failed else 0
+
+
+def usual(values: Iterable[str]) -> str:
+    """Return the most frequent value, the first one of several; "" without values."""
+    listed = list(values)
+    return max(listed, key=listed.count, default="")
 
 
 def typed_on(node: Node, facts: Facts | None, command: str, *, root: bool = False) -> str:
-    """The line a user types here to run `command` there, with sudo where it needs root and the login has not."""
+    """Return the line to type on this machine that runs `command` on the node, with sudo if needed."""
     if root and (facts is None or facts.text("uid") != "0"):
         command = f"sudo {command}"
     if not node.login:

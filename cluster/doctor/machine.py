@@ -1,164 +1,132 @@
-"""Judges what is true of a machine by itself: its disk, memory, limits, clock, user, and what earlier jobs left."""
+"""Checks of one machine: disk, shared memory, limits, clock, user, data, WSL and orphans."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from cluster.doctor.findings import Finding, Level, Seen, typed_on
-from cluster.doctor.probe import Facts
-from cluster.model import Node
+from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
+from cluster.errors import ClusterError
+from cluster.spec.model import Node
+from cluster.transport import files
+from cluster.transport.files import Difference
 
 _GB_KB = 1 << 20
-#: A torch loader's batches go through /dev/shm: 16 pictures of 640 px are 80 MB, several wait per rank.
-SHM_NEEDED_KB, SHM_GOOD_KB = _GB_KB // 4, _GB_KB
-DISK_NEEDED_KB, DISK_GOOD_KB = _GB_KB, 5 * _GB_KB
-INODES_NEEDED = 1000
+#: Workers of a DataLoader pass batches through /dev/shm. 16 images of 640 px are 80 MB, and each rank queues several.
+SHM_NEEDED_KB = _GB_KB // 4
+DISK_NEEDED_KB = _GB_KB
 FILES_GOOD = 4096
 CLOCK_S = 2.0
+#: Opens the Hyper-V firewall of WSL with mirrored networking. The GUID is WSL's, equal on every machine.
+_FIREWALL = "Set-NetFirewallHyperVVMSetting -Name '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}' -DefaultInboundAction Allow"
 
 
-def _each(seen: Seen, judge: Callable[[Node, Facts], Finding]) -> list[Finding]:
-    return [judge(node, seen.facts[node.name]) for node in seen.nodes]
+def shm(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that /dev/shm has room for the batches of dataloader workers. Containers use it through --ipc host."""
+    free, total = facts.number("shm_kb"), facts.number("shm_kb", 1)
+    if free >= SHM_NEEDED_KB:
+        return Verdict("ok", "/dev/shm has room")
+    why = f"/dev/shm has {free >> 10} MB free of {total >> 10} MB: dataloader workers fail with 'bus error'"
+    if total >= 4 * SHM_NEEDED_KB:
+        return Verdict("failure", why, f"delete files in it: {typed_on(node, facts, 'ls -lhS /dev/shm')}")
+    return Verdict("failure", why, typed_on(node, facts, "mount -o remount,size=50% /dev/shm", root=True))
 
 
-def shm(seen: Seen) -> list[Finding]:
-    """/dev/shm holds the batches of the loaders' workers: containers see the machine's (--ipc host)."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        left, total = facts.number("shm_kb"), facts.number("shm_kb", 1)
-        if left is None or total is None:
-            fix = typed_on(node, facts, "mount -t tmpfs -o size=8g tmpfs /dev/shm", root=True)
-            return Finding("shm", node.name, "failure", "there is no /dev/shm", fix)
-        fix = typed_on(node, facts, f"mount -o remount,size={_half_memory_gb(facts)}g /dev/shm", root=True)
-        size = f"/dev/shm has {_size(left)} free of {_size(total)}"
-        if left < SHM_NEEDED_KB:
-            if total >= SHM_GOOD_KB:
-                fix = f"see what fills it: {typed_on(node, facts, 'ls -lhS /dev/shm')}"
-            return Finding("shm", node.name, "failure", f"{size}: loaders' workers end with 'bus error'", fix)
-        if left < SHM_GOOD_KB:
-            return Finding("shm", node.name, "warning", f"{size}: enough for few workers", fix)
-        return Finding("shm", node.name, "ok", "/dev/shm has room")
-
-    return _each(seen, judge)
+def limits(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check the limit of open files."""
+    limit = facts.text("nofile")
+    if not limit.isdigit() or int(limit) >= FILES_GOOD:
+        return Verdict("ok", "enough open files")
+    fix = typed_on(node, facts, f"echo '{facts.text('user')} - nofile 65536' >> /etc/security/limits.conf")
+    return Verdict("warning", f"{limit} open files: too few for many workers", f"as root: {fix}")
 
 
-def limits(seen: Seen) -> list[Finding]:
-    """Open files for workers and connections; locked memory where there is InfiniBand."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        files, locked = facts.number("nofile"), facts.text("memlock_kb")
-        user = facts.text("user")
-        if files is not None and files < FILES_GOOD:
-            fix = typed_on(node, facts, f"echo '{user} - nofile 65536' >> /etc/security/limits.conf")
-            why = f"{files} open files: too few for many workers"
-            return Finding("limits", node.name, "warning", why, f"as root: {fix}")
-        if facts.every("infiniband") and locked != "unlimited" and node.runtime == "none":
-            fix = typed_on(node, facts, f"echo '{user} - memlock unlimited' >> /etc/security/limits.conf")
-            why = f"InfiniBand, but {locked} kB of locked memory"
-            return Finding("limits", node.name, "warning", why, f"as root: {fix}")
-        return Finding("limits", node.name, "ok", "open files and locked memory suffice")
-
-    return _each(seen, judge)
+def disk(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check the free space for checkpoints and logs in run_dir."""
+    free = facts.number("run_disk_kb")
+    if free >= DISK_NEEDED_KB:
+        return Verdict("ok", "enough free space")
+    fix = f"free space ({typed_on(node, facts, 'df -h')}), or in cluster.yaml, {node.name}: run_dir: ..."
+    return Verdict("failure", f"{free >> 10} MB free for {facts.text('run_dir')} (run_dir)", fix)
 
 
-def disk(seen: Seen) -> list[Finding]:
-    """Room for checkpoints and logs in run_dir, and for layers where the engine keeps them."""
+def run_dir(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the probe could write a file into run_dir."""
+    folder, why = facts.text("run_dir"), facts.text("unwritable")
+    if not why:
+        return Verdict("ok", f"{folder} is writable")
+    fix = typed_on(node, facts, f"install -d -o {facts.text('user')} {folder}", root=True)
+    if "space" in why or "quota" in why.lower():
+        fix = f"free space: {typed_on(node, facts, f'df -h {folder}')}"
+    return Verdict("failure", f"{folder} cannot be written: {why}", fix)
 
-    def judge(node: Node, facts: Facts) -> Finding:
-        folder = facts.text("run_dir")
-        room = f"make room (see {typed_on(node, facts, 'df -h')}), or in cluster.yaml, {node.name}: run_dir: ..."
-        prune = f"remove images that nobody uses: {typed_on(node, facts, f'{node.runtime} image prune')}"
-        places = (
-            (f"{folder} (run_dir)", facts.number("run_disk_kb"), room),
-            (f"{facts.text('engine_root')} (images)", facts.number("engine_disk_kb"), prune),
+
+def user(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the user id is equal on all nodes, so that files on a shared disk have one owner."""
+    usual_id = usual(seen.facts[each.name].text("uid") for each in seen.nodes)
+    shown = f"{facts.text('user')} ({facts.text('uid')})"
+    if facts.text("uid") == usual_id:
+        return Verdict("ok", shown)
+    why = f"{shown}, most nodes have user id {usual_id}: files on a shared disk have different owners"
+    fix = f"log in as a user with this id on every node (create it with: useradd -u {usual_id} ...)"
+    return Verdict("warning", why, fix)
+
+
+def clock(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Compare clocks with the median of the nodes and this machine: the first failure is found by its time."""
+    median_s = statistics.median([0.0, *seen.clock_s.values()])
+    offset_s = seen.clock_s.get(node.name, median_s) - median_s
+    if abs(offset_s) <= CLOCK_S:
+        return Verdict("ok", f"agrees within {CLOCK_S:g} s")
+    direction = "ahead of" if offset_s > 0 else "behind"
+    why = f"{abs(offset_s):.0f} s {direction} the others: the first failure of a job cannot be determined"
+    return Verdict("failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd")
+
+
+def orphans(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Report containers and processes of jobs that do not run."""
+    found = dict.fromkeys([*facts.every("container"), *facts.every("process")])
+    left = [job for job in found if job not in seen.jobs]
+    return Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc") if left else Verdict("ok", "none")
+
+
+def is_wsl(facts: Facts) -> bool:
+    """Return whether the node is in the Windows Subsystem for Linux."""
+    return "microsoft" in facts.text("kernel").lower()
+
+
+def wsl(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+    """Check the networking mode and the CUDA driver of a node under WSL."""
+    if not is_wsl(facts):
+        return None
+    mode = facts.text("wsl_networking")
+    if node.gpus and not facts.text("libcuda"):
+        why = "WSL has no CUDA driver: /usr/lib/wsl/lib/libcuda.so.1 does not exist"
+        fix = "on Windows: install NVIDIA's driver and run wsl --update (install no driver inside WSL)"
+        return Verdict("failure", why, fix)
+    if len(seen.nodes) > 1 and mode not in ("mirrored", "bridged", ""):
+        why = f"WSL's networking mode is {mode}: other nodes cannot reach this one"
+        fix = (
+            r"on Windows, in %UserProfile%\.wslconfig: [wsl2] networkingMode=mirrored, then: wsl --shutdown; "
+            f"then in PowerShell as administrator: {_FIREWALL}"
         )
-        levels: tuple[tuple[Level, int], ...] = (("failure", DISK_NEEDED_KB), ("warning", DISK_GOOD_KB))
-        for level, least in levels:
-            for place, left, fix in places:
-                if left is not None and left < least:
-                    return Finding("disk", node.name, level, f"{_size(left)} free for {place}", fix)
-        inodes = facts.number("run_inodes")
-        # some file systems count no inodes and say 0 of 0
-        if inodes is not None and facts.number("run_inodes", 1) and inodes < INODES_NEEDED:
-            return Finding("disk", node.name, "failure", f"only {inodes} more files fit for {folder}", room)
-        return Finding("disk", node.name, "ok", "has room")
-
-    return _each(seen, judge)
+        return Verdict("failure", why, fix)
+    return Verdict("ok", f"WSL, networking mode {mode or 'unknown'}")
 
 
-def run_dir(seen: Seen) -> list[Finding]:
-    """A file was written where the job's folder will be."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        folder = facts.text("run_dir")
-        if why := facts.text("unwritable"):
-            make = typed_on(node, facts, f"install -d -o {facts.text('user')} {folder}", root=True)
-            if "space" in why or "quota" in why.lower():
-                make = f"make room: {typed_on(node, facts, f'df -h {folder}')}"
-            return Finding("run_dir", node.name, "failure", f"{folder} cannot be written: {why}", make)
-        return Finding("run_dir", node.name, "ok", f"{folder} is writable")
-
-    return _each(seen, judge)
+def data(nodes: Sequence[Node], folders: Sequence[str]) -> list[Finding]:
+    """Compare each folder with its copy on every node. Raise UsageError if this machine does not have the folder."""
+    remote = [files.with_data_dir(node) for node in nodes if node.login]
+    found = []
+    for folder in folders:
+        results = files.differences(remote, folder) if remote else {}
+        found += [Finding("data", name, *_data(name, folder, result)) for name, result in results.items()]
+    return found
 
 
-def user(seen: Seen) -> list[Finding]:
-    """One user id everywhere, so that files of a common folder belong to one user."""
-    uids = {node.name: seen.facts[node.name].text("uid") for node in seen.nodes}
-    usual = max(uids.values(), key=list(uids.values()).count, default="")
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        shown = f"{facts.text('user')} ({facts.text('uid')})"
-        if uids[node.name] != usual:
-            fix = f"log in as the same user everywhere (the user id is made by: useradd -u {usual} ...)"
-            why = f"{shown}, elsewhere the user id is {usual}: files of a common folder belong to strangers"
-            return Finding("user", node.name, "warning", why, fix)
-        return Finding("user", node.name, "ok", shown)
-
-    return _each(seen, judge)
-
-
-def clock(seen: Seen) -> list[Finding]:
-    """Clocks agree with the nodes' and this machine's median: the first error of a job is found by its time."""
-    middle = statistics.median([0.0, *seen.clock_s.values()])
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        off_s = seen.clock_s.get(node.name, middle) - middle
-        if abs(off_s) > CLOCK_S:
-            fix = typed_on(node, facts, "timedatectl set-ntp true", root=True)
-            if not facts.has("systemd"):
-                fix = typed_on(node, facts, "chronyd -q 'server pool.ntp.org iburst'", root=True)
-            if facts.every("wsl_networking"):
-                fix = typed_on(node, facts, "hwclock -s", root=True)
-            way = "ahead of" if off_s > 0 else "behind"
-            why = f"{abs(off_s):.0f} s {way} the others: the wrong error is taken for the first"
-            return Finding("clock", node.name, "failure", why, fix)
-        return Finding("clock", node.name, "ok", f"agrees within {CLOCK_S:g} s")
-
-    return _each(seen, judge)
-
-
-def leftovers(seen: Seen) -> list[Finding]:
-    """Containers and processes of our jobs, apart from jobs that are known to run."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        jobs = [job for job, _ in facts.pairs("container")] + list(facts.every("process"))
-        found = list(dict.fromkeys(jobs))
-        left = [job for job in found if job not in seen.jobs]
-        if left:
-            why = f"something is left of {', '.join(left)}"
-            return Finding("leftovers", node.name, "warning", why, "clusterctl gc")
-        running = [job for job in found if job in seen.jobs]
-        return Finding("leftovers", node.name, "ok", f"{', '.join(running)} runs" if running else "none")
-
-    return _each(seen, judge)
-
-
-def _half_memory_gb(facts: Facts) -> int:
-    return max(1, (facts.number("memory_kb") or 0) // 2 // _GB_KB)
-
-
-def _size(kilobytes: int) -> str:
-    if kilobytes < _GB_KB:
-        return f"{kilobytes / 1024:.0f} MB"
-    return f"{kilobytes / _GB_KB:.1f} GB"
+def _data(name: str, folder: str, result: Difference | ClusterError) -> Verdict:
+    if isinstance(result, ClusterError):
+        return Verdict("failure", result.message.removeprefix(f"{name}: "), result.hint or files.command(folder))
+    if result:
+        return Verdict("failure", f"{folder} differs: {result}", files.command(folder, delete=bool(result.extra)))
+    return Verdict("ok", f"{folder} is equal")

@@ -1,155 +1,144 @@
-"""Judges addresses: is it the node's own, on a device that peers reach, the same number everywhere, and reached."""
+"""Checks of the network: the address of each node, name resolution, and connections between all nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from cluster.addresses import INSIDE
-from cluster.doctor.findings import Finding, Seen, typed_on
-from cluster.doctor.probe import Facts
-from cluster.model import Node
-
-#: What a node says of a port that it could not listen on.
-TAKEN = "another program holds it"
-
-
-@dataclass(frozen=True)
-class Dialled:
-    """One connection that a node tried to an address: `said` is "" when the right machine answered."""
-
-    source: str
-    target: str
-    port: int
-    said: str = ""
+from cluster.agent import scripts
+from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
+from cluster.errors import ClusterError, UnreachableError
+from cluster.spec.addresses import INSIDE
+from cluster.spec.model import Node
+from cluster.transport import reach
+from cluster.transport.parallel import each
 
 
-def devices(facts: Facts) -> list[tuple[str, ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
-    """The node's devices with their addresses, in the machine's order."""
-    return [(device, ipaddress.ip_interface(address)) for device, address in facts.pairs("address")]
-
-
-def own_address(node: Node, seen: Seen) -> str:
-    """The address that peers should dial: the source of the node's route to another node; "" when none is found."""
-    facts = seen.facts[node.name]
-    real = {str(address.ip): address for device, address in devices(facts) if not INSIDE.fullmatch(device)}
-    others = {other.address for other in seen.nodes if other.name != node.name}
-    for peer, route in facts.pairs("route"):
-        source = re.search(r"\bsrc (\S+)", route)
-        if peer in others and source and source[1] in real:
-            return source[1]
-    usable = [text for text, address in real.items() if address.version == 4 and not address.is_link_local]
-    return usable[0] if usable else ""
+def device_of(node: Node, facts: Facts) -> str:
+    """Return the node's network device that has its address, or ""."""
+    number = number_of(node.address, facts)
+    devices = {address.partition("/")[0]: device for device, address in facts.pairs("address")}
+    # lo has all of 127.0.0.0/8
+    return devices.get(number, "lo" if number.startswith("127.") else "")
 
 
 def device_towards(facts: Facts, peer: str) -> str:
-    """The device on the node's route to a peer's address; "" when there is no route."""
-    route = dict(facts.pairs("route")).get(peer, "")
-    found = re.search(r"\bdev (\S+)", route)
+    """Return the device of the node's route to a peer, or "" without a route."""
+    found = re.search(r"\bdev (\S+)", dict(facts.pairs("route")).get(peer, ""))
     return found[1] if found else ""
 
 
-def address(seen: Seen) -> list[Finding]:
-    """Every node's address is its own, on a device that leads out, and nobody else's."""
-    return [_address(node, seen) for node in seen.nodes]
+def number_of(address: str, facts: Facts) -> str:
+    """Return the number to which an address resolves on the node, or ""."""
+    return dict(facts.pairs("number")).get(address, "")
 
 
-def _address(node: Node, seen: Seen) -> Finding:
-    facts = seen.facts[node.name]
-    number = dict(facts.pairs("number")).get(node.address, "")
-    right = own_address(node, seen)
-    mend = f"in cluster.yaml, {node.name}: address: {right}" if right else f"give {node.name} an address (ip addr)"
-
-    def wrong(why: str) -> Finding:
-        return Finding("address", node.name, "failure", why, mend)
-
-    if not facts.has("ip"):
+def address(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the node's address is unique, and on a device of the node that peers can reach."""
+    if not facts.every("address"):
         fix = typed_on(node, facts, "apt-get install iproute2", root=True)
-        return Finding("address", node.name, "warning", "the ip command is not there, so nothing is known", fix)
-    if not node.address:
-        return wrong("the inventory gives it no address for its peers")
-    if not number:
-        return wrong(f"{node.address} does not resolve on it")
-    twins = [other.name for other in seen.nodes if other.address == node.address and other.name != node.name]
-    if twins:
-        return wrong(f"{node.address} is also the address of {', '.join(twins)}")
-    at = {str(found.ip): device for device, found in devices(facts)}
+        return Verdict("warning", "not checked: the ip command is not installed", fix)
+    number, device = number_of(node.address, facts), device_of(node, facts)
     shown = node.address if number == node.address else f"{node.address} ({number})"
-    if number not in at and ipaddress.ip_address(number).is_loopback:
-        at[number] = "lo"  # 127.0.0.0/8 is all there
-    if number not in at:
-        return wrong(f"{shown} is on no device of it; peers dial addresses that a node has itself")
-    if INSIDE.fullmatch(at[number]) and len(seen.nodes) > 1:
-        return wrong(f"{shown} is on {at[number]}, which no other machine can reach")
-    return Finding("address", node.name, "ok", f"{shown} on {at[number]}")
+    twins = [other.name for other in seen.nodes if other.address == node.address and other.name != node.name]
+    if not node.address:
+        why = "the inventory has no address for this node"
+    elif not number:
+        why = f"{node.address} does not resolve on this node"
+    elif twins:
+        why = f"{node.address} is also the address of {', '.join(twins)}"
+    elif not device:
+        why = f"{shown} is on no network device of this node"
+    elif INSIDE.fullmatch(device) and len(seen.nodes) > 1:
+        why = f"{shown} is on {device}, which no other machine can reach"
+    else:
+        return Verdict("ok", f"{shown} on {device}")
+    right = _own_address(node, facts, seen) or "... (see ip addr)"
+    return Verdict("failure", why, f"in cluster.yaml, {node.name}: address: {right}")
 
 
-def names(seen: Seen) -> list[Finding]:
-    """Every node's address means the same number on every node."""
-    found = []
-    for node in (node for node in seen.nodes if node.address):
-        numbers = {peer.name: dict(seen.facts[peer.name].pairs("number")).get(node.address, "") for peer in seen.nodes}
-        counts = [number for number in numbers.values() if number]
-        usual = max(set(counts), key=counts.count) if counts else ""
-        odd = [f"{name}: {number or 'nothing'}" for name, number in numbers.items() if number != usual]
-        right = own_address(node, seen) or "its number"
-        if not usual or odd:
-            found.append(
-                Finding(
-                    "names",
-                    node.name,
-                    "failure",
-                    f"{node.address} is {usual or 'unknown'}, but on {'; '.join(odd) or 'every node'}",
-                    f"in cluster.yaml, {node.name}: address: {right} (a number), or mend /etc/hosts on those nodes",
-                )
-            )
-        elif usual != node.address:
-            found.append(Finding("names", node.name, "ok", f"{node.address} is {usual} on every node"))
-    return found
+def _own_address(node: Node, facts: Facts, seen: NodeFacts) -> str:
+    """Return the source address of the node's route to another node, or ""."""
+    others = {other.address for other in seen.nodes if other.name != node.name}
+    for peer, route in facts.pairs("route"):
+        found = re.search(r"\bdev (\S+).* src (\S+)", route)
+        if found and peer in others and not INSIDE.fullmatch(found[1]):
+            return found[2]
+    return ""
 
 
-def reachable(seen: Seen, dialled: Sequence[Dialled], silent: Mapping[str, str]) -> list[Finding]:
-    """Every node's address took a connection from every other node; `silent` nodes could not listen, and why."""
+def names(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+    """Check that the node's address resolves to the same number on every node."""
+    numbers = {peer.name: number_of(node.address, seen.facts[peer.name]) for peer in seen.nodes}
+    wanted = usual(number for number in numbers.values() if number)
+    if not node.address or node.address == wanted:
+        return None
+    odd = [f"{name}: {number or 'nothing'}" for name, number in numbers.items() if number != wanted]
+    if wanted and not odd:
+        return Verdict("ok", f"{node.address} is {wanted} on every node")
+    why = f"{node.address} is {wanted or 'unknown'}, but on {'; '.join(odd) or 'every node'}"
+    right = _own_address(node, facts, seen) or "..."
+    fix = f"in cluster.yaml, {node.name}: address: {right} (a number), or correct /etc/hosts on those nodes"
+    return Verdict("failure", why, fix)
+
+
+def reachable(seen: NodeFacts) -> list[Finding]:
+    """Connect all nodes to each other on random ports, and report the connections by target."""
+    with contextlib.ExitStack() as stack:
+        listening = each(seen.nodes, lambda node: stack.enter_context(_listen(node)))
+        ports = {name: port for name, port in listening.items() if isinstance(port, int)}
+        dialled = each(seen.nodes, lambda node: _dial(node, seen.nodes, ports))
     found = []
     for node in seen.nodes:
-        tried = [each for each in dialled if each.target == node.name]
-        if node.name in silent:
+        error = listening[node.name]
+        problems = {
+            name: made[node.name] for name, made in dialled.items() if isinstance(made, dict) and node.name in made
+        }
+        if isinstance(error, ClusterError):
             fix = typed_on(node, seen.facts[node.name], "apt-get install python3", root=True)
-            found.append(Finding("reachable", node.name, "warning", f"not tried: {silent[node.name]}", fix))
-        elif failed := [each for each in tried if each.said not in ("", TAKEN)]:
-            found.append(_blocked(node, failed, seen))
-        elif held := [each for each in tried if each.said == TAKEN]:
-            fix = typed_on(node, seen.facts[node.name], f"ss -ltnp sport = :{held[0].port}", root=True)
-            fix = f"another one (--master-port auto), or see who: {fix}"
-            found.append(Finding("reachable", node.name, "warning", f"port {held[0].port}: {TAKEN}", fix))
-        elif tried:
-            sources = ", ".join(dict.fromkeys(each.source for each in tried))
-            found.append(Finding("reachable", node.name, "ok", f"from {sources}"))
+            why = f"not tested: {error.message.removeprefix(f'{node.name}: ')}"
+            found.append(Finding("reachable", node.name, "warning", why, fix))
+        elif problems:
+            found.append(Finding("reachable", node.name, *judge_connections(node, seen.facts[node.name], problems)))
     return found
 
 
-def _blocked(node: Node, failed: Sequence[Dialled], seen: Seen) -> Finding:
-    ports = ", ".join(str(port) for port in dict.fromkeys(each.port for each in failed))
-    reasons = "; ".join(
-        f"from {', '.join(dict.fromkeys(each.source for each in failed if each.said == said))}: {said}"
-        for said in dict.fromkeys(each.said for each in failed)
-    )
-    return Finding(
-        "reachable", node.name, "failure", f"{node.address}, port {ports}, {reasons}", _opened(node, failed[0], seen)
-    )
+def judge_connections(node: Node, facts: Facts, problems: Mapping[str, str]) -> Verdict:
+    """Judge the connections to a node; `problems` has the problem of each source, "" on success."""
+    sources: dict[str, list[str]] = {}
+    for source, problem in problems.items():
+        sources.setdefault(problem, []).append(source)
+    if not any(problems.values()):
+        return Verdict("ok", f"from {', '.join(problems)}")
+    reasons = "; ".join(f"from {', '.join(names)}: {problem}" for problem, names in sources.items() if problem)
+    interfaces = [ipaddress.ip_interface(text) for _, text in facts.pairs("address")]
+    number = number_of(node.address, facts)
+    network = next((str(each.network) for each in interfaces if str(each.ip) == number), "NETWORK")
+    command = typed_on(node, facts, f"iptables -I INPUT -s {network} -j ACCEPT", root=True)
+    # NCCL and gloo listen on random ports.
+    fix = f"open every port between the nodes (NCCL uses random ones): {command}"
+    return Verdict("failure", f"{node.address}, a random port, {reasons}", fix)
 
 
-def _opened(node: Node, failed: Dialled, seen: Seen) -> str:
-    facts = seen.facts[node.name]
-    networks = [str(found.network) for _, found in devices(facts) if str(found.ip) == node.address]
-    peers = networks[0] if networks else own_address(next(n for n in seen.nodes if n.name == failed.source), seen)
-    if facts.has("ufw"):
-        command = f"ufw allow from {peers}"
-    elif facts.has("firewall-cmd"):
-        command = f"firewall-cmd --zone=trusted --add-source={peers}"
-    else:
-        command = f"iptables -I INPUT -s {peers} -j ACCEPT"
-    # NCCL and gloo listen on ports that the kernel chooses
-    return f"open every port between the nodes (NCCL uses random ones): {typed_on(node, facts, command, root=True)}"
+def _python(*words: str) -> list[str]:
+    return ["timeout", "60", "python3", "-c", scripts.text("doctor/peers.py"), *words]
+
+
+@contextlib.contextmanager
+def _listen(node: Node) -> Iterator[int]:
+    """Yield the port on which the node listens."""
+    with reach(node).stream(_python()) as process:
+        line = process.stdout.readline()
+        if not line:
+            raise UnreachableError(f"{node.name}: cannot listen on a port: {process.wait(10).last_line}")
+        yield int(line)
+
+
+def _dial(node: Node, nodes: Sequence[Node], ports: Mapping[str, int]) -> dict[str, str]:
+    """Connect to every other node that listens, and return the problem of each connection, "" on success."""
+    targets = [peer for peer in nodes if peer.address and peer.name != node.name and peer.name in ports]
+    words = [word for peer in targets for word in (peer.address, str(ports[peer.name]))]
+    problems = reach(node).run(_python(*words), timeout_s=20).out.split("\n") if words else []
+    return dict(zip((peer.name for peer in targets), problems, strict=False))

@@ -1,105 +1,78 @@
 # shellcheck shell=bash
-# Prints the facts of this machine, a line `NAME=VALUE` each; the last one is `probe=end`. It judges none of them. $1 the run
-# directory, $2 the runtime, $3 the image, $4 the Python program that prints versions; then the address of every node.
-run_dir=$1 runtime=$2 image=$3 versions=$4
-shift 4
+# probe.sh RUN_DIR ENGINE IMAGE INFO LABEL PYTHON VERSIONS ADDRESS...
+# Prints the facts of this machine as lines `NAME=VALUE`. The last one is `probe=end`. INFO and LABEL are Go templates of
+# the engine, if there is one. PYTHON is the command that runs Python in the image, VERSIONS the text of versions.py. The
+# addresses are those of all nodes.
+run_dir=$1 engine=$2 image=$3 info=$4 label=$5 versions=$7
+python=()
+eval "python=($6)"
+shift 7
 export LC_ALL=C
-# The free and the total space of the disk of $2: in KB ($1 is -k), or in inodes (-i).
-room() { df -P "$1" "$2" 2>/dev/null | { read -r _; read -r _ total _ free _; echo "${free:-} ${total:-}"; }; }
+fact() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
 has() { command -v "$1" >/dev/null 2>&1 && fact has "$1"; }
+# Prints the free and the total space of the disk of $1, in KB.
+room() { df -Pk "$1" 2>/dev/null | { read -r _; read -r _ total _ free _; echo "${free:-} ${total:-}"; }; }
 
 fact user "$(id -un)"
 fact uid "$(id -u)"
-fact groups "$(id -Gn)"
 fact arch "$(uname -m)"
 fact kernel "$(cat /proc/version)"
-while read -r name value _; do [ "$name" = MemTotal: ] && fact memory_kb "$value"; done < /proc/meminfo
-fact shm_kb "$(room -k /dev/shm)"
+fact shm_kb "$(room /dev/shm)"
 fact nofile "$(ulimit -Hn)"
-fact memlock_kb "$(ulimit -l)"
-[ -d /run/systemd/system ] && fact has systemd
-for tool in ip python3 rsync ufw firewall-cmd; do has "$tool"; done
-for folder in /sys/class/infiniband/*; do [ -e "$folder" ] && fact infiniband "${folder##*/}"; done
 
-# The network. The speed of a virtual device is meaningless.
+# Network
 if command -v ip >/dev/null; then
     ip -o addr show up | while read -r _ device _ address _; do fact address "$device $address"; done
 fi
-for folder in /sys/class/net/*; do
-    [ -e "$folder/device" ] && speed=$(cat "$folder/speed" 2>/dev/null) && fact speed "${folder##*/} $speed"
-done
 for peer; do
     number=$({ getent ahostsv4 "$peer" || getent ahosts "$peer"; } | { read -r number _; echo "$number"; })
     fact number "$peer $number"
     [ -n "$number" ] && fact route "$peer $(ip -o route get "$number" 2>&1)"
 done
 
-# The run directory: a file is written in the closest folder that exists, and removed.
+# Run directory: write a file into the closest existing parent, and remove it.
 case $run_dir in "") run_dir=$HOME/clusterctl/runs ;; \~/*) run_dir=$HOME/${run_dir#\~/} ;; esac
 folder=$run_dir
 until [ -e "$folder" ]; do folder=$(dirname -- "$folder"); done
 fact run_dir "$run_dir"
-fact run_disk_kb "$(room -k "$folder")"
-fact run_inodes "$(room -i "$folder")"
-if why=$({ head -c 65536 /dev/zero > "$folder/.clusterctl-doctor.$$"; } 2>&1); then fact writable "$folder"
-else fact unwritable "${why##*: }"; fi
+fact run_disk_kb "$(room "$folder")"
+why=$({ head -c 65536 /dev/zero > "$folder/.clusterctl-doctor.$$"; } 2>&1) || fact unwritable "${why##*: }"
 rm -f -- "$folder/.clusterctl-doctor.$$"
 
-# The engine, the image and the containers of jobs. Lines of the input that are no fact `$1_...=...` are the engine's
-# message: they become facts `$1_says`.
-engine_facts() {
-    while IFS= read -r line; do
-        case $line in "$1"_*=*) echo "$line" ;; ?*) fact "$1_says" "$line" ;; esac
-    done
-}
-nl='{{"\n"}}'
-case $runtime in
-docker)
-    about="engine_version={{.ServerVersion}}${nl}engine_root={{.DockerRootDir}}"
-    about="$about${nl}engine_security={{.SecurityOptions}}"
-    about="$about${nl}engine_runtimes={{range \$name, \$_ := .Runtimes}}{{\$name}} {{end}}"
-    about="$about${nl}engine_store={{.DriverStatus}}"
-    job='{{.Label "CLUSTER_JOB_ID"}}' ;;
-podman)
-    about="engine_version={{.Version.Version}}${nl}engine_root={{.Store.GraphRoot}}"
-    about="$about${nl}engine_security={{if .Host.Security.Rootless}}rootless{{end}}"
-    job='{{index .Labels "CLUSTER_JOB_ID"}}' ;;
-esac
-if [ "$runtime" = none ]; then
-    command -v python3 >/dev/null && python3 -c "$versions" 2>/dev/null < /dev/null
-elif has "$runtime"; then
-    info=$(timeout 15 "$runtime" info --format "$about" 2>&1 < /dev/null)
-    [ $? = 124 ] && info="no answer within 15 s"
-    engine_facts engine <<< "$info"
-    root=$(sed -n 's/^engine_root=//p' <<< "$info")
-    [ -n "$root" ] && fact engine_disk_kb "$(room -k "$root")"
-fi
-if [ -n "${root:-}" ]; then
-    if [ -n "$image" ]; then
-        about="image_id={{.Id}}${nl}image_arch={{.Architecture}}${nl}image_layers={{.RootFS.Layers}}"
-        timeout 15 "$runtime" image inspect --format "$about" -- "$image" 2>&1 < /dev/null | engine_facts image
+# Engine, image and containers of jobs. Messages of the engine are facts `engine_says`.
+if [ -n "$engine" ]; then
+    inside=("${python[@]}")
+    python=()
+    if has "$engine"; then
+        found=$(timeout 15 "$engine" info --format "$info" 2>&1 < /dev/null)
+        [ $? = 124 ] && found="no answer within 15 s"
+        while IFS= read -r line; do
+            case $line in engine_*=*) echo "$line" ;; ?*) fact engine_says "$line" ;; esac
+        done <<< "$found"
+        if grep -q '^engine_version=.' <<< "$found"; then
+            about='image_id={{.Id}}{{"\n"}}image_arch={{.Architecture}}'
+            timeout 15 "$engine" image inspect --format "$about" -- "$image" 2>/dev/null < /dev/null
+            timeout 15 "$engine" ps -a --filter label=CLUSTER_JOB_ID --format "container=$label" 2>/dev/null < /dev/null
+            python=("${inside[@]}")
+        fi
     fi
-    about="container=$job {{.Names}}"
-    timeout 15 "$runtime" ps -a --filter label=CLUSTER_JOB_ID --format "$about" 2>/dev/null < /dev/null
 fi
+[ ${#python[@]} = 0 ] || timeout 30 "${python[@]}" -c "$versions" 2>/dev/null < /dev/null
 
-# The jobs that have processes
+# Jobs with processes
 grep -hzs '^CLUSTER_JOB_ID=' /proc/[0-9]*/environ | tr '\0' '\n' | sort -u |
     while IFS= read -r line; do fact process "${line#*=}"; done
 
 # GPUs
-smi=$(command -v nvidia-smi || ls /usr/lib/wsl/lib/nvidia-smi 2>/dev/null)
-if [ -n "$smi" ]; then
-    fact has nvidia-smi
+has nvidia-ctk
+if has nvidia-smi; then
     query=index,driver_version,memory.total,memory.used,name
-    found=$(timeout 20 "$smi" --query-gpu=$query --format=csv,noheader,nounits 2>&1 < /dev/null)
+    found=$(timeout 20 nvidia-smi --query-gpu=$query --format=csv,noheader,nounits 2>&1 < /dev/null)
     code=$?
     while IFS= read -r line; do
         if [ "$code" = 0 ]; then fact gpu "$line"; elif [ -n "$line" ]; then fact gpu_says "$line"; fi
     done <<< "$found"
 fi
-for tool in nvidia-ctk nvidia-container-runtime-hook; do has "$tool"; done
-for file in /etc/cdi/*nvidia* /var/run/cdi/*nvidia*; do [ -e "$file" ] && fact cdi "$file"; done
 
 # Windows Subsystem for Linux
 case $(cat /proc/version) in *[Mm]icrosoft*)

@@ -1,7 +1,7 @@
-"""What would go wrong on a Slurm cluster: looks at its login node, then, in one short job, at nodes that Slurm gives.
+"""Diagnosis of a Slurm cluster: its login node, then the nodes of one short job.
 
-The scripts `slurm_login.sh`, `slurm_job.sh`, `slurm_node.sh` and `probe.sh` print the facts. The functions of CHECKS
-judge them and do nothing else.
+The scripts `slurm_job.sh`, `slurm_node.sh` and `probe.sh` print the facts. The functions of CHECKS are pure and turn
+facts into verdicts.
 """
 
 from __future__ import annotations
@@ -9,397 +9,249 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from cluster import resources, slurm
-from cluster.doctor import data as data_check
-from cluster.doctor import engine, machine, probe
-from cluster.doctor.findings import Finding, Level, Seen
-from cluster.doctor.network import device_towards
-from cluster.doctor.probe import Facts
-from cluster.errors import ClusterError
-from cluster.model import Inventory, Job, Node, Queue
-from cluster.shells import reach
+from cluster.agent import scripts
+from cluster.doctor import engine, machine
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Verdict, judge, parse
+from cluster.doctor.network import device_towards, number_of
+from cluster.errors import ClusterError, UnreachableError
+from cluster.runtimes import RUNTIMES
+from cluster.spec import slurm
+from cluster.spec.model import Inventory, Job, Node, Queue
+from cluster.transport import discovery, reach
 
-#: How long Slurm may take to find nodes, and how long the job may last.
+#: Timeouts of the allocation and of the job.
 IMMEDIATE_S, JOB_S = 60, 150
-#: Options that say when a job starts or who is told of it, and nothing of the nodes; and that srun has not.
+#: Options of sbatch that do not select nodes, or that srun does not have.
 _NOT_OF_NODES = ("begin", "comment", "dependency", "mail-type", "mail-user", "nice", "prefer", "priority", "signal")
-_FOLDERS = ("run_dir", "data_dir")
-_PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
-_TMP_NEEDED_KB = 16 << 10
-_ADMINISTRATOR = "whoever runs the cluster: "
-# The runtimes that Slurm's nodes alone know: what is wrong without one, and what to do.
-_LACKING = {
-    "apptainer": (
-        "there is no apptainer",
-        "module load apptainer in ~/.bashrc, or another runtime in cluster.yaml: docker, podman, none",
-    ),
-    "pyxis": (
-        "there is no pyxis: srun has no --container-image",
-        "another runtime in cluster.yaml: apptainer, docker, podman, none",
-    ),
-}
+_ADMINISTRATOR = "ask the administrator: "
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a job would ask for: `gpus` on each of `nodes`, and the options for sbatch."""
-
-    nodes: int
-    gpus: int
-    device: str
-    options: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Told:
-    """What the job printed: each node's facts by its rank, the folders whose files came back, srun's own words."""
-
-    facts: Mapping[int, Facts]
-    back: frozenset[tuple[int, str]]
-    code: int
-    said: Sequence[str]
-
-
-def look(
+def examine(
     inventory: Inventory,
     *,
     image: str,
     data: Sequence[str],
-    skip: Sequence[str],
     nodes: int,
     gpus: int,
     say: Callable[[str], None],
 ) -> list[Finding]:
-    """Findings for the login node, then for `nodes` nodes in one job of Slurm; those of `skip` are left out.
+    """Return the findings of the login node, then of `nodes` nodes in one Slurm job.
 
-    Two files of a line are written to each of run_dir and data_dir, and removed.
+    The job writes small files to run_dir and data_dir and removes them.
     """
-    login = inventory.nodes[0]
-    request = Request(nodes, gpus, inventory.device, inventory.options)
-    say("looking at the login node")
+    name = inventory.nodes[0].name
+    say("probing the login node")
     try:
-        text = resources.text("doctor/common.sh", "doctor/slurm_login.sh")
-        words = [login.run_dir, login.data_dir, *_PROGRAMS]
-        done = reach(login).run(["bash", "-c", text, "login", *words], timeout_s=probe.TIMEOUT_S)
-        facts = probe.parse(done.out)
-        found = on_login(login, facts)
-        if any(each.level == "failure" for each in found):
-            return _without(found, skip)
-        asked = _asked(login, request)
+        # A login node needs no GPU.
+        login = discovery.inspect(replace(inventory, device="any"))[name].node
+        queue = Queue(login, inventory.options)
+        job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
+        request = _check_request(login, job)
     except ClusterError as error:
-        why = error.message.removeprefix(f"{login.name}: ")
-        return [Finding("login", login.name, "failure", why, error.hint or "clusterctl doctor, once more")]
-    found += asked
-    if data and "data" not in skip:
+        check = "login" if isinstance(error, UnreachableError) else "request"
+        why = error.message.removeprefix(f"{name}: ")
+        return [Finding(check, name, "failure", why, error.hint or "clusterctl doctor")]
+    found = [Finding("login", name, "ok", "reachable, run_dir and data_dir are writable"), *request]
+    if data:
         say(f"comparing {', '.join(data)}")
-        found += data_check.data(Seen((login,), {login.name: facts}), data)
-    if any(each.level == "failure" for each in asked):
-        return _without(found, skip)
-    say(f"looking at {nodes} nodes in a job of Slurm")
+        found += machine.data([login], data)
+    if any(each.level == "failure" for each in request):
+        return found
+    say(f"probing {nodes} nodes in a Slurm job")
     try:
-        told = _told(login, facts, request, image)
+        facts, messages = _run_job(login, job)
     except ClusterError as error:
-        why = error.message.removeprefix(f"{login.name}: ")
-        return _without([*found, Finding("job", login.name, "failure", why, "squeue --me")], skip)
-    return _without(found + judged(login, facts, request, image, told), skip)
+        return [*found, Finding("job", name, "failure", error.message.removeprefix(f"{name}: "), "squeue --me")]
+    return found + judge_nodes(job, facts, messages)
 
 
-def _without(found: Sequence[Finding], skip: Sequence[str]) -> list[Finding]:
-    return [each for each in found if each.check not in skip]
-
-
-def _asked(login: Node, request: Request) -> list[Finding]:
-    # "." is there: looking makes no folder
-    done = reach(login).run(
-        ["bash", "-c", resources.text("agent/common.sh", "agent/slurm_check.sh"), "check", "none", "", ".", "", ""],
-        timeout_s=60,
-    )
-    has: dict[str, list[str]] = {}
+def _check_request(login: Node, job: Job) -> list[Finding]:
+    # The folder "." exists, so the script creates none.
+    image = job.image if RUNTIMES[login.runtime].image_is_file else ""
+    done = reach(login).run(scripts.command("slurm_check", image, ".", "", ""), timeout_s=TIMEOUT_S)
+    site: dict[str, list[str]] = {}
     for line in done.out.splitlines():
-        word, _, text = line.partition(" ")
-        has.setdefault(word, []).append(text)
-    tried = reach(login).run([*srun(request), "--test-only", "true"], timeout_s=60)
-    return asked(login, request, has, tried.code, tried.err)
+        word, _, rest = line.partition(" ")
+        site.setdefault(word, []).append(rest)
+    return judge_request(job, site)
 
 
-def _told(login: Node, facts: Facts, request: Request, image: str) -> Told:
-    token = secrets.token_hex(8)
-    folders = [facts.text(f"nearest_{name}") for name in _FOLDERS]
-    texts = [resources.text("doctor/versions.py"), resources.text("doctor/common.sh", "doctor/probe.sh")]
-    on_node = [token, *folders, facts.text("run_dir"), login.runtime, image, *texts]
-    node = resources.text("doctor/common.sh", "doctor/slurm_node.sh")
-    soon = replace(request, options={**request.options, "time": "5"})  # what is short finds room between others
-    command = [*srun(soon), f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    words = [token, *folders, str(request.nodes), str(IMMEDIATE_S + JOB_S), *command]
-    with reach(login).stream(["bash", "-c", resources.text("doctor/slurm_job.sh"), "job", *words]) as running:
-        said = running.stdout.read()
+def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Check that the site can serve the job; `site` is the output of `slurm_check.sh` by each line's first word."""
+    assert job.queue is not None
+    name = job.queue.login.name
+    wrong = slurm.problems(job, site, name)
+    if job.queue.login.runtime != "none" and not job.image:
+        hint = f"{RUNTIMES[job.queue.login.runtime].image_from}, then set image in cluster.yaml"
+        wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
+    if wrong:
+        return [
+            Finding("request", name, "failure", why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong
+        ]
+    gpus = f" with {job.procs_per_node} GPUs" if job.device == "cuda" else ""
+    return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
+
+
+def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
+    node = scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
+    kind = RUNTIMES[login.runtime]
+    probe = engine.probe_words(login, job.image)
+    on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
+    words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
+    words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
+    with reach(login).stream(["bash", "-c", scripts.text("doctor/slurm_job.sh"), "job", *words]) as running:
+        output = running.stdout.read()
         running.stdin.close()
         running.wait(30)
-    return told(said.decode(errors="replace"))
+    return parse_job_output(output.decode(errors="replace"))
 
 
-def srun(request: Request) -> list[str]:
-    """The command that has Slurm run one task on each of the nodes that a job with these options would get."""
-    options = {"job-name": "clusterctl-doctor", "nodes": str(request.nodes), "ntasks-per-node": "1", "chdir": "/tmp"}
-    if request.device == "cuda" and not {"gres", "gpus-per-node"} & {*request.options}:
-        options["gpus-per-node"] = str(request.gpus)
-    options |= {name: value for name, value in request.options.items() if name not in _NOT_OF_NODES}
+def srun(job: Job) -> list[str]:
+    """Return the srun command that runs one task per node with the options of the job."""
+    assert job.queue is not None
+    given = job.queue.options
+    options = {"job-name": "clusterctl-doctor", "nodes": str(job.nodes), "ntasks-per-node": "1", "chdir": "/tmp"}
+    if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
+        options["gpus-per-node"] = str(job.procs_per_node)
+    options |= {name: value for name, value in given.items() if name not in _NOT_OF_NODES}
     return ["srun", *(f"--{name}={value}" if value else f"--{name}" for name, value in options.items())]
 
 
-def told(text: str) -> Told:
-    """The output of `slurm_job.sh`, parsed: a node's lines have its rank in front."""
+def parse_job_output(text: str) -> tuple[dict[int, Facts], list[str]]:
+    """Return the facts of each node by rank, and the lines of srun, from the output of `slurm_job.sh`.
+
+    Each line of a node starts with its rank (srun --label).
+    """
     lines: dict[int, list[str]] = {}
-    back, code, said = set(), 1, []
+    messages = []
     for line in text.splitlines():
         if labelled := re.match(r" *(\d+): (.*)", line):
             lines.setdefault(int(labelled[1]), []).append(labelled[2])
-        elif match := re.fullmatch(r"back=(\d+) (\w+)", line):
-            back.add((int(match[1]), match[2]))
-        elif line.startswith("srun="):
-            code = int(line.partition("=")[2])
         elif line.strip():
-            said.append(line)
-    facts = {rank: probe.parse("\n".join(own)) for rank, own in sorted(lines.items())}
-    return Told(facts, frozenset(back), code, said)
+            messages.append(line.removeprefix("srun: ").removeprefix("error: "))
+    return {rank: parse("\n".join(own)) for rank, own in sorted(lines.items())}, messages
 
 
-def on_login(login: Node, facts: Facts) -> list[Finding]:
-    """The login node answers, has Slurm's programs, its controller answers, and our folders can be written."""
-    name = login.name
-    found = [Finding("login", name, "ok", "answers, its host key is known" if login.login else "this machine")]
-    missing = [program for program in _PROGRAMS if not facts.has(program)]
-    if missing:
-        fix = f"module load slurm in ~/.bashrc of {name}, or another login node: login in cluster.yaml"
-        return [*found, Finding("slurm", name, "failure", f"there is no {', '.join(missing)}", fix)]
-    if "is UP" not in facts.text("ping"):
-        why = f"its controller does not answer: {facts.text('ping') or 'scontrol ping says nothing'}"
-        return [*found, Finding("slurm", name, "failure", why, f"{_ADMINISTRATOR}systemctl status slurmctld")]
-    found.append(Finding("slurm", name, "ok", facts.text("ping")))
-    for part in facts.every("unwritable"):
-        why = f"{facts.text(part)} ({part}): {facts.text(f'nearest_{part}')} cannot be written"
-        found.append(Finding("common", name, "failure", why, f"in cluster.yaml, {part}: a common folder of yours"))
-    return found
-
-
-def asked(login: Node, request: Request, has: Mapping[str, Sequence[str]], code: int, said: str) -> list[Finding]:
-    """The site has what a job asks for: `has` is what `slurm_check.sh` printed, `said` srun's answer to --test-only."""
-    name = login.name
-    job = Job("doctor", ("true",), request.nodes, request.gpus, "/", queue=Queue(login, request.options))
-    job = replace(job, device="cuda" if request.device == "cuda" else "cpu")
-    wrong = [
-        Finding("request", name, "failure", what.removeprefix(f"{name}: "), hint or "sinfo")
-        for what, hint in slurm.problems(job, has, name)
-    ]
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
-    if not wrong and code:  # also where nodes are down for a moment: the job will show it
-        why = f"Slurm would not start it now: {re.sub(r'^(srun|allocation failure)(: error)?: ', '', last)}"
-        wrong = [Finding("request", name, "warning", why, f"try on {name}: {_typed(request)}")]
-    shown = re.search(r"to start at (\S+)", last)
-    gpus = f" with {request.gpus} GPUs" if request.device == "cuda" else ""
-    start = f", Slurm expects the start of such a job at {shown[1]}" if shown else ""
-    return wrong or [Finding("request", name, "ok", f"{request.nodes} nodes{gpus} can be had{start}")]
-
-
-def _typed(request: Request) -> str:
-    return " ".join([*srun(request), "--test-only", "true"])
-
-
-def judged(login: Node, on: Facts, request: Request, image: str, said: Told) -> list[Finding]:
-    """What the nodes of the job said, check by check; one finding where there was no job."""
-    whole = {rank: facts for rank, facts in said.facts.items() if "end" in facts.every("probe")}
-    own = [line.removeprefix("srun: ").removeprefix("error: ") for line in said.said]
-    if not said.facts:
-        if any("are busy" in line for line in own):
-            why = f"no {request.nodes} nodes are free within {IMMEDIATE_S} s: compute nodes were not looked at"
-            fix = "clusterctl doctor --nodes 1, or later; why: squeue --states running; sinfo --list-reasons"
+def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str]) -> list[Finding]:
+    """Return the findings of the job and of its nodes, or one finding if the job did not run."""
+    assert job.queue is not None
+    login = job.queue.login
+    if not answers:
+        if any("are busy" in line for line in messages):
+            why = f"{job.nodes} nodes are not free within {IMMEDIATE_S} s: compute nodes were not checked"
+            fix = "clusterctl doctor --nodes 1, or later; reasons: squeue --states running; sinfo --list-reasons"
             return [Finding("job", login.name, "warning", why, fix)]
-        why = next(reversed(own), "it printed nothing")
-        return [Finding("job", login.name, "failure", f"did not run: {why}", f"try on {login.name}: {_typed(request)}")]
+        why = next(reversed(messages), "no output")
+        fix = f"on {login.name}: {' '.join(srun(job))} --test-only true"
+        return [Finding("job", login.name, "failure", f"did not run: {why}", fix)]
     found = []
     nodes, facts = [], {}
-    for rank, of in said.facts.items():
-        host = of.text("host") or f"node-{rank}"
-        if rank not in whole:
-            why = next((line for line in own if line.startswith(f"{host}:")), "its task ended early")
-            found.append(Finding("job", host, "failure", why, f"try on {login.name}: srun --nodelist={host} true"))
+    for rank, node_facts in answers.items():
+        host = node_facts.text("host") or f"node-{rank}"
+        if "end" not in node_facts.every("probe"):
+            why = next((line for line in messages if line.startswith(f"{host}:")), "the task ended early")
+            found.append(Finding("job", host, "failure", why, f"on {login.name}: srun --nodelist={host} true"))
             continue
-        nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(request.gpus))))
-        facts[host] = of
-        found.append(Finding("job", host, "ok", "a job of Slurm ran on it"))
-        found += _common(host, rank, of, on, said)
-    if silent := request.nodes - len(said.facts):
-        why = next((line for line in own if "failed" in line or "Killed" in line), "srun says nothing of it")
-        fix = "sinfo --list-reasons; without it: --slurm exclude=..."
-        found.append(Finding("job", login.name, "failure", f"{silent} of {request.nodes} did not run it: {why}", fix))
-    seen = Seen(tuple(nodes), facts, "" if login.runtime == "none" else image, device=request.device)
-    for judge in CHECKS:
-        found += judge(seen)
-    return found
+        nodes.append(replace(login, name=host, address=host, login="", gpus=tuple(range(job.procs_per_node))))
+        facts[host] = node_facts
+        found.append(Finding("job", host, "ok", "ran a Slurm job"))
+    if missing := job.nodes - len(answers):
+        why = next((line for line in messages if "failed" in line or "Killed" in line), "no message from srun")
+        fix = "sinfo --list-reasons; to leave it out: --slurm exclude=..."
+        why = f"{missing} of {job.nodes} nodes did not run the job: {why}"
+        found.append(Finding("job", login.name, "failure", why, fix))
+    return found + [
+        replace(each, fix=_ADMINISTRATOR + each.fix) if each.fix.startswith("sudo ") else each
+        for each in judge(CHECKS, NodeFacts(tuple(nodes), facts, job.image, device=job.device))
+    ]
 
 
-def _common(host: str, rank: int, facts: Facts, on: Facts, said: Told) -> list[Finding]:
-    """Each folder is the same one here and on the login node: a file went there, another came back."""
-    found = []
-    for part in _FOLDERS:
-        path = on.text(part)
-        fix = f"in cluster.yaml, {part}: a folder on a disk that all nodes have (see: df -h)"
-        if part not in facts.every("common"):
-            why = f"{path} ({part}) is not the login node's: a file written there is not seen here"
-            found.append(Finding("common", host, "failure", why, fix))
-        elif (rank, part) not in said.back:
-            why = f"{path} ({part}): a file written here is not seen on the login node (read-only?)"
-            found.append(Finding("common", host, "failure", why, fix))
-        else:
-            found.append(Finding("common", host, "ok", f"{path} ({part}) is common"))
-    return found
+def common(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the node sees the files of the login node in run_dir and data_dir."""
+    folders = {"run_dir": node.run_dir, "data_dir": node.data_dir}
+    missing = {key: path for key, path in folders.items() if key not in facts.every("common")}
+    if not missing:
+        return Verdict("ok", "run_dir and data_dir are shared")
+    what = " and ".join(f"{path} ({key})" for key, path in missing.items())
+    why = f"{what} is not shared: this node does not see a file of the login node"
+    return Verdict("failure", why, f"in cluster.yaml, {', '.join(missing)}: a folder on a shared disk (see: df -h)")
 
 
-def names(seen: Seen) -> list[Finding]:
-    """Each node resolves the first one's name (the first: the second's), and the way there leads out."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        peer = facts.text("peer")
-        if not peer:
-            return Finding("names", node.name, "ok", "the only node: try --nodes 2")
-        number = dict(facts.pairs("number")).get(peer, "")
-        if not number:
-            why = f"the name {peer} does not resolve"
-            return Finding("names", node.name, "failure", why, f"{_ADMINISTRATOR}{peer} into DNS or /etc/hosts")
-        device = device_towards(facts, peer)
-        if device in ("", "lo"):
-            why = f"no way to {peer} ({number})" if not device else f"{peer} is {number} on lo: itself"
-            return Finding("names", node.name, "failure", why, f"{_ADMINISTRATOR}its address in /etc/hosts: {peer}")
-        return Finding("names", node.name, "ok", f"reaches {peer} ({number}) over {device}: NCCL and gloo take that")
-
-    return [judge(node, seen.facts[node.name]) for node in seen.nodes]
+def names(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the node resolves the first node's name (the first: the second's), with a route out."""
+    peer = facts.text("peer")
+    if not peer:
+        return Verdict("ok", "not tested with one node: --nodes 2")
+    number, device = number_of(peer, facts), device_towards(facts, peer)
+    if not number:
+        return Verdict("failure", f"the name {peer} does not resolve", f"{_ADMINISTRATOR}add {peer} to /etc/hosts")
+    if device in ("", "lo"):
+        why = f"no route to {peer} ({number})" if not device else f"{peer} is {number} on lo: itself"
+        return Verdict("failure", why, f"{_ADMINISTRATOR}correct {peer} in /etc/hosts")
+    return Verdict("ok", f"reaches {peer} ({number}) over {device}, as NCCL and gloo will")
 
 
-def runtime(seen: Seen) -> list[Finding]:
-    """The runtime of the inventory is on the nodes."""
-    found = []
-    for node in seen.nodes:
-        facts = seen.facts[node.name]
-        if node.runtime not in _LACKING:
-            for each in engine.runtime(replace(seen, nodes=(node,))):
-                fix = "a python3 with torch on every node: module load in ~/.bashrc; or runtime: apptainer"
-                fix = _ADMINISTRATOR + each.fix if node.runtime != "none" else fix
-                found.append(replace(each, fix=each.fix and fix))
-        elif has := facts.text(node.runtime):
-            found.append(Finding("runtime", node.name, "ok", has))
-        else:
-            found.append(Finding("runtime", node.name, "failure", *_LACKING[node.runtime]))
-    return found
+def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the inventory's runtime is installed on the node."""
+    kind = RUNTIMES[node.runtime]
+    if kind.inside or kind.engine:
+        found = engine.runtime(node, facts, seen)
+        fix = "load a python3 with torch: module load in ~/.bashrc; or in cluster.yaml: runtime: apptainer"
+        return found._replace(fix=fix) if found.fix and kind.inside else found
+    if facts.text("runtime_version"):
+        return Verdict("ok", facts.text("runtime_version"))
+    why = f"{kind.name} is not installed: {scripts.line(kind.version)} fails"
+    return Verdict("failure", why, f"module load {kind.name} in ~/.bashrc, or another runtime in cluster.yaml")
 
 
-def image(seen: Seen) -> list[Finding]:
-    """The SIF file is there, and a program runs in it; of an engine's image, the nodes have the same one."""
-    found = []
-    for node in seen.nodes:
-        facts = seen.facts[node.name]
-        if node.runtime != "apptainer" or not seen.image:
-            continue
-        if why := facts.text("sif_unreadable"):
-            fix = f"clusterctl image sif {seen.image}   (makes it of the Docker image), or image: in cluster.yaml"
-            found.append(Finding("image", node.name, "failure", f"{seen.image}: {why}", fix))
-        elif facts.text("sif_runs"):
-            found.append(Finding("image", node.name, "ok", f"{seen.image} runs"))
-        elif facts.text("apptainer"):
-            said = re.sub(r"^FATAL: +", "", facts.text("sif_says"))
-            why = f"{seen.image} does not run: {said or 'no answer within 60 s'}"
-            fix = f"see what it says: srun --nodelist={node.name} apptainer exec {seen.image} true"
-            found.append(Finding("image", node.name, "failure", why, fix))
-    for each in engine.image(replace(seen, nodes=tuple(node for node in seen.nodes if node.runtime != "apptainer"))):
-        fix = each.fix and f"srun --nodelist={each.node} {seen.nodes[0].runtime} pull {seen.image}"
-        found.append(replace(each, fix=fix))
-    return found
+def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+    """Check that a program runs in the image file, or that the nodes' engines have the same image."""
+    kind = RUNTIMES[node.runtime]
+    if not kind.image_is_file:
+        found = engine.image(node, facts, seen)
+        fix = f"srun --nodelist={node.name} {node.runtime} pull {seen.image}"
+        return found._replace(fix=fix) if found and found.fix else found
+    if not facts.text("runtime_version"):
+        return None  # the check of the runtime reports it
+    if message := facts.text("image_says"):
+        why = f"{seen.image} does not run: {re.sub(r'^FATAL: +', '', message)}"
+        return Verdict("failure", why, f"srun --nodelist={node.name} {scripts.line(kind.check(seen.image, 'true'))}")
+    return Verdict("ok", f"{seen.image} runs")
 
 
-def architecture(seen: Seen) -> list[Finding]:
-    """The image is for the nodes' processors, and they are of one kind."""
-    found = []
-    for each in engine.architecture(seen):
-        of = "nodes of one kind alone: clusterctl launch --slurm constraint=..."
-        if " is for " in each.detail:
-            of = each.fix.replace("image push", "image sif") if seen.nodes[0].runtime == "apptainer" else each.fix
-        found.append(replace(each, fix=each.fix and of))
-    return found
+def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+    """Check that the job step and the driver see the requested GPUs."""
+    if seen.device != "cuda":
+        return Verdict("ok", f"not used: device: {seen.device}")
+    given = [each for each in facts.text("visible_gpus").split(",") if each]
+    rows = engine.gpu_rows(facts)
+    if len(given) < len(node.gpus):
+        why = f"{len(node.gpus)} GPUs requested, but CUDA_VISIBLE_DEVICES has {len(given)}"
+        fix = "in cluster.yaml, slurm: gres or gpus-per-node, as the site requires (sinfo --format '%P %G')"
+        return Verdict("failure", why, fix)
+    if len(rows) < len(given):
+        message = " ".join(facts.every("gpu_says"))
+        lists = f"nvidia-smi lists {len(rows)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
+        fix = f"{_ADMINISTRATOR}install NVIDIA's driver; until then: --slurm exclude={node.name}"
+        return Verdict("failure", f"Slurm allocated {len(given)} GPUs, but {message or lists}", fix)
+    return Verdict("ok", f"{len(given)} x {rows[0][4]}, driver {rows[0][1]}")
 
 
-def gpus(seen: Seen) -> list[Finding]:
-    """The job's step sees the GPUs that were asked for, and so does the driver."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        given = [each for each in facts.text("visible_gpus").split(",") if each]
-        if seen.device != "cuda":
-            return Finding("gpus", node.name, "ok", f"not used: device: {seen.device}")
-        if len(given) < len(node.gpus):
-            why = f"{len(node.gpus)} GPUs asked for, and CUDA_VISIBLE_DEVICES has {len(given)}"
-            fix = "slurm: gres or gpus-per-node in cluster.yaml, as the site wants it (sinfo --format '%P %G')"
-            return Finding("gpus", node.name, "failure", why, fix)
-        rows = facts.every("gpu")
-        if len(rows) < len(given):
-            said = " ".join(facts.every("gpu_says"))
-            lists = f"nvidia-smi lists {len(rows)}" if facts.has("nvidia-smi") else "there is no nvidia-smi"
-            why = f"Slurm gave {len(given)} GPUs, but {said or lists}"
-            fix = f"{_ADMINISTRATOR}NVIDIA's driver; until then: --slurm exclude={node.name}"
-            return Finding("gpus", node.name, "failure", why, fix)
-        driver = rows[0].split(",")[1].strip()
-        return Finding(
-            "gpus", node.name, "ok", f"{len(given)} given, {rows[0].split(',')[-1].strip()}, driver {driver}"
-        )
-
-    return [judge(node, seen.facts[node.name]) for node in seen.nodes]
-
-
-def versions(seen: Seen) -> list[Finding]:
-    """What the image holds fits the drivers; the first node looked into it."""
-    held = next((of for node in seen.nodes if (of := _inside(seen.facts[node.name])).text("python")), None)
-    if held is None:
-        return []
-    found = engine.versions(replace(seen, versions=held))
-    fix = f"an image with torch: clusterctl image sif, or image: in cluster.yaml (it has python {held.text('python')})"
-    return [replace(each, fix=fix) if each.detail.startswith("no torch") else each for each in found]
-
-
-def _inside(facts: Facts) -> Facts:
-    pairs = facts.values.items()
-    return Facts({key.removeprefix("inside_"): values for key, values in pairs if key.startswith("inside_")})
-
-
-def shm(seen: Seen) -> list[Finding]:
-    """/dev/shm holds the batches of the loaders' workers."""
-    found = machine.shm(seen)
-    return [each if each.level == "ok" else replace(each, fix=_ADMINISTRATOR + each.fix) for each in found]
-
-
-def tmp(seen: Seen) -> list[Finding]:
-    """There is room for temporary files."""
-
-    def judge(node: Node, facts: Facts) -> Finding:
-        left, folder = facts.number("tmp_kb"), facts.text("tmp")
-        if left is None:
-            fix = "a TMPDIR that is there on every node, or none: in ~/.bashrc"
-            return Finding("tmp", node.name, "failure", f"there is no {folder}", fix)
-        if left < machine.DISK_NEEDED_KB:
-            level: Level = "failure" if left < _TMP_NEEDED_KB else "warning"
-            why = f"{left // 1024} MB free in {folder}"
-            return Finding("tmp", node.name, level, why, f"make room, or: --slurm exclude={node.name}")
-        return Finding("tmp", node.name, "ok", f"{folder} has room")
-
-    return [judge(node, seen.facts[node.name]) for node in seen.nodes]
-
-
-def disk(seen: Seen) -> list[Finding]:
-    """Room for checkpoints and logs in run_dir."""
-    fix = "make room (see df -h, and the site's quota command), or in cluster.yaml, run_dir: elsewhere"
-    return [each if each.level == "ok" else replace(each, fix=fix) for each in machine.disk(seen)]
-
-
-#: The checks of the nodes that Slurm gave, in the order of the report.
-CHECKS = (names, runtime, image, architecture, gpus, versions, shm, tmp, machine.limits, disk)
-#: Those of the login node, then all of them.
-ON_LOGIN = ("login", "slurm", "request", "data")
-ORDER = (*ON_LOGIN, "job", "common", *(judge.__name__ for judge in CHECKS))
+#: The checks of the job's nodes, in the order of the report.
+CHECKS: dict[str, Check] = {
+    "common": common,
+    "names": names,
+    "runtime": runtime,
+    "image": image,
+    "architecture": engine.architecture,
+    "gpus": gpus,
+    "versions": engine.versions,
+    "shm": machine.shm,
+    "limits": machine.limits,
+    "disk": machine.disk,
+    "run_dir": machine.run_dir,
+}
+#: All checks in the order of the report. --skip accepts all except the login.
+ORDER = ("login", "request", "data", "job", *CHECKS)

@@ -1,48 +1,57 @@
-"""The same image on every node: which nodes lack which of its layers, and how those get there.
+"""Push of a container image to nodes: sends only the layers that a node lacks.
 
-An engine can use a layer only on top of the very layers that it was built on. So a node lacks those above the longest
-run of layers, from the lowest on, that any image there has. `docker load` takes an archive without the layers that it
-has: what is sent is the image's configuration and the missing layers, each read and compressed once.
+An engine can use a layer only on top of its original parents. A node therefore lacks the layers above the longest
+common prefix with any of its images. `docker load` accepts an archive without the layers that the engine has. The push
+sends the image's configuration and the missing layers, each compressed once.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import sys
-import threading
+import tarfile
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
-from cluster import fanout
-from cluster.errors import ClusterError, LaunchError, UsageError
+from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.images import engine, layer
-from cluster.images.compare import chain_ids, file_name, head, missing
-from cluster.images.delivery import Blob, Show, SourceError, folder_here, send
 from cluster.images.engine import HERE, Engine
-from cluster.model import Node
-from cluster.rsync import interruptible, require_rsync
-from cluster.runtimes.containers import short_id
-from cluster.shells import reach
+from cluster.runtimes import short_id
+from cluster.spec.model import Node
+from cluster.transport import parallel, reach
+from cluster.transport.rsync import Rsync, at, error_of, interruptible, require_rsync, started
 
-#: Room needed on a node as a multiple of the unpacked layers: the engine first copies what it is given.
-_ROOM = 1.5
-#: The share that compression leaves of a layer: an estimate until it is compressed.
+#: A callback with the node's name, the sent bytes, and the total bytes, an estimate until compression ends.
+Sent = Callable[[str, int, int], None]
+#: Estimated compression ratio of a layer.
 _RATIO = 0.5
+#: The parent of the folder of compressed layers, which may be too large for /tmp.
+_TEMPORARY = os.environ.get("TMPDIR", "/var/tmp")
 _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did for one node: `sent` bytes over the wire, as `missing` of its `layers` layers, in `seconds`.
+    """Result of a push for one node.
 
-    These are 0 where the image was there already. `size` is the image's, unpacked, in bytes. `whole`: an engine, here
-    or there, handles only whole images.
+    Attributes:
+        id: the image's id.
+        size: the unpacked size of the image in bytes.
+        layers: the number of layers of the image.
+        missing: the number of layers that were sent.
+        sent: bytes over the network.
+        seconds: duration, 0 if the node already had the image.
     """
 
     id: str
@@ -51,36 +60,11 @@ class Pushed:
     missing: int = 0
     sent: int = 0
     seconds: float = 0.0
-    compression: str = ""
-    whole: bool = False
-
-
-def push(nodes: Sequence[Node], image: str, show: Show) -> dict[str, Pushed]:
-    """Give every node the image that this machine has; returns what that took, by node.
-
-    Nothing is sent unless all nodes can take it; when sending fails for some, the others still get theirs. Raises
-    ClusterError that names the nodes. Interrupted, it leaves on them only parts, from which the next push goes on.
-    """
-    refuse_name(image)
-    here = engine.look(HERE, image)
-    if not here.id:
-        raise UsageError(f"this machine: no image {image}", "make image   (or name one that is there: --image NAME)")
-    seen = fanout.all_of(nodes, lambda node: engine.look(node, image))
-    lacking = [node for node in nodes if seen[node.name].id != here.id]
-    done = {node.name: Pushed(here.id, here.size, len(here.layers)) for node in nodes}
-    if lacking:
-        try:
-            layers = _Layers.of(here) if here.takes_layers else None
-            done |= _Push(image, here, seen, layers, show).to(lacking)
-        except SourceError as error:
-            show.note(f"this machine: the layers cannot be read one by one ({error}): sending the whole image")
-            done |= _Push(image, here, seen, None, show).to(lacking)
-    return done
 
 
 @dataclass(frozen=True)
-class _Layers:
-    """An image's layers in this machine's engine: their unpacked `sizes` in bytes, and the command that prints one."""
+class Layers:
+    """Layers of an image in this machine's engine: unpacked `sizes` in bytes, and the command that prints a layer."""
 
     config: str
     sizes: tuple[int, ...]
@@ -88,153 +72,246 @@ class _Layers:
     program: tuple[str, ...]
 
     @classmethod
-    def of(cls, here: Engine) -> _Layers:
-        """Raises SourceError: another storage driver, no rights, no Python in the image."""
+    def of(cls, here: Engine) -> Layers:
+        """Read the layers. Raise ClusterError without permission, or without Python in the image."""
         text = Path(layer.__file__).read_text(encoding="utf-8")
         chains = tuple(chain_ids(here.layers))
         if os.geteuid() == 0 and Path(here.root, "image", here.driver, "layerdb").is_dir():
             program: tuple[str, ...] = (sys.executable, "-c", text, here.root, here.driver)
-        else:  # whoever may use the engine may do this
+        else:  # the permission to use the engine is enough
             mount = f"type=bind,source={here.root},target=/engine,readonly"
-            as_root = ("--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
-            program = (
-                "docker",
-                "run",
-                *as_root,
-                "--entrypoint",
-                "python3",
-                here.id,
-                "-c",
-                text,
-                "/engine",
-                here.driver,
-            )
+            run = ("docker", "run", "--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
+            program = (*run, "--entrypoint", "python3", here.id, "-c", text, "/engine", here.driver)
         answer = reach(HERE).run([*program, "image", here.id, *chains], timeout_s=120)
         if answer.code:
-            raise SourceError(answer.last_line)
+            raise ClusterError(answer.last_line)
         about = json.loads(answer.out)
         return cls(about["config"], tuple(about["sizes"]), chains, program)
 
 
-@dataclass
-class _Push:
-    """One image on its way to nodes that lack it: as layers where `layers` are given and the node takes them."""
+def push(
+    nodes: Sequence[Node], image: str, note: Callable[[str], None], report: Sent
+) -> dict[str, Pushed | ClusterError]:
+    """Send this machine's image to every node, and return the result or the error of each.
 
-    image: str
-    here: Engine
-    seen: Mapping[str, Engine]
-    layers: _Layers | None
-    show: Show
+    Nothing is sent unless all nodes can take the image. If sending to one node fails, the others still get the image.
+    After an interruption the next push resumes the partial transfers. Raise ClusterError for errors of this machine.
 
-    def to(self, nodes: Sequence[Node]) -> dict[str, Pushed]:
-        """Raises ClusterError, and SourceError when this machine's engine does not give what it should."""
-        fanout.together({node.name: self._refusal(node) for node in nodes})
-        require_rsync()
-        zstd = shutil.which("zstd") is not None and all(self.seen[node.name].takes_zstd for node in nodes)
-        files = {node.name: self._files(node, zstd) for node in nodes}
-        arrived = fanout.all_of(nodes, engine.arrived)
-        began, unwanted = time.monotonic(), threading.Event()
+    Args:
+        note: receives lines of text.
+        report: receives the progress of each node.
+    """
+    refuse_name(image)
+    here = engine.local(image)
+    answers = parallel.each(nodes, lambda node: _inspect(node, image, here))
+    if failed := _nothing_sent(answers):
+        return failed
+    seen = parallel.together(answers)
+    lacking = [node for node in nodes if seen[node.name].id != here.id]
+    done: dict[str, Pushed | ClusterError] = {node.name: Pushed(here.id, here.size, len(here.layers)) for node in nodes}
+    if not lacking:
+        return done
+    require_rsync()
+    if not os.access(_TEMPORARY, os.W_OK):
+        raise UsageError(f"this machine: {_TEMPORARY} cannot be written", "set TMPDIR to a folder with free space")
+    made = parallel.each(lacking, engine.make_folder)
+    if failed := _nothing_sent(made):
+        return failed
+    layers = None
+    if all(each.takes_layers for each in (here, *(seen[node.name] for node in lacking))):
+        try:
+            layers = Layers.of(here)
+        except ClusterError as error:
+            note(f"this machine: cannot read single layers ({error.message}): sending the whole image")
+    counts = {
+        node.name: len(here.layers) if layers is None else missing(here.layers, seen[node.name].held)
+        for node in lacking
+    }
+    ending = "zst" if shutil.which("zstd") and all(seen[node.name].takes_zstd for node in lacking) else "gz"
+    return done | send_missing(image, here, layers, ending, counts, parallel.together(made), lacking, note, report)
+
+
+def send_missing(
+    image: str,
+    here: Engine,
+    layers: Layers | None,
+    ending: str,
+    counts: Mapping[str, int],
+    folders: Mapping[str, str],
+    nodes: Sequence[Node],
+    note: Callable[[str], None],
+    report: Sent,
+) -> dict[str, Pushed | ClusterError]:
+    """Send each node its missing layers, or the whole image if `layers` is None, and load the image there.
+
+    Args:
+        ending: the compression, zst or gz.
+        counts: the number of missing layers by node name.
+        folders: the folder for received files by node name.
+    """
+    total, start = len(here.layers), time.monotonic()
+    archive_head = head(layers.config, image, here.layers, ending) if layers else b""
+
+    def names(count: int) -> list[str]:
+        if layers is None:
+            return [f"whole-{file_name(here.id, ending)}"]
+        return list(dict.fromkeys(file_name(digest, ending) for digest in here.layers[total - count :]))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="clusterctl-", dir=_TEMPORARY) as folder,
+        ThreadPoolExecutor(1) as background,
+    ):
+        blobs = _blobs(Path(folder), image, here, layers, ending)
+        for name in names(max(counts.values())):
+            blobs[name].made = background.submit(blobs[name].make)
 
         def one(node: Node) -> Pushed:
-            count, total = self._missing(node), len(self.here.layers)
-            what = "the whole image" if count is None else f"{count} of {total} layers"
-            self.show.note(f"{node.name}: to send: {what}")
-            folder, complete = arrived[node.name]
-            sent = send(node, folder, [blobs[name] for name in files[node.name] if name not in complete], self.show)
-            self.show.note(f"{node.name}: all there; the engine unpacks it")
-            begin = b""
-            if count is not None and self.layers is not None:
-                begin = head(self.layers.config, self.image, self.here.layers, _ending(zstd))
-            became = engine.load(node, self.image, files[node.name], begin)
-            if became != self.here.id:
-                raise LaunchError(
-                    f"{node.name}: {self.image} is {short_id(became)} there and {short_id(self.here.id)} here"
-                )
-            return Pushed(
-                id=became,
-                size=self.here.size,
-                layers=total,
-                missing=total if count is None else count,
-                sent=sent,
-                seconds=time.monotonic() - began,
-                compression="zstd" if zstd else "gzip",
-                whole=count is None,
-            )
+            count = counts[node.name]
+            files = names(count)
+            note(f"{node.name}: sending {count} of {total} layers")
+            sent = send(node, folders[node.name], [blobs[name] for name in files], report)
+            note(f"{node.name}: transfer complete; the engine unpacks the image")
+            loaded_id = engine.load(node, image, files, archive_head)
+            if loaded_id != here.id:
+                why = f"{image} is {short_id(loaded_id)}, on this machine {short_id(here.id)}"
+                raise LaunchError(f"{node.name}: {why}", "clusterctl image push")
+            return Pushed(here.id, here.size, total, count, sent, time.monotonic() - start)
 
-        with folder_here() as here, ThreadPoolExecutor(1) as background:
-            blobs = self._blobs(here, zstd, unwanted)
-            wanted = dict.fromkeys(
-                name for node in nodes for name in files[node.name] if name not in arrived[node.name][1]
-            )
-            for name in wanted:
-                blobs[name].made = background.submit(blobs[name].make)
-            try:
-                return interruptible(lambda: fanout.all_of(nodes, one))
-            finally:
-                unwanted.set()
-                background.shutdown(cancel_futures=True)
-
-    def _missing(self, node: Node) -> int | None:
-        """How many layers the node lacks; None when it must be given the whole image."""
-        if self.layers is None or not self.seen[node.name].takes_layers:
-            return None
-        return missing(self.here.layers, self.seen[node.name].held)
-
-    def _files(self, node: Node, zstd: bool) -> list[str]:
-        """What the node must be sent, by the names of the files."""
-        count = self._missing(node)
-        if count is None:
-            return [f"whole-{file_name(self.here.id, _ending(zstd))}"]
-        lacks = self.here.layers[len(self.here.layers) - count :]
-        return list(dict.fromkeys(file_name(digest, _ending(zstd)) for digest in lacks))
-
-    def _blobs(self, folder: Path, zstd: bool, unwanted: threading.Event) -> dict[str, Blob]:
-        """Everything that any node may need, by file name."""
-        packer = ("zstd", "-q", "-3", "-T0", "-c") if zstd else ("gzip", "-n", "-1", "-c")
-        name = f"whole-{file_name(self.here.id, _ending(zstd))}"
-        sources: dict[str, tuple[int, tuple[str, ...], str]]
-        sources = {name: (self.here.size, (self.here.program, "save", self.image), "")}
-        if self.layers is not None:
-            for digest, size, chain in zip(self.here.layers, self.layers.sizes, self.layers.chains, strict=True):
-                name = file_name(digest, _ending(zstd))
-                sources[name] = (size, (*self.layers.program, "layer", chain), digest)
-        return {
-            name: Blob(folder / name, int(_RATIO * size), source, packer, digest, unwanted)
-            for name, (size, source, digest) in sources.items()
-        }
-
-    def _refusal(self, node: Node) -> ClusterError | None:
-        """Why the node cannot take the image."""
-        here, there = self.here, self.seen[node.name]
-        if there.platform != here.platform:
-            return UsageError(
-                f"{node.name}: the image is for {here.platform}, the machine is {there.platform}",
-                "build the image on such a machine, and push it from there",
-            )
-        if there.containerd != here.containerd:
-            where = "there, but not here" if there.containerd else "here, but not there"
-            return UsageError(
-                f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids",
-                'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json',
-            )
-        count = self._missing(node)
-        size = here.size
-        if count is not None and self.layers is not None:
-            size = sum(self.layers.sizes[len(self.layers.sizes) - count :])
-        if there.free is not None and there.free < _ROOM * size:
-            need = f"the image needs {_ROOM * size / 1e9:.1f} GB there"
-            return LaunchError(
-                f"{node.name}: {there.root} has {there.free / 1e9:.1f} GB free: {need}",
-                f"make room, for example there: {there.program} image prune",
-            )
-        return None
+        try:
+            return interruptible(lambda: parallel.each(nodes, one))
+        finally:
+            background.shutdown(cancel_futures=True)
 
 
-def _ending(zstd: bool) -> str:
-    return "zst" if zstd else "gz"
+@dataclass
+class Blob:
+    """A file to send: the output of `source | packer`. `size` in bytes is an estimate until the file is complete."""
+
+    file: Path
+    size: int
+    source: Sequence[str]
+    packer: Sequence[str]
+    made: Future[None] = field(default_factory=Future)
+
+    def make(self) -> None:
+        """Write the file. Raise ClusterError."""
+        with (
+            self.file.open("wb") as packed,
+            tempfile.TemporaryFile() as errors,
+            started(self.source, stdin=DEVNULL, stdout=PIPE, stderr=errors) as source,
+            started(self.packer, stdin=source.stdout, stdout=packed, stderr=errors) as packer,
+        ):
+            assert source.stdout
+            source.stdout.close()  # the source ends with SIGPIPE if the packer ends
+            failed = packer.wait(), source.wait()
+            errors.seek(0)
+            stderr = errors.read().decode(errors="replace")
+        if failed[0]:
+            raise error_of(f"this machine: {self.file.parent} cannot be written", stderr)
+        if failed[1]:
+            why = (stderr.strip().splitlines() or [f"{self.source[0]}: exit {failed[1]}"])[-1]
+            raise ClusterError(f"this machine: a layer cannot be read: {why}", "docker info")
+        self.size = self.file.stat().st_size
+
+
+def send(node: Node, folder: str, blobs: Sequence[Blob], report: Sent) -> int:
+    """Send files into a folder of the node, each once its compression ends. The next call resumes a partial file.
+
+    Return the bytes over the network. Raise ClusterError.
+    """
+    moved = before = 0
+
+    def sent(now: int) -> None:
+        report(node.name, before + now, sum(blob.size for blob in blobs))
+
+    for blob in blobs:
+        blob.made.result()
+        run = Rsync(node, ["--", str(blob.file), f"{at(node)}{folder}/"], sent=sent)
+        run()
+        run.refuse_failure(f"{node.name}: {folder} cannot be written", f"this machine: {blob.file} cannot be read")
+        moved += run.moved
+        before += blob.size
+    return moved
+
+
+def _blobs(folder: Path, image: str, here: Engine, layers: Layers | None, ending: str) -> dict[str, Blob]:
+    """Return all files that a node may need, by name."""
+    packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
+    if layers is None:
+        name = f"whole-{file_name(here.id, ending)}"
+        return {name: Blob(folder / name, int(_RATIO * here.size), (here.program, "save", image), packer)}
+    blobs = {}
+    for digest, size, chain in zip(here.layers, layers.sizes, layers.chains, strict=True):
+        name = file_name(digest, ending)
+        blobs[name] = Blob(folder / name, int(_RATIO * size), (*layers.program, "layer", chain), packer)
+    return blobs
+
+
+def _inspect(node: Node, image: str, here: Engine) -> Engine:
+    """Return the facts of the node's engine. Raise ClusterError if it cannot take the image."""
+    there = engine.inspect(node, image)
+    if there.platform != here.platform:
+        raise UsageError(
+            f"{node.name}: the image is for {here.platform}, the machine is {there.platform}",
+            "build the image on a machine of that architecture, and push it from there",
+        )
+    if there.containerd != here.containerd:
+        where = "there, but not here" if there.containerd else "here, but not there"
+        raise UsageError(
+            f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids",
+            'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json',
+        )
+    return there
+
+
+def _nothing_sent(answers: Mapping[str, object]) -> dict[str, Pushed | ClusterError]:
+    """Return an error for every node if any node has one, else an empty dict."""
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, ClusterError)}
+    names = ", ".join(failed)
+    return {
+        name: failed.get(name) or UnreachableError(f"{name}: nothing was sent, because of {names}")
+        for name in (answers if failed else ())
+    }
 
 
 def refuse_name(image: str) -> None:
-    """Raise UsageError for what is no image's name."""
+    """Raise UsageError for an invalid image name."""
     if not _NAME.fullmatch(image):
         raise UsageError(f"--image {image!r}: not an image's name", "for example: --image trainer:0.1")
+
+
+def missing(layers: Sequence[str], held: Iterable[Sequence[str]]) -> int:
+    """Return how many of the last `layers` an engine lacks; `held` has the layers of its images (diff ids)."""
+
+    def shared(other: Sequence[str]) -> int:
+        return len([*takewhile(lambda pair: pair[0] == pair[1], zip(layers, other, strict=False))])
+
+    return len(layers) - max(map(shared, held), default=0)
+
+
+def chain_ids(layers: Sequence[str]) -> list[str]:
+    """Return the chain id of each layer (OCI image-spec, "Layer ChainID")."""
+
+    def onto(chain: str, diff: str) -> str:
+        return f"sha256:{hashlib.sha256(f'{chain} {diff}'.encode()).hexdigest()}"
+
+    return list(accumulate(layers, onto))
+
+
+def file_name(digest: str, ending: str) -> str:
+    """Return the file name of a layer in the cache and in an archive."""
+    return f"{digest.removeprefix('sha256:')}.{ending}"
+
+
+def head(config: str, image: str, layers: Sequence[str], ending: str) -> bytes:
+    """Return the head of an archive for `docker load`: manifest and configuration, without the end of the tar."""
+    manifest = [{"Config": "config.json", "RepoTags": [image], "Layers": [file_name(each, ending) for each in layers]}]
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, text in (("manifest.json", json.dumps(manifest)), ("config.json", config)):
+            data = text.encode()
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+        end = archive.offset
+    return made.getvalue()[:end]

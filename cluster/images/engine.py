@@ -1,4 +1,4 @@
-"""What the engine on a node is, what it knows of an image and which layers it holds, and how it loads what it lacks."""
+"""Container engine of a node: its facts, its images and their layers, and the loading of an image."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster import resources
+from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.model import Node
-from cluster.rsync import reason
-from cluster.runtimes.containers import ARCHITECTURES
-from cluster.shells import reach
+from cluster.runtimes import ARCHITECTURES
+from cluster.spec.model import Node
+from cluster.transport import reach
+from cluster.transport.rsync import reason
 
 #: Exit code of engine.sh on a machine without rsync.
 _NO_RSYNC = 4
-#: This machine, as a node that has no login.
+#: This machine, as a node without a login.
 HERE = Node("this machine", "")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine as it was found, with what it knows of one image (`id` "" when it has none) and of any layers.
+    """Facts of an engine and of one image in it. Layers are diff ids, lowest first.
 
-    `free` (None where the engine's folder cannot be seen) and `size` are in bytes; layers are diff ids, lowest first.
+    Attributes:
+        id: the image's id, "" if the engine does not have the image.
+        size: the image's size in bytes.
+        layers: the image's layers.
+        held: the layers of every image in the engine.
     """
 
     program: str
@@ -33,7 +37,6 @@ class Engine:
     root: str = ""
     driver: str = ""
     containerd: bool = False
-    free: int | None = None
     id: str = ""
     size: int = 0
     layers: tuple[str, ...] = ()
@@ -41,35 +44,40 @@ class Engine:
 
     @property
     def takes_layers(self) -> bool:
-        """Whether it loads an archive without the layers it has: podman and containerd's store want all of them."""
-        return self.program == "docker" and not self.containerd
+        """Whether single layers can be read from the engine, and it loads an archive that lacks layers it has.
+
+        Podman, containerd's store and other storage drivers do not.
+        """
+        return self.driver == "overlay2" and not self.containerd
 
     @property
     def takes_zstd(self) -> bool:
-        """Whether it unpacks zstd; every engine unpacks gzip."""
+        """Whether the engine unpacks zstd. Every engine unpacks gzip."""
         return self.program == "podman" or self.version >= (23,)
 
 
-def look(node: Node, image: str) -> Engine:
-    """Raises UnreachableError when the node's engine does not answer."""
-    said: dict[str, str] = {}
+def inspect(node: Node, image: str) -> Engine:
+    """Return the facts of the node's engine. Raise UnreachableError if it does not answer."""
+    answer = reach(node).run(_script("inspect", node, image), timeout_s=120)
+    if answer.code:
+        raise _no_answer(node, answer.last_line)
+    facts: dict[str, str] = {}
     held = []
-    for line in _ask(node, "inspect", image).splitlines():
+    for line in answer.out.splitlines():
         key, _, rest = line.partition(" ")
-        said[key] = rest
+        facts[key] = rest
         if key == "layers":
             held.append(tuple(json.loads(rest) or ()))
-    image_id, size, layers = said.get("image", " 0 []").split(" ", 2)
-    driver, _, status = said.get("driver", "").partition(" ")
-    system, _, machine = said["platform"].partition("/")
+    image_id, size, layers = facts.get("image", " 0 []").split(" ", 2)
+    driver, _, status = facts.get("driver", "").partition(" ")
+    system, _, machine = facts["platform"].partition("/")
     return Engine(
-        program=said["engine"],
-        version=tuple(int(number) for number in re.findall(r"\d+", said["version"])[:3]),
+        program=facts["engine"],
+        version=tuple(int(number) for number in re.findall(r"\d+", facts["version"])[:3]),
         platform=f"{system}/{ARCHITECTURES.get(machine, machine)}",
-        root=said["root"],
+        root=facts["root"],
         driver=driver,
         containerd="io.containerd" in status,
-        free=int(said["free"]) * 1024 if "free" in said else None,
         id=_full(image_id),
         size=int(size),
         layers=tuple(json.loads(layers) or ()),
@@ -77,63 +85,62 @@ def look(node: Node, image: str) -> Engine:
     )
 
 
-def image_id(node: Node, image: str) -> str:
-    """The image's full id, "" when the node has none; raises UnreachableError when its engine does not answer."""
-    return _full(_ask(node, "id", image).strip())
+def local(image: str) -> Engine:
+    """Return the facts of this machine's engine. Raise UsageError if it lacks the image."""
+    here = inspect(HERE, image)
+    if not here.id:
+        hint = "make image, in a clone of the repository; or name another: --image NAME"
+        raise UsageError(f"this machine: no image {image}", hint)
+    return here
 
 
-def arrived(node: Node) -> tuple[str, list[str]]:
-    """The folder on the node for the files of a push, which is created, and the names of the complete files in it."""
-    answer = reach(node).run(_script("arrived", node, ""))
+def make_folder(node: Node) -> str:
+    """Create the node's folder for the files of a push, and return it. Raise ClusterError."""
+    answer = reach(node).run(_script("folder", node, ""))
     if answer.code == _NO_RSYNC:
         raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
     if answer.code:
         why = f"{node.name}: ~/.cache/clusterctl cannot be written: {reason(answer.err)}"
         raise LaunchError(why, f"on {node.name}: ls -ld ~/.cache; df -h ~/.cache")
-    folder, *names = answer.out.splitlines()
-    return folder, names
+    return answer.out.strip()
 
 
 def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
-    """Make an image of files that have arrived, and remove them; returns the id of what now has the image's name.
+    """Load an image from files in the node's folder and remove them. Return the id of the image with this name.
 
-    With `head` they are its layers, without it the one file is the whole archive. Raises LaunchError.
+    With `head` the files are layers. Without it the only file is the whole archive. Raise LaunchError on failure.
     """
     names = ["", *files] if head else files
     done = reach(node).run(_script("load", node, image, *names), stdin=head, timeout_s=3600)
     if done.code:
-        raise LaunchError(f"{node.name}: the engine does not load the image: {done.last_line}", "there: docker info")
+        raise LaunchError(f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info")
     return _full(done.out.strip())
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    return ["bash", "-c", resources.text("images/engine.sh"), "engine", operation, _program(node), image, *files]
-
-
-def _ask(node: Node, operation: str, image: str) -> str:
-    answer = reach(node).run(_script(operation, node, image), timeout_s=120)
-    if answer.code:
-        raise _silent(node, answer.last_line)
-    return answer.out
+    return ["bash", "-c", scripts.text("images/engine.sh"), "engine", operation, _program(node), image, *files]
 
 
 def _program(node: Node) -> str:
-    """The node's runtime; "" leaves the choice to the node."""
+    """Return the node's runtime; with "" engine.sh chooses one."""
     if node.runtime == "none" and node is not HERE:
-        raise UsageError(f"{node.name}: its runtime is none: jobs run there without an image", "runtime: docker")
+        raise UsageError(
+            f"{node.name}: runtime: none, jobs run without an image",
+            "to use an image, in cluster.yaml: runtime: docker",
+        )
     return "" if node.runtime == "none" else node.runtime
 
 
-def _silent(node: Node, said: str) -> ClusterError:
-    if "permission denied" in said.lower():
+def _no_answer(node: Node, message: str) -> ClusterError:
+    if "permission denied" in message.lower():
         hint = 'there: sudo usermod -aG docker "$USER", then log in again'
-    elif said.startswith("no program"):
-        hint = "make engine" if node is HERE else "install Docker Engine there, or podman"
+    elif message.startswith("no program"):
+        hint = "make engine, in a clone of the repository" if node is HERE else "install Docker Engine there, or podman"
     else:
         hint = "docker info" if node is HERE else f"there: docker info   (or: clusterctl doctor --only {node.name})"
-    return UnreachableError(f"{node.name}: no engine answers: {said}", hint)
+    return UnreachableError(f"{node.name}: no engine answers: {message}", hint)
 
 
 def _full(image_id: str) -> str:
-    """podman leaves the kind of digest away."""
+    """Return the id with its digest algorithm, which podman omits."""
     return f"sha256:{image_id.removeprefix('sha256:')}" if image_id else ""

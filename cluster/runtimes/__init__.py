@@ -1,48 +1,26 @@
-"""How to enter the place where the program runs: one file and one line of this table per runtime."""
+"""Runtimes: how a node enters the container. A new one is a file here, with its shell functions, and a line below."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from cluster.runtimes.apptainer import ApptainerRuntime
+from cluster.runtimes.base import BareRuntime, Runtime
+from cluster.runtimes.docker import DOCKER, PODMAN, ContainerRuntime
+from cluster.runtimes.enroot import EnrootRuntime
+from cluster.runtimes.pyxis import PyxisRuntime
 
-from cluster.model import Job, Mount, Node
-from cluster.runtimes import apptainer, containers, none, pyxis
-
-
-class Runtime(Protocol):
-    """Spells command lines and does nothing else."""
-
-    @property
-    def name(self) -> str:
-        """Its name in `cluster.yaml`, and in agent/node.sh, which finds the options that depend on the machine."""
-        ...
-
-    @property
-    def inside(self) -> bool:
-        """Whether the node's script is itself where the program runs."""
-        ...
-
-    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """The words before the agent's command; the program gets the variables `names`.
-
-        The word `quoting.OPTIONS` is where the options of the node go.
-        """
-        ...
-
-    def gpus(self, node: Node) -> tuple[int, ...]:
-        """The node's GPUs as the program sees them: a container counts those it was given from 0."""
-        ...
-
-    @property
-    def engine(self) -> str:
-        """The program that keeps its containers after the node's script has ended; "" where none does."""
-        ...
-
-
+#: Every runtime by its name in cluster.yaml.
 RUNTIMES: dict[str, Runtime] = {
-    "none": none.NoRuntime(),
-    "docker": containers.ContainerRuntime("docker"),
-    "podman": containers.ContainerRuntime("podman"),
-    "apptainer": apptainer.ApptainerRuntime(),
-    "pyxis": pyxis.PyxisRuntime(),
+    each.name: each for each in (BareRuntime(), DOCKER, PODMAN, ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
 }
+#: The runtimes whose engine keeps images and containers, in the order in which `clusterctl init` tries them.
+ENGINES: dict[str, ContainerRuntime] = {
+    name: each for name, each in RUNTIMES.items() if isinstance(each, ContainerRuntime)
+}
+
+#: The architecture names of docker and podman by Linux' machine names.
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+
+
+def short_id(image_id: str) -> str:
+    """Return the first 12 hex digits of an image's id, as `docker images` does."""
+    return image_id.removeprefix("sha256:")[:12]

@@ -1,33 +1,41 @@
-"""Apptainer (and Singularity, its former name): the SIF file of the image, an ordinary user's process, no daemon."""
+"""Runtime apptainer (formerly Singularity): runs a SIF file without a daemon, with the host's network."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cluster import quoting
-from cluster.model import Job, Mount, Node
+from cluster.agent import scripts
+from cluster.runtimes.base import Runtime
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Job, Mount, Node
+
+_CLEAN = ("--cleanenv", "--no-home", "--no-mount", "cwd")
 
 
-class ApptainerRuntime:
-    """One container per node, which sees the network and the shared memory of its machine."""
+class ApptainerRuntime(Runtime):
+    """Apptainer with a clean environment and without the home folder."""
 
     name = "apptainer"
-    inside = False
-    engine = ""
+    image_is_file = takes_names = True
+    image_from = "clusterctl image sif"
+    script = "runtimes/apptainer.sh"
+    version = ("apptainer", "--version")
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """`apptainer run` with a clean environment and no home; with `--nv` where GPUs are asked for.
+        """Return `apptainer run`, with `--nv` for GPUs.
 
-        Without `--no-eval` it would take the variables for shell text. agent/node.sh exports the `names` for it.
+        `--no-eval` keeps Apptainer from evaluating the variables as shell code.
         """
-        words = ["apptainer", "--silent", "run", "--no-eval", "--cleanenv", "--no-home", "--no-mount", "cwd"]
+        words = ["apptainer", "--silent", "run", "--no-eval", *_CLEAN]
         if job.device == "cuda" or (job.device == "any" and node.gpus):
             words.append("--nv")
         for mount in mounts:
             fields = ["type=bind", f"source={mount.source}", f"destination={mount.target}"]
-            words += ["--mount", quoting.csv([*fields, "ro"] if mount.read_only else fields)]
+            words += ["--mount", scripts.csv([*fields, "ro"] if mount.read_only else fields)]
         return (*words, "--pwd", job.workdir or "/", job.image)
 
-    def gpus(self, node: Node) -> tuple[int, ...]:
-        """As the machine counts them."""
-        return node.gpus
+    def check(self, image: str, *command: str) -> tuple[str, ...]:
+        """Return `apptainer exec`."""
+        return ("apptainer", "--silent", "exec", *_CLEAN, image, *command)

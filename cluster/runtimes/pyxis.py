@@ -1,23 +1,28 @@
-"""Pyxis and enroot, NVIDIA's plugin for Slurm: a job step of its own per node enters the container."""
+"""Runtime pyxis: NVIDIA's plugin for Slurm and enroot; a job step per node enters the container."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from cluster.model import Job, Mount, Node
-from cluster.quoting import OPTIONS
+from cluster.agent import scripts
+from cluster.runtimes.base import Runtime
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Job, Mount, Node
 
 
-class PyxisRuntime:
-    """Only within a job of Slurm; `image` is what `--container-image` takes: REGISTRY#NAME:TAG, or a .sqsh file."""
+class PyxisRuntime(Runtime):
+    """`srun --container-image`. The image is REGISTRY#NAME:TAG, or a .sqsh file."""
 
     name = "pyxis"
-    inside = False
-    engine = ""
+    image_from = "enroot import docker://NAME:TAG"
+    script = "runtimes/pyxis.sh"
+    version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """`srun --container-image ...` on this node, within the job's own step; variables by name."""
-        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", OPTIONS, f"--container-image={job.image}"]
+        """Return `srun --container-image ...` for this node; variables are passed by name."""
+        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={job.image}"]
         words += ["--no-container-mount-home", f"--container-env={','.join(names)}"]
         sources = [f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "") for mount in mounts]
         if sources:
@@ -25,7 +30,3 @@ class PyxisRuntime:
         if job.workdir:
             words.append(f"--container-workdir={job.workdir}")
         return tuple(words)
-
-    def gpus(self, node: Node) -> tuple[int, ...]:
-        """As the machine counts them."""
-        return node.gpus

@@ -1,4 +1,4 @@
-"""A real sshd of the test's own, on loopback addresses, with keys made for it; nothing of the user's is touched."""
+"""A real sshd for tests, on loopback addresses, with its own keys and configuration."""
 
 import getpass
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-#: A program without torch: jobs that only have to run, to fail or to be stopped.
+#: A program without torch, for jobs that run, fail or stop.
 TICKS = Path(__file__).with_name("ticks.py")
 
 
 class Sshd:
     """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them.
 
-    `bare`: with a home folder of its own, because bash runs the user's `.bashrc` at every command, however slow it is.
+    `bare`: with its own home folder, because bash reads the user's `.bashrc` at every command.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Sshd:
         for name in ("host", "user"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         shutil.copy(folder / "user.pub", folder / "authorized")
-        # sshd listens on at most 16 addresses: with more on all of them, and lets in only whom loopback brings.
+        # sshd listens on at most 16 addresses. With more, listen on all, and allow only logins from loopback.
         every = len(addresses) > 16
         with socket.socket() as probe:
             probe.bind(("0.0.0.0" if every else addresses[0], 0))
@@ -70,31 +70,31 @@ class Sshd:
         until = time.time() + 10
         while time.time() < until:
             if (self.folder / "pid").exists() and (self.folder / "pid").read_text().endswith("\n"):
-                return  # it listens on all its addresses by then
+                return  # it listens now
             time.sleep(0.02)
         raise AssertionError((self.folder / "log").read_text())
 
     def stop(self) -> None:
-        """End the server and every session of it."""
+        """Stop the server and its sessions."""
         pid = int((self.folder / "pid").read_text())
         self.drop_sessions()
         os.kill(pid, signal.SIGTERM)
         until = time.time() + 10
-        while (self.folder / "pid").exists() and time.time() < until:  # which it removes when its ports are free
+        while (self.folder / "pid").exists() and time.time() < until:  # sshd removes the file after it closed its ports
             time.sleep(0.02)
 
     def before_each_command(self, number: int, text: str) -> None:
-        """Run a piece of bash on one address before each command; `kill -9 $PPID` in it breaks the connection."""
-        doorman = self.folder / "doorman"
-        doorman.write_text(f'#!/bin/bash\n{text}\nexec bash -c "$SSH_ORIGINAL_COMMAND"\n')
-        doorman.chmod(0o755)
+        """Run bash code on one address before each command; `kill -9 $PPID` in it breaks the connection."""
+        wrapper = self.folder / "wrapper"
+        wrapper.write_text(f'#!/bin/bash\n{text}\nexec bash -c "$SSH_ORIGINAL_COMMAND"\n')
+        wrapper.chmod(0o755)
         with (self.folder / "sshd_config").open("a") as file:
-            file.write(f"Match LocalAddress {self.addresses[number]}\n  ForceCommand {doorman}\n")
+            file.write(f"Match LocalAddress {self.addresses[number]}\n  ForceCommand {wrapper}\n")
         self.stop()
         self.start()
 
     def drop_sessions(self) -> None:
-        """Break every connection; the server goes on."""
+        """Break every connection; the server keeps running."""
         pid = (self.folder / "pid").read_text().strip()
         subprocess.run(["pkill", "-KILL", "-P", pid], check=False)
 
@@ -105,7 +105,7 @@ def addresses(worker: int, count: int) -> list[str]:
 
 
 def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path:
-    """A cluster.yaml of the server's machines as node-0, node-1, ...; processes without containers."""
+    """Write a cluster.yaml with the server's addresses as node-0, node-1, ..., without containers."""
     nodes = {
         f"node-{index}": {"login": f"h{index}", "address": address, "run_dir": str(run_dir), **keys}
         for index, address in enumerate(server.addresses)
@@ -113,6 +113,7 @@ def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path
     nodes = {
         name: {"runtime": "none", "gpus": 0, "data_dir": f"{run_dir}/data", **node} for name, node in nodes.items()
     }
+    (folder / ".clusterignore").write_text("/remote\n/records\n/sshd\n")
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump({"ssh_config": str(server.config), "device": "cpu", "nodes": nodes}))
     return file

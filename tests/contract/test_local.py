@@ -1,4 +1,4 @@
-"""What only process groups have: ports of this machine, values that pass through a shell, refusals."""
+"""The local backend: master ports, GPUs, bad input, and a suspended or killed launcher."""
 
 import fcntl
 import json
@@ -15,56 +15,37 @@ from pathlib import Path
 import pytest
 
 from cluster.backends import BACKENDS
-from cluster.model import Job, Record
-from cluster.records import Records
-from tests.conftest import ROOT, processes_of
+from cluster.spec.model import Job, JobRecord
+from cluster.store import JobStore
+from tests.conftest import processes_of
 from tests.contract.sshd import TICKS
-
-EXAMPLE = f"{ROOT / 'examples' / 'all_reduce.py'}"
-HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "@rank@ {run} $$"]
 
 
 @pytest.fixture
 def launch(job_name):
-    """The words that launch a command as this test's job."""
+    """Return the arguments that launch a command as this test's job."""
 
-    def words(command, *more, name=job_name):
+    def arguments(command, *more, name=job_name):
         return ["launch", "--backend", "local", "--name", name, "--command", command, *more]
 
-    return words
+    return arguments
 
 
-def test_hostile_strings_arrive_as_they_are(clusterctl, launch):
-    folder = clusterctl.folder / "it's $here `now`"
-    folder.mkdir()
-    program = folder / "show.py"
-    program.write_text(
-        "import json, os, sys\n"
-        "values = [os.environ[f'HOSTILE_{number}'] for number in range(len(sys.argv) - 1)]\n"
-        "seen = [sys.argv[1:], values, os.getcwd()]\n"
-        "open('seen', 'w').write(json.dumps(seen))\n"
+def test_nodes_that_do_not_join_in_time_are_named_and_stopped(clusterctl, job_name):
+    (clusterctl.folder / "trainer.py").write_text("import time; time.sleep(300)  # never ready\n")
+    code, text = clusterctl.run(
+        "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--rendezvous-timeout", "0.5"
     )
-    clusterctl.folder = folder
-    quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
-    values = [word for number, text in enumerate(HOSTILE) for word in ("--env", f"HOSTILE_{number}={text}")]
-    code, output = clusterctl.run(*launch(f"show.py {quoted}", *values))
-    assert code == 0, output
-    assert json.loads((folder / "seen").read_text()) == [HOSTILE, HOSTILE, str(folder)]
-
-
-def test_nodes_that_do_not_meet_in_time_are_named_and_stopped(clusterctl, job_name):
-    (clusterctl.folder / "trainer.py").write_text("import time; time.sleep(300)  # and is never ready\n")
-    code, text = clusterctl.run("launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--timeout", "0.5")
     assert code == 4, text
-    assert "0 of 2 nodes met in 0.5 s" in text
+    assert "0 of 2 nodes joined in 0.5 s" in text
     assert "node-0" in text
     assert "node-1" in text
     assert processes_of(job_name) == []
-    assert [clusterctl.run(verb, job_name)[0] for verb in ("wait", "attach")] == [4, 4]  # as the launch said itself
+    assert [clusterctl.run(verb, job_name)[0] for verb in ("wait", "attach")] == [4, 4]  # as for launch
 
 
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
-    """The GPUs are simulated, as far as nvidia-smi lists them."""
+    """Simulate the GPUs in the output of nvidia-smi."""
     first, second = f"{job_name}-first", f"{job_name}-second"
     smi = clusterctl.folder / "bin" / "nvidia-smi"
     smi.parent.mkdir()
@@ -92,7 +73,7 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
             clusterctl.run("stop", name)
 
 
-def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl, launch):
+def test_a_taken_master_port_is_an_error_with_its_holder(clusterctl, launch):
     with socket.socket() as holder:
         holder.bind(("", 0))
         holder.listen()
@@ -104,11 +85,11 @@ def test_a_port_that_was_asked_for_and_is_taken_names_its_holder(clusterctl, lau
     assert list(clusterctl.folder.iterdir()) == []
 
 
-def test_an_automatic_port_that_is_taken_is_passed_over(clusterctl, launch, job_name):
-    from cluster.config import auto_port
+def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
+    from cluster.spec.defaults import auto_port
 
     with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it a moment ago
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier test may have used it
         holder.bind(("", auto_port(job_name)))
         holder.listen()
         code, text = clusterctl.run(*launch(f"{TICKS} --ticks 1"))
@@ -117,33 +98,17 @@ def test_an_automatic_port_that_is_taken_is_passed_over(clusterctl, launch, job_
     assert f"PET_MASTER_PORT={auto_port(job_name, 1)}" in script
 
 
-def test_a_port_lost_between_check_and_start_is_replaced(clusterctl, launch, job_name):
-    from cluster.config import auto_port
-
-    thief = "import socket; s = socket.socket(); s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); "
-    thief += f"s.bind(('', {auto_port(job_name)})); s.listen(); input()"
-    process = clusterctl.start(*launch(f"{EXAMPLE} --ticks 1"))
-    until = time.time() + 20
-    while not (clusterctl.folder / f"runs/{job_name}/attempt-1").exists() and time.time() < until:
-        time.sleep(0.005)
-    with subprocess.Popen([sys.executable, "-c", thief], stdin=subprocess.PIPE) as holder:
-        text, _ = process.communicate(timeout=90)
-        holder.communicate(b"\n")
-    assert process.returncode == 0, text
-    assert f"attempt 2 with {auto_port(job_name, 1)}" in text
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["launch", "--nodes", "0"], "--nodes 0"),
-        (["launch", "--device", "cuda", "--backend", "local"], "no GPU"),
+        (["launch", "--device", "cuda", "--backend", "local"], "GPUs on this machine: 0"),
         (["launch", "--backend", "kubernetes"], "one of: auto, local, ssh, compose"),
         (["attach", "nothing"], "no job 'nothing'"),
-        (["launch", "--name", "UPPER", "--backend", "local"], "small letters"),
+        (["launch", "--name", "UPPER", "--backend", "local"], "lower-case letters"),
     ],
 )
-def test_bad_input_is_one_error_line_and_leaves_nothing(clusterctl, arguments, words):
+def test_bad_input_is_one_error_line_and_writes_no_file(clusterctl, arguments, words):
     code, text = clusterctl.run(*arguments)
     assert code == 2
     assert text.startswith("error: ")
@@ -152,7 +117,7 @@ def test_bad_input_is_one_error_line_and_leaves_nothing(clusterctl, arguments, w
     assert list(clusterctl.folder.iterdir()) == []
 
 
-def test_an_engine_that_does_not_answer_is_an_error_for_compose_and_a_sentence_for_auto(clusterctl):
+def test_an_unreachable_engine_is_an_error_for_compose_and_a_note_for_auto(clusterctl):
     clusterctl.env["DOCKER_HOST"] = "unix:///nowhere.sock"
     code, text = clusterctl.run("launch", "--backend", "compose")
     assert (code, "Docker Engine does not answer" in text) == (2, True), text
@@ -162,18 +127,18 @@ def test_an_engine_that_does_not_answer_is_an_error_for_compose_and_a_sentence_f
     assert text.count("# ---- node-") == 3
 
 
-def test_backend_here_is_this_machine_whatever_cluster_yaml_says(clusterctl):
+def test_backend_here_ignores_cluster_yaml(clusterctl):
     (clusterctl.folder / "cluster.yaml").write_text("nodes: [nowhere.invalid]\n")
     for backend in ("here", "local"):
         code, text = clusterctl.run("plan", "--backend", backend, "--nodes", "2")
         assert (code, "PET_NNODES" in text, "nowhere.invalid" in text) == (0, True, False), text
     code, text = clusterctl.run("plan", "--backend", "here", "--hosts", "a,b")
-    assert (code, "--backend here is this machine, and --hosts names others" in text) == (2, True), text
+    assert (code, "--backend here runs on this machine, so --hosts has no effect" in text) == (2, True), text
 
 
-def test_a_plan_loads_nothing_that_it_does_not_need(clusterctl):
+def test_a_plan_imports_no_heavy_packages(clusterctl):
     program = "import sys; sys.argv = ['clusterctl', 'plan', '--backend', 'local']\n"
-    program += "from cluster.cli import main\ntry:\n main()\nfinally:\n"
+    program += "from cluster.cli.main import main\ntry:\n main()\nfinally:\n"
     program += (
         " print([name for name in ('fabric', 'submitit', 'yaml', 'tarfile', 'torch', 'numpy') if name in sys.modules])"
     )
@@ -195,17 +160,17 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
         assert clusterctl.run("wait", name)[0] == 0
 
 
-def test_input_that_the_trainer_refuses_is_said_once_without_a_traceback(clusterctl, job_name):
+def test_bad_input_of_the_trainer_is_an_error_without_a_traceback(clusterctl, job_name):
     code, text = clusterctl.run(
         "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--", "--batch", "1"
     )
     assert code == 2, text
-    assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # as it was logged, and as the cause
+    assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # in the log, and as the cause
     assert "Traceback" not in text
     assert processes_of(job_name) == []
 
 
-def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clusterctl, launch, job_name):
+def test_a_job_that_is_suspended_with_its_launcher_has_not_stalled(clusterctl, launch, job_name):
     program = clusterctl.folder / "steps.py"
     program.write_text(
         "import json, time\n"
@@ -216,22 +181,22 @@ def test_a_machine_that_sleeps_with_the_job_and_its_launcher_has_not_stalled(clu
     )
     process = clusterctl.start(*launch("steps.py", "--stall-timeout", "4"))
     clusterctl.wait_for(job_name, '"step": 2')
-    # A machine that has woken runs one before the other.
-    asleep = processes_of(job_name)
-    for pid in (process.pid, *asleep):
+    # After a resume the launcher may run before the job.
+    suspended = processes_of(job_name)
+    for pid in (process.pid, *suspended):
         os.kill(pid, signal.SIGSTOP)
     time.sleep(6)
     process.send_signal(signal.SIGCONT)
     time.sleep(2)
-    for pid in asleep:
+    for pid in suspended:
         os.kill(pid, signal.SIGCONT)
     text, _ = process.communicate(timeout=90)
     assert process.returncode == 0, text
 
 
-def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clusterctl, launch):
+def test_a_script_that_is_run_by_hand_again_has_its_own_exit_code(clusterctl, launch):
     (clusterctl.folder / "again.py").write_text(
-        "import pathlib, sys\ntold = pathlib.Path('told')\nif not told.exists():\n    told.touch()\n    sys.exit(75)\n"
+        "import pathlib, sys\nran = pathlib.Path('ran')\nif not ran.exists():\n    ran.touch()\n    sys.exit(75)\n"
     )
     code, text = clusterctl.run("plan", *launch("again.py")[1:], "-o", "plan.sh")
     assert code == 0, text
@@ -239,7 +204,7 @@ def test_a_script_that_is_run_again_by_hand_does_not_end_as_the_run_before(clust
     assert ended == [75, 0]
 
 
-def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl, launch, job_name):
+def test_a_job_is_stopped_even_if_its_record_cannot_be_written(clusterctl, launch, job_name):
     code, text = clusterctl.run(*launch(f"{TICKS}"), "--detach")
     assert code == 0, text
     clusterctl.wait_for(job_name, "tick 0")
@@ -258,7 +223,7 @@ def test_a_job_is_stopped_also_when_that_cannot_be_noted(clusterctl, launch, job
     assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl, launch, job_name):
+def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clusterctl, launch, job_name):
     lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "chmod"
     slow.parent.mkdir()
     slow.write_text(f'#!/bin/sh\nexec flock {lock} {shutil.which("chmod")} "$@"\n')  # the last step before the start
@@ -271,8 +236,8 @@ def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl
         while not list(clusterctl.folder.glob(f"runs/{job_name}/attempt-1/node-?.sh")):
             assert time.time() < until
             time.sleep(0.05)
-        with Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch(job_name) as ours:
-            assert not ours  # who attaches now sees nothing run, and may not restart it
+        with JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).watch(job_name) as is_supervisor:
+            assert not is_supervisor  # `attach` must not restart a job that is still starting
         launcher.terminate()
         time.sleep(1)
     text, _ = launcher.communicate(timeout=60)
@@ -282,7 +247,7 @@ def test_a_launcher_that_is_terminated_while_it_starts_leaves_nothing(clusterctl
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
-def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl, launch, job_name):
+def test_attach_becomes_the_supervisor_when_the_launcher_is_killed(clusterctl, launch, job_name):
     program = f"{TICKS} --ticks-later 5"
     launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1"))
     clusterctl.wait_for(job_name, "tick 1")
@@ -302,12 +267,12 @@ def test_who_only_watches_takes_over_when_the_launcher_is_gone(clusterctl, launc
     assert processes_of(job_name) == []
 
 
-def test_a_job_whose_engine_is_off_keeps_ps_from_listing_no_other(clusterctl, job_name):
+def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
     clusterctl.env["DOCKER_HOST"] = "unix:///absent.sock"
-    records = Records(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
+    records = JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
     for name, backend in ((f"{job_name}-dark", "compose"), (f"{job_name}-here", "local")):
         job = Job(name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")
-        records.reserve(Record(BACKENDS[backend].plan(job, attempt=1, port=20000), time.time(), job))
+        records.reserve(JobRecord(BACKENDS[backend].plan(job, attempt=1, port=20000), time.time(), job))
     code, text = clusterctl.run("ps", "--json")
     assert code == 0, text
     assert [(row["job"], row["state"]) for row in json.loads(text)] == [

@@ -1,4 +1,4 @@
-"""submitit's own interface with the executor `clusterctl`: functions and commands as jobs."""
+"""The submitit executor `clusterctl`: functions and commands as jobs."""
 
 import operator
 import os
@@ -14,9 +14,9 @@ from submitit.helpers import CommandFunction
 def executor(tmp_path, monkeypatch, job_name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", str(tmp_path / "state"))
-    made = submitit.AutoExecutor(tmp_path / "folder", cluster="clusterctl")
-    made.update_parameters(name=job_name, clusterctl_backend="local", clusterctl_python=sys.executable)
-    return made
+    executor = submitit.AutoExecutor(tmp_path / "folder", cluster="clusterctl")
+    executor.update_parameters(name=job_name, clusterctl_backend="local", clusterctl_python=sys.executable)
+    return executor
 
 
 def test_a_function_runs_in_every_rank_and_its_results_come_back(executor):
@@ -31,7 +31,7 @@ def test_an_exception_of_a_function_is_raised_here(executor):
         executor.submit(operator.truediv, 1, 0).result()
 
 
-def test_a_command_runs_as_it_is_and_its_failure_is_an_exception(executor, tmp_path):
+def test_a_command_runs_unchanged_and_its_failure_is_an_exception(executor, tmp_path):
     sh = shutil.which("sh")
     assert executor.submit(CommandFunction([sh, "-c", f"echo $RANK > {tmp_path}/seen"])).result() is None
     assert (tmp_path / "seen").read_text() == "0\n"
@@ -49,6 +49,6 @@ def test_cancel_stops_the_job(executor, tmp_path):
             os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_unknown_parameters_are_refused_with_those_that_are_there(executor):
+def test_unknown_parameters_are_refused_with_the_known_ones(executor):
     with pytest.raises(NameError, match=r"'imagee' for executor 'clusterctl'.*image"):
         executor.update_parameters(clusterctl_imagee="x")

@@ -20,5 +20,5 @@ if os.environ["LOCAL_RANK"] == "0":
 for tick in range(arguments.ticks_later if later else arguments.ticks):
     print(f"tick {tick}: rank {rank} of {world}", flush=True)
     if tick == arguments.fail_at and rank == world - 1:
-        raise ValueError("this rank was told to fail")
+        raise ValueError("this rank fails on purpose")
     time.sleep(arguments.every)

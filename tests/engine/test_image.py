@@ -1,4 +1,4 @@
-"""The image as it is built: who it runs as, whom its files belong to, and what a change of our code costs."""
+"""The container image: its users, the owners of its files, and the size of a rebuild."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import DEFAULT_IMAGE
+from cluster.spec.defaults import DEFAULT_IMAGE
 from tests.unit.yolo_folder import squares
 
 pytestmark = pytest.mark.engine
 
 PROJECT = Path(__file__).parents[2]
-STRANGER = 1234  # a uid that the image's /etc/passwd does not know
+STRANGER = 1234  # a uid that is not in the image's /etc/passwd
 
 
 def docker(*argv: str) -> str:
-    """The command's output; a failed command fails the test with all that it said."""
+    """Return the command's output; fail the test if the command fails."""
     completed = subprocess.run(["docker", *argv], capture_output=True, text=True, timeout=240, check=False)
     assert completed.returncode == 0, f"docker {argv}\n{completed.stdout}{completed.stderr}"
     return completed.stdout
@@ -27,7 +27,7 @@ def docker(*argv: str) -> str:
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    """What `make image` builds, and what the launcher takes when no image is named: the two must be one."""
+    """The image that `make image` builds, which must be the launcher's default."""
     makefile = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "image"], cwd=PROJECT, capture_output=True, text=True, check=True
     )
@@ -37,7 +37,7 @@ def image() -> str:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """A run folder that belongs to a stranger, where this test is allowed to give it away."""
+    """A run folder that belongs to an unknown uid, if this test runs as root."""
     folder = tmp_path / "run"
     folder.mkdir()
     tmp_path.chmod(0o755)
@@ -60,7 +60,7 @@ def test_files_belong_to_the_owner_of_the_run_folder(image: str, run_dir: Path, 
     assert (written.st_uid, written.st_gid) == (owner.st_uid, owner.st_gid)
 
 
-def test_run_folder_of_someone_else_is_said_before_anything_starts(image: str, run_dir: Path) -> None:
+def test_a_run_folder_of_another_user_is_an_error_before_the_start(image: str, run_dir: Path) -> None:
     run_dir.chmod(0o755)
     owner = run_dir.stat()
     argv = ["docker", "run", "--rm", "--user", "4321:4321", "--volume", f"{run_dir}:/mnt/run"]
@@ -112,7 +112,7 @@ def test_nothing_of_the_build_machine_is_kept(image: str) -> None:
 
 
 def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Path) -> None:
-    """The new image shares all but its last layers with the one it stands on: under 2 % of the bytes are new."""
+    """The new image shares all but its last layers with the old one: under 2 % of the bytes are new."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("cluster", "trainer", "packaging", "requirements"):
         shutil.copytree(PROJECT / name, tmp_path / name, ignore=ignored)
@@ -141,17 +141,17 @@ def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Pa
         subprocess.run(["docker", "image", "rm", "--force", changed], capture_output=True, check=False)
 
 
-def test_docker_s_64_mb_of_shared_memory_mean_fewer_workers_and_a_word_about_it(image: str, run_dir: Path) -> None:
+def test_with_64_mb_of_shared_memory_there_are_fewer_workers_and_a_warning(image: str, run_dir: Path) -> None:
     data = squares(run_dir.parent / "set", train=16)
     data.write_text("path: /mnt/set\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
     shutil.copy(PROJECT / "tests" / "unit" / "tiny.yaml", data.parent)
     arguments = ["--data", "/mnt/set/data.yaml", "--imgsz", "640", "--batch", "8", "--epochs", "1", "--workers", "4"]
     arguments += ["--cfg", "/mnt/set/tiny.yaml"]
-    said = docker(
+    printed = docker(
         *("run", "--rm", "--user", "0:0", "--shm-size", "64m", "--volume", f"{run_dir.parent / 'set'}:/mnt/set"),
         *("--volume", f"{run_dir}:/mnt/run", "--env", "CLUSTER_RUN_DIR=/mnt/run", image),
         *("trainer", "train", *arguments, "--noval"),
     )
-    assert "/dev/shm has room for" in said
-    assert "going on with" in said
-    assert "done in" in said
+    assert "/dev/shm has room for" in printed
+    assert ": starting" in printed
+    assert "done in" in printed

@@ -1,18 +1,16 @@
 """Whole rendered plans compared with files; `make golden` rewrites them, and the diff is the review."""
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from submitit.slurm.slurm import _make_sbatch_string
 
-from cluster import resources
+from cluster.agent import scripts as resources
 from cluster.backends import BACKENDS
 from cluster.backends.compose import gpu_reservation
-from cluster.model import Job, Mount, Node, Queue
+from cluster.spec.model import Job, Mount, Node, Queue
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -45,8 +43,9 @@ PLANS = (
     "slurm-docker-cuda",
     "slurm-none-foreign",
     "slurm-pyxis-cuda",
+    "slurm-enroot-cuda",
 )
-STATIC = ("agent/node.sh", "agent/batch.sh", "agent/slurm_node.sh")
+STATIC = ("agent/node.sh", "agent/batch.sh", "agent/slurm_node.sh", "runtimes/docker.sh")
 
 
 def hosts(job, runtime):
@@ -84,6 +83,7 @@ def plan(case):
         )
         queue = Queue(login, {"partition": "gpu", "time": "8:00:00", "comment": "it is mine"})
         job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
+        job = replace(job, copies_workdir=bool(job.workdir))
     return BACKENDS[backend].plan(job, attempt=1, port=29500)
 
 
@@ -100,57 +100,6 @@ def test_plan(case):
     if os.environ.get("GOLDEN") == "write":
         golden.write_text(text)
     assert text == golden.read_text()
-
-
-def test_a_batch_script_is_what_submitit_renders():
-    (step,) = plan("slurm-docker-cuda").steps
-    (text,) = step.files.values()
-    setup, command = text.partition("# setup\n")[2].split("\n\n# command\nexport SUBMITIT_EXECUTOR=slurm\n")
-    assert text == _make_sbatch_string(
-        command=command.removesuffix("\n"),
-        folder="/shared/ann/runs/coco",
-        job_name="coco",
-        nodes=2,
-        ntasks_per_node=1,
-        partition="gpu",
-        time="8:00:00",
-        comment="it is mine",
-        gpus_per_node=2,
-        wckey=None,
-        stderr_to_stdout=True,
-        use_srun=False,
-        setup=setup.splitlines(),
-        additional_parameters={"output": "/shared/ann/runs/coco/slurm.log", "signal": "B:USR2@90", "requeue": True},
-    )
-
-
-@pytest.mark.parametrize("case", PLANS)
-def test_equal_jobs_give_equal_plans(case):
-    assert plan(case) == plan(case)
-
-
-def test_the_scripts_of_a_job_differ_only_in_what_is_the_nodes_own():
-    scripts = [text.splitlines() for step in plan("local-trainer").steps for text in step.files.values()]
-    assert len(scripts) == 3
-    for lines in zip(*scripts, strict=True):
-        if len(set(lines)) > 1:
-            assert re.match(r"# Node \d|export (CLUSTER_NODE|PET_NODE_RANK)=", lines[0])
-
-
-def test_compose_services_differ_only_in_their_rank_and_name():
-    (step,) = plan("compose-trainer").steps
-    (text,) = step.files.values()
-    services = yaml.safe_load(text)["services"]
-    assert list(services) == ["node-0", "node-1", "node-2"]
-    assert [service["environment"].pop("PET_NODE_RANK") for service in services.values()] == [0, 1, 2]
-    assert [service.pop("hostname") for service in services.values()] == list(services)
-    assert [service.pop("container_name") for service in services.values()] == [f"digits-{name}" for name in services]
-    assert services["node-0"] == services["node-1"] == services["node-2"]
-
-
-def test_nodes_on_one_box_share_no_gpu():
-    nodes = plan("compose-cuda").nodes
-    assert [node.gpus for node in nodes] == [(0, 1), (2, 3)]
 
 
 DOCKER_COMPOSE_YML = Job(
@@ -180,3 +129,14 @@ def test_docker_compose_gpu_yml_gives_each_node_its_own_gpus():
     nodes = BACKENDS["compose"].plan(job, attempt=1, port=29500).nodes
     wanted = {"services": {node.name: gpu_reservation(node) for node in nodes}}
     assert yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text()) == wanted
+
+
+@pytest.mark.parametrize("runtime", ["docker", "podman"])
+def test_the_copy_of_the_working_directory_is_mounted_and_writable(runtime):
+    job = replace(JOBS["foreign"], workdir="/home/ann/work", copies_workdir=True, image="trainer:0.1", mounts=())
+    made = BACKENDS["ssh"].plan(replace(job, hosts=hosts(job, runtime)), attempt=1, port=29500)
+    for step in made.steps:
+        (text,) = step.files.values()
+        copy = "type=bind,source=/home/ann/clusterctl/runs/mine/workdir,target=/home/ann/work"
+        assert f"--mount {copy} " in text
+        assert "--workdir /home/ann/work " in text

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import DEFAULT_IMAGE
+from cluster.spec.defaults import DEFAULT_IMAGE
 from tests.conftest import ROOT
 
 TESTBED = ROOT / "testbed"
@@ -24,7 +24,7 @@ def script(name, *arguments, env=None, timeout_s=280):
 
 @dataclass(frozen=True)
 class Host:
-    """One of the three, as somebody sees it who logs in over SSH."""
+    """One of the three hosts, over SSH."""
 
     name: str
     address: str

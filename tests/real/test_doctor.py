@@ -1,4 +1,4 @@
-"""Ten faults planted in machines of their own, one at a time: doctor names each with its node and what to type."""
+"""doctor on three hosts with one fault at a time: it must name the fault, the node and the fix."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import doctor, files
-from cluster.model import Inventory, Node
-from cluster.shells import close_all
+from cluster import doctor
+from cluster.spec.model import Inventory, Node
+from cluster.transport import close_all, files
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.real
 
-#: An image of one small file, so that no test waits for gigabytes: what an image holds is not looked at here.
+#: An image of one small file. These tests do not check its content.
 IMAGE = "doctor-test:1"
 SKIP = ("versions", "link")
 
@@ -40,7 +40,7 @@ def address_on(host, device):
 
 @pytest.fixture(scope="session")
 def inventory(testbed, addresses):
-    """The three hosts, one image on all, nobody's job on them."""
+    """Return an inventory of three hosts with the same image and no jobs."""
     make_image(testbed["n0"], "new")
     saved = subprocess.run(testbed["n0"].ssh(f"docker save {IMAGE}"), capture_output=True, check=True).stdout
     for name in ("n1", "n2"):
@@ -66,7 +66,7 @@ def inventory(testbed, addresses):
 
 @pytest.fixture(autouse=True)
 def fresh_logins():
-    """Groups and keys count from the next login on."""
+    """Close connections, because groups and keys take effect at the next login."""
     close_all()
 
 
@@ -76,17 +76,17 @@ def changed(inventory, name, **fields):
 
 
 def failures(inventory, *skip, **options):
-    """(check, node): the finding, for everything that would stop a launch."""
+    """Return the failures by (check, node)."""
     report = doctor.examine(inventory, skip=(*SKIP, *skip), **options)
     assert report.seconds < 60
     return {(each.check, each.node): each for each in report.findings if each.level == "failure"}
 
 
-def test_machines_that_are_well_have_no_failure_within_a_minute(inventory):
+def test_healthy_hosts_have_no_failures_within_a_minute(inventory):
     assert failures(inventory) == {}
 
 
-def test_1_a_wrong_key_of_the_host_and_of_the_user(inventory, testbed, tmp_path):
+def test_1_wrong_host_key_and_user_key(inventory, testbed, tmp_path):
     config = testbed.ssh_config.read_text()
     known = next(line.split()[1] for line in config.splitlines() if "UserKnownHostsFile" in line)
     key = next(line.split()[1] for line in config.splitlines() if "IdentityFile" in line)
@@ -107,7 +107,7 @@ def test_1_a_wrong_key_of_the_host_and_of_the_user(inventory, testbed, tmp_path)
     assert "the login is refused" in found["login", "n1"].detail
 
 
-def test_2_a_closed_port(inventory, testbed):
+def test_2_closed_port(inventory, testbed):
     n1 = testbed["n1"]
     n1.run("iptables -I INPUT -p tcp -i eth0 --dport 1024:65535 -m conntrack --ctstate NEW -j DROP")
     try:
@@ -121,7 +121,7 @@ def test_2_a_closed_port(inventory, testbed):
     assert failures(inventory) == {}
 
 
-def test_3_an_old_image_under_the_same_name(inventory, testbed):
+def test_3_old_image_with_the_same_name(inventory, testbed):
     n1 = testbed["n1"]
     right = n1.run(f"docker image inspect --format '{{{{.Id}}}}' {IMAGE}")
     n1.run(f"docker tag {IMAGE} kept:1")
@@ -135,7 +135,7 @@ def test_3_an_old_image_under_the_same_name(inventory, testbed):
     assert found["image", "n1"].fix.endswith(f"clusterctl image push n1 --image {IMAGE}")
 
 
-def test_4_a_runtime_that_does_not_run(inventory, testbed):
+def test_4_stopped_engine(inventory, testbed):
     testbed["n1"].run("testbed-node stop-engine")
     found = failures(inventory)
     assert list(found) == [("runtime", "n1")]
@@ -146,13 +146,7 @@ def test_4_a_runtime_that_does_not_run(inventory, testbed):
     assert failures(inventory) == {}
 
 
-def test_4b_a_runtime_that_is_not_installed(inventory, testbed):
-    found = failures(changed(inventory, "n1", runtime="podman"))
-    assert list(found) == [("runtime", "n1")]
-    assert "podman is not installed" in found["runtime", "n1"].detail
-
-
-def test_5_data_that_differ(inventory, testbed, tmp_path, monkeypatch):
+def test_5_different_data(inventory, testbed, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "set"
     folder.mkdir()
@@ -167,28 +161,17 @@ def test_5_data_that_differ(inventory, testbed, tmp_path, monkeypatch):
     assert found["data", "n1"].fix == f"clusterctl sync {folder}"
 
 
-def test_6_a_small_shared_memory(inventory, testbed):
-    testbed["n1"].run("mount -o remount,size=64m /dev/shm")
-    try:
-        found = failures(inventory)
-    finally:
-        testbed["n1"].run("mount -o remount,size=1g /dev/shm")
-    assert list(found) == [("shm", "n1")]
-    assert "/dev/shm has 64 MB free of 64 MB" in found["shm", "n1"].detail
-    assert '/dev/shm"' in found["shm", "n1"].fix
-
-
-def test_7_a_full_disk(inventory, testbed):
+def test_7_full_disk(inventory, testbed):
     testbed.fault("fill", "n1")
     found = failures(changed(inventory, "n1", run_dir="/data/runs"))
     assert sorted(found) == [("disk", "n1"), ("run_dir", "n1")]
     assert found["disk", "n1"].detail == "0 MB free for /data/runs (run_dir)"
     assert "No space left on device" in found["run_dir", "n1"].detail
-    assert "make room" in found["disk", "n1"].fix
+    assert "free space" in found["disk", "n1"].fix
 
 
-def test_8_a_clock_that_is_wrong(inventory, testbed):
-    """The hosts share this machine's clock, so the host's `date` is what is wrong here: a simulation."""
+def test_8_wrong_clock(inventory, testbed):
+    """Replace `date` on the host: the hosts share one clock."""
     n1 = testbed["n1"]
     n1.run(r"""printf '#!/bin/sh\nexec /usr/bin/date -d "100 seconds" "$@"\n' > /usr/local/bin/date""")
     n1.run("chmod 755 /usr/local/bin/date")
@@ -201,7 +184,7 @@ def test_8_a_clock_that_is_wrong(inventory, testbed):
     assert "chronyd" in found["clock", "n1"].fix
 
 
-def test_9_a_user_who_may_not_use_the_engine(inventory, testbed):
+def test_9_user_without_engine_permission(inventory, testbed):
     mine = changed(inventory, "n1", login="ada@n1", run_dir="/home/ada/clusterctl/runs")
     assert failures(mine) == {}
     testbed["n1"].run("gpasswd -d ada docker")
@@ -215,21 +198,12 @@ def test_9_a_user_who_may_not_use_the_engine(inventory, testbed):
     assert 'ada@n1 "sudo usermod -aG docker ada"' in found["runtime", "n1"].fix
 
 
-def test_10_the_address_of_docker0(inventory, testbed, addresses):
-    wrong = address_on(testbed["n1"], "docker0")
-    found = failures(changed(inventory, "n1", address=wrong))
-    assert ("address", "n1") in found
-    assert f"{wrong} is on docker0, which no other machine can reach" in found["address", "n1"].detail
-    assert found["address", "n1"].fix == f"in cluster.yaml, n1: address: {addresses['n1']}"
-
-
-def test_the_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
+def test_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
     trained = replace(inventory, image=image_on_hosts)
     report = doctor.examine(trained)
-    assert report.seconds < 120  # 60 on machines of their own; here three share two cores
-    assert report.link is not None, [each for each in report.findings if each.level != "ok"]
-    assert report.link.nodes == 3
-    assert 0 < report.link.latency_s < 1
+    assert report.seconds < 120  # 60 on separate machines; here three hosts share two cores
+    (link,) = [each for each in report.findings if each.check == "link"]
+    assert (link.level, link.node) == ("ok", "n0 n1 n2"), link
     held = [each.detail for each in report.findings if each.check == "versions"]
     assert all(detail.startswith("torch 2.") and "NCCL" in detail for detail in held)
     assert len(held) == 3
@@ -237,7 +211,7 @@ def test_the_link_is_measured_inside_the_image(inventory, image_on_hosts, testbe
         assert testbed[name].run("docker ps -aq --filter label=CLUSTER_JOB_ID") == ""
 
 
-def test_ctrl_c_while_the_link_is_measured_leaves_nothing(inventory, image_on_hosts, testbed, tmp_path):
+def test_ctrl_c_during_the_link_measurement_leaves_no_containers(inventory, image_on_hosts, testbed, tmp_path):
     nodes = "".join(f"  {node.name}: {{address: {node.address}}}\n" for node in inventory.nodes)
     text = f"ssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {image_on_hosts}\n"
     text += f"defaults: {{runtime: docker, run_dir: /root/runs, data_dir: /root/data}}\nnodes:\n{nodes}"
@@ -250,7 +224,7 @@ def test_ctrl_c_while_the_link_is_measured_leaves_nothing(inventory, image_on_ho
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # what a shell started in the background ignores SIGINT, and so would this
+        # A process that a background shell starts ignores SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ours = "docker ps -aq --filter label=CLUSTER_JOB_ID"

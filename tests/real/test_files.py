@@ -4,10 +4,9 @@ import os
 
 import pytest
 
-from cluster import files
 from cluster.errors import ClusterError
-from cluster.model import Node
-from cluster.shells import close_all
+from cluster.spec.model import Node
+from cluster.transport import close_all, files
 
 pytestmark = pytest.mark.real
 
@@ -55,16 +54,6 @@ def test_three_machines_have_the_same_files_and_one_that_differs_is_named(testbe
     assert differs.value.message == f"n2: {folder} differs: 1 file different (images/it's 7.jpg)"
     assert {name: each.files for name, each in files.sync(nodes, str(folder)).items()} == {"n0": 0, "n1": 0, "n2": 1}
     files.check(nodes, [str(folder)])
-
-
-def test_a_full_disk_is_refused_before_anything_is_sent(testbed, nodes, folder):
-    testbed.fault("fill", "n1")
-    done = files.sync(nodes, str(folder))
-    assert done["n1"].message == f"n1: {files.mirror(nodes[1], str(folder))} needs 4.0 MB and its disk has 0 bytes free"
-    assert (done["n0"].files, done["n2"].files) == (200, 200)
-    assert testbed["n1"].run("find '/data/sync test' -type f | wc -l", user="root") == "0"
-    testbed.fault("heal", "n1")
-    assert files.sync(nodes, str(folder))["n1"].files == 200
 
 
 def test_a_disk_that_fills_up_meanwhile_is_named_and_leaves_whole_files(testbed, nodes, folder):

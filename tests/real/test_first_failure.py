@@ -16,7 +16,7 @@ from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import make_yolo_set
 
 __all__ = ["sif"]
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300, func_only=True)]  # a fixture makes the SIF file
 TRAIN = "trainer train --data {data} --cfg {cfg} --imgsz 64 --batch 4 --epochs 50 --workers 0 --noval --seed 1"
 LINE = re.compile(r"(n|node-)\d( on \w+)?: (rank|exit \d|lost)")
 

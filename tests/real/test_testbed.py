@@ -1,4 +1,4 @@
-"""The testbed itself: its hosts are what they claim to be, each fault has its effect and is undone, nothing stays."""
+"""The testbed: services of its hosts, effect and undoing of each fault, removal."""
 
 import os
 import queue
@@ -18,7 +18,7 @@ TICKS = "while :; do echo tick; sleep 0.1; done"
 
 
 class Lines:
-    """The lines of a process that goes on printing, with a limit on the wait for the next."""
+    """Output lines of a running process, read with a timeout."""
 
     def __init__(self, process):
         self.process = process
@@ -32,7 +32,7 @@ class Lines:
         self.reader.join()
         self.process.stdout.close()
 
-    def comes_within(self, timeout_s):
+    def receives_within(self, timeout_s):
         try:
             self.lines.get(timeout=timeout_s)
         except queue.Empty:
@@ -40,18 +40,18 @@ class Lines:
         return True
 
     def drain(self):
-        while self.comes_within(0.0001):
+        while self.receives_within(0.0001):
             pass
 
 
 @pytest.fixture
 def ticking(testbed):
-    """A host's session that prints ten lines a second; ended after the test."""
+    """An SSH session that prints ten lines a second; ended after the test."""
     started = []
 
     def start(host):
         started.append(Lines(testbed[host].start(TICKS)))
-        assert started[-1].comes_within(10)
+        assert started[-1].receives_within(10)
         return started[-1]
 
     yield start
@@ -70,7 +70,7 @@ def test_three_hosts_with_an_engine_each_for_root_and_an_ordinary_user(testbed):
     assert len(engines) == 3
 
 
-def test_slurm_reaches_all_hosts_and_hands_out_two_gpus_each(testbed):
+def test_slurm_reaches_all_hosts_and_allocates_two_gpus_each(testbed):
     answers = testbed["n1"].run("srun -N3 hostname", user="ada")
     assert sorted(answers.split()) == ["n0", "n1", "n2"]
     gpus = testbed["n0"].run("srun -N3 --gpus-per-node 2 sh -c 'echo $CUDA_VISIBLE_DEVICES'", user="ada")
@@ -91,8 +91,8 @@ def test_an_ordinary_user_runs_an_apptainer_image_on_all_hosts(testbed):
     name = f"/shared/sif-{os.getpid()}"
     shell_alone = "mkdir -p root && cp --parents -L /bin/sh $(ldd /bin/sh | grep -o '/[^ ]*') root"
     testbed["n0"].run(f"mkdir {name} && cd {name} && {shell_alone} && apptainer build sh.sif root", user="ada")
-    said = testbed["n0"].run(f"srun -N3 apptainer -s exec {name}/sh.sif /bin/sh -c 'echo $SLURMD_NODENAME'", user="ada")
-    assert sorted(said.split()) == ["n0", "n1", "n2"]
+    text = testbed["n0"].run(f"srun -N3 apptainer -s exec {name}/sh.sif /bin/sh -c 'echo $SLURMD_NODENAME'", user="ada")
+    assert sorted(text.split()) == ["n0", "n1", "n2"]
     testbed["n0"].run(f"rm -r {name}")
 
 
@@ -116,7 +116,7 @@ def test_kill_ends_everything_and_start_boots_the_host_again(testbed, image_on_h
     assert testbed["n0"].run("srun -w n1 hostname", user="ada") == "n1"
 
 
-def test_freeze_stops_the_hosts_containers_too_and_thaw_lets_them_go_on(testbed, ticking, image_on_hosts):
+def test_freeze_suspends_the_hosts_containers_until_thaw(testbed, ticking, image_on_hosts):
     n1 = testbed["n1"]
     n1.run(f"docker rm -f ticker; docker run -d --name ticker {image_on_hosts} sh -c '{TICKS}'")
     lines = ticking("n1")
@@ -124,29 +124,29 @@ def test_freeze_stops_the_hosts_containers_too_and_thaw_lets_them_go_on(testbed,
     testbed.fault("freeze", "n1")
     frozen_at = time.monotonic()
     lines.drain()
-    assert not lines.comes_within(3)
+    assert not lines.receives_within(3)
     testbed.fault("thaw", "n1")
     frozen_s = time.monotonic() - frozen_at
-    assert lines.comes_within(3)
+    assert lines.receives_within(3)
     seconds = float(n1.run("docker inspect --format '{{.State.StartedAt}}' ticker | xargs -I@ date -d @ +%s.%N"))
     age_s = float(n1.run("date +%s.%N")) - seconds
     assert int(n1.run(count)) < (age_s - frozen_s + 1) * 10
     n1.run("docker rm -f ticker")
 
 
-def test_a_cut_connection_hangs_and_goes_on_when_the_host_joins_again(testbed, ticking):
+def test_a_cut_connection_hangs_until_the_host_joins_again(testbed, ticking):
     lines = ticking("n1")
     testbed.fault("cut", "n1")
     lines.drain()
-    assert not lines.comes_within(2)
+    assert not lines.receives_within(2)
     assert lines.process.poll() is None
     assert testbed["n0"].try_run("ping -c 1 -W 1 n1")[0] == 1
     assert testbed["n0"].try_run("ping -c 1 -W 1 n2")[0] == 0
     testbed.fault("join", "n1")
-    assert lines.comes_within(10)
+    assert lines.receives_within(10)
 
 
-def test_a_slow_host_sends_at_the_rate_asked_for(testbed):
+def test_a_slow_host_sends_at_the_given_rate(testbed):
     def seconds():
         started = time.monotonic()
         testbed["n1"].run("head -c 2000000 /dev/urandom | base64 -w0")
@@ -158,7 +158,7 @@ def test_a_slow_host_sends_at_the_rate_asked_for(testbed):
     assert seconds() < 1.5
 
 
-def test_a_full_disk_takes_nothing_more_until_it_is_emptied(testbed):
+def test_a_full_disk_rejects_writes_until_it_is_emptied(testbed):
     write = "dd if=/dev/zero of=/data/mine bs=1k count=100"
     testbed.fault("fill", "n2")
     code, text = testbed["n2"].try_run(write)
@@ -184,18 +184,18 @@ def test_a_restarted_engine_ends_its_containers_and_answers_again(testbed, image
 
 
 def test_an_unknown_host_and_an_unknown_fault_are_refused(testbed):
-    for arguments, said in (
-        (["cut", "n7"], "no host n7; there are n0 n1 n2"),
+    for arguments, message in (
+        (["cut", "n7"], "no host n7; the hosts are n0 n1 n2"),
         (["burn", "n1"], "testbed/fault.sh freeze n1"),
     ):
         done = subprocess.run([TESTBED / "fault.sh", *arguments], capture_output=True, text=True, check=False)
         assert done.returncode != 0
-        assert said in done.stderr
+        assert message in done.stderr
 
 
 @pytest.fixture
 def second(tmp_path):
-    """The environment of another testbed beside the first, of one host; taken away after the test."""
+    """The environment of a second testbed with one host; removed after the test."""
     name = f"clusterctl-testbed-{os.getpid()}"
     state = str(tmp_path / "state")
     env = {**os.environ, "TESTBED_NAME": name, "TESTBED_NET": "172.30.9", "TESTBED_HOSTS": "n0", "TESTBED_STATE": state}
@@ -211,21 +211,21 @@ def test_down_leaves_nothing_and_up_and_down_may_be_repeated(second):
     name, state = second["TESTBED_NAME"], Path(second["TESTBED_STATE"])
     kinds = (["ps", "-a"], ["network", "ls"], ["volume", "ls"])
 
-    def traces():
+    def resources():
         return [docker(*kind, "-q", "--filter", f"label={name}") for kind in kinds]
 
     script("up.sh", env=second)
     script("up.sh", env=second)
-    assert all(traces())
+    assert all(resources())
     login = ["ssh", "-F", state / "ssh_config", "n0", "hostname"]
     assert subprocess.run(login, capture_output=True, text=True, check=True).stdout == "n0\n"
     script("down.sh", env=second)
     script("down.sh", env=second)
-    assert traces() == ["", "", ""]
+    assert resources() == ["", "", ""]
     assert not state.exists()
 
 
-def test_an_image_reaches_the_hosts_whole_shared_or_sent_and_only_where_it_differs(second):
+def test_an_image_is_copied_by_links_or_by_load_and_only_if_it_differs(second):
     image = f"{second['TESTBED_NAME']}:1"
     script("up.sh", env=second)
     n0 = Host("n0", "172.30.9.10", Path(second["TESTBED_STATE"]) / "ssh_config")
@@ -236,7 +236,7 @@ def test_an_image_reaches_the_hosts_whole_shared_or_sent_and_only_where_it_diffe
             script("image.sh", *options, image, env=second)
             assert n0.run(f"docker image inspect --format '{{{{.Id}}}}' {image}") == ids[-1]
             assert n0.run(f"docker run --rm {image} tail -n 1 /opt/project/trainer/__init__.py") == text
-        # what was shared is an image like any other: it can be sent on
+        # a hard-linked image can be saved like any other
         assert int(n0.run(f"docker save {image} | wc -c")) > 20_000_000
         engine = n0.run("pidof dockerd")
         script("image.sh", image, env=second)

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import resources
-from cluster.agent import agent
+from cluster.agent import agent, scripts
 
 AGENT = Path(agent.__file__)
 
@@ -38,7 +37,6 @@ class Node:
             "CLUSTER_JOB_ID": "job",
             "CLUSTER_ATTEMPT": "1",
             "CLUSTER_RUN_DIR": str(folder),
-            "CLUSTER_NODE_ADDRESS": "127.0.0.1",
             "TMPDIR": str(folder / "tmp"),
             **variables,
         }
@@ -48,7 +46,7 @@ class Node:
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=self.errors, text=True)
 
     def end(self):
-        """The exit code, what the console showed, and the status file."""
+        """Return the exit code, the console output, and the status file."""
         with self.process:
             out, _ = self.process.communicate(timeout=60)
         with self.errors:
@@ -72,7 +70,7 @@ class Node:
 
 
 def is_running(pid):
-    """Whether a process runs: what init has not reaped yet does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -85,7 +83,7 @@ FAILURES = {
     "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL", 137),
     "crash": ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV", 139),
 }
-#: The other rank fails because of it: once that one has recorded its exception, or is gone.
+#: The other rank fails second, after the failing one has recorded its exception or has exited.
 PEER = """
 folder = os.environ['CLUSTER_RUN_DIR']
 pid = os.path.join(folder, 'pid')
@@ -103,7 +101,7 @@ os.symlink(str(os.getpid()), pid)
 @pytest.mark.parametrize("how", list(FAILURES))
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_first_failure_is_that_of_the_rank_that_caused_it(tmp_path, how, failing):
-    """Also where the other rank ends sooner, while the one that raised is still taken down."""
+    """Also if the other rank exits earlier than the rank that raised."""
     statement, error, code = FAILURES[how]
     slow = "import atexit; atexit.register(time.sleep, 2)\n"
     exit_code, _, status = Node(tmp_path, PEER.format(failing=failing) + slow + statement).end()
@@ -114,7 +112,7 @@ def test_the_first_failure_is_that_of_the_rank_that_caused_it(tmp_path, how, fai
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_node_whose_ranks_all_lost_a_peer_elsewhere_failed_second(tmp_path):
+def test_the_failure_of_a_node_whose_ranks_lost_a_peer_is_secondary(tmp_path):
     _, _, status = Node(tmp_path, "raise RuntimeError('Connection closed by peer')").end()
     assert status["failure"]["secondary"]
 
@@ -127,7 +125,7 @@ def test_a_node_whose_ranks_all_lost_a_peer_elsewhere_failed_second(tmp_path):
         ("DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.", True),
         ("DistStoreError: wait timeout after 600000ms, keys: /default_pg/0//cpu//0/1", True),
         ("ConnectionResetError: [Errno 104] Connection reset by peer", False),
-        ("ValueError: this rank was told to fail", False),
+        ("ValueError: this rank fails on purpose", False),
     ],
 )
 def test_only_a_lost_connection_to_another_rank_is_secondary(error, secondary):
@@ -145,21 +143,20 @@ sys.exit(2)
     assert (status["failure"]["error"], status["failure"]["hint"]) == ("--batch 1: too small", "--batch 2")
 
 
-def test_ranks_get_torchruns_variables_and_their_own_logs(tmp_path):
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+def test_ranks_have_torchruns_variables_and_their_own_logs(tmp_path):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
     program = f"print(*(os.environ[name] for name in {names}), sys.argv[1:])"
     code, out, _ = Node(tmp_path, program, "--a", "$b ''").end()
     assert code == 0
-    lines = [f"{rank} {rank} 2 2 0 127.0.0.1 lo ['--a', \"$b ''\"]" for rank in (0, 1)]
+    lines = [f"{rank} {rank} 2 2 0 127.0.0.1 ['--a', \"$b ''\"]" for rank in (0, 1)]
     assert sorted(out.splitlines()) == sorted([lines[0], f"[1] {lines[1]}"])
     assert [(tmp_path / f"attempt-1/ranks/node-0/{rank}.log").read_text() for rank in (0, 1)] == [
         f"{line}\n" for line in lines
     ]
 
 
-@pytest.mark.parametrize("pieces", [["the secret is hunter2!\n"], ["the secret is hun", "ter2!\n"]])
-def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path, pieces):
-    program = "".join(f"sys.stdout.write({piece!r}); sys.stdout.flush(); time.sleep(1.2)\n" for piece in pieces)
+def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path):
+    program = "print('the secret is hunter2!')\n"
     program += "raise ValueError('token ' + os.environ['TOKEN'])"
     node = Node(tmp_path, program, ranks=1, CLUSTER_SECRETS="TOKEN,OTHER", TOKEN="hunter2")
     code, out, status = node.end()
@@ -167,7 +164,7 @@ def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path, 
     assert status["failure"]["error"] == "ValueError: token ***"
     files = [path.read_text() for path in tmp_path.rglob("*.*") if path.is_file() and path.suffix != ".py"]
     assert not [text for text in [*files, out] if "hunter2" in text]
-    assert "the secret is ***!" in node.path("node-0.log").read_text().replace("\n", "")
+    assert "the secret is ***!\n" in node.path("node-0.log").read_text()
 
 
 def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
@@ -176,8 +173,18 @@ def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
     assert out == "done\n"
 
 
+def test_a_slow_progress_bar_is_shown_before_it_ends(tmp_path, monkeypatch):
+    """The test's agent writes a state of the bar after 0.1 s instead of 5."""
+    copy = tmp_path / "agent.py"
+    copy.write_text(AGENT.read_text().replace("PROGRESS_BAR_S = 5.0", "PROGRESS_BAR_S = 0.1"))
+    monkeypatch.setattr(f"{__name__}.AGENT", copy)
+    program = "for k in range(4): sys.stdout.write(f'\\r{k} %'); sys.stdout.flush(); time.sleep(0.5)\nprint()"
+    _, out, _ = Node(tmp_path, program, ranks=1).end()
+    assert out.splitlines() == ["0 %", "1 %", "2 %", "3 %"]
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR2, 75), (signal.SIGTERM, 75), (signal.SIGINT, 75)])
-def test_a_request_for_a_checkpoint_reaches_the_ranks_and_their_75_is_the_nodes(tmp_path, number, code):
+def test_a_checkpoint_signal_reaches_the_ranks_and_exit_code_75_is_the_nodes(tmp_path, number, code):
     program = """
 for number in (signal.SIGUSR2, signal.SIGTERM):
     signal.signal(number, lambda *_: sys.exit(75))
@@ -192,7 +199,7 @@ time.sleep(60)
     assert node.status()["failure"] is None
 
 
-def test_a_killed_agent_takes_its_ranks_with_it(tmp_path):
+def test_the_ranks_of_a_killed_agent_are_killed(tmp_path):
     node = Node(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)", ranks=1)
     node.wait_for("\n")
     until = time.time() + 10
@@ -206,25 +213,25 @@ def test_a_killed_agent_takes_its_ranks_with_it(tmp_path):
         time.sleep(0.02)
 
 
-def test_what_the_ranks_have_started_ends_with_them(tmp_path):
+def test_processes_that_the_ranks_have_started_are_killed_at_the_end(tmp_path):
     program = "import subprocess\nprint(subprocess.Popen(['setsid', 'sleep', '600']).pid, flush=True)"
     code, out, _ = Node(tmp_path, program, ranks=1).end()
     assert code == 0
     assert not is_running(out.strip())
 
 
-def test_the_ranks_end_when_the_nodes_script_is_gone(tmp_path, monkeypatch):
-    """Outside of the container the script writes to its file; the test's agent waits for 1 s instead of 30."""
+def test_the_ranks_end_after_the_nodes_script_has_died(tmp_path, monkeypatch):
+    """The script's file does not change; the test's agent waits for 1 s instead of 30."""
     copy = tmp_path / "agent.py"
     copy.write_text(AGENT.read_text().replace("SCRIPT_TIMEOUT_S = 30.0", "SCRIPT_TIMEOUT_S = 1.0"))
     monkeypatch.setattr(f"{__name__}.AGENT", copy)
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "node-0.alive").write_text("0")
     code, out, _ = Node(tmp_path, "time.sleep(60)", ranks=1).end()
-    assert (code, "script outside of the container is gone" in out) == (143, True)
+    assert (code, "script outside of the container has died" in out) == (143, True)
 
 
-def test_a_taken_port_is_the_nodes_failure_and_starts_no_rank(tmp_path):
+def test_a_port_in_use_is_the_nodes_failure_and_starts_no_rank(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -234,13 +241,32 @@ def test_a_taken_port_is_the_nodes_failure_and_starts_no_rank(tmp_path):
     assert (status["failure"]["rank"], "EADDRINUSE" in status["failure"]["error"]) == (None, True)
 
 
-def test_an_address_that_no_device_has_is_the_nodes_failure(tmp_path):
-    code, _, status = Node(tmp_path, "", CLUSTER_NODE_ADDRESS="", CLUSTER_HOSTS="here no.such.host.invalid").end()
-    assert code == agent.EXIT_NODE
-    assert "no.such.host.invalid" in status["failure"]["error"]
+def run_node_script(folder, **variables):
+    """Run agent/node.sh around a command that prints the network device."""
+    text = "set -u\nruntime=none enter=() arguments=(sh -c 'echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME')\n"
+    environment = {"PATH": os.environ["PATH"], "CLUSTER_RUN_DIR": str(folder), "CLUSTER_ATTEMPT": "1"}
+    environment |= {"CLUSTER_NODE": "node-1", "PET_NODE_RANK": "1", **variables}
+    script = text + scripts.text("agent/node.sh")
+    return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_images_own_sitecustomize_runs_as_before(tmp_path):
+@pytest.mark.parametrize("variable", ["CLUSTER_NODE_ADDRESS", "CLUSTER_HOSTS"])
+def test_gloo_and_nccl_use_the_device_that_has_the_nodes_address(tmp_path, variable):
+    listed = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=True).stdout
+    _, device, _, address = listed.splitlines()[-1].split()[:4]
+    assert run_node_script(tmp_path, **{variable: address.partition("/")[0]}).stdout == f"{device} ={device}\n"
+    assert run_node_script(tmp_path, **{variable: "127.0.1.5"}).stdout == "lo =lo\n"
+    assert run_node_script(tmp_path, GLOO_SOCKET_IFNAME="x", **{variable: "127.0.1.5"}).stdout == "x =lo\n"
+
+
+def test_a_peer_without_an_address_is_the_nodes_failure(tmp_path):
+    done = run_node_script(tmp_path, CLUSTER_HOSTS="no.such.host.invalid here")
+    assert (done.returncode, done.stdout) == (agent.EXIT_NODE, "")
+    assert "node-1: the name no.such.host.invalid does not resolve" in (tmp_path / "attempt-1/node-1.err").read_text()
+    assert (tmp_path / "attempt-1/node-1.exit").read_text().startswith("71 ")
+
+
+def test_the_images_own_sitecustomize_is_imported(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("print('own hook')")
     _, out, status = Node(tmp_path, "raise KeyError('x')", ranks=1, PYTHONPATH=str(tmp_path / "own")).end()
@@ -248,7 +274,7 @@ def test_the_images_own_sitecustomize_runs_as_before(tmp_path):
     assert status["failure"]["error"] == "KeyError: 'x'"
 
 
-def test_a_full_disk_stops_neither_the_ranks_nor_the_report_of_their_end(tmp_path):
+def test_a_full_disk_stops_neither_the_ranks_nor_the_status_file(tmp_path):
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "node-0.log").symlink_to("/dev/full")
     code, out, status = Node(tmp_path, "print('hello')\nsys.exit(5)", ranks=1).end()
@@ -257,17 +283,17 @@ def test_a_full_disk_stops_neither_the_ranks_nor_the_report_of_their_end(tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--no-python"], ["--nproc-per-node", "2", "x.py"]])
-def test_a_command_that_is_no_program_is_refused(arguments):
+def test_a_command_without_a_program_is_refused(arguments):
     with pytest.raises(SystemExit, match="agent"):
         agent.rank_command(arguments)
 
 
 def test_the_agent_is_the_file_that_plan_prints():
-    assert resources.text("agent/agent.py") == AGENT.read_text()
+    assert scripts.text("agent/agent.py") == AGENT.read_text()
 
 
 def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypatch):
-    """Simulated: the disk takes no new file, as one that is full does."""
+    """Simulated: os.replace fails as on a full disk."""
     settings = agent.Settings(
         dict.fromkeys(("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT"), "1")
         | {"PET_MASTER_ADDR": "", "CLUSTER_JOB_ID": "", "CLUSTER_ATTEMPT": "1", "CLUSTER_RUN_DIR": str(tmp_path)}
@@ -281,7 +307,7 @@ def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypa
     assert [path.name for path in (tmp_path / "attempt-1").iterdir()] == ["node-1.json"]
 
 
-def test_a_cause_comes_before_a_consequence_that_was_recorded_sooner():
+def test_a_cause_comes_before_an_earlier_consequence():
     lost = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "secondary": True}
     cause = {"rank": 1, "time": 2.0, "error": "exit code 3", "secondary": False}
     ranks = [SimpleNamespace(failure=lambda found=found: found) for found in (lost, cause)]

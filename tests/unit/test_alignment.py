@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from trainer.losses.alignment import Candidates, Matched, candidates, match
-from trainer.losses.boxes import ciou
+from trainer.config import Hyp
+from trainer.losses.aligned import AlignedLoss, Candidates, Matched, match
+from trainer.losses.detection import ciou
 
 SIDE = 64  # 8 x 8, 4 x 4 and 2 x 2 points
 
@@ -11,7 +12,7 @@ def listed(boxes: list[list[float]], images: int = 1) -> Candidates:
     """`boxes` as [image, class, x1, y1, x2, y2] in pixels."""
     t = torch.tensor(boxes).view(-1, 6)
     targets = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
-    return candidates(targets, (8, 16, 32), images, SIDE, SIDE)
+    return AlignedLoss((8, 16, 32), 16, Hyp()).assign(targets, images, SIDE, SIDE)
 
 
 def places(found: Candidates, box: int = 0) -> list[tuple[float, ...]]:
@@ -26,7 +27,7 @@ def test_the_points_of_a_box_are_those_strictly_inside() -> None:
     assert places(listed([[0, 0, 4, 4, 20, 12]])) == [(16, 8, 8)]
     assert len(places(listed([[0, 0, 3.5, 3.5, 20.5, 12.5]]))) == 3 * 2 + 1
     assert places(listed([[0, 0, 9, 9, 11, 11]])) == []  # between the points
-    assert len(places(listed([[0, 0, -20, -20, 90, 90]]))) == 64 + 16 + 4  # beyond the picture there are none
+    assert len(places(listed([[0, 0, -20, -20, 90, 90]]))) == 64 + 16 + 4  # beyond the image there are none
 
 
 def test_against_every_pair_of_many_boxes() -> None:
@@ -87,7 +88,7 @@ def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:
     scores[found.box == 0] = 0.9  # a better alignment does not help
     owners = at(match(found, scores, boxes), found)
     assert owners == {(8, 12, 12): 1, (8, 20, 12): 1, (8, 28, 12): 1, (16, 8, 8): 1, (16, 24, 8): 1}
-    # A box that another leaves nothing has no weight; a twin in another picture keeps its own.
+    # A box that another leaves nothing has no weight; a twin in another image keeps its own.
     found = listed([[0, 0, 4, 4, 21, 13], [0, 1, 4, 4, 21, 13], [1, 2, 4, 4, 21, 13]], images=2)
     matched = match(found, torch.full((9,), 0.5), perfect(found))
     assert sorted(zip(matched.image.tolist(), matched.cls.tolist(), strict=True)) == [(0, 0)] * 3 + [(1, 2)] * 3
@@ -101,9 +102,3 @@ def test_a_prediction_that_misses_the_box_is_not_chosen() -> None:
     assert match(found, torch.full((3,), 0.5), boxes).point.tolist() == [found.point[0]]
     boxes[0, 0] += 500
     assert len(match(found, torch.full((3,), 0.5), boxes).weight) == 0
-
-
-def test_no_box_gives_no_match() -> None:
-    found = listed([])
-    assert len(match(found, torch.zeros(0), torch.zeros(0, 4)).weight) == 0
-    assert found.counts.tolist() == [1]

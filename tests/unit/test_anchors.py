@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import open_dataset
-from trainer.models.anchors import Sizes, fit, recall
+from trainer.data.registry import open_dataset
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.tasks.autoanchor import box_sizes, fit_anchors
+from trainer.tasks.autoanchor import Sizes, box_sizes, fit, fit_anchors, recall
 
 ANCHORS = np.array([[10.0, 10.0], [40.0, 20.0]])
 
@@ -44,7 +43,7 @@ def test_few_boxes_and_many_have_anchors_too(number: int) -> None:
 
 
 class Bars:
-    """A data set of nothing but long thin boxes, in pictures of 200 x 100 px."""
+    """A data set of nothing but long thin boxes, in images of 200 x 100 px."""
 
     def __len__(self) -> int:
         return 50
@@ -80,7 +79,7 @@ def test_boxes_of_a_pixel_are_not_fitted_to() -> None:
     cfg = load_cfg("yolov5n.yaml")
     new, said = fit_anchors(build_yolo(cfg, nc=3), cfg, Bars(), imgsz=10, anchor_t=4.0, seed=0)  # type: ignore[arg-type]
     assert new is cfg
-    assert said == "anchors: 100 boxes at 10 px are too few or too small: they stay as they are"
+    assert said == "anchors: 100 boxes at 10 px are too few or too small: anchors kept"
 
 
 def test_anchors_that_fit_stay_and_a_head_without_any_is_left_alone() -> None:

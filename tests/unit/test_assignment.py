@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainer.losses.assignment import Level, assign
+from trainer.losses.detection import Level, assign_level
 
 ANCHORS = torch.tensor([[[2.0, 3.0], [4.0, 4.0], [40.0, 40.0]]])  # one level, grid units
 GRID = 10
@@ -12,7 +12,7 @@ def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, 
     ny, nx = grid
     targets = torch.tensor(boxes).view(-1, 6)
     targets[:, 2:] /= torch.tensor([nx, ny, nx, ny])
-    return assign(targets, ANCHORS, [grid], anchor_t)[0]
+    return assign_level(targets, ANCHORS[0], ny, nx, anchor_t)
 
 
 def cells(level: Level, anchor: int = 1) -> set[tuple[int, int]]:
@@ -59,7 +59,7 @@ def test_an_anchor_matches_below_a_ratio_of_four(ratio: float, matches: bool, si
     assert bool(cells(positives([[0, 0, 5.3, 5.3, *wh]]))) is matches
 
 
-def test_a_picture_that_is_not_square_uses_both_sides() -> None:
+def test_a_image_that_is_not_square_uses_both_sides() -> None:
     level = positives([[0, 0, 15.3, 2.3, 4, 4]], grid=(5, 20))
     assert cells(level) == {(15, 2), (14, 2), (15, 1)}
 
@@ -67,16 +67,10 @@ def test_a_picture_that_is_not_square_uses_both_sides() -> None:
 def test_the_last_box_on_a_cell_owns_it() -> None:
     level = positives([[0, 1, 5.4, 5.4, 4, 4], [0, 2, 5.3, 5.3, 4, 4], [1, 3, 5.3, 5.3, 4, 4]])
     own = level.owner
-    assert set(level.cls[own].tolist()) == {2, 3}  # another picture's box takes nothing away
+    assert set(level.cls[own].tolist()) == {2, 3}  # another image's box takes nothing away
     slots = list(zip(*(t[own].tolist() for t in (level.image, level.anchor, level.row, level.column)), strict=True))
     assert len(slots) == len(set(slots)) == 12
     assert len(own) == 18
-
-
-def test_no_box_gives_no_positive() -> None:
-    level = positives([])
-    assert len(level.image) == len(level.owner) == 0
-    assert level.box.shape == (0, 4)
 
 
 def test_a_box_without_width_matches_nothing() -> None:

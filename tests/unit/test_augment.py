@@ -1,4 +1,4 @@
-"""Augmentation: boxes must stay on what they name, and the fused mosaic must be the classic one."""
+"""Augmentation: boxes match their objects, and the fused mosaic equals the mosaic on a canvas."""
 
 import math
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import Hyp
-from trainer.data.augment import FILL, _mosaic_tiles, _scene, _seen_bounds, letterbox, shift_colours, training_picture
+from trainer.data.augment import FILL, _mosaic_tiles, _scene, _seen_bounds, letterbox, shift_colours, training_image
 
 STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
 MARGIN = np.array([-5, -5, 5, 5])
@@ -19,7 +19,7 @@ def every(data):
 
 
 class Blocks:
-    """Gray pictures of different shapes, each with one or two blocks in a colour of its own class."""
+    """Gray images of different shapes, each with one or two blocks in a colour of its own class."""
 
     def __init__(self, flips=True, sizes=((90, 120), (150, 100), (128, 128), (60, 120), (240, 180), (100, 100))):
         self.flips, self.sizes, self.decoded = flips, sizes, []
@@ -44,15 +44,15 @@ class Blocks:
     def image(self, index, min_side=0):
         self.decoded.append(index)
         height, width = self.sizes[index]
-        picture = np.full((height, width, 3), 128, np.uint8)
+        image = np.full((height, width, 3), 128, np.uint8)
         for _, cx, cy, w, h in self.labels(index):
             x1, y1, x2, y2 = (cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height
-            picture[round(y1) : round(y2), round(x1) : round(x2)] = COLOURS[index]
-        return picture
+            image[round(y1) : round(y2), round(x1) : round(x2)] = COLOURS[index]
+        return image
 
 
 class Photos(Blocks):
-    """Smooth pictures, so that pixel values tell where a pixel came from."""
+    """Smooth images, whose pixel values encode positions."""
 
     def image(self, index, min_side=0):
         height, width = self.sizes[index]
@@ -60,10 +60,10 @@ class Photos(Blocks):
         return cv2.resize(coarse, (width, height), interpolation=cv2.INTER_LINEAR)
 
 
-def visible(picture, colour, around=None):
-    """(x1, y1, x2, y2) of the pixels close to a colour, None if there are none; `around` (4,) says where to look."""
-    x, y, x2, y2 = (0, 0, *picture.shape[1::-1]) if around is None else np.rint(around).astype(int).clip(0)
-    near = (np.abs(picture[y:y2, x:x2].astype(int) - colour) < 60).all(2)
+def visible(image, colour, around=None):
+    """Return the bounds (x1, y1, x2, y2) of the pixels close to a colour within `around` (4,), or None."""
+    x, y, x2, y2 = (0, 0, *image.shape[1::-1]) if around is None else np.rint(around).astype(int).clip(0)
+    near = (np.abs(image[y:y2, x:x2].astype(int) - colour) < 60).all(2)
     if not near.any():
         return None
     ys, xs = np.flatnonzero(near.any(1)), np.flatnonzero(near.any(0))
@@ -87,7 +87,7 @@ def test_boxes_stay_around_their_blocks(hyp, slack):
     checked = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        labels = training_picture(data, seed % len(data), every(data), hyp, rng, out)
+        labels = training_image(data, seed % len(data), every(data), hyp, rng, out)
         classes = labels[:, 0].astype(int)
         for cls, cx, cy, w, h in labels:
             box = np.array([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2]) * 160
@@ -104,8 +104,8 @@ def test_boxes_stay_around_their_blocks(hyp, slack):
 
 
 @pytest.mark.parametrize("turn", [0.0, 20.0])
-def test_the_fused_mosaic_shows_what_a_mosaic_on_a_canvas_shows(turn):
-    """The slow way: four resized pictures on a canvas of 2 s, then one warp (facts of YOLOv5's mosaic)."""
+def test_the_fused_mosaic_equals_a_mosaic_on_a_canvas(turn):
+    """Reference: four resized images on a canvas of 2 s, then one warp (YOLOv5's mosaic)."""
     data, side = Photos(), 128
     hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0)
     for seed in range(6):
@@ -117,8 +117,8 @@ def test_the_fused_mosaic_shows_what_a_mosaic_on_a_canvas_shows(turn):
         canvas = np.full((2 * side, 2 * side, 3), FILL, np.uint8)
         for tile in _mosaic_tiles(data, 0, every(data), side, rng):
             x, y = round(tile.x), round(tile.y)
-            picture = cv2.resize(data.image(tile.index), (round(tile.w), round(tile.h)))
-            shown = picture[max(0, -y) : 2 * side - y, max(0, -x) : 2 * side - x]
+            image = cv2.resize(data.image(tile.index), (round(tile.w), round(tile.h)))
+            shown = image[max(0, -y) : 2 * side - y, max(0, -x) : 2 * side - x]
             x, y = max(0, x), max(0, y)
             canvas[y : y + shown.shape[0], x : x + shown.shape[1]] = shown
         rng.uniform(size=2)  # perspective
@@ -148,18 +148,18 @@ def test_mosaic_centre_and_corners():
     assert np.std(centres, 0) == pytest.approx(side / math.sqrt(12), rel=0.15)  # uniform
 
 
-def test_a_tile_that_is_not_seen_is_not_decoded():
+def test_an_invisible_tile_is_not_decoded():
     data, out = Blocks(), np.empty((64, 64, 3), np.uint8)
     counts = []
     for seed in range(80):
         data.decoded.clear()
-        training_picture(data, 0, every(data), Hyp(), np.random.default_rng(seed), out)
+        training_image(data, 0, every(data), Hyp(), np.random.default_rng(seed), out)
         counts.append(len(data.decoded))
     assert max(counts) == 4
     assert min(counts) < 4
 
 
-def test_hardly_visible_boxes_are_dropped():
+def test_barely_visible_boxes_are_dropped():
     class OneBox(Blocks):
         box = (0.0, 0.5, 0.5, 0.5, 0.5)
 
@@ -172,7 +172,7 @@ def test_hardly_visible_boxes_are_dropped():
 
     def kept(box, hyp=plain):
         data.box = box
-        return len(training_picture(data, 0, every(data), hyp, np.random.default_rng(0), out))
+        return len(training_image(data, 0, every(data), hyp, np.random.default_rng(0), out))
 
     assert kept((0, 0.5, 0.5, 0.5, 0.5)) == 1
     assert kept((0, 0.5, 0.5, 0.5, 1.9 / 64)) == 0  # under 2 px
@@ -182,7 +182,7 @@ def test_hardly_visible_boxes_are_dropped():
 
 
 class Trapezoids(Blocks):
-    """Gray pictures, each with a trapezoid, higher on its left, in the colour of its class, whose outline is known."""
+    """Gray images, each with a trapezoid, higher on its left, in the colour of its class, whose outline is known."""
 
     corners = np.array([(0.1, 0.15), (0.45, 0.35), (0.45, 0.55), (0.1, 0.75)], np.float32)
 
@@ -195,20 +195,20 @@ class Trapezoids(Blocks):
 
     def image(self, index, min_side=0):
         height, width = self.sizes[index]
-        picture = np.full((height, width, 3), 128, np.uint8)
+        image = np.full((height, width, 3), 128, np.uint8)
         points = np.rint(self.corners * (width, height) - 0.5).astype(np.int32)
-        return cv2.fillPoly(picture, [points], COLOURS[index])
+        return cv2.fillPoly(image, [points], COLOURS[index])
 
 
 def scene(data, hyp, seed, side=160):
     out = np.empty((side, side, 3), np.uint8)
-    labels = training_picture(data, seed % len(data), every(data), hyp, np.random.default_rng(seed), out)
+    labels = training_image(data, seed % len(data), every(data), hyp, np.random.default_rng(seed), out)
     half = labels[:, 3:] / 2
     return out, labels[:, 0].astype(int), np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side
 
 
 def check_colours(out, classes, boxes):
-    """Every colour is where its boxes are, and fills a box that is far from all others; how many of those."""
+    """Check that each colour matches its boxes; return the number of boxes far from all others."""
     checked, slack = 0, 3
     for cls in range(len(COLOURS)):
         near = (np.abs(out.astype(int) - COLOURS[cls]) < 60).all(2)
@@ -231,12 +231,12 @@ def check_colours(out, classes, boxes):
     [Hyp(**STILL), Hyp(**STILL, degrees=45.0), Hyp(**STILL, degrees=20.0, perspective=0.001), Hyp(**STILL, mosaic=0.0)],
     ids=["default", "degrees", "perspective", "no mosaic"],
 )
-def test_a_box_is_drawn_anew_around_what_is_seen_of_an_outline(hyp):
+def test_the_box_of_an_outline_bounds_its_visible_part(hyp):
     # A box turned by 45 degrees has a far larger box around it; the trapezoid's own has not.
     assert sum(check_colours(*scene(Trapezoids(), hyp, seed)) for seed in range(40)) > 20
 
 
-def test_the_bounds_of_what_is_seen_of_polygons():
+def test_bounds_of_the_visible_parts_of_polygons():
     rng, fine = np.random.default_rng(0), 16
     size = np.array([40.0, 30.0])
     polygons = []
@@ -244,13 +244,13 @@ def test_the_bounds_of_what_is_seen_of_polygons():
         turns = np.sort(rng.uniform(0, 2 * np.pi, int(rng.integers(3, 9))))
         spokes = rng.uniform(2, 40, len(turns))[:, None] * np.stack([np.cos(turns), np.sin(turns)], 1)
         polygons.append(np.rint((spokes + rng.uniform(-10, 50, 2)) * fine) / fine)
-    polygons.append(np.array([(-9.0, -9.0), (60.0, -9.0), (60.0, 60.0), (-9.0, 60.0)]))  # covers all of it
+    polygons.append(np.array([(-9.0, -9.0), (60.0, -9.0), (60.0, 60.0), (-9.0, 60.0)]))  # covers the whole result
     bounds = _seen_bounds(np.concatenate(polygons), np.array([len(p) for p in polygons]), size)
     seen = []
     for polygon, found in zip(polygons, bounds, strict=True):
-        picture = np.zeros((30 * fine, 40 * fine), np.uint8)
-        cv2.fillPoly(picture, [(polygon * fine).astype(np.int32)], 1)
-        rows, columns = np.flatnonzero(picture.any(1)), np.flatnonzero(picture.any(0))
+        image = np.zeros((30 * fine, 40 * fine), np.uint8)
+        cv2.fillPoly(image, [(polygon * fine).astype(np.int32)], 1)
+        rows, columns = np.flatnonzero(image.any(1)), np.flatnonzero(image.any(0))
         if len(rows) > 2 and len(columns) > 2:
             expected = np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / fine
             seen.append(np.abs(found - expected).max())
@@ -285,11 +285,11 @@ def test_copy_paste_adds_mirrored_objects_with_their_boxes(turn):
     assert sides == {True, False}
 
 
-def test_copy_paste_leaves_others_uncovered_and_respects_what_has_no_mirror_image():
+def test_copy_paste_covers_no_object_and_respects_flips():
     def count(data, **options):
         return sum(len(scene(data, Hyp(**STILL, **options), seed)[1]) for seed in range(30))
 
-    class Wide(Trapezoids):  # a mirrored one would cover another, wherever it lay
+    class Wide(Trapezoids):  # a mirrored one always covers another
         corners = np.array([(0.0, 0.0), (1.0, 0.0), (1.0, 1.0), (0.0, 1.0)], np.float32)
 
     square = ((100, 100),) * 4
@@ -300,35 +300,19 @@ def test_copy_paste_leaves_others_uncovered_and_respects_what_has_no_mirror_imag
     assert count(Blocks(), copy_paste=1.0) == count(Blocks())  # boxes only
 
 
-def test_digits_are_never_mirrored():
+def test_digits_are_never_flipped():
     hyp = Hyp(**STILL, mosaic=0.0, scale=0.0, translate=0.0, fliplr=1.0, flipud=1.0)
-    pictures = []
+    images = []
     for flips in (False, True):
         data, out = Photos(flips=flips, sizes=((64, 64),)), np.empty((64, 64, 3), np.uint8)
-        training_picture(data, 0, every(data), hyp, np.random.default_rng(0), out)
-        pictures.append(out)
-    np.testing.assert_array_equal(pictures[0], data.image(0))
-    np.testing.assert_array_equal(pictures[1], data.image(0)[::-1, ::-1])
-
-
-def test_colours_move_as_far_as_told_and_no_further():
-    image = Photos().image(2)
-    before = cv2.cvtColor(image, cv2.COLOR_RGB2HSV).astype(int)
-    values = []
-    for seed in range(40):
-        changed = image.copy()
-        shift_colours(changed, Hyp(hsv_h=0.0, hsv_s=0.0, hsv_v=0.4), np.random.default_rng(seed))
-        after = cv2.cvtColor(changed, cv2.COLOR_RGB2HSV).astype(int)
-        values.append(np.median(after[..., 2] / np.maximum(before[..., 2], 1)))
-    assert 0.58 < min(values) < 0.75
-    assert 1.1 < max(values) < 1.42
-    same = image.copy()
-    shift_colours(same, Hyp(**STILL), np.random.default_rng(0))
-    np.testing.assert_array_equal(same, image)
+        training_image(data, 0, every(data), hyp, np.random.default_rng(0), out)
+        images.append(out)
+    np.testing.assert_array_equal(images[0], data.image(0))
+    np.testing.assert_array_equal(images[1], data.image(0)[::-1, ::-1])
 
 
 def hues_after(gains, count=200):
-    """What became of a muted orange (hue 30 degrees), in HSV as degrees and shares of 1."""
+    """Return the HSV values, in degrees and fractions, of a muted orange (hue 30 degrees) after the shift."""
     found = []
     for seed in range(count):
         image = np.full((4, 4, 3), (200, 150, 100), np.uint8)
@@ -337,7 +321,7 @@ def hues_after(gains, count=200):
     return np.array(found)
 
 
-def test_saturation_and_value_are_multiplied_and_hue_is_turned():
+def test_saturation_and_value_are_scaled_and_hue_is_rotated():
     saturated = hues_after({"hsv_s": 0.7})
     assert saturated[:, 1].min() == pytest.approx(0.3 * 0.5, abs=0.02)
     assert saturated[:, 1].max() == pytest.approx(1.7 * 0.5, abs=0.02)
@@ -347,21 +331,25 @@ def test_saturation_and_value_are_multiplied_and_hue_is_turned():
     assert turned[:, 0].min() == pytest.approx(30 - 18, abs=1.5)
     assert turned[:, 0].max() == pytest.approx(30 + 18, abs=1.5)
     np.testing.assert_allclose(turned[:, 1:], [[0.5, 200 / 255]] * len(turned), atol=0.08)
+    darker = hues_after({"hsv_v": 0.4})
+    assert darker[:, 2].min() == pytest.approx(0.6 * 200 / 255, abs=0.02)
+    assert darker[:, 2].max() == 1
+    np.testing.assert_allclose(hues_after({}, 1), [[30, 0.5, 200 / 255]], atol=1e-4)
     gray = np.full((4, 4, 3), 77, np.uint8)
     shift_colours(gray, Hyp(hsv_h=0.5, hsv_s=0.9, hsv_v=0.0), np.random.default_rng(0))
     np.testing.assert_array_equal(gray, 77)
 
 
-def test_mixup_shows_two_scenes():
+def test_mixup_blends_two_scenes():
     data, out = Blocks(), np.empty((96, 96, 3), np.uint8)
-    alone = [len(training_picture(data, 0, every(data), Hyp(), np.random.default_rng(k), out)) for k in range(30)]
+    alone = [len(training_image(data, 0, every(data), Hyp(), np.random.default_rng(k), out)) for k in range(30)]
     mixed = [
-        len(training_picture(data, 0, every(data), Hyp(mixup=1.0), np.random.default_rng(k), out)) for k in range(30)
+        len(training_image(data, 0, every(data), Hyp(mixup=1.0), np.random.default_rng(k), out)) for k in range(30)
     ]
     assert np.mean(mixed) > 1.6 * np.mean(alone)
 
 
-def test_letterbox_is_undone_by_its_scale_and_pad():
+def test_letterbox_is_inverted_by_its_scale_and_pad():
     for height, width in ((100, 200), (200, 100), (33, 64), (640, 480), (1, 500)):
         image = np.zeros((height, width, 3), np.uint8)
         image[height // 2 :, width // 2 :] = 255

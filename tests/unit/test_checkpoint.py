@@ -12,10 +12,10 @@ import torch
 from trainer import contract
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.weights import checkpoint
+from trainer.weights import checkpoint_file
 
 CONTENT: dict[str, Any] = {
-    "format": checkpoint.FORMAT,
+    "format": checkpoint_file.FORMAT,
     "model": {"w": torch.ones(2)},
     "ema": {"w": torch.zeros(2)},
     "optimizer": {"state": {}, "param_groups": []},
@@ -37,8 +37,8 @@ class Trap:
 
 def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
-    checkpoint.save(path, CONTENT)
-    back = checkpoint.load(str(path))
+    checkpoint_file.save(path, CONTENT)
+    back = checkpoint_file.load(str(path))
     assert back["epoch"] == 3
     assert back["names"] == ["a", "b"]
     assert back["model"]["w"].tolist() == [1, 1]
@@ -47,10 +47,10 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
-    checkpoint.save(path, CONTENT)
+    checkpoint_file.save(path, CONTENT)
     with pytest.raises((AttributeError, pickle.PicklingError, TypeError)):
-        checkpoint.save(path, {**CONTENT, "extra": lambda: None})
-    assert checkpoint.load(str(path))["epoch"] == 3
+        checkpoint_file.save(path, {**CONTENT, "extra": lambda: None})
+    assert checkpoint_file.load(str(path))["epoch"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
 
 
@@ -86,14 +86,14 @@ def test_a_reader_finds_whole_checkpoints_at_every_moment_of_a_save(
         monkeypatch.setattr(os, "link", refuse)
     last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
     for step in (1, 2):
-        checkpoint.save(last, {**CONTENT, "step": step}, previous)
+        checkpoint_file.save(last, {**CONTENT, "step": step}, previous)
     steps: list[tuple[int, ...]] = []
 
     def look() -> None:
-        steps.append(tuple(checkpoint.load(str(path))["step"] for path in (previous, last)))
+        steps.append(tuple(checkpoint_file.load(str(path))["step"] for path in (previous, last)))
 
     before_each_file_operation(look)
-    checkpoint.save(last, {**CONTENT, "step": 3}, previous)
+    checkpoint_file.save(last, {**CONTENT, "step": 3}, previous)
     look()
     assert list(dict.fromkeys(steps)) == [(1, 2), (2, 2), (2, 3)]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
@@ -101,16 +101,16 @@ def test_a_reader_finds_whole_checkpoints_at_every_moment_of_a_save(
 
 def test_a_save_after_a_kill_between_the_renames_leaves_no_third_file(tmp_path: Path) -> None:
     last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
-    checkpoint.save(last, CONTENT)
+    checkpoint_file.save(last, CONTENT)
     os.link(last, previous)
-    checkpoint.save(last, {**CONTENT, "step": 31}, previous)
-    assert [checkpoint.load(str(path))["step"] for path in (previous, last)] == [30, 31]
+    checkpoint_file.save(last, {**CONTENT, "step": 31}, previous)
+    assert [checkpoint_file.load(str(path))["step"] for path in (previous, last)] == [30, 31]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
 
 
 def test_an_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ema"):
-        checkpoint.save(tmp_path / "last.pt", {k: v for k, v in CONTENT.items() if k != "ema"})
+        checkpoint_file.save(tmp_path / "last.pt", {k: v for k, v in CONTENT.items() if k != "ema"})
     assert not list(tmp_path.iterdir())
 
 
@@ -120,41 +120,41 @@ def test_foreign_and_hostile_files_are_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "empty.pt").touch()
     torch.save({"model": 1}, tmp_path / "other.pt")
-    torch.save({**CONTENT, "format": checkpoint.FORMAT + 1}, tmp_path / "newer.pt")
+    torch.save({**CONTENT, "format": checkpoint_file.FORMAT + 1}, tmp_path / "newer.pt")
     for name in ("trap.pt", "text.pt", "empty.pt", "other.pt", "newer.pt", "none.pt", "."):
         with pytest.raises(TrainerError, match="--weights"):
-            checkpoint.load(name)
+            checkpoint_file.load(name)
     assert not (tmp_path / "sprung").exists()
 
 
 def test_weights_for_another_number_of_classes_fill_all_but_the_head() -> None:
     cfg = load_cfg("yolov5n.yaml")
     old, new = build_yolo(cfg, nc=3), build_yolo(cfg, nc=5)
-    fit, of = checkpoint.transfer(new, old.state_dict(), "best.pt")
+    fit, of = checkpoint_file.transfer(new, old.state_dict(), "best.pt")
     assert (fit, of) == (343, 349)
     assert torch.equal(new.state_dict()["model.0.conv.weight"], old.state_dict()["model.0.conv.weight"])
     with pytest.raises(TrainerError, match="tensors fit"):
-        checkpoint.transfer(build_yolo(load_cfg("yolov5s.yaml"), nc=3), old.state_dict(), "best.pt")
+        checkpoint_file.transfer(build_yolo(load_cfg("yolov5s.yaml"), nc=3), old.state_dict(), "best.pt")
 
 
 def test_run_folders_count_up(tmp_path: Path) -> None:
-    made = [checkpoint.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", False).name for _ in range(3)]
+    made = [checkpoint_file.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", False).name for _ in range(3)]
     assert made == ["train", "train2", "train3"]
-    again = checkpoint.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", True)
+    again = checkpoint_file.make_run_dir({}, str(tmp_path / "a" / "runs"), "train", True)
     assert again.name == "train"
     assert not list(again.iterdir())
 
 
 def test_the_launchers_folder_is_taken_and_must_exist(tmp_path: Path) -> None:
-    assert checkpoint.make_run_dir({contract.RUN_DIR: str(tmp_path)}, "runs", "train", False) == tmp_path
+    assert checkpoint_file.make_run_dir({contract.RUN_DIR: str(tmp_path)}, "runs", "train", False) == tmp_path
     with pytest.raises(TrainerError, match="no such folder"):
-        checkpoint.make_run_dir({contract.RUN_DIR: str(tmp_path / "x")}, "runs", "train", False)
+        checkpoint_file.make_run_dir({contract.RUN_DIR: str(tmp_path / "x")}, "runs", "train", False)
 
 
 def test_a_folder_that_cannot_be_written_names_both_users() -> None:
     # /proc takes no new files, not even from root.
     for environment, project in (({contract.RUN_DIR: "/proc/self"}, "runs"), ({}, "/proc/self/runs")):
         with pytest.raises(TrainerError) as error:
-            checkpoint.make_run_dir(environment, project, "train", False)
+            checkpoint_file.make_run_dir(environment, project, "train", False)
         assert f"we are uid {os.getuid()}" in error.value.message
         assert "belongs to uid" in error.value.message

@@ -1,34 +1,27 @@
-"""Reading YOLO-format data sets."""
-
-import pickle
+"""Datasets in YOLO format."""
 
 import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
-from tests.unit.yolo_folder import make_yolo_set, write_picture
-from trainer.data import open_dataset
+from tests.unit.yolo_folder import make_yolo_set, write_image
+from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 
 
-def test_pictures_and_boxes_are_read(tmp_path):
+def test_images_and_boxes_are_read(tmp_path):
     data = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64)
     assert len(data) == 4
     assert data.names == ["cat", "dog"]
     assert data.flips
-    assert data.labels(0).shape == (0, 5)  # a picture without label file is background
+    assert data.labels(0).shape == (0, 5)  # an image without label file is background
     np.testing.assert_allclose(data.labels(2), [[0, 0.3, 0.5, 0.2, 0.4], [1, 0.4, 0.5, 0.2, 0.4]], rtol=1e-6)
     assert data.labels(2).dtype == np.float32
-    picture = data.image(2)
-    assert picture.shape == (48, 80, 3)
+    image = data.image(2)
+    assert image.shape == (48, 80, 3)
     assert data.size(2) == (48, 80)
-    np.testing.assert_array_equal(picture[..., ::-1], cv2.imread(str(tmp_path / "images/train/002.jpg")))
-
-
-def test_val_is_its_own_split(tmp_path):
-    data = open_dataset(str(make_yolo_set(tmp_path)), "val", imgsz=64)
-    assert len(data) == 2
+    np.testing.assert_array_equal(image[..., ::-1], cv2.imread(str(tmp_path / "images/train/002.jpg")))
 
 
 @pytest.mark.parametrize(
@@ -40,7 +33,7 @@ def test_names_as_list_or_numbered(tmp_path, names):
     assert open_dataset(str(path), "train", imgsz=64).names == ["cat", "dog"]
 
 
-def test_a_list_of_pictures_is_relative_to_the_list(tmp_path):
+def test_a_list_of_images_is_relative_to_the_list(tmp_path):
     path = make_yolo_set(tmp_path)
     lists = tmp_path / "lists"
     lists.mkdir()
@@ -50,14 +43,14 @@ def test_a_list_of_pictures_is_relative_to_the_list(tmp_path):
     assert [len(data.labels(k)) for k in range(len(data))] == [2, 1, 0, 1]
 
 
-def test_an_exported_set_that_counts_from_a_folder_too_high(tmp_path):
+def test_an_exported_dataset_with_parent_paths(tmp_path):
     make_yolo_set(tmp_path)
     path = tmp_path / "data.yaml"
     path.write_text("train: ../images/train\nval: ../images/val\nnc: 2\nnames: [cat, dog]\n")
     assert len(open_dataset(str(path), "train", imgsz=64)) == 4
 
 
-def test_path_may_count_from_the_working_directory(tmp_path, monkeypatch):
+def test_path_may_be_relative_to_the_working_directory(tmp_path, monkeypatch):
     make_yolo_set(tmp_path / "sets" / "pets")
     (tmp_path / "yaml").mkdir()
     path = tmp_path / "yaml" / "pets.yaml"
@@ -85,7 +78,7 @@ def test_polygons_become_boxes_and_keep_their_corners(tmp_path):
     assert [len(segment) for segment in data.segments(2)] == [0, 0]
 
 
-def test_a_box_beyond_the_edge_by_rounding_is_cut_to_the_picture(tmp_path):
+def test_a_box_beyond_the_edge_by_rounding_is_cut_to_the_image(tmp_path):
     path = make_yolo_set(tmp_path)
     (tmp_path / "labels/train/001.txt").write_text("0 0.9 0.5 0.2000020 1\n")
     box = open_dataset(str(path), "train", imgsz=64).labels(1)[0]
@@ -93,8 +86,8 @@ def test_a_box_beyond_the_edge_by_rounding_is_cut_to_the_picture(tmp_path):
     np.testing.assert_allclose(box, [0, 0.9, 0.5, 0.2, 1], atol=1e-5)
 
 
-def test_a_label_beside_its_picture_when_no_folder_is_called_images(tmp_path):
-    write_picture(tmp_path / "pets" / "a.png")
+def test_labels_next_to_images_without_a_folder_images(tmp_path):
+    write_image(tmp_path / "pets" / "a.png")
     (tmp_path / "pets" / "a.txt").write_text("0 0.5 0.5 0.5 0.5")
     (tmp_path / "data.yaml").write_text("train: pets\nnames: [cat]\n")
     assert len(open_dataset(str(tmp_path / "data.yaml"), "train", imgsz=64).labels(0)) == 1
@@ -105,7 +98,7 @@ def test_only_the_last_folder_called_images_is_replaced(tmp_path):
     assert len(open_dataset(str(path), "train", imgsz=64).labels(2)) == 2
 
 
-def test_a_turned_photograph_has_the_size_that_it_is_seen_in(tmp_path):
+def test_the_size_includes_the_exif_rotation(tmp_path):
     path = make_yolo_set(tmp_path)
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
@@ -117,7 +110,7 @@ def test_a_turned_photograph_has_the_size_that_it_is_seen_in(tmp_path):
 
 
 @pytest.mark.parametrize("turn", [1, 6])
-def test_a_turned_tiff_is_turned_once(tmp_path, turn):
+def test_a_rotated_tiff_is_rotated_once(tmp_path, turn):
     path = make_yolo_set(tmp_path)
     (tmp_path / "images/train/000.jpg").unlink()
     Image.new("RGB", (80, 40), "red").save(tmp_path / "images/train/000.tif", tiffinfo={0x0112: turn})
@@ -125,9 +118,9 @@ def test_a_turned_tiff_is_turned_once(tmp_path, turn):
     assert data.size(0) == data.image(0).shape[:2] == ((80, 40) if turn == 6 else (40, 80))
 
 
-def test_a_smaller_picture_is_decoded_where_that_is_enough(tmp_path):
+def test_min_side_reduces_the_decoded_size(tmp_path):
     path = make_yolo_set(tmp_path)
-    write_picture(tmp_path / "images/train/000.jpg", 480, 640)
+    write_image(tmp_path / "images/train/000.jpg", 480, 640)
     data = open_dataset(str(path), "train", imgsz=64)
     sides = {want: max(data.image(0, want).shape) for want in (0, 641, 640, 321, 320, 161, 160, 80, 10)}
     assert sides == {0: 640, 641: 640, 640: 640, 321: 640, 320: 320, 161: 320, 160: 160, 80: 80, 10: 80}
@@ -135,7 +128,7 @@ def test_a_smaller_picture_is_decoded_where_that_is_enough(tmp_path):
     assert np.abs(whole - data.image(0, 160)).mean() < 2
 
 
-def test_names_of_files_may_have_any_letters(tmp_path):
+def test_file_names_may_have_any_letters(tmp_path):
     path = make_yolo_set(tmp_path)
     (tmp_path / "images/train/001.jpg").rename(tmp_path / "images/train/größe 1.jpg")
     (tmp_path / "labels/train/001.txt").rename(tmp_path / "labels/train/größe 1.txt")
@@ -144,21 +137,14 @@ def test_names_of_files_may_have_any_letters(tmp_path):
     assert all(data.image(k).shape[:2] == data.size(k) for k in range(4))
 
 
-def test_what_annotation_tools_leave_behind_is_no_label(tmp_path):
+def test_files_of_annotation_tools_are_not_labels(tmp_path):
     path = make_yolo_set(tmp_path)
     (tmp_path / "labels/train/classes.txt").write_text("cat\ndog\n")
     (tmp_path / "images/train/Thumbs.db").write_text("x")
     assert len(open_dataset(str(path), "train", imgsz=64)) == 4
 
 
-def test_a_data_set_can_be_sent_to_a_worker(tmp_path):
-    data = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64)
-    other = pickle.loads(pickle.dumps(data))
-    np.testing.assert_array_equal(other.image(1), data.image(1))
-    np.testing.assert_array_equal(other.labels(2), data.labels(2))
-
-
-def test_all_classes_become_one(tmp_path):
+def test_single_cls_merges_all_classes(tmp_path):
     data = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64, single_cls=True)
     assert data.names == ["item"]
     np.testing.assert_allclose(data.labels(2), [[0, 0.3, 0.5, 0.2, 0.4], [0, 0.4, 0.5, 0.2, 0.4]], rtol=1e-6)
@@ -166,6 +152,6 @@ def test_all_classes_become_one(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["digits", "tests.unit.test_data:anything"])
-def test_classes_that_cannot_become_one_are_an_error(source):
+def test_single_cls_needs_a_data_yaml(source):
     with pytest.raises(TrainerError, match="--single-cls: the classes of"):
         open_dataset(source, "train", imgsz=64, single_cls=True)

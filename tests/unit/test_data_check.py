@@ -1,4 +1,4 @@
-"""`trainer data check`: all faults of both splits, and the table of classes."""
+"""`trainer data check`: faults of both splits, and the table of classes."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from tests.unit.test_bad_data import break_labels
 from tests.unit.trainer_process import run
-from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_picture
+from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.cli import app
 
 
@@ -24,15 +24,15 @@ def test_a_good_set_is_a_table_and_exit_0(tmp_path):
     code, out = run_check(path)
     assert code == 0
     lines = [" ".join(line.split()) for line in out.splitlines() if not line.startswith("warning: ")]
-    # Pictures 1 and 2 of 4 have one and two boxes of a fifth of 72 and 80 px by two fifths of 48 px.
+    # Images 1 and 2 of 4 have one and two boxes of a fifth of 72 and 80 px by two fifths of 48 px.
     assert lines[:5] == [
-        "train: 4 pictures (2 without boxes), 3 boxes",
-        "class pictures boxes share median box, px",
+        "train: 4 images (2 without boxes), 3 boxes",
+        "class images boxes share median box, px",
         "cat 2 2 66.7% 15 x 19",
         "dog 1 1 33.3% 16 x 19",
         "eel 0 0 0.0% no boxes",
     ]
-    assert lines[5] == "val: 2 pictures (1 without boxes), 1 box"
+    assert lines[5] == "val: 2 images (1 without boxes), 1 box"
 
 
 def test_every_fault_of_both_splits_is_printed(tmp_path):
@@ -60,20 +60,20 @@ def test_faults_of_the_data_yaml_are_printed_once(tmp_path):
     assert [line.partition(": ")[0] for line in out.splitlines()[:3]] == [f"{path}:4", f"{path}:3", f"{path}:2"]
 
 
-def test_a_picture_that_only_decoding_finds_to_be_broken(tmp_path):
+def test_decoding_finds_a_damaged_image(tmp_path):
     path = make_yolo_set(tmp_path)
-    picture = tmp_path / "images/train/004.png"
-    write_picture(picture)
-    data = picture.read_bytes()
-    picture.write_bytes(data[:60] + data[-12:])  # header and last chunk are whole
+    image = tmp_path / "images/train/004.png"
+    write_image(image)
+    data = image.read_bytes()
+    image.write_bytes(data[:60] + data[-12:])  # header and last chunk are whole
     code, out = run_check(path, "--headers")
     assert code == 0
     code, out = run_check(path)
     assert code == 2
-    assert out.startswith(f"{picture}: cannot be decoded")
+    assert out.startswith(f"{image}: cannot be decoded")
 
 
-def test_a_picture_in_both_splits_is_a_warning(tmp_path):
+def test_an_image_in_both_splits_is_a_warning(tmp_path):
     path = make_yolo_set(tmp_path)
     for k in (0, 1):
         (tmp_path / f"images/val/{k:03}.jpg").unlink()
@@ -81,21 +81,21 @@ def test_a_picture_in_both_splits_is_a_warning(tmp_path):
     shutil.copy(tmp_path / "images/train/002.jpg", tmp_path / "images/val/copy.jpg")
     code, out = run_check(path)
     assert code == 0
-    twin = f"{tmp_path / 'images/val/copy.jpg'}: the same picture as {tmp_path / 'images/train/002.jpg'}"
+    twin = f"{tmp_path / 'images/val/copy.jpg'}: the same image as {tmp_path / 'images/train/002.jpg'}"
     assert f"warning: {twin} of the training" in out
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_data_yaml(tmp_path):
     done = run(tmp_path, "data", "check", "--data", "nowhere.yaml")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --data nowhere.yaml: no such file\nhint: ")
+    assert done.stdout.startswith("nowhere.yaml: no such dataset\n")
 
 
-def test_missing_pictures_that_could_be_fetched(tmp_path):
+def test_missing_images_that_could_be_fetched(tmp_path):
     path = tmp_path / "data.yaml"
     path.write_text(DATA_YAML + "download: https://example.com/pets.zip\n")
     code, out = run_check(path)
     assert code == 2
-    assert f"{path}:2: the train pictures are not there" in out
-    assert f"{path}:3: the val pictures are not there" in out
+    assert f"{path}:2: the train images are missing" in out
+    assert f"{path}:3: the val images are missing" in out
     assert f"hint: `trainer data download --data {path}` fetches them" in out

@@ -1,4 +1,4 @@
-"""The embedded digits: the same pages everywhere, tight boxes, and a validation split of other scans."""
+"""Embedded digits: reproducible pages, tight boxes, separate scans for validation."""
 
 import pickle
 import subprocess
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
-from trainer.data import open_dataset
 from trainer.data.digits import Digits, _glyphs, scans
+from trainer.data.registry import open_dataset
 
 
 def corners(labels, side):
@@ -18,7 +18,7 @@ def corners(labels, side):
     return np.rint(np.concatenate([labels[:, 1:3] - half, labels[:, 1:3] + half], 1) * side).astype(int)
 
 
-def test_the_scans_are_scikit_learns():
+def test_the_scans_equal_scikit_learns():
     levels, digits = scans()
     bunch = load_digits()
     np.testing.assert_array_equal(levels, bunch.images)
@@ -33,7 +33,7 @@ def test_training_and_validation_share_no_scan():
     assert {glyph.digit for glyph in _glyphs("val")} == set(range(10))
 
 
-def test_a_page_follows_from_split_number_and_size_alone():
+def test_a_page_depends_on_split_index_and_size_alone():
     some, other = Digits("train", 160), Digits("train", 160)
     late = some.image(700)
     for index in (3, 700):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from cluster import files
 from cluster.errors import UsageError
-from cluster.files import Difference
-from cluster.model import Node
-from cluster.rsync import reason
-from cluster.shells.openssh import destination, remote_shell
+from cluster.spec.model import Node
+from cluster.transport import files
+from cluster.transport.files import Difference
+from cluster.transport.openssh import remote_shell
+from cluster.transport.rsync import at, reason
 
 
 def test_a_mirror_is_below_the_data_dir_and_this_machine_needs_none():
@@ -22,6 +22,8 @@ def test_differences_are_counted_and_the_first_are_named():
     difference = Difference(("a", "b", "c", "d"), ("old",), ("e",))
     assert str(difference) == "4 files missing (a, b, c, ...), 1 different (e), 1 only there (old)"
     assert not Difference()
+    harmless = "4 files different (a b, 'x\\x1b[2J\\n', ß, ...)"
+    assert str(Difference(different=("a b", "x\x1b[2J\n", "ß", "d"))) == harmless
 
 
 def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
@@ -40,10 +42,6 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
     assert files.links_leading_out(str(root)) == ("out -> /data/x", "sub/away -> ../../y", f"z -> {root}by/x")
 
 
-def test_names_cannot_disturb_a_terminal():
-    assert files.first_names(["a b", "x\x1b[2J\n", "ß", "d"]) == "a b, 'x\\x1b[2J\\n', ß, ..."
-
-
 @pytest.mark.parametrize(
     ("login", "host", "port"),
     [
@@ -54,7 +52,7 @@ def test_names_cannot_disturb_a_terminal():
 )
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
     node = Node("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
-    assert destination(node) == host
+    assert at(node) == f"{host}:"
     words = remote_shell(node)
     assert "StrictHostKeyChecking=yes" in words
     assert """-F '/my config/it'"'"'s'""" in words
@@ -75,6 +73,10 @@ def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
             "File exists",
         ),
         ("bash: line 1: tar: command not found\n", "bash: line 1: tar: command not found"),
+        (
+            'bash: /greeting: No such file or directory\nrsync: [Receiver] mkdir "/a" failed: Not a directory (20)\n',
+            "Not a directory",
+        ),
         ("", "no reason was printed"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which layers a node lacks, the archive that brings them, and whether nodes have the same image."""
+"""Missing layers, archive heads, and the refusal of nodes that cannot take an image."""
 
 import hashlib
 import io
@@ -8,10 +8,10 @@ import tarfile
 import pytest
 
 from cluster.errors import UsageError
-from cluster.images import _Layers, _Push, push, refuse_name
-from cluster.images.compare import chain_ids, head, missing
+from cluster.images import chain_ids, engine, head, missing, push, refuse_name
 from cluster.images.engine import Engine
-from cluster.model import Node
+from cluster.spec.model import Node
+from cluster.transport.parallel import together
 
 OURS = ("sha256:base", "sha256:packages", "sha256:code")
 
@@ -24,23 +24,23 @@ OURS = ("sha256:base", "sha256:packages", "sha256:code")
         ([(*OURS, "sha256:more")], 0),
         ([OURS[:2]], 1),
         ([OURS[:1], (*OURS[:2], "sha256:old code"), ()], 1),
-        # the engine has the very layers, but on another base: it cannot use them
+        # The engine has these layers on another base and cannot use them.
         ([("sha256:other", *OURS[1:])], 3),
         ([OURS[1:]], 3),
     ],
 )
-def test_a_node_lacks_what_is_above_the_longest_common_run_from_below(held, lacks):
+def test_node_lacks_the_layers_above_the_longest_common_prefix(held, lacks):
     assert missing(OURS, held) == lacks
 
 
-def test_a_layer_is_named_after_all_below_it():
+def test_chain_id_covers_all_lower_layers():
     first, second, third = chain_ids(["sha256:a", "sha256:b", "sha256:c"])
     assert first == "sha256:a"
     assert second == "sha256:" + hashlib.sha256(b"sha256:a sha256:b").hexdigest()
     assert third == "sha256:" + hashlib.sha256(f"{second} sha256:c".encode()).hexdigest()
 
 
-def test_an_archive_continues_where_its_head_ends():
+def test_archive_continues_after_its_head():
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as rest:
         entry = tarfile.TarInfo("code.zst")
@@ -55,39 +55,36 @@ def test_an_archive_continues_where_its_head_ends():
         assert manifest["RepoTags"] == ["trainer:0.1"]
 
 
-HERE = Engine("docker", (26, 1), "linux/amd64", id="sha256:1", size=10_000_000_000, layers=OURS)
-LAYERS = _Layers("{}", (4_000_000_000, 5_000_000_000, 1_000_000_000), OURS, ())
-
-
 @pytest.mark.parametrize(
-    ("there", "layers", "words"),
+    ("there", "said"),
     [
-        ({"free": 15_000_000_000}, LAYERS, None),
-        ({"free": None}, LAYERS, None),
-        ({"free": 14_000_000_000}, LAYERS, ["/docker has 14.0 GB free", "15.0 GB"]),
-        ({"free": 2_000_000_000, "held": (OURS[:2],)}, LAYERS, None),
-        ({"free": 1_000_000_000, "held": (OURS[:2],)}, LAYERS, ["/docker has 1.0 GB free", "1.5 GB"]),
-        ({"free": 2_000_000_000, "held": (OURS[:2],)}, None, ["15.0 GB"]),
-        ({"free": 2_000_000_000, "held": (OURS[:2],), "program": "podman"}, LAYERS, ["15.0 GB"]),
-        ({"platform": "linux/arm64"}, LAYERS, ["the image is for linux/amd64, the machine is linux/arm64"]),
-        ({"containerd": True}, LAYERS, ["containerd's store there, but not here"]),
+        ({"platform": "linux/arm64"}, "gpu-b: the image is for linux/amd64, the machine is linux/arm64"),
+        ({"containerd": True}, "gpu-b: the engine keeps images in containerd's store there, but not here"),
     ],
 )
-def test_a_node_that_cannot_take_the_image_is_refused(there, layers, words):
-    node = Node("gpu-b", "")
-    found = Engine(**{"program": "docker", "version": (26,), "platform": "linux/amd64", "root": "/docker", **there})
-    refusal = _Push("trainer:0.1", HERE, {"gpu-b": found}, layers, None)._refusal(node)
-    if words is None:
-        assert refusal is None
-    else:
-        assert refusal.message.startswith("gpu-b: ")
-        assert refusal.hint
-        assert all(word in refusal.message for word in words), refusal.message
+def test_nothing_is_sent_unless_all_nodes_can_take_the_image(monkeypatch, there, said):
+    fits = {"program": "docker", "version": (20,), "platform": "linux/amd64", "root": "/docker", "driver": "overlay2"}
+    engines = {"this machine": Engine(**fits, id="sha256:1"), "gpu-a": Engine(**fits), "gpu-b": Engine(**fits | there)}
+    monkeypatch.setattr(engine, "inspect", lambda node, image: engines[node.name])
+    results = push([Node("gpu-a", ""), Node("gpu-b", "")], "trainer:0.1", pytest.fail, pytest.fail)
+    assert results["gpu-a"].message == "gpu-a: nothing was sent, because of gpu-b"
+    assert results["gpu-b"].message.startswith(said)
+    assert results["gpu-b"].hint
+    with pytest.raises(UsageError):
+        together(results)
 
 
 @pytest.mark.parametrize("image", ["", "-v", "a b", "$(touch x)", "a@sha256:0", "a\nb"])
-def test_a_hostile_name_is_no_image(image):
+def test_invalid_image_name_is_an_error(image):
     with pytest.raises(UsageError, match="not an image's name"):
         refuse_name(image)
     with pytest.raises(UsageError, match="not an image's name"):
-        push([Node("gpu-b", "", login="nobody@127.0.0.1:1")], image, None)
+        push([Node("gpu-b", "", login="user@127.0.0.1:1")], image, pytest.fail, pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("program", "version", "takes"),
+    [("docker", (20, 10, 24), False), ("docker", (23, 0, 0), True), ("podman", (4, 3, 1), True)],
+)
+def test_zstd_needs_docker_23_or_podman(program, version, takes):
+    assert Engine(program, version, "linux/amd64").takes_zstd is takes

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import callback, imports
-from trainer.data import open_dataset
+from trainer.config import imports
+from trainer.data.registry import open_dataset
+from trainer.engine import callbacks
 from trainer.errors import TrainerError
 
 
@@ -24,7 +25,7 @@ def test_paths_and_addresses_are_no_import_paths(text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("nowhere.at_all:open", "there is no module nowhere"),
+        ("nowhere.at_all:open", "no module nowhere"),
         ("json:nothing", "json has no nothing"),
         ("json:__all__", "it is a list, not a function or class"),
         ("broken_module:open", "importing broken_module raised ZeroDivisionError: division by zero"),
@@ -41,9 +42,9 @@ def test_what_cannot_be_imported_is_an_error_of_the_option(
 
 
 def test_what_is_made_must_be_of_use() -> None:
-    with pytest.raises(TrainerError, match="it makes a JSONDecoder"):
-        callback.load("json:JSONDecoder")
-    with pytest.raises(TrainerError, match="not an import path"):
-        callback.load("Callback")
+    with pytest.raises(TrainerError, match="it creates a JSONDecoder"):
+        callbacks.load("json:JSONDecoder")
+    with pytest.raises(TrainerError, match="no module Callback"):
+        callbacks.load("Callback")
     with pytest.raises(TrainerError, match="without names, flips, __len__, size"):
         open_dataset("operator:eq", "train", imgsz=64)

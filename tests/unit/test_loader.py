@@ -1,10 +1,12 @@
-"""Loaders: the same global batch at any number of ranks and workers, every picture once."""
+"""Dataloaders: the global batch does not depend on ranks and workers, and an epoch has every image once."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import cv2
 import numpy as np
@@ -13,12 +15,11 @@ import torch
 
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
-from trainer.data import TrainLoader, ValLoader, open_dataset
+from trainer.data.batch_sampler import neighbours, rect_shape, scales
+from trainer.data.dataloader import fit_workers
+from trainer.data.detection_loader import TrainLoader, ValLoader
 from trainer.data.digits import Digits
-from trainer.data.labelled_loader import LabelledBatch
-from trainer.data.masked_loader import MaskedBatch
-from trainer.data.order import neighbours, rect_shape, scales
-from trainer.data.shared_memory import fit_workers
+from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 
 
@@ -73,7 +74,7 @@ def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_taken_up_in_the_middle_goes_on_as_it_would_have(workers):
+def test_an_epoch_resumes_at_any_step_with_the_same_batches(workers):
     dataset = Digits("train", 64, pages=16)
     whole = list(train_loader(dataset, batch=4, multi_scale=True).epoch(2))
     for first in (0, 1, 3, 4):
@@ -85,7 +86,27 @@ def test_an_epoch_taken_up_in_the_middle_goes_on_as_it_would_have(workers):
             assert torch.equal(batch.targets, expected.targets)
 
 
-def test_multi_scale_draws_a_side_for_every_step_the_same_on_all_ranks():
+def test_a_dropped_loader_is_freed_without_garbage_collection():
+    """Garbage collection would close the queues of its workers first, and torch waits 10 s for each."""
+    dataset = Digits("train", 64, pages=16)
+    loaders = [
+        train_loader(dataset, workers=2),
+        ValLoader(dataset, imgsz=64, batch=4, rank=0, world=1, local_size=1, workers=2, stride=32),
+    ]
+    freed = [weakref.ref(loader) for loader in loaders]
+    gc.disable()
+    try:
+        list(loaders[0].epoch(0))
+        list(loaders[1])
+        began = time.monotonic()
+        del loaders
+        assert [each() for each in freed] == [None, None]
+        assert time.monotonic() - began < 5
+    finally:
+        gc.enable()
+
+
+def test_multi_scale_draws_the_same_side_on_all_ranks():
     dataset = Digits("train", 64, pages=40)
     ranks = [train_loader(dataset, rank=r, world=2, batch=2, multi_scale=True) for r in range(2)]
     epochs = [[[b.images.shape[1:3] for b in loader.epoch(e)] for loader in ranks] for e in (0, 1)]
@@ -98,70 +119,37 @@ def test_multi_scale_draws_a_side_for_every_step_the_same_on_all_ranks():
     assert (scales(640, 32)[0], scales(640, 32)[-1]) == (320, 960)
 
 
-def test_the_largest_stride_decides_which_sides_are_possible():
-    with pytest.raises(TrainerError, match="--imgsz 96 is not a multiple of 64") as caught:
-        TrainLoader(
-            Digits("train", 96, pages=4), imgsz=96, batch=2, rank=0, world=1, seed=0, workers=0, hyp=Hyp(), stride=64
-        )
-    assert "--imgsz 128" in caught.value.hint
-
-
-def test_shapes_and_types():
-    batch = next(train_loader(Digits("train", 64, pages=12)).epoch(0))
-    assert batch.images.shape == (6, 64, 64, 3)
-    assert batch.images.dtype == torch.uint8
-    assert batch.targets.dtype == torch.float32
-    assert batch.targets.shape[1] == 6
-    assert batch.ids.dtype == torch.int64
-    assert set(batch.targets[:, 0].tolist()) <= set(range(6))
-    assert 0 <= batch.targets[:, 2:].min() <= batch.targets[:, 2:].max() <= 1
-
-
-def test_an_epoch_shows_every_picture_once_and_the_next_in_another_order():
-    loader = train_loader(Digits("train", 64, pages=16))
-    orders = [torch.cat([b.ids for b in loader.epoch(e)]).tolist() for e in (0, 1)]
-    assert [sorted(order) for order in orders] == [list(range(16))] * 2
-    assert orders[0] != orders[1]
-
-
-def test_epoch_and_seed_change_the_augmentation_but_not_a_repetition():
+def test_augmentation_depends_on_epoch_and_seed():
     dataset = Digits("train", 64, pages=4)
 
-    def pictures(epoch, seed):
+    def images(epoch, seed):
         batch = next(train_loader(dataset, batch=4, seed=seed).epoch(epoch))
         return {int(k): image for k, image in zip(batch.ids, batch.images, strict=True)}
 
-    same, again = pictures(1, 3), pictures(1, 3)
+    same, again = images(1, 3), images(1, 3)
     assert all(torch.equal(same[k], again[k]) for k in same)
-    for other in (pictures(2, 3), pictures(1, 4)):
+    for other in (images(2, 3), images(1, 4)):
         assert not any(torch.equal(same[k], other[k]) for k in same)
 
 
 @pytest.mark.parametrize(("pages", "batch", "sizes"), [(12, 6, [6, 6]), (13, 6, [5, 4, 4]), (3, 6, [3])])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_picture_comes_once_in_steps_of_nearly_one_size(pages, batch, sizes, world):
-    """Whatever the number of ranks: else a run on more of them would have other steps."""
+def test_every_image_comes_once_in_steps_of_nearly_one_size(pages, batch, sizes, world):
+    """The steps do not depend on the number of ranks."""
     dataset = Digits("train", 64, pages=pages)
     loaders = [train_loader(dataset, rank=rank, world=world, batch=batch) for rank in range(world)]
     steps = list(zip(*(loader.epoch(0) for loader in loaders), strict=True))
     assert [sum(len(part.ids) for part in step) for step in steps] == sizes
     assert [part.global_size for step in steps for part in step[:1]] == sizes
-    assert sorted(k for step in steps for part in step for k in part.ids.tolist()) == list(range(pages))
-
-
-def test_workers_survive_an_epoch_that_was_left_early():
-    loader = train_loader(Digits("train", 64, pages=16), workers=2)
-    for batch in loader.epoch(0):
-        assert len(batch.ids)
-        break
-    expected = [b.ids.tolist() for b in train_loader(Digits("train", 64, pages=16)).epoch(1)]
-    assert [b.ids.tolist() for b in loader.epoch(1)] == expected
+    order = [k for step in steps for part in step for k in part.ids.tolist()]
+    assert sorted(order) == list(range(pages))
+    assert order != [k for loader in loaders[:1] for batch in loader.epoch(1) for k in batch.ids.tolist()]
 
 
 KILLED = """
 import os, signal, time
 from trainer.config import Hyp
-from trainer.data import TrainLoader
+from trainer.data.detection_loader import TrainLoader
 from trainer.data.digits import Digits
 
 if __name__ == "__main__":
@@ -173,7 +161,7 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
+def test_workers_exit_with_a_killed_trainer(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     trainer = subprocess.Popen(
         [sys.executable, str(tmp_path / "killed.py")],
@@ -192,7 +180,7 @@ def test_workers_do_not_outlive_a_trainer_that_was_killed(tmp_path):
     pytest.fail("processes of a killed trainer are still there after 20 s")
 
 
-def test_a_program_ends_with_batches_still_being_made(tmp_path):
+def test_a_program_exits_while_workers_prefetch(tmp_path):
     (tmp_path / "left.py").write_text(KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print(time.monotonic())"))
     done = subprocess.run(
         [sys.executable, str(tmp_path / "left.py")],
@@ -202,10 +190,10 @@ def test_a_program_ends_with_batches_still_being_made(tmp_path):
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - float(done.stdout) < 20  # from then on only the end
+    assert time.monotonic() - float(done.stdout) < 20  # the exit alone
 
 
-def test_loading_leaves_torchs_random_numbers_alone():
+def test_loading_does_not_change_torchs_random_state():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -214,35 +202,35 @@ def test_loading_leaves_torchs_random_numbers_alone():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_picture_is_reported_with_its_hint(tmp_path, workers):
+def test_a_bad_image_is_reported_with_its_hint(tmp_path, workers):
     dataset = open_dataset(str(make_yolo_set(tmp_path)), "train", imgsz=64)
     (tmp_path / "images/train/002.jpg").write_bytes(b"gone bad")
     loader = train_loader(dataset, workers=workers, batch=1, hyp=Hyp(mosaic=0.0))
     with pytest.raises(TrainerError, match=r"002\.jpg: cannot be decoded") as caught:
         list(loader.epoch(0))
     assert "\n" not in caught.value.message
-    assert "replace the picture" in caught.value.hint
+    assert "replace the image" in caught.value.hint
 
 
-def test_settings_that_cannot_work():
+def test_invalid_batch_and_imgsz_are_refused():
     dataset = Digits("train", 64, pages=4)
     with pytest.raises(TrainerError, match="--batch 2 is smaller than the number of ranks, 3"):
         train_loader(dataset, batch=2, world=3)
-    with pytest.raises(TrainerError, match="4 training pictures in 1 steps of at most 8: too few for 5 ranks"):
+    with pytest.raises(TrainerError, match="4 training images in 1 steps of at most 8: too few for 5 ranks"):
         train_loader(dataset, batch=8, world=5)
     with pytest.raises(TrainerError, match="--imgsz 100 is not a multiple of 32") as caught:
         ValLoader(dataset, imgsz=100, batch=4, rank=0, world=1, workers=0)
     assert "--imgsz 96" in caught.value.hint
 
 
-def test_workers_that_shared_memory_has_no_room_for_are_not_started():
+def test_workers_are_reduced_to_fit_shared_memory():
     batch = 10 << 20
     assert fit_workers(4, batch, 1, None) == (4, 3, "")
     assert fit_workers(4, batch, 1, 14 * batch) == (4, 3, "")
-    assert fit_workers(4, batch, 2, 14 * batch) == (4, 1, "")  # two ranks share it: 7 batches, 2 of them in hand
+    assert fit_workers(4, batch, 2, 14 * batch) == (4, 1, "")  # two ranks share it: 7 batches, 2 of them in transit
     workers, ahead, note = fit_workers(8, batch, 1, 64 << 20)  # Docker's default
     assert (workers, ahead) == (4, 1)
-    assert "room for 64 MiB, 8 workers on each of 1 ranks need 101 MiB: going on with 4" in note
+    assert "room for 64 MiB, 8 workers on each of 1 ranks need 101 MiB: starting 4" in note
     assert fit_workers(8, batch, 8, 64 << 20)[0] == 0
     assert fit_workers(0, batch, 1, 0) == (0, 3, "")
     loader = ValLoader(Digits("train", 64, pages=4), imgsz=64000, batch=64, rank=0, world=1, workers=4)
@@ -253,7 +241,7 @@ def test_workers_that_shared_memory_has_no_room_for_are_not_started():
 
 
 class Photos:
-    """Smooth pictures of many shapes; picture k has k % 3 boxes of class k % 3 - 1 and none if that is negative."""
+    """Smooth images of many shapes; image k has k % 3 boxes of class k % 3 - 1 and none if that is negative."""
 
     names = ("one", "two")
     flips = True
@@ -286,7 +274,7 @@ class Photos:
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize("options", [{"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
-def test_other_orders_are_the_same_for_any_ranks_and_workers_too(world, workers, options):
+def test_rect_and_weighted_batches_are_the_same_for_any_ranks_and_workers(world, workers, options):
     reference = global_epoch(Photos(), 5, 1, 0, **options)
     steps = global_epoch(Photos(), 5, world, workers, **options)
     assert len(steps) == len(reference) == 7
@@ -294,13 +282,13 @@ def test_other_orders_are_the_same_for_any_ranks_and_workers_too(world, workers,
         assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
 
 
-def test_pictures_of_a_mosaic_come_from_a_window_of_the_order_and_are_decoded_once():
+def test_mosaic_images_come_from_a_window_and_are_decoded_once():
     data = Photos(200)
     decoded = []
     data.image = lambda index, min_side=0: decoded.append(index) or Photos.image(data, index, min_side)
     loader = train_loader(data, batch=16, hyp=Hyp(mixup=0.3))
     assert sum(len(batch.ids) for batch in loader.epoch(0)) == 200
-    assert len(decoded) < 1.25 * len(set(decoded))  # from the whole set, it would be more than twice
+    assert len(decoded) < 1.25 * len(set(decoded))  # more than 2 without the window
     order = np.random.default_rng(0).permutation(1000)
     near = neighbours(order, np.arange(1000))
     assert all(index in window for index, window in zip(order, near, strict=True))
@@ -309,7 +297,7 @@ def test_pictures_of_a_mosaic_come_from_a_window_of_the_order_and_are_decoded_on
     assert len(neighbours(np.arange(3), np.arange(3))[0]) == 3
 
 
-def test_workers_go_on_with_the_next_epoch_unless_another_one_is_asked_for():
+def test_workers_prefetch_the_next_epoch():
     data = Digits("train", 64, pages=16)
     loader, fresh = train_loader(data, workers=2, epochs=6), lambda: train_loader(data)
     for epoch, first in ((0, 0), (1, 0), (2, 0), (4, 1), (5, 0), (0, 2), (5, 0)):
@@ -317,11 +305,11 @@ def test_workers_go_on_with_the_next_epoch_unless_another_one_is_asked_for():
         assert len(batches) == len(expected)
         for batch, other in zip(batches, expected, strict=True):
             assert torch.equal(batch.images, other.images)
-    for epoch in (1, 2):  # left in the middle
+    for epoch in (1, 2):  # incomplete
         assert torch.equal(next(loader.epoch(epoch)).images, next(fresh().epoch(epoch)).images)
 
 
-def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():
+def test_rect_batches_have_similar_aspects_and_no_mosaics():
     data = Photos()
     loader = train_loader(data, batch=4, rect=True)
     epochs = [list(loader.epoch(e)) for e in (0, 1)]
@@ -335,9 +323,9 @@ def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():
             assert width == (32 if min(aspects) >= 2 else 64)
         assert {b.images.shape[1:3] for b in batches} > {(64, 64)}
     assert [b.ids.tolist() for b in epochs[0]] != [b.ids.tolist() for b in epochs[1]]
-    # The twenty pictures of 60 x 80 are mixed anew every epoch.
+    # The twenty images of 60 x 80 are shuffled in every epoch.
     assert {frozenset(b.ids.tolist()) for b in epochs[0]} != {frozenset(b.ids.tolist()) for b in epochs[1]}
-    # Boxes stay in the middle of their pictures, and there is one picture in each.
+    # Boxes stay in the middle of their images, and there is one image in each.
     still = Hyp(scale=0.0, translate=0.0, fliplr=0.0)
     for batch in train_loader(data, batch=4, rect=True, hyp=still).epoch(0):
         height, width = batch.images.shape[1:3]
@@ -348,24 +336,24 @@ def test_rect_shows_every_picture_once_beside_others_of_its_shape_and_alone():
             assert (w * width, h * height) == pytest.approx((0.4 * columns * ratio, 0.6 * rows * ratio))
 
 
-def test_image_weights_draw_rare_and_badly_found_classes_more_often():
-    data = Photos(60)  # 20 pictures with one box of class 0, 20 with two boxes of class 1, 20 without any
+def test_image_weights_prefer_rare_classes_and_low_map():
+    data = Photos(60)  # 20 images with one box of class 0, 20 with two boxes of class 1, 20 without any
     loader = train_loader(data, batch=6, image_weights=True)
 
     def drawn():
         ids = np.concatenate([b.ids.numpy() for e in range(10) for b in loader.epoch(e)])
         return np.bincount(ids % 3, minlength=3) / len(ids)
 
-    assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)  # both classes as often, by their boxes
+    assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)  # equal by their boxes
     loader.weigh([0.8, 0.4])  # (0.2 / 0.6)^2
     assert drawn() == pytest.approx([0, 0.1, 0.9], abs=0.06)
-    loader.weigh([0.5, float("nan")])  # not measured: as the others
+    loader.weigh([0.5, float("nan")])  # not measured: the mean of the others
     assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)
-    loader.weigh([1.0, 1.0])  # nothing left to choose by
+    loader.weigh([1.0, 1.0])  # equal weights
     assert drawn() == pytest.approx([1 / 3] * 3, abs=0.06)
 
 
-def test_a_picture_that_is_drawn_twice_is_augmented_differently():
+def test_an_image_drawn_twice_is_augmented_differently():
     batch = next(train_loader(Photos(6), batch=6, image_weights=True, hyp=Hyp(mosaic=0.0)).epoch(0))
     twice = [k for k in set(batch.ids.tolist()) if (batch.ids == k).sum() > 1]
     assert twice
@@ -374,7 +362,7 @@ def test_a_picture_that_is_drawn_twice_is_augmented_differently():
         assert not torch.equal(first, second)
 
 
-def test_the_last_epochs_are_without_mosaics():
+def test_close_mosaic_disables_mosaics_in_the_last_epochs():
     data = Photos(6)
     closing = train_loader(data, hyp=Hyp(mixup=0.5), close_mosaic=2, epochs=5)
     with_mosaic, without = train_loader(data, hyp=Hyp(mixup=0.5)), train_loader(data, hyp=Hyp(mosaic=0.0))
@@ -386,7 +374,7 @@ def test_the_last_epochs_are_without_mosaics():
 
 
 @pytest.mark.parametrize("batch", [5, 32])
-def test_validation_shapes_follow_from_the_set_alone(batch):
+def test_validation_shapes_depend_on_the_dataset_alone(batch):
     data = Photos(100)
     pads, shapes = {}, set()
     for world in (1, 3):
@@ -399,7 +387,7 @@ def test_validation_shapes_follow_from_the_set_alone(batch):
                     seen = pads.setdefault(k, (image.shape, pad))
                     assert seen == (image.shape, pad)
     assert len(pads) == 100
-    # Pictures of 60 x 80 at 128 px: 3 strides, and half a one of border; in a group with squarer ones 4.
+    # Images of 60 x 80 at 128 px: 3 strides, and half a one of border; in a group with squarer ones 4.
     assert rect_shape(np.array([0.75]), 128, 32, 0.5) == (128, 160)
     assert rect_shape(np.array([0.75]), 640, 32, 0.5) == (512, 672)  # as YOLOv5 does
     assert rect_shape(np.array([4 / 3]), 640, 32, 0.0) == (640, 480)
@@ -410,7 +398,7 @@ def test_validation_shapes_follow_from_the_set_alone(batch):
 
 
 @pytest.mark.parametrize(("pages", "world"), [(7, 1), (7, 2), (7, 3), (2, 3)])
-def test_validation_sees_every_picture_once(pages, world):
+def test_validation_has_every_image_once(pages, world):
     dataset = Digits("val", 64, pages=pages)
     ids = []
     for rank in range(world):
@@ -422,10 +410,10 @@ def test_validation_sees_every_picture_once(pages, world):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_validation_pictures_map_back_to_the_originals(tmp_path, workers):
+def test_validation_images_map_back_to_the_originals(tmp_path, workers):
     dataset = open_dataset(str(make_yolo_set(tmp_path, val=5)), "val", imgsz=96)
     loader = ValLoader(dataset, imgsz=96, batch=3, rank=0, world=1, workers=workers)
-    for _ in range(2):  # workers live on from pass to pass
+    for _ in range(2):  # workers persist between passes
         seen = 0
         for batch in loader:
             assert batch.images.shape[1:] == (96, 128, 3)
@@ -444,27 +432,19 @@ def test_validation_pictures_map_back_to_the_originals(tmp_path, workers):
 
 
 def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
-    """Without a GPU torch pins nothing: what is looked at is what it would be asked to pin."""
+    """Record the calls of pin_memory(), which does nothing without a GPU."""
     asked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: asked.append(self) or self.clone())
-    for made, fields in (
-        (next(train_loader(Digits("train", 64, pages=6)).epoch(0)), ("images", "targets", "ids")),
-        (next(iter(ValLoader(Digits("val", 64, pages=6), imgsz=64, batch=2, rank=0, world=1, workers=0))), None),
-        (LabelledBatch(torch.zeros(2, 8, 8, 3), torch.zeros(2), torch.zeros(2), 4, 7), ("images", "labels", "ids")),
-        (MaskedBatch(torch.zeros(2, 8, 8, 3), torch.zeros(2, 8, 8), torch.zeros(2), 4), ("images", "masks", "ids")),
-    ):
-        asked.clear()
-        pinned = made.pin_memory()
-        names = fields or ("images", "ids", "pads")
-        assert [id(tensor) for tensor in asked] == [id(getattr(made, name)) for name in names]
-        assert type(pinned) is type(made)
-        for name, value in vars(made).items():
-            kept = getattr(pinned, name)
-            assert torch.equal(kept, value) and kept is not value if name in names else kept == value
+    batch = next(iter(ValLoader(Digits("val", 64, pages=6), imgsz=64, batch=2, rank=0, world=1, workers=0)))
+    pinned = batch.pin_memory()
+    assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in (batch.images, batch.ids, batch.pads)]
+    assert pinned.images is not batch.images
+    assert torch.equal(pinned.images, batch.images)
+    assert pinned.shapes == batch.shapes
 
 
-def test_a_loader_pins_once_it_is_told_to():
+def test_a_loader_pins_memory_after_pin():
     loader = train_loader(Digits("train", 64, pages=6))
-    assert not loader._stream._loader.pin_memory
+    assert not loader._loader.pin_memory
     loader.pin()
-    assert loader._stream._loader.pin_memory
+    assert loader._loader.pin_memory

@@ -1,29 +1,42 @@
 import fcntl
 import threading
+from pathlib import Path
 
-from cluster import logs
+import pytest
+
+from cluster.backends import BACKENDS, logs
+from cluster.spec.model import Job
 
 
-def test_lines_come_once_and_whole_however_the_bytes_are_cut():
-    reader = logs.Reader({"a": 0})
-    whole = "eins\nzwölf\ndrei\n".encode()
+def test_lines_come_once_and_whole_however_the_bytes_are_cut(tmp_path):
+    plan = BACKENDS["local"].plan(Job("job", ("x.py",), 1, 1, str(tmp_path)), attempt=1, port=20000)
+    reader = logs.Reader(plan)
+    assert reader.lines() == []  # no log yet
+    Path(plan.attempt_dir).mkdir(parents=True)
     seen = []
-    for at in range(len(whole)):
-        assert reader.offsets["a"] == at
-        seen += reader.lines({"a": whole[at : at + 1]})
-    assert seen == [("a", "eins"), ("a", "zwölf"), ("a", "drei")]
+    with Path(plan.attempt_dir, "node-0.log").open("ab", buffering=0) as log:
+        for byte in "eins\nzwölf\ndrei\n".encode():
+            log.write(bytes([byte]))
+            seen += reader.lines()
+    assert seen == [("node-0", "eins"), ("node-0", "zwölf"), ("node-0", "drei")]
 
 
 def test_an_event_is_found_behind_a_ranks_prefix():
     assert logs.event('[1] ::cluster {"event":"ready","node":1}') == {"event": "ready", "node": 1}
 
 
-def test_text_and_broken_events_are_text():
-    assert logs.event("epoch 3") is None
-    assert logs.event("::cluster {broken") is None
-    assert logs.event("::cluster [1]") is None
-    assert logs.event('::cluster {"event":["ready"]}') is None
-    assert logs.event('::cluster {"event":"ready","time":"noon"}') is None
+@pytest.mark.parametrize(
+    "line",
+    [
+        "epoch 3",
+        "::cluster {broken",
+        "::cluster [1]",
+        '::cluster {"event":["ready"]}',
+        '::cluster {"event":"a","time":"b"}',
+    ],
+)
+def test_text_and_broken_events_are_text(line):
+    assert logs.event(line) is None
 
 
 def test_a_number_that_is_none_is_zero():

@@ -1,46 +1,49 @@
-import dataclasses
+"""Both detection losses: their terms, and CIoU."""
+
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from trainer.config import Hyp
-from trainer.losses.boxes import ciou
-from trainer.losses.detection import DetectionLoss
+from trainer.errors import TrainerError
+from trainer.losses import Loss
+from trainer.losses.aligned import AlignedLoss
+from trainer.losses.detection import DetectionLoss, ciou
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
-SIDE = 64
-
-
-def nano(nc: int) -> Yolo:
-    torch.manual_seed(0)
-    return build_yolo(load_cfg("yolov5n.yaml"), nc=nc)
-
-
-def loss_for(nc: int = 3, **hyp: float) -> DetectionLoss:
-    head = nano(nc).detect
-    assert isinstance(head, Detect)
-    return DetectionLoss(head.anchors, head.strides, nc, Hyp(**hyp), SIDE)
-
-
-def outputs(images: int, nc: int = 3) -> list[torch.Tensor]:
-    torch.manual_seed(2)
-    return [torch.randn(images, 3, SIDE // s, SIDE // s, nc + 5, requires_grad=True) for s in (8, 16, 32)]
-
-
+SIDE, BINS = 64, 16
 TARGETS = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [0, 2, 0.7, 0.3, 0.5, 0.5], [1, 0, 0.5, 0.6, 0.9, 0.8]])
+CFGS = {"anchors": "yolov5n.yaml", "anchor-free": "yolov5nu.yaml"}
+HEADS = pytest.mark.parametrize("head", CFGS)
 
 
-def terms_of(loss: DetectionLoss, raw: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    assignment = loss.assign(targets, raw[0].shape[0], SIDE, SIDE)
-    return loss(raw, assignment, assignment.counts)
+def nano(head: str, nc: int) -> Yolo:
+    torch.manual_seed(0)
+    return build_yolo(load_cfg(CFGS[head]), nc=nc)
 
 
-def test_ciou_of_a_box_with_itself_is_one() -> None:
-    boxes = torch.tensor([[3.0, 4.0, 2.0, 1.0], [0.0, 0.0, 5.0, 9.0]])
-    torch.testing.assert_close(ciou(boxes, boxes), torch.ones(2), rtol=0, atol=1e-6)
+def loss_for(head: str, nc: int = 3, **hyp: float) -> Any:
+    if head == "anchor-free":
+        return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp))
+    detect = nano(head, nc).detect
+    assert isinstance(detect, Detect)
+    return DetectionLoss(detect.anchors, detect.strides, nc, Hyp(**hyp), SIDE)
+
+
+def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    before, values = ([3], nc + 5) if head == "anchors" else ([], 4 * BINS + nc)
+    return [torch.randn(images, *before, SIDE // s, SIDE // s, values, requires_grad=True) for s in (8, 16, 32)]
+
+
+def terms_of(loss: Loss, raw: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    assigned = loss.assign(targets, raw[0].shape[0], SIDE, SIDE)
+    matched, late = loss.match(raw, assigned)
+    return loss(raw, matched, torch.cat((assigned.counts, late)))
 
 
 def test_ciou_against_the_formula_by_hand() -> None:
@@ -69,25 +72,19 @@ def test_ciou_holds_the_weight_of_the_aspect_constant() -> None:
     assert a.grad[0, 2].item() == pytest.approx(w.grad.item(), abs=1e-5)
 
 
-def test_ciou_of_boxes_apart_is_negative_and_pulls_them_together() -> None:
-    a = torch.tensor([[0.0, 0.0, 1.0, 1.0]], requires_grad=True)
-    value = ciou(a, torch.tensor([[10.0, 0.0, 1.0, 1.0]]))
+def test_ciou_of_boxes_apart_or_empty_has_a_finite_gradient() -> None:
+    a = torch.tensor([[0.0, 0.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]], requires_grad=True)
+    value = ciou(a, torch.tensor([[10.0, 0.0, 1.0, 1.0]] + [[1.0, 1.0, 2.0, 2.0]] * 2))
     value.sum().backward()
-    assert value.item() < 0
-    assert a.grad is not None
-    assert a.grad[0, 0] > 0
-
-
-def test_ciou_of_an_empty_box_has_a_finite_gradient() -> None:
-    a = torch.tensor([[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 2.0]], requires_grad=True)
-    ciou(a, torch.tensor([[1.0, 1.0, 2.0, 2.0]] * 2)).sum().backward()
+    assert value[0].item() < 0
     assert a.grad is not None
     assert a.grad.isfinite().all()
+    assert a.grad[0, 0] > 0  # towards the other box
 
 
-def test_terms_are_the_published_ones() -> None:
+def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
     """The same loss, spelled out one positive at a time."""
-    loss, raw = loss_for(), outputs(2)
+    loss, raw = loss_for("anchors"), outputs("anchors", 2)
     assignment = loss.assign(TARGETS, 2, SIDE, SIDE)
     box, obj, cls = 0.0, 0.0, 0.0
     for i, (t, level) in enumerate(zip(raw, assignment.levels, strict=True)):
@@ -106,55 +103,122 @@ def test_terms_are_the_published_ones() -> None:
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_batch_without_boxes_has_a_finite_loss_and_a_gradient_for_every_parameter() -> None:
-    for nc in (1, 3):
-        model = nano(nc)
-        head = model.detect
-        loss = DetectionLoss(head.anchors, head.strides, nc, Hyp(), SIDE)
-        terms = terms_of(loss, model(torch.rand(2, 3, SIDE, SIDE)), torch.zeros(0, 6))
-        terms.sum().backward()
-        assert terms.isfinite().all()
-        assert terms[0] == 0
-        assert terms[1] > 0
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            assert parameter.grad.isfinite().all(), name
+def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
+    """The same loss, spelled out one point at a time."""
+    loss, raw = loss_for("anchor-free"), outputs("anchor-free", 2)
+    (found, matched), late = loss.match(raw, loss.assign(TARGETS, 2, SIDE, SIDE))
+    flat = torch.cat([t.flatten(1, 2) for t in raw], 1).detach()
+    wanted = torch.zeros(2, 84, 3)
+    box = dfl = 0.0
+    for image, point, cls, target, weight in zip(
+        matched.image, matched.point, matched.cls, matched.target, matched.weight, strict=True
+    ):
+        wanted[image, point, cls] = weight
+        bins = flat[image, point, :64].view(4, BINS)
+        x, y = found.points[point].tolist()
+        stride = found.strides[point].item()
+        sides = [sum(k * p for k, p in enumerate(b.softmax(0).tolist())) * stride for b in bins]
+        got = torch.tensor([[x + (sides[2] - sides[0]) / 2, y + (sides[3] - sides[1]) / 2]])
+        got = torch.cat((got, torch.tensor([[sides[0] + sides[2], sides[1] + sides[3]]])), 1)
+        box += weight.item() * (1 - ciou(got, target[None]).item())
+        cx, cy, w, h = target.tolist()
+        for b, distance in zip(bins, (x - cx + w / 2, y - cy + h / 2, cx + w / 2 - x, cy + h / 2 - y), strict=True):
+            steps = distance / stride
+            low = math.floor(steps)
+            nll = -b.log_softmax(0)
+            dfl += weight.item() * (nll[low] * (low + 1 - steps) + nll[low + 1] * (steps - low)).item() / 4
+    cls_sum = F.binary_cross_entropy_with_logits(flat[..., 64:], wanted, reduction="sum").item()
+    total = matched.weight.sum().item()
+    assert len(matched.weight) > 15
+    assert total > 1
+    assert late.item() == pytest.approx(total)
+    expected = [7.5 * box / total, 0.5 * cls_sum / total, 1.5 * dfl / total]
+    assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@HEADS
+@pytest.mark.parametrize("nc", [1, 3])
+def test_a_batch_without_boxes_has_a_finite_loss_and_a_gradient_for_every_parameter(head: str, nc: int) -> None:
+    model = nano(head, nc)
+    terms = terms_of(loss_for(head, nc), model(torch.rand(2, 3, SIDE, SIDE)), torch.zeros(0, 6))
+    terms.sum().backward()
+    assert terms.isfinite().all()
+    assert terms[0] == 0
+    assert terms[1] > 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
 
 
 def test_a_single_class_has_no_class_loss() -> None:
     targets = TARGETS * torch.tensor([1, 0, 1, 1, 1, 1])
-    assert terms_of(loss_for(1), outputs(2, 1), targets)[2] == 0
+    assert terms_of(loss_for("anchors", 1), outputs("anchors", 2, 1), targets)[2] == 0
 
 
-def test_hyper_parameters_change_the_terms() -> None:
-    raw = outputs(2)
-    plain = terms_of(loss_for(), raw, TARGETS)
-    for changes, term in (
-        ({"box": 0.1}, 0),
-        ({"obj": 2.0}, 1),
-        ({"obj_pw": 2.0}, 1),
-        ({"cls": 1.0}, 2),
-        ({"cls_pw": 2.0}, 2),
-        ({"label_smoothing": 0.1}, 2),
-        ({"fl_gamma": 1.5}, 2),
-    ):
-        changed = terms_of(loss_for(**changes), raw, TARGETS)
-        different = [
-            not math.isclose(a, b, rel_tol=1e-6) for a, b in zip(plain.tolist(), changed.tolist(), strict=True)
-        ]
-        assert different[term], changes
-    assert len(dataclasses.fields(Hyp)) > 20
+@pytest.mark.parametrize(
+    ("head", "change", "term"),
+    [
+        *(("anchors", {"box": 0.1}, 0), ("anchors", {"obj": 2.0}, 1), ("anchors", {"obj_pw": 2.0}, 1)),
+        *(("anchors", {"cls": 1.0}, 2), ("anchors", {"cls_pw": 2.0}, 2), ("anchors", {"label_smoothing": 0.1}, 2)),
+        *(
+            ("anchors", {"fl_gamma": 1.5}, 2),
+            ("anchor-free", {"cls_pw": 2.0}, 1),
+            ("anchor-free", {"fl_gamma": 1.5}, 1),
+        ),
+        *(
+            ("anchor-free", {"dfl_box": 15.0}, 0),
+            ("anchor-free", {"dfl_cls": 1.0}, 1),
+            ("anchor-free", {"dfl": 3.0}, 2),
+        ),
+    ],
+)
+def test_hyper_parameters_change_their_term(head: str, change: dict[str, float], term: int) -> None:
+    raw = outputs(head, 2)
+    plain, changed = (terms_of(loss_for(head, **hyp), raw, TARGETS).tolist() for hyp in ({}, change))
+    assert not math.isclose(plain[term], changed[term], rel_tol=1e-6)
 
 
+def test_the_anchor_free_head_ignores_the_gains_of_the_other_and_refuses_label_smoothing() -> None:
+    raw = outputs("anchor-free", 2)
+    plain, other = (loss_for("anchor-free", **hyp) for hyp in ({}, {"box": 0.5, "obj": 3.0, "cls": 0.1}))
+    torch.testing.assert_close(terms_of(other, raw, TARGETS), terms_of(plain, raw, TARGETS))
+    with pytest.raises(TrainerError, match="label smoothing"):
+        loss_for("anchor-free", label_smoothing=0.1)
+
+
+@HEADS
 @pytest.mark.parametrize("split", [1, 3, 5])
-def test_shares_of_uneven_ranks_add_up_to_the_whole(split: int) -> None:
-    """Pictures 0 and 1 hold all boxes: the second share has none at all where it begins later."""
-    loss, raw = loss_for(), outputs(6)
+def test_shares_of_uneven_ranks_add_up_to_the_whole(head: str, split: int) -> None:
+    """Images 0 and 1 hold all boxes: the second share has none at all where it begins later."""
+    loss, raw = loss_for(head), outputs(head, 6)
     whole = terms_of(loss, raw, TARGETS)
     first = TARGETS[TARGETS[:, 0] < split]
     second = TARGETS[TARGETS[:, 0] >= split] - torch.tensor([split, 0, 0, 0, 0, 0])
     parts = [([t[:split] for t in raw], first), ([t[split:] for t in raw], second)]
     assigned = [loss.assign(targets, part[0].shape[0], SIDE, SIDE) for part, targets in parts]
-    counts = assigned[0].counts + assigned[1].counts
-    shares = [loss(part, a, counts) for (part, _), a in zip(parts, assigned, strict=True)]
+    matches = [loss.match(part, a) for (part, _), a in zip(parts, assigned, strict=True)]
+    counts = torch.cat((assigned[0].counts + assigned[1].counts, matches[0][1] + matches[1][1]))
+    shares = [loss(part, matched, counts) for (part, _), (matched, _) in zip(parts, matches, strict=True)]
     torch.testing.assert_close(shares[0] + shares[1], whole, rtol=1e-6, atol=1e-7)
+
+
+def test_a_network_learns_an_image_by_heart() -> None:
+    """The head, its loss and its decoding agree: after some steps the boxes are found where they are."""
+    torch.manual_seed(0)
+    cfg = load_cfg("yolov5nu.yaml") | {"width_multiple": 0.125}
+    model = build_yolo(cfg, nc=3)
+    images = torch.rand(2, 3, SIDE, SIDE)
+    loss = loss_for("anchor-free")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        terms = terms_of(loss, model(images), TARGETS)
+        optimizer.zero_grad()
+        terms.sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with torch.no_grad():
+        decoded = model.detect.decode(model(images))
+    for image, cls, *box in TARGETS.tolist():
+        scores = decoded[int(image), :, 5 + int(cls)]
+        best = decoded[int(image), scores.argmax(), :4]
+        assert scores.max() > 0.5
+        assert ciou(best[None], torch.tensor([box]) * SIDE) > 0.7

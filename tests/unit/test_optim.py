@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainer.config import Hyp
+from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, float_state, parameter_groups, set_rates
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.training.optim import Ema, Rates, Schedule, build_optimizer, float_state, parameter_groups, set_rates
 
 STEPS = 50  # per epoch: the warm-up lasts 150 steps
 SCHEDULE = Schedule(Hyp(), epochs=100, steps=STEPS, batch=16)

@@ -1,4 +1,4 @@
-"""Every kind of parallelism gives the gradients of one device, and checkpoints that all the others go on from."""
+"""Every strategy gives the gradients of one device, and checkpoints that every other strategy resumes from."""
 
 import copy
 import csv
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import shutil
 import threading
 from pathlib import Path
@@ -16,24 +17,24 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18
 
 from tests.unit.test_resume import content
 from tests.unit.trainer_process import Ended, call, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
-from trainer.config import PRESETS, Settings
-from trainer.dist import World
+from trainer.bench.processes import request_of
+from trainer.config import Settings, preset_for
+from trainer.distributed.comm import World
+from trainer.distributed.cut import part, split, trace
+from trainer.distributed.data_parallel import AutocastModule, Ddp, Dp
+from trainer.distributed.fsdp import blocks, full_tensor
+from trainer.distributed.strategy import Conditions
+from trainer.engine.optim import CLIP_NORM
+from trainer.engine.timing import StepTimer
 from trainer.errors import TrainerError
 from trainer.models.blocks import Conv
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.parallel import settings_for
-from trainer.parallel.cut import part, split, trace
-from trainer.parallel.ddp import Ddp
-from trainer.parallel.dp import Dp, Precise
-from trainer.parallel.fsdp import blocks, gathered
-from trainer.parallel.mode import Conditions, tensors
-from trainer.training.optim import CLIP_NORM
-from trainer.training.timing import Clock
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +52,20 @@ def codes(ended: list[Ended]) -> list[int]:
 
 
 def settings(**more: Any) -> Settings:
-    """A training on digits whose every step moves the weights."""
+    """Settings on digits whose every step updates the weights."""
     values: dict[str, Any] = dict.fromkeys(("cfg", "weights", "project"), "") | {"data": "digits", "device": "cpu"}
     values |= {"epochs": 100, "batch": 8, "imgsz": 64, "optimizer": "SGD", "schedule": "linear", "precision": "fp32"}
-    values |= {"workers": 0, "seed": 0, "name": "verify", "exist_ok": False, "val": False, "sync_bn": True}
-    values |= {"autoanchor": False, **more}  # all boxes of the digits would take longer than the steps
-    hyp = dataclasses.replace(PRESETS["digits"].hyp, nbs=float(values["batch"]), warmup_epochs=0.0)
+    values |= {"workers": 0, "seed": 0, "name": "verify", "exist_ok": False, "noval": True, "sync_bn": True}
+    values |= {"noautoanchor": True, **more}  # the search takes longer than the steps
+    hyp = dataclasses.replace(preset_for("digits").hyp, nbs=float(values["batch"]), warmup_epochs=0.0)
     return Settings(**{"hyp": hyp, **values})
 
 
 def steps(folder: Path, count: int, number: int = 2, wide: bool = True, **more: Any) -> list[dict[str, torch.Tensor]]:
-    """Loss and gradient of the first steps, as `trainer verify` records them."""
-    content = dataclasses.asdict(settings_for(settings(**more), count))
-    asked, path = folder / "asked.json", folder / "found.pt"
-    asked.write_text(json.dumps({**content, "steps": number, "wide": wide}))
-    ended = wait(start(folder, ranks(count), "verify", "--record", f"{asked},{path}"))
+    """Return loss and gradient of the first steps, as `trainer verify` records them."""
+    request, path = folder / "request.json", folder / "found.pt"
+    request.write_text(json.dumps(request_of("verify", settings(**more), 1, steps=number, wide=wide)))
+    ended = wait(start(folder, ranks(count), "bench", "rank", str(request), str(path)))
     assert codes(ended) == [0] * count, ended
     found: list[dict[str, torch.Tensor]] = torch.load(path, weights_only=True)
     return found
@@ -91,22 +91,22 @@ def _with_group_norm(model: nn.Module) -> nn.Module:
 
 
 def losses(run: Path) -> list[float]:
-    """The sum of the loss terms of every step, with its number first."""
+    """Return the sum of the loss terms of every step."""
     with (run / "steps.csv").open() as file:
         return [sum(map(float, row[1:])) for row in list(csv.reader(file))[1:]]
 
 
 def off(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """How far a step's gradient is from another's, relative."""
+    """Return the relative distance of a step's gradient from another's."""
     return float((found["gradient"] - wanted["gradient"]).norm() / wanted["gradient"].norm())
 
 
 def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
     a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
     a.grad, b.grad = torch.tensor([30.0, 0.0]), torch.tensor([40.0])
-    mode = Ddp(settings(), World(), torch.device("cpu"))
+    strategy = Ddp(settings(), World(), torch.device("cpu"))
     scaler, optimizer = torch.amp.GradScaler("cpu", enabled=False), torch.optim.SGD([a, b])
-    assert mode.clip(scaler, optimizer, [a, b], CLIP_NORM) == 50
+    assert strategy.clip(scaler, optimizer, [a, b], CLIP_NORM) == 50
     assert a.grad.tolist() == pytest.approx([6, 0], rel=1e-5)
     assert b.grad.tolist() == pytest.approx([8], rel=1e-5)
 
@@ -114,7 +114,7 @@ def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
 def test_shards_give_the_gradients_of_one_device(tmp_path: Path) -> None:
     """Shares of different size, and layers with fewer rows than there are ranks."""
     wanted = steps(tmp_path, 1, batch=6)
-    assert wanted[0]["gradient"].norm() > 10  # it will be clipped, and by the norm over all shards
+    assert wanted[0]["gradient"].norm() > 10  # clipped by the norm over all shards
     for count in (2, 4):
         found = steps(tmp_path, count, batch=6, parallel="fsdp")
         assert off(found[0], wanted[0]) < 1e-6
@@ -123,13 +123,13 @@ def test_shards_give_the_gradients_of_one_device(tmp_path: Path) -> None:
 
 
 def gather_shards() -> None:
-    """Five rows in three shards, gathered by torch and by us; fails unless each does it in its own collective."""
+    """Gather five rows from three shards by torch's function and ours, and check the collective of each."""
     torch.distributed.init_process_group("gloo")
     whole = torch.arange(10.0).reshape(5, 2)
     shards = distribute_tensor(whole, init_device_mesh("cpu", (3,)), [Shard(0)])
     for gather, collectives in (
         (DTensor.full_tensor, ["c10d::allgather_into_tensor_coalesced_"]),
-        (gathered, ["c10d::_allgather_base_"]),
+        (full_tensor, ["c10d::_allgather_base_"]),
     ):
         with torch.profiler.profile() as seen:
             assert torch.equal(gather(shards), whole)
@@ -138,20 +138,20 @@ def gather_shards() -> None:
 
 
 def test_shards_are_gathered_without_the_collective_that_crashes(tmp_path: Path) -> None:
-    """gloo's coalesced one crashed once in hundreds of trainings, and within seconds if sixteen run at once."""
+    """gloo's coalesced all-gather crashes once in hundreds of trainings."""
     ended = call(gather_shards, tmp_path, 3)
     assert codes(ended) == [0, 0, 0], ended
 
 
 def test_stages_give_the_gradients_of_one_device(tmp_path: Path) -> None:
-    """One micro-batch is the whole batch, to batch norm as well."""
+    """With one micro-batch, batch norm sees the whole batch."""
     wanted = steps(tmp_path, 1, batch=5)
     found = steps(tmp_path, 2, batch=5, parallel="pipeline", micro_batches=1)
     assert [off(f, w) < 1e-6 for f, w in zip(found, wanted, strict=True)] == [True, True]
 
 
 def test_micro_batches_of_any_size_give_the_gradients_of_one_device(tmp_path: Path) -> None:
-    """Seven pictures in three, on one pipeline and on two, for a head whose loss divides by what outputs tell."""
+    """Seven images in three micro-batches, on one pipeline and on two."""
     for cfg in ("tests.unit.test_parallel:without_batch_norm", "tests.unit.test_parallel:without_anchors"):
         wanted = steps(tmp_path, 1, batch=7, cfg=cfg)
         count, stages = (2, 2) if cfg.endswith("batch_norm") else (4, 2)
@@ -161,27 +161,27 @@ def test_micro_batches_of_any_size_give_the_gradients_of_one_device(tmp_path: Pa
 
 
 def test_batch_norm_counts_a_micro_batch_over_all_pipelines(tmp_path: Path) -> None:
-    """With --sync-bn two pipelines are as one with all their pictures, in as many micro-batches; else they are not."""
+    """With --sync-bn, two pipelines have the gradients of one with all their images."""
     one = steps(tmp_path, 1, 1, parallel="pipeline", micro_batches=2)
     assert off(steps(tmp_path, 4, 1, parallel="pipeline", stages=2, micro_batches=2)[0], one[0]) < 1e-6
     alone = steps(tmp_path, 2, 1, parallel="pipeline", stages=1, micro_batches=2, sync_bn=False)
     assert off(alone[0], one[0]) > 0.01
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "pipeline"])
-def test_a_step_that_overflows_is_left_out_by_all_ranks(data: Path, tmp_path: Path, mode: str) -> None:
-    """fp16 begins with a loss scaled too far up; the scale falls as on one device, and the losses stay the same."""
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_all_ranks_skip_a_step_that_overflows(data: Path, tmp_path: Path, strategy: str) -> None:
+    """fp16 first with a loss scaled too far up; the scale falls as on one device, and the losses stay the same."""
     more = ["--precision", "fp16", "--optimizer", "SGD", "--epochs", "1", "--noval"]
     assert codes(ended := train(tmp_path, 1, data, *more, "--name", "alone")) == [0], ended
-    more += ["--parallel", mode, "--name", mode] + (["--micro-batches", "1"] if mode == "pipeline" else [])
+    more += ["--parallel", strategy, "--name", strategy] + (["--micro-batches", "1"] if strategy == "pipeline" else [])
     assert codes(ended := train(tmp_path, 2, data, *more)) == [0, 0], ended
-    scales = [content(tmp_path / name / "last.pt")["scaler"]["scale"] for name in ("alone", mode)]
+    scales = [content(tmp_path / name / "last.pt")["scaler"]["scale"] for name in ("alone", strategy)]
     assert scales[0] == scales[1]
-    assert losses(tmp_path / mode) == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
+    assert losses(tmp_path / strategy) == pytest.approx(losses(tmp_path / "alone"), rel=0.05)
 
 
 def test_stages_unfreeze_together(data: Path, tmp_path: Path) -> None:
-    """Also the stage that had nothing to unfreeze: the values that it is sent have gradients from then on."""
+    """Also the stage without frozen layers: its inputs have gradients from then on."""
     more = ["--freeze", "3", "--unfreeze", "1", "--precision", "fp32", "--optimizer", "SGD", "--noval"]
     assert codes(ended := train(tmp_path, 1, data, *more, "--name", "alone")) == [0], ended
     more += ["--parallel", "pipeline", "--micro-batches", "1", "--name", "stages"]
@@ -189,39 +189,39 @@ def test_stages_unfreeze_together(data: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=0.01)
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "pipeline"])
-def test_half_precision_is_that_of_one_device(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
+def test_half_precision_is_that_of_one_device(tmp_path: Path, strategy: str) -> None:
     one = steps(tmp_path, 1, 1, wide=False, precision="bf16", cfg="tests.unit.test_parallel:without_batch_norm")
-    more = {"parallel": mode, "precision": "bf16", "cfg": "tests.unit.test_parallel:without_batch_norm"}
+    more = {"parallel": strategy, "precision": "bf16", "cfg": "tests.unit.test_parallel:without_batch_norm"}
     assert off(steps(tmp_path, 2, 1, wide=False, **more)[0], one[0]) < 0.05
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "begins", "others"),
+    ("optimizer", "first", "others"),
     [
         ("SGD", ["fsdp"], [(2, ["fsdp"]), (2, ["ddp"]), (1, ["ddp"])]),
         ("AdamW", ["pipeline", "--micro-batches", "1"], [(2, ["pipeline", "--micro-batches", "1"]), (1, ["ddp"])]),
     ],
 )
-def test_what_one_mode_has_begun_every_other_goes_on_with(
-    data: Path, tmp_path: Path, optimizer: str, begins: list[str], others: list[tuple[int, list[str]]]
+def test_every_strategy_resumes_from_the_checkpoint_of_another(
+    data: Path, tmp_path: Path, optimizer: str, first: list[str], others: list[tuple[int, list[str]]]
 ) -> None:
     options = ["--optimizer", optimizer, "--save-period", "1", *([] if len(others) == 2 else ["--noval"])]
-    assert codes(ended := train(tmp_path, 2, data, "--parallel", *begins, *options, "--name", "first")) == [0, 0], ended
+    assert codes(ended := train(tmp_path, 2, data, "--parallel", *first, *options, "--name", "first")) == [0, 0], ended
     whole = losses(tmp_path / "first")
     assert len(whole) == 6
     wanted, begun = content(tmp_path / "first" / "last.pt"), content(tmp_path / "first" / "epoch1.pt")
-    for count, mode in others:
-        name = f"{mode[0]}{count}"
+    for count, strategy in others:
+        name = f"{strategy[0]}{count}"
         (tmp_path / name).mkdir()
         shutil.copy(tmp_path / "first" / "epoch1.pt", tmp_path / name / "last.pt")
         shutil.copy(tmp_path / "first" / "steps.csv", tmp_path / name)
-        ended = train(tmp_path, count, data, "--parallel", *mode, *options, "--resume", name)
+        ended = train(tmp_path, count, data, "--parallel", *strategy, *options, "--resume", name)
         assert codes(ended) == [0] * count, ended
-        assert "goes on in epoch 2" in ended[0].stdout
+        assert "resuming in epoch 2" in ended[0].stdout
         found = content(tmp_path / name / "last.pt")
         assert found["model"].keys() == wanted["model"].keys()
-        if mode == begins:
+        if strategy == first:
             assert losses(tmp_path / name) == whole
             assert all(torch.equal(found["model"][k], v) for k, v in wanted["model"].items())
         # Rounding grows from step to step, and Adam divides small gradients by themselves. Without the optimizer's
@@ -233,7 +233,7 @@ def test_what_one_mode_has_begun_every_other_goes_on_with(
 
 
 def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """How far two states of a model are from each other."""
+    """Return the distance of two states of a model."""
     return float(torch.stack([(a[k].double() - b[k].double()).norm() for k in b if b[k].is_floating_point()]).norm())
 
 
@@ -241,15 +241,15 @@ def shapes(optimizer: dict[str, Any]) -> dict[int, dict[str, torch.Size]]:
     return {k: {name: value.shape for name, value in state.items()} for k, state in optimizer["state"].items()}
 
 
-def test_what_does_not_go_together_is_said(data: Path, tmp_path: Path) -> None:
+def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None:
     for count, more, message in (
-        (1, ["--parallel", "fsdp"], "error: --parallel fsdp: a single process has nobody to share the model with"),
+        (1, ["--parallel", "fsdp"], "error: --parallel fsdp needs two or more ranks"),
         (1, ["--parallel", "all"], "error: --parallel all: unknown"),
         (1, ["--stages", "2"], "error: --stages: --parallel ddp has none"),
-        (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not a whole number"),
-        (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: a pipeline's share"),
-        (1, ["--parallel", "pipeline", "--compile"], "error: --parallel pipeline does not go with --compile"),
-        (2, ["--parallel", "pipeline", "--freeze", "backbone"], "nothing to learn (all that it has is frozen)"),
+        (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not divisible"),
+        (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: too many for a"),
+        (1, ["--parallel", "pipeline", "--compile"], "error: --parallel pipeline does not support --compile"),
+        (2, ["--parallel", "pipeline", "--freeze", "backbone"], "parameters (all of its layers are frozen)"),
     ):
         ended = train(tmp_path, count, data, *more)
         assert codes(ended) == [2] * count
@@ -257,26 +257,41 @@ def test_what_does_not_go_together_is_said(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_split_is_even_and_sends_little() -> None:
-    seconds, sent = [1.0, 1.0, 1.0, 1.0, 4.0], [0, 9, 9, 9, 9, 9]
-    assert split(seconds, sent, 2) == [0, 4, 5]
-    assert split(seconds, sent, 1) == [0, 5]
+    assert split([1.0, 1.0, 1.0, 1.0, 4.0], [0, 9, 9, 9, 9, 9], 2) == [0, 4, 5]
+    assert split([1.0, 1.0, 4.0], [0, 9, 9, 9], 1) == [0, 3]
     assert split([1.0, 0.01, 0.01, 1.0], [0, 900, 5, 900, 0], 2) == [0, 2, 4]  # within the tolerance, the least is sent
     assert split([1.0, 0.5, 0.5, 1.0], [0, 1, 900, 1, 0], 2) == [0, 2, 4]  # beyond it, time decides
+    assert split([1.0, 1.0, 1.0], [0, math.inf, 5, 0], 2) == [0, 2, 3]  # a size or a parameter is not sent
+    assert split([1.0] * 6, [0, 9, 9, 9, 9, 9, 0], 3) == [0, 2, 4, 6]
+    with pytest.raises(TrainerError, match="too few operations"):
+        split([1.0, 1.0, 1.0], [0, math.inf, 5, 0], 3)
 
 
-@pytest.mark.parametrize("model", [build_yolo(load_cfg("yolov5n.yaml"), nc=3), resnet18(num_classes=5)])
+class Resized(nn.Module):
+    """A model that reads the image size first and uses it last, like torchvision's segmentation models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(3, 3, 3, 2) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-2:]
+        return nn.functional.interpolate(self.layers(x), size=size)
+
+
+@pytest.mark.parametrize("model", [build_yolo(load_cfg("yolov5n.yaml"), nc=3), resnet18(num_classes=5), Resized()])
 def test_the_parts_of_a_model_are_the_model(model: nn.Module) -> None:
-    """Also where layers change their input in place, which another rank has sent."""
+    """Also with layers that change their input in place."""
     images = torch.rand(2, 3, 64, 64)
-    expected = tensors(copy.deepcopy(model).eval()(images))
+    expected = tree_leaves(copy.deepcopy(model).eval()(images))
     graph = trace(model)
     end = len(graph.nodes) - 1
     cuts = [0, end // 4, end // 2, end - 3, end]
     parts = [part(model, graph, a, b).eval() for a, b in itertools.pairwise(cuts)]
-    found: Any = [images.requires_grad_()]
+    found: Any = []
     for stage in parts:
-        found = stage(*found)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(found), expected, strict=True))
+        found = stage(images, *found)
+    assert all(torch.equal(a, b) for a, b in zip(tree_leaves(found), expected, strict=True))
     names = [name for stage in parts for name, _ in stage.named_parameters()]
     assert sorted(names) == sorted(name for name, _ in model.named_parameters())
 
@@ -290,16 +305,18 @@ class Twice(nn.Module):
         return self.layer(self.layer(x))
 
 
-class Fickle(Twice):
+class DataDependent(Twice):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) if x.sum() > 0 else x
 
 
-@pytest.mark.parametrize(("model", "said"), [(Twice(), "the layer layer runs twice"), (Fickle(), "cannot be cut")])
-def test_a_model_that_cannot_be_cut_is_refused(model: nn.Module, said: str) -> None:
-    with pytest.raises(TrainerError, match=said) as refused:
+@pytest.mark.parametrize(
+    ("model", "message"), [(Twice(), "the layer layer runs twice"), (DataDependent(), "cannot be split")]
+)
+def test_a_model_that_cannot_be_split_is_an_error(model: nn.Module, message: str) -> None:
+    with pytest.raises(TrainerError, match=message) as error:
         trace(model)
-    assert "fsdp" in refused.value.hint
+    assert "fsdp" in error.value.hint
 
 
 def test_blocks_are_the_members_of_a_models_lists() -> None:
@@ -307,35 +324,34 @@ def test_blocks_are_the_members_of_a_models_lists() -> None:
     assert [type(block).__name__ for block in blocks(resnet18())] == ["BasicBlock"] * 8
 
 
-def test_a_copy_of_the_network_computes_in_its_precision_in_any_thread() -> None:
-    """DataParallel runs each copy in a thread of its own, which has another precision than the one that started it."""
+def test_a_replica_computes_in_its_precision_in_any_thread() -> None:
+    """DataParallel runs each replica in a thread, and autocast is local to a thread."""
     found: list[torch.dtype] = []
     bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    for net in (nn.Conv2d(3, 4, 1), Precise(nn.Conv2d(3, 4, 1), bf16)):
+    for net in (nn.Conv2d(3, 4, 1), AutocastModule(nn.Conv2d(3, 4, 1), bf16)):
         with bf16():
             thread = threading.Thread(target=lambda net=net: found.append(net(torch.rand(1, 3, 8, 8)).dtype))
             thread.start()
             thread.join()
     assert found == [torch.float32, torch.bfloat16]
-    mode = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
+    strategy = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
     net, cpu = nn.Conv2d(3, 4, 1), torch.device("cpu")
-    mode.place(net, copy.deepcopy(net), Conditions(bf16, Clock(cpu), 32, 32, always_moves=True, least_share=2))
-    mode._gpus = [0, 1]  # as far as DataParallel can be made here: it does without GPUs that are not there
-    mode.refresh()
-    assert isinstance(mode._net.module, Precise)
+    strategy.setup(net, copy.deepcopy(net), Conditions(bf16, StepTimer(cpu), 32, 32, always_syncs=True, min_share=2))
+    strategy._gpus = [0, 1]  # DataParallel ignores missing GPUs
+    strategy.refresh()
+    assert isinstance(strategy._net.module, AutocastModule)
 
 
-def test_one_process_for_all_gpus_says_what_it_lacks(tmp_path: Path, data: Path) -> None:
-    """There is no GPU to share a batch out to: one device does what it does without, and the run says so."""
-    quiet = {"batch": 4, "sync_bn": False}
-    assert off(steps(tmp_path, 1, parallel="dp", **quiet)[0], steps(tmp_path, 1, **quiet)[0]) == 0
-    mode = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
-    assert "nothing to share" in mode.said
-    with pytest.raises(TrainerError, match="one process for all GPUs, and this is one of 2"):
+def test_dp_reports_unsupported_options_and_missing_gpus(tmp_path: Path, data: Path) -> None:
+    options = {"batch": 4, "sync_bn": False}
+    assert off(steps(tmp_path, 1, parallel="dp", **options)[0], steps(tmp_path, 1, **options)[0]) == 0
+    strategy = Dp(settings(parallel="dp", sync_bn=False), World(), torch.device("cpu"))
+    assert "training on cpu only" in strategy.summary
+    with pytest.raises(TrainerError, match="needs a single process, but WORLD_SIZE is 2"):
         Dp(settings(parallel="dp", sync_bn=False), World(size=2, launched=True), torch.device("cpu"))
     for option, value in (("--sync-bn", {"sync_bn": True}), ("--grad-compress", {"grad_compress": "bf16"})):
-        with pytest.raises(TrainerError, match=f"--parallel dp does not go with {option}"):
+        with pytest.raises(TrainerError, match=f"--parallel dp does not support {option}"):
             Dp(settings(parallel="dp", **{"sync_bn": False, **value}), World(), torch.device("cpu"))
     arguments = ["train", "--parallel", "dp", "--device", "0,1", "--data", str(data)]
     code, _, err = run(tmp_path, *arguments)
-    assert (code, "no GPU can be used" in err) == (2, True), err  # and not two processes, as without dp
+    assert (code, "no GPU can be used" in err) == (2, True), err  # one process, not two

@@ -1,4 +1,4 @@
-"""The pictures of a run."""
+"""Plots and images of a run."""
 
 from typing import ClassVar
 
@@ -7,22 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import Batch
-from trainer.errors import TrainerError
+from trainer.data.detection_loader import Batch
 from trainer.metrics import BoxMAP
-from trainer.plots import (
-    class_colour,
-    draw_batch,
-    draw_metric,
-    draw_predictions,
-    plot_confusion,
-    plot_labels,
-    plot_results,
-)
+from trainer.plots import class_colour, detect, plot_confusion, plot_results
 
 
-def near(picture_bgr, rgb, within=40):
-    return (np.abs(picture_bgr[..., ::-1].astype(int) - rgb) < within).all(2)
+def near(image_bgr, rgb, within=40):
+    return (np.abs(image_bgr[..., ::-1].astype(int) - rgb) < within).all(2)
 
 
 def test_curves_are_drawn_for_the_known_columns(tmp_path):
@@ -30,9 +21,9 @@ def test_curves_are_drawn_for_the_known_columns(tmp_path):
     rows = [f"{e},{0.1 / e},{0.06 / e},{0.02 / e},{1 - 1 / e},{0.7 - 0.7 / e},200,0.01,odd" for e in range(1, 9)]
     table.write_text("\n".join(["epoch, box_loss,obj_loss,cls_loss,map50,map,images_per_s,lr,other", *rows]))
     plot_results(table, tmp_path / "results.png")
-    picture = cv2.imread(str(tmp_path / "results.png"))
-    assert picture.shape[1] > 1000
-    left, right = np.array_split(picture, 2, axis=1)
+    image = cv2.imread(str(tmp_path / "results.png"))
+    assert image.shape[1] > 1000
+    left, right = np.array_split(image, 2, axis=1)
     for side, colours in ((left, ["0072B2", "E69F00", "009E73"]), (right, ["0072B2", "D55E00"])):
         for colour in colours:
             assert near(side, [int(colour[k : k + 2], 16) for k in (0, 2, 4)]).sum() > 100
@@ -46,37 +37,28 @@ def test_a_run_of_one_epoch_without_validation_can_be_plotted(tmp_path, row):
     assert (tmp_path / "results.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("text", [None, "", "epoch,map50\n", "a,b\n1,2\n"])
-def test_a_table_without_epochs_is_an_error(tmp_path, text):
-    table = tmp_path / "results.csv"
-    if text is not None:
-        table.write_text(text)
-    with pytest.raises(TrainerError, match=r"results\.csv: no ") as caught:
-        plot_results(table, tmp_path / "results.png")
-    assert caught.value.hint
-    assert not (tmp_path / "results.png").exists()
-
-
-def test_predictions_are_enlarged_and_boxed_in_their_class_colour(tmp_path):
+def test_predictions_are_scaled_and_have_boxes_in_class_colours(tmp_path):
     page = np.full((160, 160, 3), 200, np.uint8)
     boxes = [[40, 60, 80, 120]]
-    draw_predictions([(page, boxes, [0.9], [1]), (page, np.zeros((0, 4)), [], [])], ["cat", "dog"], tmp_path / "p.png")
-    picture = cv2.imread(str(tmp_path / "p.png"))
-    assert picture.shape[1] > 2 * 400
-    ys, xs = np.nonzero(near(picture, class_colour(1)))
+    detect.shown([(page, boxes, [0.9], [1]), (page, np.zeros((0, 4)), [], [])], ["cat", "dog"], tmp_path / "p.png")
+    image = cv2.imread(str(tmp_path / "p.png"))
+    assert image.shape[1] > 2 * 400
+    ys, xs = np.nonzero(near(image, class_colour(1)))
     scale = 420 / 160
-    assert (xs.min(), xs.max()) == pytest.approx((10 + 40 * scale, 10 + 80 * scale), abs=40)  # the tag may be wider
+    assert (xs.min(), xs.max()) == pytest.approx(
+        (10 + 40 * scale, 10 + 80 * scale), abs=40
+    )  # a tag can be wider than its box
     assert ys.max() == pytest.approx(10 + 120 * scale, abs=3)
-    assert ys.min() < 10 + 60 * scale - 8  # the tag stands on the box
-    tag = picture[ys.min() : ys.min() + 18, xs.min() : xs.min() + 60]
+    assert ys.min() < 10 + 60 * scale - 8  # the tag is above the box
+    tag = image[ys.min() : ys.min() + 18, xs.min() : xs.min() + 60]
     assert near(tag, (255, 255, 255)).sum() > 20  # with text on it
-    assert not near(picture, class_colour(0), within=25).any()
+    assert not near(image, class_colour(0), within=25).any()
 
 
-def test_pictures_of_different_shapes_fit_one_grid(tmp_path):
+def test_images_of_different_shapes_fit_one_grid(tmp_path):
     shapes = [(480, 640), (640, 480), (32, 32), (1000, 200), (64, 160)]
-    pictures = [(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [0.5], [0]) for shape in shapes]
-    draw_predictions(pictures, ["cat"], tmp_path / "p.jpg")
+    images = [(np.full((*shape, 3), 90, np.uint8), [[1, 1, 20, 20]], [0.5], [0]) for shape in shapes]
+    detect.shown(images, ["cat"], tmp_path / "p.jpg")
     assert cv2.imread(str(tmp_path / "p.jpg")).shape[2] == 3
 
 
@@ -86,22 +68,12 @@ def test_neighbouring_classes_have_different_colours():
     assert distance[~np.eye(10, dtype=bool)].min() > 60
 
 
-def test_precision_and_recall_get_a_panel_where_they_are_known(tmp_path):
-    table = tmp_path / "results.csv"
-    table.write_text("epoch,box_loss,map50,map,precision,recall\n1,0.1,0.2,0.1,0.5,0.4\n2,0.1,0.3,0.2,0.6,0.5\n")
-    plot_results(table, tmp_path / "wide.png")
-    table.write_text("epoch,box_loss,map50,map\n1,0.1,0.2,0.1\n")
-    plot_results(table, tmp_path / "narrow.png")
-    wide, narrow = (cv2.imread(str(tmp_path / f"{name}.png")).shape[1] for name in ("wide", "narrow"))
-    assert wide == 1.5 * narrow
-
-
-def metric_of(names, hits, misses, pictures=30):
-    """Every picture has one box of each class, found in `hits` of the pictures; `misses` false alarms elsewhere."""
+def metric_of(names, hits, misses, images=30):
+    """Return a metric: a box per class and image, detected in `hits` images; false positives in `misses` others."""
     metric = BoxMAP(names)
     n = len(names)
     box = np.stack([np.arange(n) * 20.0, np.zeros(n), np.arange(n) * 20.0 + 10, np.full(n, 10.0)], 1)
-    for k in range(pictures):
+    for k in range(images):
         found = box + (0 if k < hits else [0, 500, 0, 500])
         sure = np.full(n, 0.9 if k < hits else 0.4)
         metric.update(k, found[: n if k < hits + misses else 0], sure[: n if k < hits + misses else 0],
@@ -111,9 +83,9 @@ def metric_of(names, hits, misses, pictures=30):
 
 @pytest.mark.parametrize("classes", [1, 3, 80])
 def test_a_metric_is_drawn_for_few_and_many_classes(tmp_path, classes):
-    names = [f"class $ {k}" for k in range(classes)]  # a $ would begin a formula
-    paths = draw_metric(metric_of(names, hits=20, misses=5), tmp_path)
-    assert [p.name for p in paths] == ["PR_curve.png", "F1_curve.png", "confusion_matrix.png"]
+    names = [f"class $ {k}" for k in range(classes)]  # matplotlib parses $ as a formula
+    detect.metric(metric_of(names, hits=20, misses=5), tmp_path)
+    paths = [tmp_path / name for name in ("PR_curve.png", "F1_curve.png", "confusion_matrix.png")]
     for path in paths[:2]:
         assert near(cv2.imread(str(path)), (0x00, 0x72, 0xB2)).sum() > 300  # the mean's line
     confusion = cv2.imread(str(paths[2]))
@@ -122,22 +94,23 @@ def test_a_metric_is_drawn_for_few_and_many_classes(tmp_path, classes):
 
 
 def test_an_empty_metric_can_be_drawn(tmp_path):
-    assert all(path.stat().st_size > 3000 for path in draw_metric(BoxMAP(["a", "b"]), tmp_path))
+    detect.metric(BoxMAP(["a", "b"]), tmp_path)
+    assert [path.stat().st_size > 3000 for path in tmp_path.iterdir()] == [True] * 3
 
 
-def test_a_confusion_stands_in_the_column_of_the_true_class(tmp_path):
+def test_a_confusion_is_in_the_column_of_the_true_class(tmp_path):
     confusion = np.zeros((4, 4), int)
-    confusion[2, 0] = 9  # `a` was taken for `c`
+    confusion[2, 0] = 9  # `a` predicted as `c`
     plot_confusion(confusion, ["a", "b", "c"], tmp_path / "c.png")
-    picture = cv2.imread(str(tmp_path / "c.png"))
-    matrix = picture[:, : int(picture.shape[1] * 0.85)]  # without the scale of colours
+    image = cv2.imread(str(tmp_path / "c.png"))
+    matrix = image[:, : int(image.shape[1] * 0.85)]  # without the colour bar
     ys, xs = np.nonzero(near(matrix, (8, 48, 107), within=12))
     assert len(xs) > 1000
-    assert xs.mean() < 0.4 * picture.shape[1]
-    assert 0.45 * picture.shape[0] < ys.mean() < 0.75 * picture.shape[0]
+    assert xs.mean() < 0.4 * image.shape[1]
+    assert 0.45 * image.shape[0] < ys.mean() < 0.75 * image.shape[0]
 
 
-class Labelled:
+class LabelledImages:
     names: ClassVar = ["cat", "dog"]
 
     def __init__(self, rows):
@@ -151,24 +124,24 @@ class Labelled:
 
 
 def test_labels_are_drawn_where_their_centres_are(tmp_path):
-    low = Labelled([[(0, 0.5, 0.9, 0.1, 0.1)], [(1, 0.5, 0.9, 0.2, 0.1)] * 3, []])
-    plot_labels(low, tmp_path / "labels.png")
-    picture = cv2.imread(str(tmp_path / "labels.png"))
-    half_y, half_x = picture.shape[0] // 2, picture.shape[1] // 2
-    centres = picture[half_y:, : int(0.8 * half_x)]  # without the scale of colours
+    low = LabelledImages([[(0, 0.5, 0.9, 0.1, 0.1)], [(1, 0.5, 0.9, 0.2, 0.1)] * 3, []])
+    detect.labels(low, tmp_path / "labels.png")
+    image = cv2.imread(str(tmp_path / "labels.png"))
+    half_y, half_x = image.shape[0] // 2, image.shape[1] // 2
+    centres = image[half_y:, : int(0.8 * half_x)]  # without the colour bar
     ys, _ = np.nonzero(near(centres, (8, 48, 107), within=12))
-    assert ys.min() > half_y / 2  # a box low in the picture is low in the map
-    assert near(picture[:half_y, :half_x], (0x00, 0x72, 0xB2)).sum() > 1000
-    plot_labels(Labelled([[], []]), tmp_path / "none.png")
+    assert ys.min() > half_y / 2  # a box low in the image is low in the map
+    assert near(image[:half_y, :half_x], (0x00, 0x72, 0xB2)).sum() > 1000
+    detect.labels(LabelledImages([[], []]), tmp_path / "none.png")
     assert (tmp_path / "none.png").stat().st_size > 5000
 
 
 def test_a_training_batch_is_drawn_with_its_labels(tmp_path):
     images = torch.full((3, 64, 96, 3), 128, dtype=torch.uint8)
     targets = torch.tensor([[1.0, 1, 0.25, 0.5, 0.25, 0.5]])
-    draw_batch(Batch(images, targets, torch.arange(3), 3), ["cat", "dog"], tmp_path / "b.png")
-    picture = cv2.imread(str(tmp_path / "b.png"))
-    ys, xs = np.nonzero(near(picture, class_colour(1)))
+    detect.batch(Batch(images, targets, torch.arange(3), 3), ["cat", "dog"], tmp_path / "b.png")
+    image = cv2.imread(str(tmp_path / "b.png"))
+    ys, xs = np.nonzero(near(image, class_colour(1)))
     scale = 420 / 96  # the second of two columns
     assert xs.min() == pytest.approx(2 * 10 + 420 + 12 * scale, abs=3)
     assert ys.max() == pytest.approx(10 + 48 * scale, abs=3)

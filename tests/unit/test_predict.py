@@ -1,4 +1,4 @@
-"""`trainer predict` on pictures and videos that the tests write."""
+"""`trainer predict` on generated images and videos."""
 
 import json
 import sys
@@ -6,36 +6,27 @@ import sys
 import cv2
 import numpy as np
 import pytest
-import torch
 
+from tests.unit.yolo_folder import untrained
 from trainer.__main__ import main
-from trainer.models.yolo import build_yolo, load_cfg
 from trainer.plots import class_colour
-from trainer.weights import checkpoint
 
-CONF = "0.004"  # an untrained model is sure of nothing
+CONF = "0.004"  # an untrained model has low scores
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    torch.manual_seed(1)
-    cfg = load_cfg("yolov5n.yaml")
-    model = build_yolo(cfg, nc=2)
-    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "cfg": cfg, "imgsz": 64}
-    content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
-    path = tmp_path_factory.mktemp("weights") / "best.pt"
-    checkpoint.save(path, content)
-    return path
+    return untrained(tmp_path_factory.mktemp("weights") / "best.pt")
 
 
-def picture(height=120, width=160, seed=0):
+def image(height=120, width=160, seed=0):
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
     return cv2.resize(coarse, (width, height))
 
 
 @pytest.fixture
 def predict(weights, tmp_path, monkeypatch, capfd):
-    """Runs the command in tmp_path: exit code, stdout, stderr."""
+    """Return a function that runs the command in tmp_path and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
@@ -49,28 +40,28 @@ def predict(weights, tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_options_that_would_have_no_effect_are_refused(predict, tmp_path):
-    cv2.imwrite(str(tmp_path / "a.png"), picture())
-    for more, said in (
+def test_options_without_effect_are_errors(predict, tmp_path):
+    cv2.imwrite(str(tmp_path / "a.png"), image())
+    for more, message in (
         (["--save-conf"], "--save-conf: no labels are written"),
         (["--half"], "--half and --precision fp32 contradict each other"),
     ):
         code, _, err = predict("--source", "a.png", *more)
-        assert (code, said in err) == (2, True), err
+        assert (code, message in err) == (2, True), err
         assert not (tmp_path / "runs").exists()
 
 
-def test_pictures_of_a_folder_are_drawn_and_written_down(predict, tmp_path):
+def test_images_of_a_folder_are_drawn_and_saved(predict, tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    cv2.imwrite(str(folder / "wide.png"), picture(60, 200))
-    cv2.imwrite(str(folder / "tall.jpg"), picture(150, 90, seed=2))
-    (folder / "notes.md").write_text("no picture")
+    cv2.imwrite(str(folder / "wide.png"), image(60, 200))
+    cv2.imwrite(str(folder / "tall.jpg"), image(150, 90, seed=2))
+    (folder / "notes.md").write_text("no image")
     code, out, err = predict(
         "--source", "in", "--conf", CONF, "--save-txt", "--save-conf", "--save-json", "--max-det", 5
     )
     assert (code, err) == (0, "")
-    assert out.splitlines()[-1].startswith("2 pictures: ")
+    assert out.splitlines()[-1].startswith("2 images: ")
     assert out.splitlines()[-1].endswith("-> runs/predict")
     result = tmp_path / "runs" / "predict"
     assert sorted(p.name for p in result.iterdir()) == ["labels", "predictions.json", "tall.jpg", "wide.png"]
@@ -91,14 +82,14 @@ def test_pictures_of_a_folder_are_drawn_and_written_down(predict, tmp_path):
         assert row == pytest.approx(expected, abs=1e-3)
     drawn, before = cv2.imread(str(result / "wide.png")), cv2.imread(str(folder / "wide.png"))
     assert drawn.shape == before.shape
-    surest = wide["boxes"][0]  # drawn last, on top
-    colour = np.array(class_colour(surest["class"]))
+    highest = wide["boxes"][0]  # drawn last
+    colour = np.array(class_colour(highest["class"]))
     assert (np.abs(drawn[..., ::-1].astype(int) - colour).max(2) < 12).sum() > 20
     assert (np.abs(before[..., ::-1].astype(int) - colour).max(2) < 12).sum() < 20
 
 
 def test_only_the_wanted_classes_are_found(predict, tmp_path):
-    cv2.imwrite("a.png", picture())
+    cv2.imwrite("a.png", image())
     found = {}
     for classes in ("", "red", "0", "0 1"):
         code, out, _ = predict("a.png", "--conf", CONF, "--json", "--nosave", "--classes", *classes.split(" "))
@@ -108,10 +99,10 @@ def test_only_the_wanted_classes_are_found(predict, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_video_comes_out_with_its_frames_size_and_rate(predict, tmp_path):
+def test_a_video_keeps_its_frames_size_and_rate(predict, tmp_path):
     writer = cv2.VideoWriter("in.avi", cv2.VideoWriter.fourcc(*"MJPG"), 12.5, (160, 120))
     for k in range(9):
-        writer.write(picture(seed=k))
+        writer.write(image(seed=k))
     writer.release()
     code, out, _ = predict("--source", "in.avi", "--conf", CONF, "--save-txt", "--save-json")
     assert code == 0
@@ -132,23 +123,23 @@ def test_a_video_comes_out_with_its_frames_size_and_rate(predict, tmp_path):
     assert (np.abs(frames[0][..., ::-1].astype(int) - colour).max(2) < 60).sum() > 50  # compressed
 
 
-def test_an_unreadable_picture_is_named_and_the_others_are_done(predict, tmp_path):
-    cv2.imwrite("good.png", picture())
+def test_an_unreadable_source_is_reported_and_the_others_are_processed(predict, tmp_path):
+    cv2.imwrite("good.png", image())
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff no jpeg")
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     code, out, err = predict("--source", "bad.jpg", "bad.mp4", "good.png", "--conf", CONF)
     assert code == 1
-    assert "error: bad.jpg: not a picture that can be decoded" in err
+    assert "error: bad.jpg: not an image that can be decoded" in err
     assert "error: bad.mp4: not a video that can be decoded" in err
     assert "error: 2 of the sources could not be read" in err
-    assert "1 pictures: " in out
+    assert "1 images: " in out
     assert [p.name for p in (tmp_path / "runs" / "predict").iterdir()] == ["good.png"]
 
 
-def test_sources_by_pattern_and_list_and_equal_names(predict, tmp_path):
+def test_patterns_lists_and_equal_file_names(predict, tmp_path):
     for name in ("x/a.png", "y/a.png", "y/b.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        cv2.imwrite(name, picture())
+        cv2.imwrite(name, image())
     (tmp_path / "list.txt").write_text("x/a.png\n\ny/b.png\n")
     code, out, _ = predict("--source", "*/a.png", "--source", "list.txt", "--json", "--project", "out")
     assert code == 0
@@ -159,23 +150,23 @@ def test_sources_by_pattern_and_list_and_equal_names(predict, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--source: nothing to look at"),
+        ((), "--source: not given"),
         (("no.jpg",), "--source no.jpg: no such file or folder"),
-        (("no*.jpg",), r"--source no*.jpg: no picture and no video has such a name"),
-        (("empty",), "--source empty: no picture and no video in this folder"),
-        (("data.csv",), "--source data.csv: neither a picture nor a video"),
+        (("no*.jpg",), "--source no*.jpg: no image or video"),
+        (("empty",), "--source empty: no image or video"),
+        (("data.csv",), "--source data.csv: no image or video"),
         (("list.txt",), "list.txt:2: no such file: gone.png"),
-        (("0",), "--source 0: cameras and addresses are not read"),
+        (("0",), "--source 0: cameras and URLs are not supported"),
         (("a.png", "--classes", "blue"), "--classes blue: no such class"),
         (("a.png", "--imgsz", "70"), "--imgsz 70 is not a multiple of 32"),
         (("a.png", "--iou", "2"), "--iou is 2"),
     ],
 )
-def test_bad_input_is_named(predict, tmp_path, arguments, message):
+def test_bad_input_is_an_error(predict, tmp_path, arguments, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "data.csv").touch()
     (tmp_path / "list.txt").write_text("a.png\ngone.png\n")
-    cv2.imwrite("a.png", picture())
+    cv2.imwrite("a.png", image())
     code, out, err = predict(*arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {message}")

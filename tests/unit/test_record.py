@@ -1,4 +1,4 @@
-"""What a run leaves behind."""
+"""The run logger: plots and TensorBoard events."""
 
 import cv2
 import numpy as np
@@ -7,13 +7,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.unit.settings import settings
-from trainer.data import Batch
+from trainer.data.detection_loader import Batch
+from trainer.engine.run_logger import RunLogger
 from trainer.metrics import BoxMAP
 from trainer.tasks import open_task
-from trainer.training.record import Record
 
 NAMES = [str(k) for k in range(10)]
-PICTURES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]
+IMAGES = ["F1_curve.png", "PR_curve.png", "confusion_matrix.png", "labels.png", "predictions.jpg"]
 
 
 def row(epoch):
@@ -56,8 +56,8 @@ def shown():
 
 
 def test_the_record_of_a_run(tmp_path, shown, task):
-    Record(tmp_path, task).epoch(7, row(7), [])  # an earlier run in the same folder
-    record = Record(tmp_path, task)
+    RunLogger(tmp_path, task).epoch(7, row(7), [])  # an earlier run in the same folder
+    record = RunLogger(tmp_path, task)
     record.begin()
     record.first_batch(Batch(torch.zeros(2, 64, 64, 3, dtype=torch.uint8), torch.zeros(0, 6), torch.arange(2), 2))
     assert sorted(p.suffix for p in tmp_path.iterdir() if "events" not in p.name) == [".jpg", ".png"]
@@ -70,30 +70,30 @@ def test_the_record_of_a_run(tmp_path, shown, task):
     table = record.finish(3)
     rows = {line.split()[0]: line.split()[1:] for line in table.splitlines()}
     assert rows["3"][:4] == ["10", "10", "1.000", "0.700"]
-    for name in (*PICTURES, "results.png", "train_batch0.jpg"):
+    for name in (*IMAGES, "results.png", "train_batch0.jpg"):
         assert cv2.imread(str(tmp_path / name)) is not None, name
 
     events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
-        *("loss/box", "loss/obj", "loss/cls", "val/mAP50", "val/mAP50-95", "val/precision", "val/recall"),
+        *("loss/box", "loss/obj", "loss/cls", "val/map50", "val/map", "val/precision", "val/recall"),
         *("lr", "speed/images_per_s", "speed/seconds", "share/data", "share/compute"),
     }
-    assert [p.step for p in events.Scalars("val/mAP50")] == [2, 3]
+    assert [p.step for p in events.Scalars("val/map50")] == [2, 3]
     assert [p.step for p in events.Scalars("loss/box")] == [p.step for p in events.Scalars("lr")] == [1, 2, 3]
     assert len(list(tmp_path.glob("events*"))) == 1
-    pictures = events.Images("predictions")
-    assert [p.step for p in pictures] == [2, 3]  # epochs 1, 2, 4, ... that validated, and the last
-    picture = cv2.imdecode(np.frombuffer(pictures[-1].encoded_image_string, np.uint8), cv2.IMREAD_COLOR)
+    images = events.Images("predictions")
+    assert [p.step for p in images] == [2, 3]  # epochs 1, 2, 4, ... that validated, and the last
+    image = cv2.imdecode(np.frombuffer(images[-1].encoded_image_string, np.uint8), cv2.IMREAD_COLOR)
     written = cv2.imread(str(tmp_path / "predictions.jpg"))
-    assert np.abs(picture.astype(int) - written).mean() < 2  # JPEG
+    assert np.abs(image.astype(int) - written).mean() < 2  # JPEG
 
 
 def test_a_resumed_run_replaces_the_epochs_that_it_repeats(tmp_path, task):
-    killed = Record(tmp_path, task)
+    killed = RunLogger(tmp_path, task)
     for epoch in range(1, 6):
         killed.epoch(epoch, row(epoch), [])
     assert [p.step for p in read_events(tmp_path).Scalars("lr")] == [1, 2, 3, 4, 5]  # before the file is closed
-    resumed = Record(tmp_path, task, epoch=4)
+    resumed = RunLogger(tmp_path, task, epoch=4)
     for epoch in range(4, 9):
         resumed.epoch(epoch, row(epoch) | {"lr": 0.02}, [])
     points = read_events(tmp_path).Scalars("lr")
@@ -101,7 +101,7 @@ def test_a_resumed_run_replaces_the_epochs_that_it_repeats(tmp_path, task):
 
 
 def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):
-    record = Record(tmp_path, task)
+    record = RunLogger(tmp_path, task)
     write_row(tmp_path / "results.csv", row(1))
     record.epoch(1, row(1), [])
     assert record.finish(1) == ""
@@ -110,7 +110,7 @@ def test_a_run_without_validation_has_curves_of_its_losses_only(tmp_path, task):
 
 def test_a_table_of_very_many_classes_is_not_printed(tmp_path, task):
     names = [f"class {k}" for k in range(80)]
-    record = Record(tmp_path, task)
+    record = RunLogger(tmp_path, task)
     metric = BoxMAP(names)
     boxes = np.array([[0, 0, 10, 10]] * 80)
     metric.update(0, boxes, np.ones(80), np.arange(80), boxes, np.arange(80))

@@ -1,18 +1,21 @@
 from dataclasses import replace
 
 import pytest
+import typer
 
-from cluster import rendezvous, report
 from cluster.backends import BACKENDS
-from cluster.model import Job, NodeStatus
-from cluster.rendezvous import fold
+from cluster.cli import follow
+from cluster.spec.model import Job, JobRecord, NodeStatus
+from cluster.store import JobStore
+from cluster.supervisor import job_state, report, supervisor
+from cluster.supervisor.job_state import fold
 
 PLAN = BACKENDS["compose"].plan(Job("job", ("x.py",), 2, 1, "/home/ann/runs"), attempt=1, port=20000)
 
 
 def view(*events, exits=(137, 1)):
     ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0 + rank) for rank, code in enumerate(exits)]
-    return fold(rendezvous.start(PLAN, 9.0), ends, list(events), 200.0)
+    return fold(job_state.start(PLAN, 9.0), ends, list(events), 200.0)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +26,7 @@ def test_seconds(value, words):
     assert report.seconds(value) == words
 
 
-def test_done_tells_time_scores_and_where_the_checkpoint_is_on_this_machine():
+def test_done_has_duration_scores_and_the_local_path_of_the_checkpoint():
     event = {"event": "done", "map50": 0.95, "map": 0.7449, "best": "/runs/job/best.pt"}
     seen = view(event, exits=(0, 0))
     assert (
@@ -33,12 +36,12 @@ def test_done_tells_time_scores_and_where_the_checkpoint_is_on_this_machine():
     assert report.done(view(exits=(0, 0)), PLAN, "/home/ann") == "done in 2 min 32 s   runs/job"
 
 
-def test_a_killed_node_is_the_cause_with_how_far_it_was():
+def test_a_killed_node_is_the_cause_with_its_progress():
     progress = {"event": "progress", "node": 0, "epoch": 2, "step": 7, "steps": 63}
     seen = view(progress)
     assert report.cause(seen, "failed") == "node-0: exit 137 (killed)"
-    assert report.last_words(seen, "failed", {"node-0": [], "node-1": ["echo"]}) == [
-        "  node-0 | (printed nothing; last heard of in epoch 2, step 7 of 63)"
+    assert report.last_lines(seen, "failed", {"node-0": [], "node-1": ["echo"]}) == [
+        "  node-0 | (printed nothing; last progress: epoch 2, step 7 of 63)"
     ]
     assert report.exit_code(seen, "failed") == 1
 
@@ -46,39 +49,54 @@ def test_a_killed_node_is_the_cause_with_how_far_it_was():
 def failing_view(failure, exits):
     ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0) for rank, code in enumerate(exits)]
     ends[failure["rank"]] = replace(ends[failure["rank"]], failure=failure)
-    return fold(rendezvous.start(PLAN, 9.0), ends, [], 200.0)
+    return fold(job_state.start(PLAN, 9.0), ends, [], 200.0)
 
 
 FAILURE = {"rank": 1, "local_rank": 0, "time": 100.0, "error": "boom", "hint": "", "secondary": False, "others": []}
 
 
-def test_a_refused_input_is_its_own_line_its_hint_and_2():
+def test_bad_input_is_one_line_with_a_hint_and_exit_code_2():
     seen = failing_view({**FAILURE, "error": "--batch 1: too small", "hint": "2"}, (0, 2))
     assert report.cause(seen, "failed") == "node-1: rank 1: --batch 1: too small"
-    assert report.last_words(seen, "failed", {"node-0": ["x"], "node-1": ["error: ..."]}) == ["hint: 2"]
+    assert report.last_lines(seen, "failed", {"node-0": ["x"], "node-1": ["error: ..."]}) == ["hint: 2"]
     assert report.exit_code(seen, "failed") == 2
 
 
-def test_the_failed_ranks_own_lines_come_first_and_the_others_failures_after_them():
+def test_the_lines_of_the_failed_rank_precede_other_failures():
     others = [{"rank": 0, "error": "RuntimeError: " + 200 * "x"}]
     seen = failing_view({**FAILURE, "local_rank": 1, "others": others}, (0, 1))
     tail = ["[1] epoch 1", "epoch 1", "agent: rank 1 failed first: boom", "[1] boom", "lost a peer"]
-    lines = report.last_words(seen, "failed", {"node-0": [], "node-1": tail})
+    lines = report.last_lines(seen, "failed", {"node-0": [], "node-1": tail})
     assert lines[:2] == ["  node-1 | epoch 1", "  node-1 | boom"]
     assert [line.startswith("  then rank 0: RuntimeError: xxx") and len(line) < 120 for line in lines[2:]] == [True]
 
 
-def test_a_silent_machine_is_the_cause_only_where_the_others_just_lost_their_peers():
+def test_a_silent_machine_is_the_cause_of_secondary_failures_only():
     for secondary, cause in ((False, "node-1: rank 1: boom"), (True, "node-0: no sign of life for 3 s")):
         failed = NodeStatus("node-1", "exited", 1, failure={**FAILURE, "secondary": secondary})
         silent = NodeStatus("node-0", "starting", silent="no sign of life for 3 s")
-        seen = fold(rendezvous.start(PLAN, 9.0), [silent, failed], [], 200.0)
+        seen = fold(job_state.start(PLAN, 9.0), [silent, failed], [], 200.0)
         assert report.cause(seen, "failed") == cause
 
 
-def test_late_names_those_that_are_waited_for():
+def test_late_names_the_missing_nodes():
     event = {"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"}
-    seen = fold(rendezvous.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)
+    seen = fold(job_state.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)
     assert report.cause(seen, "late") == "node-1: starting"
-    assert report.last_words(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]
+    assert report.last_lines(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]
     assert report.exit_code(seen, "late") == 4
+
+
+def test_ctrl_c_inside_a_print_does_not_swallow_the_last_message(monkeypatch, capsys, tmp_path):
+    """rich's console buffers for ever if KeyboardInterrupt is raised in the first instructions of a print."""
+    record, out = JobRecord(PLAN, 1.0, Job("job", ("x.py",), 2, 1, "/home/ann/runs")), follow.console()
+
+    def run(_):
+        out._enter_buffer()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervisor.Supervisor, "run", run)
+    monkeypatch.setattr(follow, "on_interrupt", lambda *_: None)
+    with pytest.raises(typer.Exit):
+        follow.follow(record, JobStore(tmp_path), out, all_nodes=False, stop_on_interrupt=False)
+    assert "detached; job keeps running" in capsys.readouterr().out

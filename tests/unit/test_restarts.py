@@ -1,14 +1,13 @@
-"""Whether and where a failed job starts again, from what was seen of it."""
+"""Restart policy, on views of failed attempts."""
 
 from dataclasses import replace
 
 import pytest
 
-from cluster import rendezvous, restarts
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
-from cluster.model import Job, Node, NodeStatus
-from cluster.report import cause
+from cluster.spec.model import Job, Node, NodeStatus
+from cluster.supervisor import job_state, restarts
 
 HOSTS = tuple(Node(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b")))
 SPARES = tuple(Node(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d")))
@@ -18,7 +17,7 @@ PLAN = BACKENDS["ssh"].plan(JOB, attempt=1, port=20000)
 
 def seen(*events, a=None, b=None):
     statuses = [a or NodeStatus("a", "starting"), b or NodeStatus("b", "starting")]
-    return rendezvous.fold(rendezvous.start(PLAN, 100.0), statuses, events, 110.0)
+    return job_state.fold(job_state.start(PLAN, 100.0), statuses, events, 110.0)
 
 
 def failed(name, error, code=1, *, secondary=False):
@@ -35,13 +34,13 @@ def refusal(view, *past):
     return restarts.refusal(JOB, view, "failed", [*past, last])
 
 
-def test_a_lost_node_or_a_checkpointed_exit_is_a_reason_to_start_again():
+def test_a_lost_node_and_exit_75_are_restarted():
     assert refusal(seen(b=NodeStatus("b", "lost", detail="gone"))) == ""
     assert refusal(seen(b=failed("b", "", 75))) == ""
     assert refusal(seen(b=failed("b", "ValueError: x"))) == ""
 
 
-def test_the_same_error_at_the_same_step_twice_is_the_programs_own():
+def test_the_same_error_at_the_same_step_twice_is_not_restarted():
     view = seen(progress(7), b=failed("b", "ValueError: x"))
     first = restarts.failure(view, "failed")
     assert "epoch 2, step 7" in refusal(view, first)
@@ -49,28 +48,23 @@ def test_the_same_error_at_the_same_step_twice_is_the_programs_own():
     assert refusal(seen(progress(7), b=failed("b", "KeyError: y")), first) == ""
 
 
-def test_a_container_that_never_starts_is_not_tried_for_ever():
+def test_a_container_that_never_starts_is_not_restarted_for_ever():
     view = seen(b=NodeStatus("b", "exited", 125, "no such device"))
     assert "before its first step" in refusal(view, restarts.failure(view, "failed"))
 
 
-def test_killed_at_the_same_step_twice_is_bad_luck_and_no_error_of_the_program():
-    view = seen(progress(7), b=NodeStatus("b", "exited", 137))
+@pytest.mark.parametrize("a", [None, failed("a", "Connection closed by peer", secondary=True)])
+def test_a_kill_at_the_same_step_twice_is_restarted(a):
+    view = seen(progress(7), a=a, b=failed("b", "killed by SIGKILL", 137))
     assert refusal(view, restarts.failure(view, "failed")) == ""
 
 
-def test_refused_input_used_up_restarts_and_nodes_that_never_met_end_it():
+def test_bad_input_used_up_restarts_and_late_nodes_are_not_restarted():
     assert "refused" in refusal(seen(a=failed("a", "--batch 1", 2)))
     lost = seen(b=NodeStatus("b", "lost"))
     past = [restarts.failure(lost, "failed")] * 2
     assert "restarted 2 times" in refusal(seen(progress(1), b=NodeStatus("b", "lost")), *past)
-    assert "never met" in restarts.refusal(JOB, seen(), "late", [restarts.failure(seen(), "late")])
-
-
-def test_the_failure_of_which_others_are_the_consequence_is_the_cause():
-    view = seen(a=failed("a", "Connection closed by peer", secondary=True), b=failed("b", "killed by SIGKILL", 137))
-    assert cause(view, "failed") == "b: rank 1: killed by SIGKILL"
-    assert not restarts.failure(view, "failed").by_itself
+    assert "never joined" in restarts.refusal(JOB, seen(), "late", [restarts.failure(seen(), "late")])
 
 
 WELL = dict.fromkeys("abcd")
@@ -92,31 +86,31 @@ def test_spares_take_the_places_of_lost_nodes(state, names):
     assert "".join(node.name for node in restarts.choose(JOB, HOSTS, state)) == names
 
 
-def test_fewer_nodes_only_where_that_was_asked_for():
+def test_fewer_nodes_only_with_min_nodes():
     state = WELL | {"a": AWAY, "c": AWAY, "d": AWAY}
     assert [node.name for node in restarts.choose(replace(JOB, min_nodes=1), HOSTS, state)] == ["b"]
 
 
-def test_a_node_that_cannot_be_seen_is_not_late():
-    """`attach` long after the start, and one machine's sshd is slow to answer: who has met is not known yet."""
-    dark = rendezvous.fold(seen(), [NodeStatus("a", "starting"), NodeStatus("b", "starting", silent="why")], [], 900.0)
-    assert rendezvous.judge(seen(), 900.0, 300) == "late"
-    assert rendezvous.judge(dark, 900.0, 300) == "waiting"
+def test_a_node_that_does_not_answer_is_not_late():
+    """`attach` long after the start, with a slow sshd on one machine: it may have joined."""
+    dark = job_state.fold(seen(), [NodeStatus("a", "starting"), NodeStatus("b", "starting", silent="why")], [], 900.0)
+    assert job_state.judge(seen(), 900.0, 300) == "late"
+    assert job_state.judge(dark, 900.0, 300) == "waiting"
 
 
-def test_a_job_that_makes_no_step_is_stalled_but_a_validation_is_not():
+def test_a_job_without_steps_is_stalled_but_not_during_validation():
     view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
-    assert rendezvous.judge(view, 160.0, 300, 60) == "met"
-    assert rendezvous.judge(view, 171.0, 300, 60) == "stalled"  # of a step that was heard of at 110
-    assert rendezvous.judge(view, 171.0, 300, 0) == "met"
+    assert job_state.judge(view, 160.0, 300, 60) == "joined"
+    assert job_state.judge(view, 171.0, 300, 60) == "stalled"  # the step was observed at 110
+    assert job_state.judge(view, 171.0, 300, 0) == "joined"
     alive = {"event": "heartbeat", "node": 0, "time": 168.0, "phase": "validation", "idle_s": 1.0}
-    view = rendezvous.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [alive], 168.0)
-    assert rendezvous.judge(view, 170.0, 300, 60) == "met"
+    view = job_state.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [alive], 168.0)
+    assert job_state.judge(view, 170.0, 300, 60) == "joined"
 
 
-def test_a_job_is_not_stalled_while_what_it_has_done_long_ago_is_still_being_read():
-    """A launcher that attaches after hours gets the log in parts, the oldest first."""
+def test_a_job_is_not_stalled_while_its_old_log_is_read():
+    """A launcher that attaches after hours reads the log in parts, the oldest first."""
     view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
-    view = rendezvous.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0)
-    assert rendezvous.judge(view, 9001.0, 300, 60) == "met"
-    assert rendezvous.judge(view, 9061.0, 300, 60) == "stalled"
+    view = job_state.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0)
+    assert job_state.judge(view, 9001.0, 300, 60) == "joined"
+    assert job_state.judge(view, 9061.0, 300, 60) == "stalled"

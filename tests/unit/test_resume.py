@@ -1,9 +1,8 @@
-"""A run that was killed or told to stop, and went on, is the run that nobody disturbed."""
+"""A run that is killed or stopped, and resumed, equals an uninterrupted run."""
 
 import csv
 import os
 import re
-import shlex
 import shutil
 import signal
 import time
@@ -16,7 +15,7 @@ import torch
 from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait
 from tests.unit.yolo_folder import squares
 from trainer import contract
-from trainer.training import resume
+from trainer.engine import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +95,10 @@ def slow(nc):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path, tmp_path: Path, count: int) -> None:
-    """Two kills, at steps that nothing announced; all numbers of the run are those of an undisturbed one.
-
-    The network draws random numbers, too: it has a dropout.
-    """
+def test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one(
+    data: Path, tmp_path: Path, count: int
+) -> None:
+    """Two kills at arbitrary steps; the network has a dropout, which draws random numbers."""
     begin = exec_trainer if count == 2 else start  # so that the seeds of the hashes of strings differ, too
     (tmp_path / "dropout.py").write_text(DROPOUT)
     whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
@@ -115,7 +113,7 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     wait(processes)
     *_, (code, _, err) = ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
     assert code == 0, err
-    assert re.search(r"goes on in epoch \d after step \d of 6", ended[0][1])
+    assert re.search(r"resuming in epoch \d after step \d of 6", ended[0][1])
 
     assert steps(run) == steps(tmp_path / "runs" / "whole")
     assert len(steps(run)) == 1 + 18
@@ -125,35 +123,9 @@ def test_killed_at_any_step_and_gone_on_is_as_if_nothing_had_happened(data: Path
     assert untimed(run) == untimed(tmp_path / "runs" / "whole")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_killed_in_the_validation_the_epoch_ends_as_it_would_have(data: Path, tmp_path: Path, count: int) -> None:
-    """The first checkpoint of all is the one before the first validation."""
-    (tmp_path / "dropout.py").write_text(DROPOUT)
-    whole = wait(start(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
-    assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--cfg", "dropout:slow", "--name", "cut"), "--exist-ok"]
-    run = tmp_path / "runs" / "cut"
-    processes = start(tmp_path, ranks(count), *cut)
-    until = time.monotonic() + 180
-    while not (run / "last.pt").exists():
-        assert time.monotonic() < until
-        assert processes[0].poll() is None, wait(processes)
-        time.sleep(0.002)
-    for process in processes:
-        process.kill()
-    wait(processes)
-    ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
-    assert [code for code, _, _ in ended] == [0] * count, ended
-    assert "goes on in epoch 1 after step 6 of 6" in ended[0][1]
-    before, after = (content(tmp_path / "runs" / name / "last.pt") for name in ("whole", "cut"))
-    assert_same(before["model"], after["model"])
-    assert steps(run) == steps(tmp_path / "runs" / "whole")
-    assert untimed(run) == untimed(tmp_path / "runs" / "whole")
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, name: str) -> None:
-    """One of two ranks is told, both stop after the same step, and nothing of what was done is done again."""
+    """One of two ranks gets the signal; both stop after the same step, and no step is repeated."""
     run = tmp_path / "job"
     run.mkdir()
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(run), contract.NODES_ON_HOST: "1"}
@@ -176,13 +148,13 @@ def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, n
     assert '"exit_code":75' in ended[0][1]
     done = content(run / "last.pt")
     assert done["step"] >= len(steps(run)) - 1
-    assert done["at"]["last_move"] == done["step"] - 1  # no gradient was half gathered
+    assert done["at"]["last_move"] == done["step"] - 1  # no accumulated gradients
 
 
-def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> None:
-    """From two ranks to four and to one: the losses stay those of the undisturbed run, but for rounding.
+def test_another_number_of_ranks_resumes_in_the_same_order(data: Path, tmp_path: Path) -> None:
+    """From two ranks to four and to one: the losses equal those of an uninterrupted run, except for rounding.
 
-    The weights hardly move and batch norm is over all ranks, so that a loss tells of the step's pictures alone.
+    The weights hardly change and batch norm is synchronized, so that a loss depends on the step's images alone.
     """
     (tmp_path / "still.yaml").write_text("nbs: 10\nwarmup_epochs: 0\nlr0: 1e-12\nmixup: 0.5\n")
     still = ["--hyp", "still.yaml", "--precision", "fp32", "--sync-bn"]
@@ -208,8 +180,12 @@ def test_other_ranks_go_on_with_the_same_order(data: Path, tmp_path: Path) -> No
 def test_the_later_of_two_checkpoints_of_one_step_is_of_the_later_epoch_then_of_the_later_attempt() -> None:
     before, after = {"step": 12, "epoch": 1, "attempt": 2}, {"step": 12, "epoch": 2, "attempt": 2}
     once_more = {**after, "attempt": 3}
-    assert resume.place({"step": 11, "epoch": 1, "attempt": 4}) < resume.place(before) < resume.place(after)
-    assert resume.place(after) < resume.place(once_more)
+    assert (
+        checkpoints.progress_of({"step": 11, "epoch": 1, "attempt": 4})
+        < checkpoints.progress_of(before)
+        < checkpoints.progress_of(after)
+    )
+    assert checkpoints.progress_of(after) < checkpoints.progress_of(once_more)
 
 
 def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:
@@ -221,12 +197,12 @@ def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Pat
     again = ["train", "--resume", "--project", "runs", "--ranks", "1", "--save-period", "1"]
     ((code, out, err),) = wait(start(tmp_path, ranks(1), *again))
     assert code == 0, err
-    assert "goes on in epoch 1 after step 6 of 6" in out
+    assert "resuming in epoch 1 after step 6 of 6" in out
     kept = content(run / "last.pt")["settings"]
     assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (7, True, 1)  # the last one is what was typed
 
 
-def test_an_epoch_whose_best_checkpoint_was_not_written_ends_once_more(data: Path, tmp_path: Path) -> None:
+def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
     (run / "best.pt").mkdir(parents=True)  # where the rename fails, as if it was killed there
     once = [*options(data, "--epochs", "1"), "--exist-ok"]
@@ -237,50 +213,34 @@ def test_an_epoch_whose_best_checkpoint_was_not_written_ends_once_more(data: Pat
     (run / "best.pt").rmdir()
     ((code, out, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
     assert code == 0, err
-    assert "goes on in epoch 1 after step 6 of 6" in out
+    assert "resuming in epoch 1 after step 6 of 6" in out
     assert_same(content(run / "best.pt")["model"], content(run / "last.pt")["model"])
 
 
-def test_curves_of_a_best_epoch_before_the_interruption_are_a_command_away(tmp_path: Path) -> None:
-    """Boxes too small to be hit: no later epoch is better than the first. What is printed is run."""
-    data = squares(tmp_path / "set", train=8)
-    for label in (tmp_path / "set" / "labels" / "val").iterdir():
-        label.write_text("0 0.5 0.5 0.02 0.02\n")
-    run = tmp_path / "runs" / "train"
-    (tmp_path / "dropout.py").write_text(DROPOUT)
-    slow = options(data, "--cfg", "dropout:slow", "--save-every", "1steps")
-    processes = start(tmp_path, ranks(1), *slow)
-    kill_after(processes, run, 3)  # of two steps an epoch
-    wait(processes)
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train", plots=True))
-    assert code == 0, err
-    assert not (run / "PR_curve.png").exists()
-    said = re.search(r"the best was epoch 1, before the interruption; its curves: trainer (val .*)", out)
-    assert said, out
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *shlex.split(said[1]), plots=True))
-    assert code == 0, err
-    assert "green" in out
-    assert (tmp_path / "runs" / "val" / "PR_curve.png").exists()
-
-
-def test_going_on_with_another_batch_is_refused(data: Path, tmp_path: Path) -> None:
-    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1")))[0][0] == 0
-    ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "runs/train", "--batch", "4"))
-    assert code == 2
-    assert "error: --batch is 4, the checkpoint was made with 5" in err
-    ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", "--project", "none"))
-    assert code == 2
-    assert "error: --resume: no last.pt in any folder of none" in err
+def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data.parent, tmp_path / "set")
+    (tmp_path / "set" / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(tmp_path / "set")))
+    assert wait(start(tmp_path, ranks(1), *options(tmp_path / "set" / "data.yaml", "--epochs", "1")))[0][0] == 0
+    (tmp_path / "set" / "images" / "train" / "3.png").unlink()
+    (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
+    for more, said in (
+        (["runs/train", "--batch", "4"], "--batch is 4, the checkpoint was made with 5"),
+        (["--project", "none"], "--resume: no last.pt in any folder of none"),
+        (["runs/train"], "has other images or labels than when the checkpoint was written"),
+    ):
+        ((code, _, err),) = wait(start(tmp_path, ranks(1), "train", "--resume", *more))
+        assert (code, said in err) == (2, True), err
 
 
 @pytest.mark.parametrize("folders", [["one", "one"], ["one", "other", "other"]])
 def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[str]) -> None:
-    """Two that write the same file in containers with equal pids had taken each other's temporary file."""
+    """Two writers in containers with equal pids could use the same temporary file."""
     program = (
-        "import os, sys; from pathlib import Path; from torch import device; from trainer import dist;"
-        "from trainer.training import resume;"
-        "world = dist.world_of(os.environ); dist.join(world, device('cpu'));"
-        "print(resume.is_writer(Path(sys.argv[1]), world)); dist.leave()"
+        "import os, sys; from pathlib import Path; from torch import device;"
+        "from trainer.distributed import comm;"
+        "from trainer.engine import checkpoints;"
+        "world = comm.world_of(os.environ); comm.join(world, device('cpu'));"
+        "print(checkpoints.is_writer(Path(sys.argv[1]), world)); comm.leave()"
     )
     processes = []
     for place, name in zip(ranks(len(folders), nodes=len(folders)), folders, strict=True):
@@ -293,7 +253,7 @@ def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[
 
 
 def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Path) -> None:
-    """Two nodes with a disk each; the master's is lost, and the run goes on from the other's."""
+    """Two nodes with a disk each; the master's is lost, and the run resumes from the other's."""
     folders = [tmp_path / "disk-0", tmp_path / "disk-1"]
     for folder in folders:
         folder.mkdir()
@@ -312,10 +272,10 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
     best = content(folders[0] / "best.pt")
     for path in folders[0].iterdir():
         path.unlink()
-    (folders[1] / "last.pt").unlink()  # what is left is the checkpoint before the last validation
+    (folders[1] / "last.pt").unlink()  # leaves the checkpoint before the last validation
     (code, out, err), _ = launch(2, "3")
     assert code == 0, err
-    assert "goes on in epoch 3 after step 6 of 6" in out
+    assert "resuming in epoch 3 after step 6 of 6" in out
     assert_same(content(folders[0] / "last.pt")["model"], contents[0]["model"])
     assert_same(content(folders[0] / "best.pt")["model"], best["model"])
 
@@ -330,7 +290,7 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
     assert_same(content(folders[1] / "best.pt")["model"], best["model"])
 
 
-def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(data: Path, tmp_path: Path) -> None:
+def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
     once = options(data, "--epochs", "1", "--exist-ok")
     assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
@@ -346,11 +306,11 @@ def test_a_run_that_begins_anew_in_a_folder_is_not_taken_for_the_one_before_it(d
     assert not [*run.glob(".*.tmp")]
     assert (run / "before.pt").read_bytes() == last
     assert (run / "before-best.pt").read_bytes() == best
-    for path, said in ((run, "no checkpoint there"), (run / "before.pt", "a run goes on from its last.pt")):
+    for path, said in ((run, "no checkpoint found"), (run / "before.pt", "a run is resumed from its last.pt")):
         ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(path)))
         assert (code, said in err) == (2, True), err
     (run / "last.pt").write_bytes(b"begun by mistake")
-    assert resume.set_aside(run) == "before2.pt"
+    assert checkpoints.set_aside(run) == "before2.pt"
     assert (run / "before.pt").read_bytes() == last
 
 
@@ -362,18 +322,18 @@ def test_the_newest_run_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None
         for file, age_s in zip(("last.pt", "previous.pt"), ages_s, strict=True):
             (tmp_path / name / file).touch()
             os.utime(tmp_path / name / file, (now - age_s, now - age_s))
-    assert resume.find("last", str(tmp_path)).name == "long"
+    assert checkpoints.find("last", str(tmp_path)).name == "long"
 
 
-def test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved(data: Path, tmp_path: Path) -> None:
+def test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set(data: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     job = {contract.JOB_ID: "first", contract.RUN_DIR: str(first)}
-    told = options(data, "--save-every", "2steps")
-    assert wait(start(tmp_path, ranks(1), *told, **job))[0][0] == 0
+    arguments = options(data, "--save-every", "2steps")
+    assert wait(start(tmp_path, ranks(1), *arguments, **job))[0][0] == 0
     wanted = content(first / "last.pt")["model"]
-    (first / "last.pt").unlink()  # what is left is the checkpoint before the last validation, which is not the best
+    (first / "last.pt").unlink()  # leaves the checkpoint before the last validation, which is not the best
     before = content(first / "previous.pt")
     before["at"]["best"] = 2.0
     torch.save(before, first / "previous.pt")
@@ -384,12 +344,12 @@ def test_a_job_goes_on_from_another_jobs_folder_with_a_set_that_was_moved(data: 
     again = ["train", "--resume", str(first), "--data", str(moved / "data.yaml")]
     ((code, out, err),) = wait(start(tmp_path, ranks(1), *again, **job))
     assert code == 0, err
-    assert "goes on in epoch 3 after step 6 of 6" in out
+    assert "resuming in epoch 3 after step 6 of 6" in out
     assert_same(content(second / "last.pt")["model"], wanted)
     assert (second / "best.pt").read_bytes() == (first / "best.pt").read_bytes()
 
 
-def test_checkpoints_that_cannot_be_read_are_no_reason_to_begin_anew(data: Path, tmp_path: Path) -> None:
+def test_unreadable_checkpoints_do_not_start_a_new_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "last.pt").write_bytes(b"torn")
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(tmp_path), contract.ATTEMPT: "2"}
     ((code, _, err),) = wait(start(tmp_path, ranks(1), *options(data), **job))
@@ -397,27 +357,16 @@ def test_checkpoints_that_cannot_be_read_are_no_reason_to_begin_anew(data: Path,
     assert (tmp_path / "last.pt").read_bytes() == b"torn"
 
 
-def test_a_set_that_has_changed_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
-    shutil.copytree(data.parent, tmp_path / "set")
-    (tmp_path / "set" / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(tmp_path / "set")))
-    once = options(tmp_path / "set" / "data.yaml", "--epochs", "1")
-    assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
-    (tmp_path / "set" / "images" / "train" / "3.png").unlink()
-    (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
-    ((code, _, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", "runs/train"))
-    assert (code, "is not as it was when the checkpoint was written" in err) == (2, True), err
-
-
-def test_ranks_that_were_told_other_things_do_not_begin(data: Path, tmp_path: Path) -> None:
-    told = options(data)
-    assert wait(start(tmp_path, ranks(1), *told, "--name", "there"))[0][0] == 0
+def test_ranks_with_different_settings_do_not_start(data: Path, tmp_path: Path) -> None:
+    arguments = options(data)
+    assert wait(start(tmp_path, ranks(1), *arguments, "--name", "there"))[0][0] == 0
     for more, said in (
         (["--val-period", "2"], "--val-period is 1 on rank 0 and 2 on rank 1"),
         (["--resume", "runs/there"], "--resume is False on rank 0 and True on rank 1"),
         (["--exist-ok"], "--exist-ok is False on rank 0 and True on rank 1"),
     ):
         places = ranks(2)
-        processes = start(tmp_path, places[:1], *told) + start(tmp_path, places[1:], *told, *more)
+        processes = start(tmp_path, places[:1], *arguments) + start(tmp_path, places[1:], *arguments, *more)
         for code, _, err in wait(processes):
             assert (code, f"error: {said}" in err) == (2, True), err
 
@@ -429,18 +378,18 @@ def test_a_node_whose_disk_has_another_run_of_that_name_keeps_it(data: Path, tmp
     kept = tmp_path / "b" / "runs" / "train" / "results.csv"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")
-    told = options(data)
-    processes = start(tmp_path / "a", places[:1], *told) + start(tmp_path / "b", places[1:], *told)
+    arguments = options(data)
+    processes = start(tmp_path / "a", places[:1], *arguments) + start(tmp_path / "b", places[1:], *arguments)
     for code, _, err in wait(processes):
-        assert (code, "runs/train is there already" in err) == (2, True), err
+        assert (code, "runs/train exists on rank 1, but is new on rank 0's machine" in err) == (2, True), err
     assert kept.read_text() == "mine"
 
 
-def test_a_run_that_patience_has_ended_is_not_gone_on_with(data: Path, tmp_path: Path) -> None:
+def test_a_run_that_stopped_early_is_not_continued(data: Path, tmp_path: Path) -> None:
     hyp = tmp_path / "still.yaml"
     hyp.write_text("lr0: 0\nwarmup_epochs: 0\n")
-    told = [*options(data, "--epochs", "9", "--patience", "1"), "--hyp", str(hyp)]
+    arguments = [*options(data, "--epochs", "9", "--patience", "1"), "--hyp", str(hyp)]
     for more in ([], ["--resume", "runs/train"]):
-        ((code, out, err),) = wait(start(tmp_path, ranks(1), *told, *more))
+        ((code, out, err),) = wait(start(tmp_path, ranks(1), *arguments, *more))
         assert (code, "no better score for 1 epochs" in out) == (0, True), (out, err)
         assert content(tmp_path / "runs" / "train" / "last.pt")["epoch"] == 2

@@ -1,4 +1,4 @@
-"""A segmentation trained by the command line, as a user does, and the parts that are its own."""
+"""Segmentation: trainings from the command line, and its datasets, models and loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,23 @@ from torchvision import tv_tensors
 from tests.unit.settings import settings
 from tests.unit.trainer_process import ranks, start, wait
 from trainer.config import Hyp
-from trainer.data.masked import MaskFolder, open_masked
-from trainer.data.masked_loader import MaskedBatch, MaskedLoader, MaskedValLoader, crops
-from trainer.dist import World
+from trainer.data.segmentation import MaskFolder, open_segmentation
+from trainer.data.segmentation_loader import (
+    SegmentationBatch,
+    SegmentationLoader,
+    SegmentationValLoader,
+    train_transform,
+)
+from trainer.distributed.comm import World
+from trainer.engine.events import Events
+from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
-from trainer.events import Events
-from trainer.losses.segmentation import SegmentationLoss
-from trainer.metrics.overlap import Confusion
-from trainer.models.segmenter import build_segmenter
+from trainer.losses.cross_entropy import SegmentationLoss
+from trainer.metrics.confusion import Confusion
+from trainer.models.torchvision_nets import build_segmenter
 from trainer.plots import segment
 from trainer.tasks import open_task
-from trainer.training.run import Run
-from trainer.weights import checkpoint
+from trainer.weights import checkpoint_file
 
 COLOURS = ((30, 30, 30), (40, 220, 40), (40, 40, 220))  # BGR of each class; the first is the background
 LRASPP = "lraspp_mobilenet_v3_large"
@@ -38,7 +43,7 @@ QUICK = ("--task", "segment", "--device", "cpu", "--imgsz", "64", "--workers", "
 
 
 def folders(root: Path, train: int = 7, val: int = 3) -> Path:
-    """Two coloured rectangles on a dark ground in pictures of 80 x 64 px, with a strip that does not count."""
+    """Two coloured rectangles on a dark ground in images of 80 x 64 px, with a strip that does not count."""
     rng = np.random.default_rng(0)
     for split, count in (("train", train), ("val", val)):
         for kind in ("images", "masks"):
@@ -48,9 +53,9 @@ def folders(root: Path, train: int = 7, val: int = 3) -> Path:
             for cls, left in ((1, 0), (2, 40)):
                 x, y = left + rng.integers(0, 8), rng.integers(0, 24)
                 mask[y : y + 36, x : x + 32] = cls
-            picture = np.array(COLOURS, np.uint8)[mask] + rng.integers(0, 30, (64, 80, 3), np.uint8)
+            image = np.array(COLOURS, np.uint8)[mask] + rng.integers(0, 30, (64, 80, 3), np.uint8)
             mask[:3] = 255
-            cv2.imwrite(str(root / "images" / split / f"{k}.png"), picture)
+            cv2.imwrite(str(root / "images" / split / f"{k}.png"), image)
             Image.fromarray(mask).save(root / "masks" / split / f"{k}.png")
     return root
 
@@ -60,12 +65,12 @@ def table(path: Path) -> list[dict[str, float]]:
         return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
-def loader(data: Any, rank: int, world: int, hyp: Hyp) -> MaskedLoader:
+def loader(data: Any, rank: int, world: int, hyp: Hyp) -> SegmentationLoader:
     place: dict[str, Any] = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 16}
-    return MaskedLoader(data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
+    return SegmentationLoader(data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
 
 
-def test_it_learns_where_things_are_and_two_ranks_score_it_like_one(tmp_path: Path) -> None:
+def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> None:
     data = folders(tmp_path / "data", train=24)
     (data / "classes.txt").write_text("ground\ngreen\nred\n")
     (tmp_path / "hyp.yaml").write_text("lr0: 0.004\nwarmup_epochs: 0\nscale: 0.2\n")
@@ -101,7 +106,7 @@ def test_it_learns_where_things_are_and_two_ranks_score_it_like_one(tmp_path: Pa
 
 def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
     data = folders(tmp_path / "data")
-    mask = tmp_path / "data/masks/train/3.png"  # one picture counts little: the mean is not one of the ranks' means
+    mask = tmp_path / "data/masks/train/3.png"  # one image counts little: the mean is not one of the ranks' means
     half = np.array(Image.open(mask))
     half[:, 20:] = 255
     Image.fromarray(half).save(mask)
@@ -112,28 +117,8 @@ def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
     assert max(d["gradient_off"] for d in found) < 1e-5
 
 
-def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
-    data = folders(tmp_path / "data")
-    options = ("--data", str(data), "--batch", "2", "--epochs", "2", "--log-steps", "--save-every", "1steps")
-    options += ("--project", "runs", "--noval")
-    (whole,) = start(tmp_path, ranks(1), "train", *QUICK, *options, "--name", "whole")
-    (cut,) = start(tmp_path, ranks(1), "train", *QUICK, *options, "--name", "cut")
-    steps = tmp_path / "runs/cut/steps.csv"
-    while cut.poll() is None and not (steps.exists() and len(steps.read_text().splitlines()) > 4):
-        pass
-    cut.kill()
-    assert wait([whole, cut])[0][0] == 0
-    code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options, "--resume", "runs/cut"))[0]
-    assert code == 0, err
-    assert "goes on" in out
-    assert (tmp_path / "runs/whole/steps.csv").read_bytes() == steps.read_bytes()
-    states = [torch.load(tmp_path / f"runs/{name}/last.pt", weights_only=True) for name in ("whole", "cut")]
-    for part in ("model", "ema"):
-        assert all(torch.equal(value, states[1][part][key]) for key, value in states[0][part].items())
-
-
 def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    data, _ = open_masked(str(folders(tmp_path, train=11)), 64)
+    data, _ = open_segmentation(str(folders(tmp_path, train=11)), 64)
     hyp = Hyp(scale=0.5, fliplr=0.5, flipud=0.5)
     for number in range(3):
         whole = list(loader(data, 0, 1, hyp).epoch(1))[number]
@@ -142,8 +127,8 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
         assert torch.equal(whole.masks, torch.cat([part.masks for part in parts]))
 
 
-def test_picture_and_mask_are_moved_together(tmp_path: Path) -> None:
-    data, _ = open_masked(str(folders(tmp_path)), 64)
+def test_image_and_mask_are_moved_together(tmp_path: Path) -> None:
+    data, _ = open_segmentation(str(folders(tmp_path)), 64)
     seen = set()
     for epoch in range(4):
         for batch in loader(data, 0, 1, Hyp(scale=0.5, fliplr=0.5, flipud=0.5)).epoch(epoch):
@@ -156,37 +141,37 @@ def test_picture_and_mask_are_moved_together(tmp_path: Path) -> None:
     assert len(seen) > 15  # in another size or crop every time
 
 
-def test_picture_and_mask_are_mirrored() -> None:
-    picture = tv_tensors.Image(torch.arange(64 * 64 * 3).remainder(251).to(torch.uint8).view(3, 64, 64))
+def test_image_and_mask_are_mirrored() -> None:
+    source = tv_tensors.Image(torch.arange(64 * 64 * 3).remainder(251).to(torch.uint8).view(3, 64, 64))
     truth = tv_tensors.Mask(torch.arange(64 * 64).remainder(7).to(torch.uint8).view(64, 64))
     for hyp, side in ((Hyp(scale=0.0, fliplr=1.0), -1), (Hyp(scale=0.0, fliplr=0.0, flipud=1.0), -2)):
-        image, mask = crops(64, hyp)(picture, truth)
-        assert torch.equal(image, picture.flip(side))
+        image, mask = train_transform(64, hyp)(source, truth)
+        assert torch.equal(image, source.flip(side))
         assert torch.equal(mask, truth.flip(side))
 
 
-def test_deeplab_is_not_given_single_pictures_to_normalise(tmp_path: Path) -> None:
+def test_deeplab_refuses_batches_of_one_image(tmp_path: Path) -> None:
     data = str(folders(tmp_path))
     for cfg, refused in (("deeplabv3_mobilenet_v3_large", True), (LRASPP, False)):
-        told = settings(data, "segment", cfg=cfg, batch=1)
+        config = settings(data, "segment", cfg=cfg, batch=1)
         with pytest.raises(TrainerError, match="a single value for batch norm") if refused else nullcontext():
-            Run(told, World(), torch.device("cpu"), Events({}))
+            Trainer(config, World(), torch.device("cpu"), Events({}))
 
 
-def test_validation_sees_whole_pictures_each_on_one_rank(tmp_path: Path) -> None:
-    _, data = open_masked(str(folders(tmp_path)), 64)
+def test_validation_has_whole_images_each_on_one_rank(tmp_path: Path) -> None:
+    _, data = open_segmentation(str(folders(tmp_path)), 64)
     place: dict[str, Any] = {"world": 2, "local_size": 2, "workers": 0, "stride": 16}
-    batches: list[MaskedBatch] = []
+    batches: list[SegmentationBatch] = []
     for rank in range(2):
-        batches += MaskedValLoader(data, imgsz=64, batch=2, rank=rank, **place)
+        batches += SegmentationValLoader(data, imgsz=64, batch=2, rank=rank, **place)
     assert torch.cat([batch.ids for batch in batches]).tolist() == [0, 1, 2]
     mask = batches[0].masks[0]
-    assert (mask[52:] == 255).all()  # 64 x 51 px of it are the picture
+    assert (mask[52:] == 255).all()  # 64 x 51 px of it are the image
     share, true = (mask[:51] == 1).float().mean(), (data.mask(0) == 1).mean()
     assert float(share) == pytest.approx(float(true), abs=0.02)
 
 
-def test_the_scores_are_those_counted_by_hand() -> None:
+def test_the_scores_equal_manual_counts() -> None:
     true = torch.tensor([[[0, 0, 1, 1], [0, 255, 1, 2]]], dtype=torch.uint8)
     found = torch.tensor([[[0, 1, 1, 1], [0, 2, 0, 3]]], dtype=torch.uint8)
     parts = [Confusion(["a", "b", "c", "d", "e"]) for _ in range(2)]
@@ -194,7 +179,7 @@ def test_the_scores_are_those_counted_by_hand() -> None:
     parts[1].update(found[..., 2:], true[..., 2:])
     whole = Confusion(parts[0].names)
     for part in parts:
-        whole.merge(part.state())
+        whole.merge(part)
     scores = whole.compute()
     assert scores.pixels == 7
     assert scores.accuracy == pytest.approx(4 / 7)
@@ -219,8 +204,8 @@ def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> Non
     assert float(loss(logits, nothing, nothing.counts)) == 0
 
 
-def test_embedded_pages_have_digits_where_their_masks_say() -> None:
-    train, val = open_masked("digits", 64)
+def test_embedded_masks_cover_the_digits() -> None:
+    train, val = open_segmentation("digits", 64)
     assert train.names == val.names == ["background", "digit"]
     mask, image = val.mask(0), val.image(0).astype(int)
     assert np.unique(mask).tolist() == [0, 1]
@@ -233,7 +218,7 @@ def test_embedded_pages_have_digits_where_their_masks_say() -> None:
 @pytest.mark.parametrize(
     "name", ["lraspp_mobilenet_v3_large", "fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large"]
 )
-def test_models_of_torchvision_answer_for_every_pixel(name: str) -> None:
+def test_torchvision_models_predict_every_pixel(name: str) -> None:
     with torch.device("meta"):
         model = build_segmenter(name, 5).eval()
         assert model(torch.rand(1, 3, 64, 96)).shape == (1, 5, 64, 96)
@@ -251,29 +236,29 @@ def test_models_of_torchvision_answer_for_every_pixel(name: str) -> None:
         ({"data": "nowhere"}, "no such folder"),
     ],
 )
-def test_what_cannot_be_segmented_is_said(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+def test_invalid_settings_of_segmentation_are_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
     values = {"data": str(folders(tmp_path)), **more}
     with pytest.raises(TrainerError, match=said):
         open_task(settings(task="segment", **values)).build(print)
 
 
-def test_faults_of_the_data_are_named_with_their_file(tmp_path: Path) -> None:
+def test_errors_name_the_file_of_the_dataset(tmp_path: Path) -> None:
     root = folders(tmp_path)
     mask = root / "masks/train/1.png"
     good = Image.open(mask).copy()
 
     def refused(said: str) -> None:
         with pytest.raises(TrainerError, match=said):
-            open_masked(str(root), 64)
+            open_segmentation(str(root), 64)
 
     good.resize((40, 64)).save(mask)
-    refused(r"masks/train/1\.png: 40 x 64 px, its picture has 80 x 64")
+    refused(r"masks/train/1\.png: 40 x 64 px, its image has 80 x 64")
     good.convert("RGB").save(mask)
-    refused(r"1\.png: a picture in colours \(RGB\)")
-    mask.write_bytes(b"no picture")
+    refused(r"1\.png: its pixels are RGB, a mask has one channel")
+    mask.write_bytes(b"no image")
     refused(r"1\.png: not a readable PNG")
     mask.unlink()
-    refused(r"images/train/1\.png: it has no mask .*masks/train/1\.png")
+    refused(r"masks/train/1\.png: not a readable PNG: .*No such file")
     good.save(mask)
     (root / "classes.txt").write_text("ground\ngreen\n")
     refused(r"masks/train/0\.png: a pixel has the value 2, the classes are 0 to 1")
@@ -284,38 +269,33 @@ def test_faults_of_the_data_are_named_with_their_file(tmp_path: Path) -> None:
         masks = {path: path.read_bytes() for path in (root / "masks" / split).iterdir()}
         for path in masks:
             Image.fromarray(np.full((64, 80), 255, np.uint8)).save(path)
-        refused(f"no mask in masks/{split} has a pixel that counts, all are 255")
-        if split == "train":  # as drawing programs write what is something and what is not
+        refused(f"the values of the masks in masks/{split} are 255: too few classes")
+        if split == "train":  # 0 and 255, as drawing programs save binary masks
             for path in masks:
                 Image.fromarray(np.repeat(np.uint8([0, 255]), 40)[None].repeat(64, 0)).save(path)
-            refused("every pixel of the masks in masks/train is of class 0, but for 255, which does not count")
+            refused("the values of the masks in masks/train are 0, 255: too few classes")
         for path, content in masks.items():
             path.write_bytes(content)
-    assert open_masked(str(root), 64)[1].names == ["0", "1", "2"]
-    (root / "images/train/2.png").write_bytes(b"no picture")
-    refused(r"images/train/2\.png: not a readable picture")
+    assert open_segmentation(str(root), 64)[1].names == ["0", "1", "2"]
+    (root / "images/train/2.png").write_bytes(b"no image")
+    refused(r"images/train/2\.png: not a readable image")
     (root / "masks/val").rename(root / "masks/test")
     refused("no folder masks/val|images/train/2")
 
 
-def test_pictures_are_found_as_for_boxes_and_each_has_its_own_mask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_listed_recursively(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, other = folders(tmp_path / "data"), folders(tmp_path / "other", train=2)
     for kind in ("images", "masks"):
         (root / kind / "train/more").symlink_to(other / kind / "train")
     (root / "images/train/._0.jpg").write_bytes(b"what macOS leaves on other disks")
     (root / "here").mkdir()
     monkeypatch.chdir(root / "here")
-    train, _ = open_masked("..", 64)
+    train, _ = open_segmentation("..", 64)
     assert [train.name(k) for k in range(len(train))] == [*(f"{k}.png" for k in range(7)), "more/0.png", "more/1.png"]
     assert train.mask(7).shape == (64, 80)
-    (root / "images/train/0.jpg").write_bytes((root / "images/train/0.png").read_bytes())
-    with pytest.raises(TrainerError, match=r"images/train/0\.png: shares its mask with 0\.jpg"):
-        open_masked(str(root), 64)
 
 
-def test_a_mask_with_a_palette_has_the_numbers_of_its_colours(tmp_path: Path) -> None:
+def test_a_mask_with_a_palette_has_its_indices(tmp_path: Path) -> None:
     root = folders(tmp_path)
     path = root / "masks/train/0.png"
     mask = np.array(Image.open(path))
@@ -328,32 +308,30 @@ def test_a_mask_with_a_palette_has_the_numbers_of_its_colours(tmp_path: Path) ->
     assert np.array_equal(data.mask(0), mask)
 
 
-def test_the_picture_of_predictions_shows_the_classes_colours(tmp_path: Path) -> None:
+def test_the_image_of_predictions_shows_the_classes_colours(tmp_path: Path) -> None:
     image, mask = np.full((64, 64, 3), 90, np.uint8), np.zeros((64, 64), np.uint8)
     mask[:32] = 1
     segment.shown([(image, mask, np.zeros_like(mask))], ["a", "b"], tmp_path / "p.png")
-    picture = cv2.imread(str(tmp_path / "p.png"))
-    assert picture is not None
-    true, found = picture[10:250, 10:250].astype(int), picture[10:250, 250:490].astype(int)
+    image = cv2.imread(str(tmp_path / "p.png"))
+    assert image is not None
+    true, found = image[10:250, 10:250].astype(int), image[10:250, 250:490].astype(int)
     assert np.abs(true[20:100] - 90).max() > 30  # class 1 has a colour
     assert np.abs(true[140:220] - 90).max() <= 2  # class 0 has none
     assert np.abs(found[20:220] - 90).max() <= 2
 
 
-def test_a_gathered_batch_counts_for_its_share() -> None:
-    for nbs, share in ((0.0, 1.0), (4.0, 1.0), (8.0, 0.5)):
-        task = open_task(settings("digits", "segment", batch=4, hyp=Hyp(mosaic=0.0, nbs=nbs)))
-        assert float(task.weight(torch.tensor(4.0))) == share
-
-
-def test_a_split_without_pictures_cannot_be_scored(tmp_path: Path) -> None:
+def test_a_split_without_images_cannot_be_scored(tmp_path: Path) -> None:
     data = folders(tmp_path / "data", val=0)
     state = build_segmenter(LRASPP, 3).state_dict()
-    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "task": "segment", "imgsz": 64}
+    content = {key: {} for key in checkpoint_file.KEYS} | {
+        "format": checkpoint_file.FORMAT,
+        "task": "segment",
+        "imgsz": 64,
+    }
     content |= {"model": state, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
-    checkpoint.save(tmp_path / "best.pt", content)
+    checkpoint_file.save(tmp_path / "best.pt", content)
     asked = ("--weights", "best.pt", "--data", str(data), "--device", "cpu")
     code, _, err = wait(start(tmp_path, ranks(1), "val", *asked))[0]
-    assert (code, f"error: --data {data}: there is no picture in its split val" in err) == (2, True), err
+    assert (code, f"error: --data {data}: the split val has no images" in err) == (2, True), err
     code, _, err = wait(start(tmp_path, ranks(1), "val", *asked, "--task", "segment"))[0]
-    assert (code, "the weights tell what they were trained for" in err) == (2, True), err
+    assert (code, "the weights contain the task" in err) == (2, True), err

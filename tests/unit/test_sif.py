@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from cluster.images import sif
+from cluster.images import apptainer
 
 HOSTILE = 'a\'; echo foo; $(id) `id` "b" $HOME \\ end'
 
@@ -25,9 +25,9 @@ def run(text, *arguments):
     ],
 )
 def test_it_runs_what_a_container_would(config, arguments, printed):
-    assert run(sif.runscript(config), *arguments) == printed
+    assert run(apptainer.runscript(config), *arguments) == printed
 
 
 def test_the_images_variables_are_values_and_no_shell_text():
-    text = sif.variables([f"NOTE={HOSTILE}", "EMPTY=", "PAIR=a=b"])
+    text = apptainer.variables([f"NOTE={HOSTILE}", "EMPTY=", "PAIR=a=b"])
     assert run(text + 'printf \'%s|\' "$NOTE" "$EMPTY" "$PAIR"') == f"{HOSTILE}||a=b|"

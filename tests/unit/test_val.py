@@ -1,4 +1,4 @@
-"""`trainer val` as its users run it: real processes on a data set of a few small pictures."""
+"""`trainer val` in real processes, on a dataset of small images."""
 
 import json
 import sys
@@ -6,21 +6,19 @@ import sys
 import cv2
 import numpy as np
 import pytest
-import torch
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from tests.unit.trainer_process import ranks, start, wait
+from tests.unit.yolo_folder import untrained
 from trainer.__main__ import main
-from trainer.models.yolo import build_yolo, load_cfg
-from trainer.weights import checkpoint
 
 COUNT = 37
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Pictures of different shapes with squares of two classes; 37 fill a group of one shape and begin another."""
+    """Images of different shapes with squares of two classes."""
     folder = tmp_path_factory.mktemp("squares")
     rng = np.random.default_rng(0)
     for split, count in (("train", 2), ("val", COUNT), ("test", 3)):
@@ -28,13 +26,13 @@ def data(tmp_path_factory):
             (folder / kind / split).mkdir(parents=True)
         for k in range(count):
             height, width = (64, 48 + 8 * (k % 7))
-            picture = np.full((height, width, 3), 30, np.uint8)
+            image = np.full((height, width, 3), 30, np.uint8)
             lines = []
             for cls in range(2) if k % 5 else []:
                 x, y = rng.integers(0, width - 24), rng.integers(0, 40)
-                picture[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
+                image[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
                 lines.append(f"{cls} {(x + 12) / width} {(y + 12) / height} {24 / width} {24 / height}")
-            cv2.imwrite(str(folder / "images" / split / f"{k + 100}.png"), picture)
+            cv2.imwrite(str(folder / "images" / split / f"{k + 100}.png"), image)
             (folder / "labels" / split / f"{k + 100}.txt").write_text("\n".join(lines))
     path = folder / "data.yaml"
     splits = "".join(f"{split}: images/{split}\n" for split in ("train", "val", "test"))
@@ -44,24 +42,18 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """An untrained model: it finds boxes everywhere, a few of which happen to be right."""
-    torch.manual_seed(1)
-    cfg = load_cfg("yolov5n.yaml")
-    model = build_yolo(cfg, nc=2)
-    content = {key: {} for key in checkpoint.KEYS} | {"format": checkpoint.FORMAT, "cfg": cfg, "imgsz": 64}
-    content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
-    path = tmp_path_factory.mktemp("weights") / "best.pt"
-    checkpoint.save(path, content)
-    return path
+    return untrained(tmp_path_factory.mktemp("weights") / "best.pt")
 
 
 def run(folder, *arguments, count=1):
-    """Exit codes, stdout and stderr of each of `count` ranks of `trainer val`."""
-    ended = wait(start(folder, ranks(count), "val", "--device", "cpu", "--workers", "0", *map(str, arguments)))
+    """Run `count` ranks of `trainer val`; return exit codes, stdout and stderr of each."""
+    ended = wait(
+        start(folder, ranks(count), "val", "--device", "cpu", "--workers", "0", *map(str, arguments), plots=True)
+    )
     return [list(each) for each in zip(*ended, strict=True)]
 
 
-def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
+def test_two_ranks_have_the_scores_of_one(data, weights, tmp_path):
     common = ("--weights", weights, "--data", data, "--batch", 4, "--no-plots", "--json")
     codes, (alone,), errors = run(tmp_path, *common)
     assert codes == [0], errors
@@ -69,25 +61,25 @@ def test_two_ranks_print_once_what_one_rank_prints(data, weights, tmp_path):
     assert codes == [0, 0], errors
     assert second == ""
     one, two = json.loads(alone), json.loads(first)
-    assert (one["pictures"], one["boxes"]) == (COUNT, 2 * sum(bool(k % 5) for k in range(COUNT)))
+    assert (one["images"], one["boxes"]) == (COUNT, 2 * sum(bool(k % 5) for k in range(COUNT)))
     assert one["map50"] > 0
     assert set(one["per_class"]) == {"green", "red"}
-    assert all(ms > 0 for result in (one, two) for ms in result.pop("ms_per_picture").values())
+    assert all(ms > 0 for result in (one, two) for ms in result.pop("ms_per_image").values())
     assert one.pop("folder") is None
     results = tmp_path / two.pop("folder") / "predictions.json"
     assert one == two
-    assert judged(data, results) == pytest.approx((one["map50"], one["map"]), abs=1e-4)
+    assert pycocotools_scores(data, results) == pytest.approx((one["map50"], one["map"]), abs=1e-4)
 
 
-def test_yolov5s_map_is_another_one(data, weights, tmp_path):
+def test_yolov5_map_differs_from_coco_map(data, weights, tmp_path):
     common = ("--weights", weights, "--data", data, "--no-plots", "--json", "--imgsz", 128, "--iou", 0.95)
     (coco, yolov5) = (json.loads(run(tmp_path, *common, *more)[1][0]) for more in ((), ("--v5-map",)))
-    assert min(yolov5["map"], coco["map"]) > 0  # by how much they differ is test_box_map.py's: here, chance decides
+    assert min(yolov5["map"], coco["map"]) > 0  # test_box_map.py compares the values
     assert yolov5["map"] != pytest.approx(coco["map"], rel=1e-3)
 
 
-def judged(data, results, crowds=()):
-    """(map50, map) that pycocotools gives for a file of results and the data set's own labels."""
+def pycocotools_scores(data, results, crowds=()):
+    """Return (map50, map) by pycocotools for a results file and the dataset's labels."""
     coco = COCO()
     coco.dataset = annotations(data, crowds)
     coco.createIndex()
@@ -99,21 +91,20 @@ def judged(data, results, crowds=()):
 
 
 def annotations(data, crowds):
-    """The validation pictures in COCO's JSON, with `crowds`, boxes of class 1 (x, y, w, h), in each of them."""
+    """Return the validation split in COCO's format, with the crowds `crowds` (x, y, w, h) of class 1 in each image."""
     truth = []
-    for picture in sorted((data.parent / "images" / "val").iterdir()):
-        height, width = cv2.imread(str(picture)).shape[:2]
-        for line in (data.parent / "labels" / "val" / f"{picture.stem}.txt").read_text().splitlines():
+    for image in sorted((data.parent / "images" / "val").iterdir()):
+        height, width = cv2.imread(str(image)).shape[:2]
+        objects = [(1, list(box), 1) for box in crowds]
+        for line in (data.parent / "labels" / "val" / f"{image.stem}.txt").read_text().splitlines():
             c, x, y, w, h = map(float, line.split())
-            box = [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height]
-            one = {"id": len(truth) + 1, "image_id": int(picture.stem), "category_id": int(c), "bbox": box}
-            truth.append({**one, "area": box[2] * box[3], "iscrowd": 0})
-        for box in crowds:
-            one = {"id": len(truth) + 1, "image_id": int(picture.stem), "category_id": 1, "bbox": list(box)}
-            truth.append({**one, "area": box[2] * box[3], "iscrowd": 1})
-    pictures = [{"id": int(p.stem), "file_name": p.name} for p in (data.parent / "images" / "val").iterdir()]
+            objects.append((int(c), [(x - w / 2) * width, (y - h / 2) * height, w * width, h * height], 0))
+        for c, box, crowd in objects:
+            one = {"id": len(truth) + 1, "image_id": int(image.stem), "category_id": c, "bbox": box}
+            truth.append({**one, "area": box[2] * box[3], "iscrowd": crowd})
+    images = [{"id": int(p.stem), "file_name": p.name} for p in (data.parent / "images" / "val").iterdir()]
     categories = [{"id": 0, "name": "green"}, {"id": 1, "name": "red"}]
-    return {"info": {}, "images": pictures, "categories": categories, "annotations": truth}
+    return {"info": {}, "images": images, "categories": categories, "annotations": truth}
 
 
 def test_annotations_with_crowds_score_as_in_pycocotools(data, weights, tmp_path):
@@ -126,19 +117,19 @@ def test_annotations_with_crowds_score_as_in_pycocotools(data, weights, tmp_path
     results = tmp_path / scores["folder"] / "predictions.json"
     found = np.array([[r["image_id"], r["category_id"]] for r in json.loads(results.read_text())])
     assert np.unique(found, axis=0, return_counts=True)[1].max() > 100
-    assert judged(data, results, crowds) == pytest.approx((scores["map50"], scores["map"]), abs=1e-6)
-    assert abs(judged(data, results)[1] - scores["map"]) > 1e-5  # the crowds are seen to matter
+    assert pycocotools_scores(data, results, crowds) == pytest.approx((scores["map50"], scores["map"]), abs=1e-6)
+    assert abs(pycocotools_scores(data, results)[1] - scores["map"]) > 1e-5  # the crowds change the score
     assert scores["boxes"] == 2 * sum(bool(k % 5) for k in range(COUNT))
 
 
-def test_the_table_and_everything_that_is_written(data, weights, tmp_path):
+def test_table_and_output_files(data, weights, tmp_path):
     save = ("--save-txt", "--save-conf", "--split", "test", "--project", "out")
     codes, (text,), errors = run(tmp_path, "--weights", weights, "--data", data, *save)
     assert codes == [0], errors
     rows = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert rows["all"][:2] == ["3", "4"]
     assert rows["green"][:2] == rows["red"][:2] == ["2", "2"]
-    assert "per picture at 64 px: load" in text
+    assert "per image at 64 px: load" in text
     folder = tmp_path / "out" / "val"
     for name in ("PR_curve.png", "F1_curve.png", "confusion_matrix.png", "predictions.jpg"):
         assert cv2.imread(str(folder / name)).shape[1] > 500
@@ -151,7 +142,7 @@ def test_the_table_and_everything_that_is_written(data, weights, tmp_path):
     assert (np.diff(numbers[:, 4]) <= 0).all()
 
 
-def refused(capsys, monkeypatch, *arguments):
+def error_of(capsys, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["trainer", "val", "--device", "cpu", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
         main()
@@ -163,9 +154,9 @@ def refused(capsys, monkeypatch, *arguments):
     return captured.err
 
 
-def test_bad_input_is_named(data, weights, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_an_error(data, weights, tmp_path, capsys, monkeypatch):
     def error(*more, data=data):
-        return refused(capsys, monkeypatch, "--weights", weights, "--data", data, *more)
+        return error_of(capsys, monkeypatch, "--weights", weights, "--data", data, *more)
 
     other = tmp_path / "other.yaml"
     other.write_text(data.read_text().replace("green, red", "green, blue"))
@@ -174,7 +165,7 @@ def test_bad_input_is_named(data, weights, tmp_path, capsys, monkeypatch):
     other.write_text(data.read_text().replace("green, red", "green, red, blue"))
     assert "3 classes, but" in error(data=other)
     assert "--split validation: unknown" in error("--split", "validation")
-    assert "digits has no such pictures" in error("--split", "test", data="digits")
+    assert "digits has no such images" in error("--split", "test", data="digits")
     assert "use --imgsz 96" in error("--imgsz", "100")
     assert "--conf is 1.5" in error("--conf", "1.5")
     assert "--max-det is 0" in error("--max-det", "0")
@@ -184,5 +175,5 @@ def test_bad_input_is_named(data, weights, tmp_path, capsys, monkeypatch):
     (tmp_path / "coco.json").write_text(json.dumps({"images": [], "categories": [], "annotations": []}))
     assert "it has no category `green`" in error("--annotations", tmp_path / "coco.json")
     assert "not a COCO file of instances" in error("--annotations", data)
-    assert "no such file" in refused(capsys, monkeypatch, "--weights", tmp_path / "no.pt", "--data", data)
+    assert "no such file" in error_of(capsys, monkeypatch, "--weights", tmp_path / "no.pt", "--data", data)
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""N ranks train as one does, shown with real ranks; and where they do not, it is seen."""
+"""`trainer verify` with real ranks: equal gradients, and detected differences."""
 
 import json
 import math
@@ -12,48 +12,51 @@ import torch
 from tests.unit.trainer_process import FORKING
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.__main__ import main
-from trainer.verify import agree, compare
+from trainer.bench.verify import agree, compare
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
     monkeypatch.setattr(sys, "argv", ["trainer", "verify", *arguments])
-    monkeypatch.setattr("trainer.ranks.subprocess", FORKING)
+    monkeypatch.setattr("trainer.distributed.spawn.subprocess", FORKING)
     with pytest.raises(SystemExit) as stop:
         main()
     return stop.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("more", [[], ["--no-sync-bn"]])
+@pytest.mark.parametrize("more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"]])
 def test_uneven_shares_of_a_batch_train_as_one_rank_does(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three pictures on two ranks, with mosaics and colours. Without the common batch norm it must fail."""
+    """Three images on two ranks, or on three with one without boxes. Without synchronized batch norm, it must fail."""
+    (tmp_path / "hyp.yaml").write_text("mosaic: 0\n")
     data = make_yolo_set(tmp_path, train=6)
     arguments = ["--data", str(data), "--imgsz", "64", "--batch", "3", "--ranks", "1,2", "--steps", "2", "--json"]
+    arguments += ["--hyp", str(tmp_path / "hyp.yaml")]
     code, out, err = run(monkeypatch, capsys, *arguments, *more)
     assert not err
-    said = json.loads(out)
-    assert [(d["ranks"], d["step"]) for d in said["differences"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    first, moved = said["differences"][2:]
-    if more:
-        assert (code, said["agree"]) == (1, False)
+    report = json.loads(out)
+    several = 3 if "1,3" in more else 2
+    assert [(d["ranks"], d["step"]) for d in report["differences"]] == [(1, 1), (1, 2), (several, 1), (several, 2)]
+    first, moved = report["differences"][2:]
+    if "--no-sync-bn" in more:
+        assert (code, report["agree"]) == (1, False)
         assert first["gradient_off"] > 0.01
     else:
-        assert (code, said["agree"]) == (0, True)
+        assert (code, report["agree"]) == (0, True)
         assert first["gradient_off"] < 1e-6
         assert first["gradient_norm"] > 10  # not clipped, which would hide a wrong scale
         assert moved["loss"] != first["loss"]  # another batch, other weights
         assert moved["gradient_off"] < 1e-4
 
 
-def test_what_a_rank_finds_wrong_is_said_once(
+def test_an_error_of_the_ranks_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_gpu = [] if torch.cuda.is_available() else ["--device 0: no GPU can be used on this machine"]
-    for arguments, said in (
-        # One rank gets one of the two; with both it would be refused before they are looked for.
-        *((["--device", "0,1", "--ranks", "1,2"], f"error: {said}") for said in no_gpu),
-        (["--data", "none.yaml", "--ranks", "2"], "error: --data none.yaml: no such file"),
+    for arguments, message in (
+        # Each rank gets one of the two GPUs.
+        *((["--device", "0,1", "--ranks", "1,2"], f"error: {text}") for text in no_gpu),
+        (["--data", "none.yaml", "--ranks", "2"], "error: none.yaml: no such dataset"),
         (["--ranks", "1,9"], "error: --ranks 1,9: each must be from 1 to --batch 8"),
         (["--ranks", "two"], "error: --ranks two"),
         (["--steps", "0"], "error: --steps is 0"),
@@ -61,7 +64,7 @@ def test_what_a_rank_finds_wrong_is_said_once(
     ):
         code, _, err = run(monkeypatch, capsys, *arguments)
         assert code == 2
-        assert err.startswith(said)
+        assert err.startswith(message)
         assert err.count("error:") == 1
 
 

@@ -1,8 +1,7 @@
-"""Trainer processes of the tests: forked from one server that has imported torch, or started by an interpreter.
+"""Trainer processes of the tests: forked from a server that has imported torch, or new interpreters.
 
-A forked process is a real one: it has its own folder, environment, pipes and exit code, and can be killed. It costs
-milliseconds where an interpreter needs seconds to import torch. What it shares with all others of its server: the seed
-of string hashes, and /proc/PID/environ, which is the server's.
+A forked process has its own folder, environment, pipes and exit code. It starts in milliseconds, because it does not
+import torch. It has the server's seed of string hashes and /proc/PID/environ.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from unittest import mock
 
 ROOT = Path(__file__).parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
-# torch's optimizers load torch._dynamo at their first use, which takes longer than the trainer itself
-_PRELOAD = ["torch._dynamo", "trainer.training.loop", "trainer.verify", "trainer.cli", "trainer.bench", "trainer.plots"]
+# torch's optimizers import torch._dynamo at their first use, which is slow
+_PRELOAD = ["torch._dynamo", "trainer.engine.loop", "trainer.cli", "trainer.bench.verify", "trainer.plots"]
 _PRELOAD += ["trainer.inference.validate", "trainer.inference.predict", "matplotlib.figure", "pytest"]
-_PRELOAD += ["matplotlib.backends.backend_agg", "trainer.bench.scaling", "trainer.bench.measure"]
+_PRELOAD += ["matplotlib.backends.backend_agg", "trainer.bench.scaling", "trainer.bench.profile"]
 
 _PLOTS = "PLOTS_IN_TESTS"  # in the environment of a forked trainer and of the ranks that it starts
 TINY = str(ROOT / "tests/unit/tiny.yaml")
@@ -63,23 +62,23 @@ class Forked:
         **text: Any,
     ) -> None:
         self.args = args
-        self.stdin, given = self._pipe(stdin, 0)
+        self.stdin, inp = self._pipe(stdin, 0)
         self.stdout, out = self._pipe(stdout, 1)
         self.stderr, err = self._pipe(stderr, 2)
-        ends = {number: Connection(end) for number, end in enumerate((given, out, err)) if end is not None}
-        begun, begins = _CONTEXT.Pipe(duplex=False)
-        place = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
-        how = ends, begins, start_new_session, preexec_fn
-        self._process = _CONTEXT.Process(target=_become, args=(args[1:], *place, *how))  # type: ignore[attr-defined]
+        ends = {number: Connection(end) for number, end in enumerate((inp, out, err)) if end is not None}
+        started, starts = _CONTEXT.Pipe(duplex=False)
+        where = str(cwd or Path.cwd()), dict(os.environ if env is None else env)
+        how = ends, starts, start_new_session, preexec_fn
+        self._process = _CONTEXT.Process(target=_become, args=(args[1:], *where, *how))  # type: ignore[attr-defined]
         self._process.start()
-        for end in (begins, *ends.values()):
+        for end in (starts, *ends.values()):
             end.close()
-        with begun:  # closed by the process once it is what it is to be, or has ended
-            begun.poll(None)
+        with started:  # closed by the process when it is set up or has ended
+            started.poll(None)
 
     @staticmethod
     def _pipe(wanted: IO[str] | int | None, number: int) -> tuple[IO[str] | None, int | None]:
-        """This process's end of a pipe, if one is wanted, and the file descriptor of the forked process."""
+        """Return this process's end of a pipe (None without PIPE), and the forked process's file descriptor."""
         if wanted is None:
             return None, None
         if wanted != PIPE:
@@ -134,12 +133,12 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-# What trainer.ranks needs of subprocess: ranks that a trainer starts by itself are forked, too.
+# Replaces subprocess in trainer.distributed.spawn, so that a trainer's own ranks are forked too.
 FORKING = SimpleNamespace(Popen=Forked, PIPE=PIPE, TimeoutExpired=subprocess.TimeoutExpired)
 
 
 def _start_server() -> None:
-    """Start the one that the product's loading processes come from, too; it has imported more than they need."""
+    """Start the forkserver, which also forks the dataloader workers."""
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", GOMP_SPINCOUNT="3000", PYTHONPATH=path):
@@ -151,15 +150,15 @@ def _become(
     folder: str,
     environment: dict[str, str],
     ends: dict[int, Connection],
-    begins: Connection,
+    starts: Connection,
     session: bool,
     before: Callable[[], object] | None,
 ) -> None:
-    """Make the forked process what an interpreter would be, and run its program."""
+    """Set the forked process up like a new interpreter, and run its program."""
     import numpy as np
     import torch
 
-    import trainer.ranks
+    import trainer.distributed.spawn
 
     if session:
         os.setsid()
@@ -175,17 +174,17 @@ def _become(
     faulthandler.enable(2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     np.random.seed()
-    tempfile.tempdir = None  # found in the server's environment
+    tempfile.tempdir = None  # was set from the server's environment
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    # Its own ranks and loading processes are forked from the same server.
-    trainer.ranks.subprocess = FORKING  # type: ignore[assignment, misc]
+    # Its ranks and dataloader workers are forked from the same server.
+    trainer.distributed.spawn.subprocess = FORKING  # type: ignore[assignment, misc]
     server = multiprocessing.forkserver._forkserver
     server.ensure_running = multiprocessing.forkserver.ensure_running = lambda: None
     if _PLOTS not in environment:
         _omit_plots()
     if before:
         before()
-    begins.close()
+    starts.close()
     try:
         _run(args)
     finally:
@@ -193,7 +192,7 @@ def _become(
 
 
 def _omit_plots() -> None:
-    """Leave the diagrams out of a training, which would take longer than all the rest."""
+    """Skip the charts of a training, which are slow."""
     import trainer.plots
 
     trainer.plots.plot_results = lambda *_: None
@@ -202,7 +201,7 @@ def _omit_plots() -> None:
 
 
 def _run(args: Sequence[str]) -> None:
-    """What an interpreter does with its arguments."""
+    """Run the program that the interpreter's arguments name."""
     kind, *rest = args
     if kind in ("-m", "-c"):
         name, *rest = rest
@@ -218,7 +217,7 @@ def _run(args: Sequence[str]) -> None:
     else:
         sys.argv = [kind, *rest]
         sys.path.insert(0, str(Path(kind).parent))
-        runpy.run_path(str(Path(kind).absolute()), run_name="__main__")  # loading processes import it by its path
+        runpy.run_path(str(Path(kind).absolute()), run_name="__main__")  # dataloader workers import it by its path
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -227,7 +226,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
-    """The environment of each of `count` ranks, of one process alone for a single one."""
+    """Return the environment of each of `count` ranks; {} for a single process."""
     if count == 1:
         return [{}]
     with socket.socket() as s:
@@ -240,7 +239,7 @@ def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
 
 def start(
     cwd: Path,
-    places: list[dict[str, str]],
+    environments: list[dict[str, str]],
     *arguments: str,
     program: Sequence[str] = ("-m", "trainer"),
     stderr: IO[str] | int = PIPE,
@@ -249,19 +248,19 @@ def start(
     preexec_fn: Callable[[], object] | None = None,
     **more: str,
 ) -> list[Any]:
-    """`trainer ARGUMENTS`, or another program of Python, once for each place; without `plots` it draws no diagrams."""
+    """Start `trainer ARGUMENTS` or another Python program in each environment, without charts unless `plots`."""
     more |= {_PLOTS: "1"} if plots else {}
     command = [sys.executable, *program, *map(str, arguments)]
     pipes = {"stdout": PIPE, "stderr": stderr, "text": True, "preexec_fn": preexec_fn}
-    return [process(command, cwd=cwd, env=environment(**more, **place), **pipes) for place in places]
+    return [process(command, cwd=cwd, env=environment(**more, **own), **pipes) for own in environments]
 
 
-# The same by new interpreters, for what forked processes do not show.
+# The same with new interpreters.
 exec_trainer = functools.partial(start, process=subprocess.Popen)
 
 
 def wait(processes: list[Any], timeout_s: float = 240) -> list[Ended]:
-    """How each ended; none is left behind."""
+    """Wait for the processes, kill them on a timeout, and return their results."""
     try:
         texts = [p.communicate(timeout=timeout_s) for p in processes]
     finally:
@@ -271,25 +270,25 @@ def wait(processes: list[Any], timeout_s: float = 240) -> list[Ended]:
 
 
 def run(cwd: Path, *arguments: str, **more: Any) -> Ended:
-    """`trainer ARGUMENTS` as a single process, to its end."""
+    """Run `trainer ARGUMENTS` as a single process."""
     return wait(start(cwd, [{}], *arguments, **more))[0]
 
 
 def call(program: Callable[..., object], cwd: Path, count: int, *arguments: str) -> list[Ended]:
-    """A function of a test, once for each of `count` ranks."""
+    """Run a function of a test in each of `count` ranks."""
     text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
     return wait(start(cwd, ranks(count), *arguments, program=("-c", text)))
 
 
 def processes_in(folder: Path) -> list[int]:
-    """The other processes whose current folder this is, found independently of the trainer."""
+    """Return the pids of other processes with this current folder."""
     found = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile
-            if (place / "cwd").readlink() == folder and place.name != str(os.getpid()):
-                found.append(int(place.name))
+            if (entry / "cwd").readlink() == folder and entry.name != str(os.getpid()):
+                found.append(int(entry.name))
     return found
 
 
-if multiprocessing.forkserver.get_inherited_fds() is None:  # not forked itself
-    _start_server()  # now, before a loader of some test starts one that has imported less
+if multiprocessing.forkserver.get_inherited_fds() is None:  # not in a forked process
+    _start_server()  # before a dataloader starts a server without the preloaded modules

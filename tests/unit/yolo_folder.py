@@ -4,21 +4,25 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import torch
+
+from trainer.models.yolo import build_yolo, load_cfg
+from trainer.weights import checkpoint_file
 
 DATA_YAML = "path: .\ntrain: images/train\nval: images/val\nnc: 2\nnames: [cat, dog]\n"
 
 
-def write_picture(path: Path, height: int = 48, width: int = 64, seed: int = 0) -> None:
+def write_image(path: Path, height: int = 48, width: int = 64, seed: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), np.uint8)
     cv2.imwrite(str(path), cv2.resize(coarse, (width, height)))
 
 
 def make_yolo_set(root: Path, train: int = 4, val: int = 2) -> Path:
-    """data.yaml of a set whose picture k has k % 3 boxes (none means: no label file either)."""
+    """data.yaml of a set whose image k has k % 3 boxes (none means: no label file either)."""
     for split, count in (("train", train), ("val", val)):
         for k in range(count):
-            write_picture(root / "images" / split / f"{k:03}.jpg", width=64 + 8 * k, seed=k)
+            write_image(root / "images" / split / f"{k:03}.jpg", width=64 + 8 * k, seed=k)
             if k % 3:
                 label = root / "labels" / split / f"{k:03}.txt"
                 label.parent.mkdir(parents=True, exist_ok=True)
@@ -44,4 +48,15 @@ def squares(folder: Path, train: int = 7, val: int = 3) -> Path:
             (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
     path = folder / "data.yaml"
     path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    return path
+
+
+def untrained(path: Path) -> Path:
+    """The checkpoint of an untrained detector of squares: a few of its many boxes match by chance."""
+    torch.manual_seed(1)
+    cfg = load_cfg("yolov5n.yaml")
+    model = build_yolo(cfg, nc=2)
+    content = {key: {} for key in checkpoint_file.KEYS} | {"format": checkpoint_file.FORMAT, "cfg": cfg, "imgsz": 64}
+    content |= {"names": ["green", "red"], "ema": model.state_dict(), "model": model.state_dict()}
+    checkpoint_file.save(path, content)
     return path

@@ -1,1 +1,1 @@
-"""Benchmarks for users: what more ranks, workers and modes bring on their own data and model."""
+"""Benchmarks of ranks, workers and strategies on a user's data and model."""

@@ -1,23 +1,29 @@
-"""What more ranks bring: batch sizes x ranks x precisions, in interleaved rounds, and the gain of each point."""
+"""Scaling benchmark: points of batch size, ranks, precision and strategy, measured in interleaved rounds."""
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from trainer.bench.measure import Effort, Measured, NoMemory, measure
+from trainer import contract
+from trainer.bench.measure import Measurement
+from trainer.bench.processes import NoMemory
 from trainer.config import PARALLEL, PRECISIONS, Settings
-from trainer.dist import devices_of
+from trainer.data.progress import bar
+from trainer.distributed.comm import devices_of
 from trainer.errors import TrainerError
 
-Outcome = Measured | TrainerError
-UNTIMED = ("dp", "fsdp", "pipeline")  # modes whose exchange nobody times by itself: it counts as computing
+P = TypeVar("P")
+Outcome = Measurement | TrainerError
+UNTIMED = ("dp", "fsdp", "pipeline")  # strategies whose communication counts as computation
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is varied; `batch` counts the pictures of a rank, or with `strong` those of all ranks together."""
+    """A configuration; `batch` is per rank, or with `strong` over all ranks."""
 
     batch: int
     ranks: int
@@ -25,26 +31,30 @@ class Point:
     strong: bool = False
     parallel: str = "ddp"
 
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.parallel}, {ranks}, batch {self.step_batch}, {self.precision}"
+
     @property
     def step_batch(self) -> int:
-        """Pictures of a step on all ranks together."""
+        """Images per step over all ranks."""
         return self.batch if self.strong else self.batch * self.ranks
 
     @property
-    def alone(self) -> tuple[int, str]:
-        """What points have in common whose rates are compared: they differ by ranks and by mode."""
+    def series(self) -> tuple[int, str]:
+        """Key of the points whose rates are compared with each other."""
         return self.batch, self.precision
 
 
 @dataclass(frozen=True)
 class Row:
-    """A point with its middle round; `gain` is over the fewest ranks, the median of the ratios of each round."""
+    """A point with its median round. `gain` is relative to the fewest ranks, the median over the rounds."""
 
     point: Point
-    measured: Measured | None
+    measured: Measurement | None
     failure: str = ""
     gain: float | None = None
-    efficiency: float | None = None  # the gain, as a share of what the ranks would bring at best
+    efficiency: float | None = None  # gain relative to linear scaling
 
 
 def points_of(
@@ -52,89 +62,101 @@ def points_of(
     ranks: Sequence[int],
     precisions: Sequence[str],
     strong: bool,
-    modes: Sequence[str] = ("ddp",),
+    strategies: Sequence[str] = ("ddp",),
 ) -> list[Point]:
-    """All combinations, those that are compared with each other side by side; raises TrainerError for a bad value.
+    """Return all combinations, those of a series in sequence. Raises TrainerError for an invalid value.
 
-    A single rank has no other rank to share its work with: it comes once, whatever the modes.
+    A single rank has one point for all strategies.
     """
     for option, values in (("--batch", batches), ("--ranks", ranks)):
         if not values or min(values) < 1 or len(set(values)) < len(values):
-            raise TrainerError(f"{option} {','.join(map(str, values))}: each must be 1 or more, and given once")
+            raise TrainerError(f"{option} {','.join(map(str, values))}: expected distinct numbers, 1 or more")
     if strong and min(batches) < max(ranks):
         raise TrainerError(
-            f"--batch {min(batches)} --strong: fewer pictures in a step than ranks, {max(ranks)}",
-            "with --strong, --batch counts the pictures of all ranks together",
+            f"--batch {min(batches)} --strong: fewer images per step than ranks, {max(ranks)}",
+            "with --strong, --batch counts the images of all ranks together",
         )
-    for option, names, known in (("--precision", precisions, PRECISIONS), ("--parallel", modes, PARALLEL)):
+    for option, names, known in (("--precision", precisions, PRECISIONS), ("--parallel", strategies, PARALLEL)):
         for name in names:
             if name not in known:
-                raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, with commas between them")
+                raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
     return [
-        Point(b, r, p, strong, mode)
+        Point(b, r, p, strong, strategy)
         for p in precisions
         for b in sorted(batches)
         for r in sorted(ranks)
-        for mode in (modes if r > 1 else ("ddp",))
+        for strategy in (strategies if r > 1 else ("ddp",))
     ]
 
 
-def scale(
-    settings: Settings, points: Sequence[Point], rounds: int, effort: Effort
-) -> Iterator[tuple[Point, Outcome | None]]:
-    """Measure every point once a round; yields each before (with None) and after it was measured.
+def settings_at(settings: Settings, point: Point) -> Settings:
+    """Return `settings` with the values of the point, and a pipeline's options only for a pipeline."""
+    is_pipeline = point.parallel == "pipeline"
+    return replace(
+        settings,
+        parallel=point.parallel,
+        stages=settings.stages if is_pipeline else 0,
+        micro_batches=settings.micro_batches if is_pipeline else 0,
+        batch=point.step_batch,
+        precision=point.precision,
+        device=devices_of(settings.device, point.ranks, point.parallel),
+    )
 
-    One that fails is told once and left out of later rounds. An error before anything could be measured is raised,
-    except a lack of memory: the input is bad, and every other point would say the same.
+
+def measure_rounds(
+    points: Sequence[P], rounds: int, measure_one: Callable[[P], Measurement], unit: str = ""
+) -> tuple[dict[P, list[Outcome]], bool]:
+    """Measure every point once per round, with a progress bar; return the outcomes, and False after Ctrl-C.
+
+    Later rounds skip a failed point. An error of the first measurement is raised, because every point would fail;
+    except NoMemory. `unit` follows a point in the bar and in the log.
     """
-    left, succeeded = list(points), False
-    for _ in range(rounds):
-        for point in list(left):
-            yield point, None
-            try:
-                asked = replace(
-                    in_mode(settings, point.parallel),
-                    batch=point.step_batch,
-                    precision=point.precision,
-                    device=devices_of(settings.device, point.ranks, point.parallel),
-                )
-                measured = measure(asked, 1 if point.parallel == "dp" else point.ranks, effort)
-            except TrainerError as error:
-                if not succeeded and not isinstance(error, NoMemory):
-                    raise
-                left.remove(point)
-                yield point, error
-            else:
-                succeeded = True
-                yield point, measured
+    outcomes: dict[P, list[Outcome]] = {}
+    with bar(len(points) * rounds) as move:
+        try:
+            for point in [*points] * rounds:
+                found = outcomes.setdefault(point, [])
+                if not any(isinstance(outcome, TrainerError) for outcome in found):
+                    move(description=f"{point}{unit}")
+                    is_first = not any(outcomes.values())
+                    found.append(_outcome_of(measure_one, point, f"{point}{unit}", is_first))
+                move(advance=1)
+        except KeyboardInterrupt:
+            return {point: found for point, found in outcomes.items() if found}, False
+    return outcomes, True
 
 
-def in_mode(settings: Settings, mode: str) -> Settings:
-    """The same training by another --parallel; what only a pipeline is told is left out of the others."""
-    stages, micro_batches = (settings.stages, settings.micro_batches) if mode == "pipeline" else (0, 0)
-    return replace(settings, parallel=mode, stages=stages, micro_batches=micro_batches)
+def _outcome_of(measure_one: Callable[[P], Measurement], point: P, title: str, is_first: bool) -> Outcome:
+    """Measure a point; in a job of the launcher, log the outcome."""
+    outcome: Outcome
+    try:
+        outcome = measure_one(point)
+        text = f"{outcome.train_images_per_s:.1f} img/s"
+    except TrainerError as error:
+        if is_first and not isinstance(error, NoMemory):
+            raise
+        outcome, text = error, error.message
+    if contract.JOB_ID in os.environ:
+        print(f"{title}: {text}", flush=True)
+    return outcome
 
 
 def rows_of(outcomes: Mapping[Point, Sequence[Outcome]]) -> list[Row]:
-    """A row for each point, in their order."""
+    """Return a row for each point, in their order."""
     rows: list[Row] = []
-    bases: dict[tuple[int, str], Point] = {}
-    for point in outcomes:
-        if point.alone not in bases or point.ranks < bases[point.alone].ranks:
-            bases[point.alone] = point
     for point, found in outcomes.items():
         failure = next((error.message for error in found if isinstance(error, TrainerError)), "")
-        rounds = [m for m in found if isinstance(m, Measured)]
-        if failure or not rounds:
+        if failure:
             rows.append(Row(point, None, failure))
             continue
-        base = bases[point.alone]
-        pairs = [
-            (mine, first)
-            for mine, first in zip(found, outcomes[base], strict=False)
-            if isinstance(mine, Measured) and isinstance(first, Measured)
+        rounds = [m for m in found if isinstance(m, Measurement)]
+        base = min((other for other in outcomes if other.series == point.series), key=lambda other: other.ranks)
+        ratios = [
+            mine.train_images_per_s / first.train_images_per_s
+            for mine, first in zip(rounds, outcomes[base], strict=False)
+            if isinstance(first, Measurement)
         ]
-        gain = statistics.median(a.images_per_s / b.images_per_s for a, b in pairs) if pairs else None
-        middle = sorted(rounds, key=lambda m: m.images_per_s)[(len(rounds) - 1) // 2]
+        gain = statistics.median(ratios) if ratios else None
+        middle = sorted(rounds, key=lambda m: m.train_images_per_s)[(len(rounds) - 1) // 2]
         rows.append(Row(point, middle, "", gain, gain and gain * base.ranks / point.ranks))
     return rows

@@ -1,20 +1,29 @@
-"""The tables of a benchmark, as text that is Markdown too, and as CSV; nothing is measured here."""
+"""Tables of a benchmark as Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
+import platform
+import statistics
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.bench.measure import OUT_OF_MEMORY, Measured
+import torch
+
+from trainer.bench.measure import Measurement
+from trainer.bench.processes import OUT_OF_MEMORY
 from trainer.bench.scaling import UNTIMED, Row
+from trainer.config import Settings
+from trainer.distributed.comm import usable_cores
 
 Cells = Sequence[str]
 
 
 def markdown(header: Cells, rows: Iterable[Cells], left: int = 0) -> str:
-    """A table of right-aligned columns, but for the first `left` ones."""
+    """Return a table of right-aligned columns, except the first `left` ones."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
     rule = ["-" * (w + 2) if k < left else "-" * (w + 1) + ":" for k, w in enumerate(widths)]
@@ -27,160 +36,189 @@ def markdown(header: Cells, rows: Iterable[Cells], left: int = 0) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as 20:39 or 1:02:03, with a tenth below a minute."""
+    """Format seconds as 20:39 or 1:02:03, with a tenth below a minute."""
     if seconds < 59.95:
         return f"0:{seconds:04.1f}"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def epoch(measured: Measured, what: str = "train") -> str:
-    """An epoch's training or validation as a clock shows it, with ~ where only a part of it was measured."""
-    part = measured.steps < measured.epoch_steps if what == "train" else measured.val_counted < measured.val_images
-    seconds = measured.train_s if what == "train" else measured.val_s
-    return "-" if seconds is None else "~" * part + clock(seconds)
+def train_epoch(m: Measurement) -> str:
+    """Format the time of an epoch's training, with ~ if it is extrapolated."""
+    return "~" * (m.steps < m.epoch_steps) + clock(m.train_epoch_s)
+
+
+def val_epoch(m: Measurement) -> str:
+    """Format the time of an epoch's validation, with ~ if it is extrapolated."""
+    return "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
 
 
 def gigabytes(count: int) -> str:
-    """Bytes in GB, with three digits."""
+    """Format bytes in GB with three digits."""
     return f"{count / 1e9:.3g}"
 
 
+def optional(value: float | None, form: str) -> str:
+    """Format a value, or - for None."""
+    return "-" if value is None else format(value, form)
+
+
 def short(failure: str) -> str:
-    """A failure in a cell; the notes have it in full."""
+    """Shorten a failure for a cell; the notes have the full text."""
     return OUT_OF_MEMORY if failure.startswith(OUT_OF_MEMORY) else "failed"
 
 
 def unit_of(rows: Sequence[Row]) -> str:
-    """What a rank is called: GPU, or rank on a CPU."""
+    """Return the name of a rank: GPU, or rank on a CPU."""
     return "GPU" if any(row.measured and row.measured.device_bytes is not None for row in rows) else "rank"
 
 
 def yolov5_table(rows: Sequence[Row]) -> str:
-    """The table of YOLOv5's multi-GPU page: an epoch on 1x, 2x, 4x, 8x; batch-size counts all of them together."""
+    """Return the table of YOLOv5's multi-GPU page: an epoch on 1x, 2x, 4x, 8x; batch-size is over all ranks."""
     unit = unit_of(rows)
     header = [f"{unit}s", "batch-size", "CUDA_mem (GB)" if unit == "GPU" else "host_mem (GB)", "train", "val"]
     lines = []
     for row in rows:
-        point, m = row.point, row.measured
+        m, cells = row.measured, ["-", short(row.failure), "-"]
         if m:
-            memory = gigabytes(m.host_bytes if m.device_bytes is None else m.device_bytes)
-            cells = [memory, epoch(m), epoch(m, "val")]
-        else:
-            cells = ["-", short(row.failure), "-"]
-        lines.append([f"{point.ranks}x", str(point.step_batch), *cells])
+            memory = m.host_bytes if m.device_bytes is None else m.device_bytes
+            cells = [gigabytes(memory), train_epoch(m), val_epoch(m)]
+        lines.append([f"{row.point.ranks}x", str(row.point.step_batch), *cells])
     return markdown(header, lines)
 
 
 def thread_table(rows: Sequence[Row]) -> str:
-    """The table of the forum's thread: an epoch's time by batch size (of a rank), and the gain over the fewest."""
+    """Return the table of the fast.ai thread: an epoch's time by batch size per rank, and the gain."""
     unit, counts = unit_of(rows), sorted({row.point.ranks for row in rows})
     titles = [f"{count} {unit}{'s' if unit == 'rank' and count > 1 else ''}" for count in counts]
     header = ["bs", titles[0]]
     for title in titles[1:]:
         header += [title, "gain"]
-    by_point = {(row.point.alone, row.point.ranks): row for row in rows}
+    by_point = {(row.point.series, row.point.ranks): row for row in rows}
     lines = []
-    for alone in dict.fromkeys(row.point.alone for row in rows):
-        line = [str(alone[0])]
+    for series in dict.fromkeys(row.point.series for row in rows):
+        line = [str(series[0])]
         for count in counts:
-            row = by_point.get((alone, count))
-            line.append("-" if not row else epoch(row.measured) if row.measured else short(row.failure))
+            row = by_point.get((series, count))
+            line.append("-" if not row else train_epoch(row.measured) if row.measured else short(row.failure))
             if count > counts[0]:
-                line.append("-" if not row or row.gain is None else f"{row.gain:.2f}")
+                line.append(optional(row.gain if row else None, ".2f"))
         lines.append(line)
     return markdown(header, lines)
 
 
 def detail_table(rows: Sequence[Row]) -> str:
-    """Where each point's time and memory goes."""
+    """Return the table of each point's rates, memory and time shares."""
     unit = unit_of(rows)
-    modes = len({row.point.parallel for row in rows}) > 1
-    header = [
-        *(["mode"] if modes else []),
-        f"{unit}s",
-        "batch",
-        "precision",
-        "train img/s",
-        "val img/s",
-        "gain",
-        "efficiency",
-    ]
-    header += [*(["GPU GB"] if unit == "GPU" else []), "host GB", "loading", "communication"]
+    has_strategies = len({row.point.parallel for row in rows}) > 1
+    header = [*(["strategy"] if has_strategies else []), f"{unit}s", "batch", "precision", "train img/s", "val img/s"]
+    header += ["gain", "efficiency", *(["GPU GB"] if unit == "GPU" else []), "host GB", "loading", "communication"]
     lines = []
     for row in rows:
         p, m = row.point, row.measured
-        cells = [p.parallel] if modes else []
+        cells = [p.parallel] if has_strategies else []
         cells += [str(p.ranks), str(p.step_batch), m.precision if m else p.precision]
         if not m:
             lines.append([*cells, short(row.failure), *["-"] * (len(header) - len(cells) - 1)])
             continue
-        cells += [f"{m.images_per_s:.1f}", "-" if m.val_images_per_s is None else f"{m.val_images_per_s:.1f}"]
-        cells += ["-" if row.gain is None else f"{row.gain:.2f}"]
-        cells += ["-" if row.efficiency is None else f"{row.efficiency:.0%}"]
+        cells += [f"{m.train_images_per_s:.1f}", optional(m.val_images_per_s, ".1f")]
+        cells += [optional(row.gain, ".2f"), optional(row.efficiency, ".0%")]
         cells += [] if m.device_bytes is None else [gigabytes(m.device_bytes)]
-        exchange = "-" if p.parallel in UNTIMED else f"{m.shares['sync']:.0%}"
-        cells += [gigabytes(m.host_bytes), f"{m.shares['data']:.0%}", exchange]
-        lines.append(cells)
+        communication = None if p.parallel in UNTIMED else m.sync_share
+        lines.append([*cells, gigabytes(m.host_bytes), f"{m.data_share:.0%}", optional(communication, ".0%")])
     return markdown(header, lines)
 
 
 def notes_of(rows: Sequence[Row]) -> list[str]:
-    """What a reader of the tables must know of them."""
+    """Return the notes of the tables: extrapolations and failures."""
     done = [(row.point, row.measured) for row in rows if row.measured]
     notes = []
     if some := sorted({point.parallel for point, _ in done} & set(UNTIMED)):
-        notes.append(f"{', '.join(some)}: the exchange is not timed by itself, it counts as computing")
-    if part := [m for _, m in done if m.steps < m.epoch_steps]:
-        fewest, most = min(m.steps for m in part), max(m.steps for m in part)
-        notes.append(f"~ train: extrapolated from {fewest if fewest == most else f'{fewest} to {most}'} steps")
-    if part := [m for _, m in done if m.val_s is not None and m.val_counted < m.val_images]:
-        fewest, most = min(m.val_counted for m in part), max(m.val_counted for m in part)
-        many = fewest if fewest == most else f"{fewest} to {most}"
-        notes.append(f"~ val: extrapolated from {many} of {part[0].val_images} pictures")
-    for point, m in done:
-        if m.step_images < 0.95 * point.step_batch:
-            notes.append(
-                f"batch {point.step_batch}: its steps have {m.step_images:.0f} pictures, as the {m.train_images} of"
-                f" the data set are shared evenly among {m.epoch_steps} steps"
-            )
+        notes.append(f"{', '.join(some)}: communication is not timed separately, it counts as computation")
+    if steps := sorted({m.steps for _, m in done if m.steps < m.epoch_steps}):
+        notes.append(f"~ train: extrapolated from {_span(steps)} steps")
+    part = [m for _, m in done if m.val_epoch_s is not None and m.val_counted < m.val_images]
+    if part:
+        counted = sorted({m.val_counted for m in part})
+        notes.append(f"~ val: extrapolated from {_span(counted)} of {part[0].val_images} images")
     for row in rows:
         if row.failure:
-            mode = "" if row.point.parallel == "ddp" else f"{row.point.parallel}, "
-            where = f"batch {row.point.step_batch} on {row.point.ranks} ({mode}{row.point.precision})"
+            strategy = "" if row.point.parallel == "ddp" else f"{row.point.parallel}, "
+            where = f"batch {row.point.step_batch} on {row.point.ranks} ({strategy}{row.point.precision})"
             notes.append(f"{where}: {row.failure}")
-    return list(dict.fromkeys(notes))
+    return notes
 
 
-def record_of(row: Row) -> dict[str, Any]:
-    """A row as plain values, for CSV and JSON; None where there is nothing to say."""
+def _span(numbers: Sequence[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
+    """Return the table of `bench workers`.
+
+    A rate is the first number's median times the median ratio to it within a round, because the speed of a machine
+    drifts.
+    """
+    first = next(iter(found.values()))
+    base = statistics.median(m.train_images_per_s for m in first)
+    rows = []
+    for workers, rounds in found.items():
+        ratios = [m.train_images_per_s / b.train_images_per_s for m, b in zip(rounds, first, strict=False)]
+        loader = statistics.median(m.loader_images_per_s or 0.0 for m in rounds)
+        waiting = statistics.median(m.data_share for m in rounds)
+        memory = gigabytes(max(m.host_bytes for m in rounds))
+        rows.append(
+            [str(workers), f"{loader:.1f}", f"{base * statistics.median(ratios):.1f}", f"{waiting:.0%}", memory]
+        )
+    return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)
+
+
+def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: int) -> str:
+    """Return the full report: heading, tables, notes."""
+    about, many = machine(rows), "round" if rounds == 1 else "rounds"
+    parts = [
+        f"{about['device']}, {about['cores']} cores, torch {about['torch']}, {about['date']}; "
+        f"{settings.data}, {settings.imgsz} px, threads of a rank: {threads}, {rounds} {many}"
+    ]
+    several = len({row.point.parallel for row in rows}) > 1
+    for precision, strategy in dict.fromkeys((row.point.precision, row.point.parallel) for row in rows):
+        of_all = [row for row in rows if row.point.precision == precision]
+        mine = [row for row in of_all if row.point.parallel == strategy or row.point.ranks == 1]
+        computed = next((row.measured.precision for row in mine if row.measured), precision)
+        kind = f"{computed}, {strategy}" if several else computed
+        parts += [f"An epoch, {kind}:", yolov5_table(mine)]
+        if len({row.point.ranks for row in mine}) > 1:
+            whose = "of all ranks together" if mine[0].point.strong else f"of each {unit_of(mine)}"
+            parts += [f"An epoch's training by batch size ({whose}), {kind}:", thread_table(mine)]
+    parts += ["Where it goes:", detail_table(rows), *notes_of(rows)]
+    return "\n\n".join(parts)
+
+
+def machine(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return machine, versions and date of the figures."""
+    device = next((row.measured.device for row in rows if row.measured), platform.machine())
+    return {"device": device, "cores": usable_cores(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+
+
+def values_of(row: Row) -> dict[str, Any]:
+    """Return a row as plain values for CSV and JSON; None if it has no value."""
     p, m = row.point, row.measured
     return {
         "parallel": p.parallel,
         "ranks": p.ranks,
         "batch": p.step_batch,
-        "batch_per_rank": None if p.strong else p.batch,
+        **{field.name: getattr(m, field.name, None) for field in dataclasses.fields(Measurement)},
         "precision": m.precision if m else p.precision,
-        "train_images_per_s": m and m.images_per_s,
-        "val_images_per_s": m and m.val_images_per_s,
-        "train_epoch_s": m and m.train_s,
-        "val_epoch_s": m and m.val_s,
-        "extrapolated": m and m.extrapolated,
+        "train_epoch_s": m and m.train_epoch_s,
+        "val_epoch_s": m and m.val_epoch_s,
         "gain": row.gain,
         "efficiency": row.efficiency,
-        "device_bytes": m and m.device_bytes,
-        "host_bytes": m and m.host_bytes,
-        **{f"{share}_share": m and m.shares[share] for share in ("data", "transfer", "compute", "sync")},
-        "sync_timed": p.parallel not in UNTIMED,
-        "workers": m and m.workers,
-        "steps": m and m.steps,
-        "images_per_step": m and m.step_images,
         "failure": row.failure,
     }
 
 
 def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """The records as a CSV file's text; an empty cell for None."""
+    """Return the records as CSV, with an empty cell for None."""
     out = io.StringIO()
     table = csv.DictWriter(out, list(records[0]), lineterminator="\n")
     table.writeheader()

@@ -1,4 +1,4 @@
-"""The verbs of the command line, a file each; torch is only loaded once there is something to do."""
+"""Command line of the trainer: one module per command; torch is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from trainer.cli.bench import OTHERS, bench
+from trainer.cli.bench import TRAIN_OPTIONS, bench
 from trainer.cli.data import data
 from trainer.cli.export import export
 from trainer.cli.info import info
@@ -18,19 +18,19 @@ from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
 
-BARE = {"--resume": "last", "--cache": "ram"}  # what these mean without a value, as in YOLOv5
-LISTS = ("--freeze", "--classes")  # as in YOLOv5, several numbers may follow these
+WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}  # the value of an option given without one, as in YOLOv5
+LISTS = ("--freeze", "--classes")  # options that take several numbers, as in YOLOv5
 
 
-class Verb(TyperCommand):
-    """A command that takes `--freeze 0 1 2`, and `--resume` without a value, which click by itself would not."""
+class Command(TyperCommand):
+    """A command that also accepts `--freeze 0 1 2`, and `--resume` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments with such numbers joined to one value, and BARE's values where none is given."""
+        """Join the numbers of LISTS to one value, insert the values of WITHOUT_VALUE, then parse."""
         joined: list[str] = []
         for value, after in zip_longest(args, args[1:], fillvalue="--"):
-            if value in BARE and after.startswith("--"):
-                joined += [value, BARE[value]]
+            if value in WITHOUT_VALUE and after.startswith("--"):
+                joined += [value, WITHOUT_VALUE[value]]
             elif value.isdecimal() and len(joined) > 1 and joined[-2] in LISTS and joined[-1][:1].isdecimal():
                 joined[-1] += f" {value}"
             else:
@@ -42,11 +42,12 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
-    help="Trains a detector: alone, under torchrun, or on many machines with clusterctl.",
+    help="Train and use a detector: in one process, under torchrun, or on several machines with clusterctl.",
 )
-for verb in (train, val, predict, export, verify, info):
-    app.command(cls=Verb)(verb)
-app.command(cls=Verb, context_settings=OTHERS)(profile)
+for command in (train, val, predict, export, info):
+    app.command(cls=Command)(command)
+app.command(cls=Command, context_settings=TRAIN_OPTIONS)(verify)
+app.command(cls=Command, context_settings=TRAIN_OPTIONS)(profile)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 

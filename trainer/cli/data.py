@@ -1,112 +1,114 @@
-"""`trainer data`: look at a data set, convert it, fetch it."""
+"""`trainer data`: checks, downloads and converts datasets."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.config import PRESETS, check_data_path
+from trainer.config import DIGITS
 
 if TYPE_CHECKING:
-    from trainer.data.check import SplitTable
-    from trainer.data.convert import Conversion
-    from trainer.data.faults import Fault
+    from trainer.config.faults import Fault
+    from trainer.data.convert.writer import Conversion
 
-data = typer.Typer(no_args_is_help=True, help="Check, convert or fetch a data set.")
+data = typer.Typer(no_args_is_help=True, help="Check, download or convert a dataset.")
 
 DataYaml = Annotated[str, typer.Option("--data", help="The path of a data.yaml.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead, for scripts.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Decode = Annotated[
-    bool, typer.Option("--decode/--headers", help="Decode every picture, or read only their headers (quicker).")
+    bool, typer.Option("--decode/--headers", help="Decode all images, or read only their headers (faster).")
 ]
 
 
 @data.command()
 def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -> None:
-    """Print every fault of both splits with file and line, and a table of classes; exit 2 if there is a fault.
+    """Print each fault of the splits train and val with file and line, and a table of the classes.
 
-    Warnings (the same box twice, one picture in both splits) do not stop a training, and not this command either.
+    The exit code is 2 if the dataset has a fault. Warnings do not change it: the same box twice, or one image in both
+    splits.
     """
     from trainer.data.check import check as examine
 
-    check_data_path(data_yaml)
-    if data_yaml in PRESETS:
-        raise typer.BadParameter(f"{data_yaml} is built in, there is nothing to check", param_hint="--data")
-    report = examine(data_yaml, decode=decode)
+    if data_yaml == DIGITS:
+        raise typer.BadParameter(f"{data_yaml} is built in and needs no check", param_hint="--data")
+    found, tables = examine(data_yaml, decode=decode)
+    faults = [fault for fault in found if not fault.warning]
+    warnings = [fault for fault in found if fault.warning]
     if as_json:
         content = {
             "data": data_yaml,
-            "faults": [_plain(fault) for fault in report.faults],
-            "warnings": [_plain(fault) for fault in report.warnings],
-            "splits": {table.split: dataclasses.asdict(table) for table in report.tables},
+            "faults": [_plain(fault) for fault in faults],
+            "warnings": [_plain(fault) for fault in warnings],
+            "splits": {table["split"]: table for table in tables},
         }
         typer.echo(json.dumps(content, indent=1))
     else:
-        for fault in report.faults:
-            typer.echo(str(fault))
-        for fault in report.warnings:
-            typer.echo(f"warning: {fault}")
-        for table in report.tables:
-            typer.echo("\n".join(_lines(table)))
-        typer.echo(f"{_count(len(report.faults), 'fault')}, {_count(len(report.warnings), 'warning')}")
-        for hint in dict.fromkeys(fault.hint for fault in report.faults if fault.hint):
-            typer.echo(f"hint: {hint}")
-    if report.faults:
+        lines = [str(fault) for fault in faults] + [f"warning: {fault}" for fault in warnings]
+        lines += [line for table in tables for line in _lines(table)]
+        lines.append(f"{_count(len(faults), 'fault')}, {_count(len(warnings), 'warning')}")
+        lines += [f"hint: {hint}" for hint in dict.fromkeys(fault.hint for fault in faults if fault.hint)]
+        typer.echo("\n".join(lines))
+    if faults:
         raise typer.Exit(2)
 
 
 @data.command()
 def download(data_yaml: DataYaml) -> None:
-    """Fetch and unpack the archive that data.yaml names as `download`, if its pictures are not there.
+    """Download and unpack the archive of the key `download` in data.yaml, if images are missing.
 
-    `train` does the same. The archive is a .zip or .tar.gz; `sha256` in data.yaml is checked. Scripts are never run.
+    `train` does the same. The archive is a .zip, .tar or .tar.gz; `sha256` in data.yaml is checked. Nothing in it is
+    executed.
     """
     from trainer.data.fetch import fetch_missing
     from trainer.data.yolo import read_split
 
-    check_data_path(data_yaml)
     if not fetch_missing(data_yaml):
         for split in ("train", "val"):
-            read_split(data_yaml, split)  # says what is missing, if there is no `download`
-        typer.echo(f"{data_yaml}: all pictures are there")
+            read_split(data_yaml, split)  # raises if images are missing and data.yaml has no `download`
+        typer.echo(f"{data_yaml}: all images exist")
 
 
-convert = typer.Typer(no_args_is_help=True, help="Rewrite a data set in YOLO format.")
+convert = typer.Typer(no_args_is_help=True, help="Convert a dataset to YOLO format.")
 data.add_typer(convert, name="convert")
 
-Out = Annotated[Path, typer.Option(help="The folder to make; data.yaml will be in it.", show_default=False)]
-Copy = Annotated[bool, typer.Option("--copy", help="Copy the pictures; else links to them are made.")]
-AllowBadLabels = Annotated[bool, typer.Option("--allow-bad-labels", help="Leave out what is wrong, and list it.")]
+Out = Annotated[Path, typer.Option(help="Folder to create; it will contain data.yaml.", show_default=False)]
+Copy = Annotated[bool, typer.Option("--copy", help="Copy the images, in place of links to them.")]
+AllowBadLabels = Annotated[
+    bool, typer.Option("--allow-bad-labels", help="Omit and list faulty entries, in place of an error.")
+]
 ValShare = Annotated[
-    float, typer.Option(help="Share of the pictures for validation, chosen by their names, where nothing else says it.")
+    float, typer.Option(help="Share of the images for validation, chosen by file name, if no split is defined.")
 ]
 
 
 @convert.command()
 def coco(
-    annotations: Annotated[Path, typer.Argument(help="instances_train2017.json or the like.", show_default=False)],
-    images: Annotated[Path, typer.Option(help="The folder of its pictures.", show_default=False)],
+    annotations: Annotated[
+        Path, typer.Argument(help="COCO annotations, for example instances_train2017.json.", show_default=False)
+    ],
+    images: Annotated[Path, typer.Option(help="Folder of the images.", show_default=False)],
     out: Out,
     val: Annotated[
-        Path | None, typer.Option(help="Annotations of the validation pictures: instances_val2017.json.")
+        Path | None, typer.Option(help="Annotations of the validation images, for example instances_val2017.json.")
     ] = None,
-    val_images: Annotated[Path | None, typer.Option(help="The folder of these, if it is another one.")] = None,
+    val_images: Annotated[
+        Path | None, typer.Option(help="Folder of the validation images. (default: that of --images)")
+    ] = None,
     val_share: Annotated[
         float | None,
         typer.Option(
-            help="Without --val: share of the pictures for validation, chosen by their names. (default: 0.1)",
+            help="Without --val: share of the images for validation, chosen by file name. (default: 0.1)",
             show_default=False,
         ),
     ] = None,
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:
-    """Convert COCO annotations: outlines become polygon rows, crowds are left out, category ids become 0, 1, ..."""
-    from trainer.data.convert import from_coco
+    """Convert COCO annotations: outlines become polygons, crowds are omitted, category ids become 0, 1, ..."""
+    from trainer.data.convert.coco import from_coco
     from trainer.data.convert.writer import check_out
 
     check_out(out)
@@ -116,15 +118,15 @@ def coco(
 
 @convert.command()
 def voc(
-    folder: Annotated[Path, typer.Argument(help="Holds Annotations and JPEGImages.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Folder with Annotations and JPEGImages.", show_default=False)],
     out: Out,
-    skip_difficult: Annotated[bool, typer.Option("--skip-difficult", help="Leave out objects marked so.")] = False,
+    skip_difficult: Annotated[bool, typer.Option("--skip-difficult", help="Omit objects marked as difficult.")] = False,
     val_share: ValShare = 0.1,
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:
-    """Convert Pascal VOC's XML files; train and val are those of ImageSets/Main, where it names them."""
-    from trainer.data.convert import from_voc
+    """Convert Pascal VOC's XML files; the splits are those of ImageSets/Main, if it defines them."""
+    from trainer.data.convert.voc import from_voc
     from trainer.data.convert.writer import check_out
 
     check_out(out)
@@ -137,13 +139,13 @@ def _write(found: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) 
 
     try:
         write(found, out, copy=copy, allow_bad_labels=allow_bad_labels)
-    finally:  # all of them, where an error names only the first few
+    finally:  # an error has only the first few faults
         for fault in found.faults:
             typer.echo(f"left out: {fault}" if out.exists() else str(fault))
     for what, count in found.notes.items():
         typer.echo(f"{what}: {count}")
     for split, items in found.splits.items():
-        typer.echo(f"{split}: {_count(len(items), 'picture')}, {_count(sum(len(i.rows) for i in items), 'box')}")
+        typer.echo(f"{split}: {_count(len(items), 'image')}, {_count(sum(len(i.rows) for i in items), 'box')}")
     typer.echo(f"{len(found.names)} classes -> {out / 'data.yaml'}")
 
 
@@ -156,14 +158,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number or 'no'} {noun if number == 1 else plural}"
 
 
-def _lines(table: SplitTable) -> list[str]:
-    width = max(5, *(len(row.name) for row in table.classes))
-    pictures = f"{_count(table.pictures, 'picture')} ({table.background} without boxes)"
+def _lines(table: dict[str, Any]) -> list[str]:
+    width = max(5, *(len(row["name"]) for row in table["classes"]))
+    images = f"{_count(table['images'], 'image')} ({table['background']} without boxes)"
     lines = [
-        f"{table.split}: {pictures}, {_count(table.boxes, 'box')}",
-        f"  {'class':<{width}}  pictures    boxes   share  median box, px",
+        f"{table['split']}: {images}, {_count(table['boxes'], 'box')}",
+        f"  {'class':<{width}}  images    boxes   share  median box, px",
     ]
-    for row in table.classes:
-        size = "{:.0f} x {:.0f}".format(*row.median_px) if row.boxes else "no boxes"
-        lines.append(f"  {row.name:<{width}}  {row.pictures:8}  {row.boxes:7}  {row.share:6.1%}  {size}")
+    for row in table["classes"]:
+        size = "{:.0f} x {:.0f}".format(*row["median_px"]) if row["boxes"] else "no boxes"
+        counts = f"{row['images']:8}  {row['boxes']:7}  {row['share']:6.1%}"
+        lines.append(f"  {row['name']:<{width}}  {counts}  {size}")
     return lines

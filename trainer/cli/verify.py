@@ -1,91 +1,54 @@
-"""`trainer verify`: proof that several ranks train as one does."""
+"""`trainer verify`: compares losses and gradients of several ranks with those of one."""
 
 from __future__ import annotations
 
 import dataclasses
 import json as json_format
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainer.config import DIGITS, Settings, load_hyp, preset_for
+from trainer.cli.bench import numbers, settings_of
 from trainer.errors import TrainerError
+
+DEFAULTS = ["--batch", "8", "--imgsz", "128", "--epochs", "100"]  # later words have precedence
+# Adam would amplify rounding: its first steps divide small gradients by their own magnitude.
+FIXED = ["--precision", "fp32", "--optimizer", "SGD", "--workers", "0", "--noval"]
 
 
 def verify(
-    task: Annotated[str, typer.Option(help="As for `train`.")] = "detect",
-    data: Annotated[str, typer.Option(help="As for `train`.")] = DIGITS,
-    cfg: Annotated[str, typer.Option(help="As for `train`. (default: yolov5n.yaml)")] = "",
-    weights: Annotated[str, typer.Option(help="As for `train`.")] = "",
-    hyp: Annotated[str, typer.Option(help="As for `train`.", show_default=False)] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks; the others are compared with the first.")] = "1,2,4",
-    steps: Annotated[int, typer.Option(help="Steps of the training, the weights moving in each.")] = 3,
-    batch: Annotated[int, typer.Option("--batch", "--batch-size", help="Pictures per step on all ranks together.")] = 8,
-    imgsz: Annotated[int, typer.Option("--imgsz", "--img", help="Side of the pictures in pixels.")] = 128,
-    device: Annotated[str, typer.Option(help="cpu, or GPUs: as many as the greatest number of ranks.")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Seed of weights, order and augmentation.")] = 0,
+    context: typer.Context,
+    ranks: Annotated[str, typer.Option(help="Comma-separated numbers of ranks; the first is the reference.")] = "1,2,4",
+    steps: Annotated[int, typer.Option(help="Training steps; each updates the weights.")] = 3,
+    device: Annotated[
+        str, typer.Option(help="cpu, or as many GPUs as the largest number of ranks, for example 0,1.")
+    ] = "cpu",
     no_sync_bn: Annotated[
-        bool, typer.Option("--no-sync-bn", help="Batch norm of each rank by itself: shows what --sync-bn is good for.")
+        bool, typer.Option("--no-sync-bn", help="Compute batch norm per rank, to show the difference to --sync-bn.")
     ] = False,
     precision: Annotated[
-        str, typer.Option(help="float64, which leaves little rounding, or fp32 (of which --steps 1 tells most).")
+        str, typer.Option(help="float64, or fp32, where rounding makes later steps incomparable: use --steps 1.")
     ] = "float64",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Greatest relative difference. (default: 1e-4, with fp32 1e-2)", show_default=False),
+        typer.Option(help="Largest relative difference. (default: 1e-4, with fp32 1e-2)", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
-    parallel: Annotated[str, typer.Option(help="As for `train`; a single rank is always one plain process.")] = "ddp",
-    stages: Annotated[int, typer.Option(help="As for `train`; a single rank is one stage.", show_default=False)] = 0,
-    micro_batches: Annotated[int, typer.Option(help="As for `train`.", show_default=False)] = 0,
-    recorded: Annotated[str, typer.Option("--record", hidden=True)] = "",
 ) -> None:
     """Compare losses and gradients of 1, 2 and 4 ranks, step by step.
 
-    Starts its own ranks and takes the first steps of a real training with the same pictures on each number of ranks.
-    Exit 0 if they differ by rounding alone, 1 if not.
+    Starts the ranks on this machine and runs the first training steps with the same images on each number of ranks.
+    Exit code 0 if all differences are within the tolerance, else 1. All other options are those of `trainer train`:
+    `--data`, `--cfg`, `--parallel`, `--seed`, ... `--batch` is 8 and `--imgsz` is 128 by default.
     """
-    from trainer import verify as verification
+    from trainer.bench import verify as verification
 
-    if recorded:  # a rank of another `trainer verify`
-        verification.record(*map(Path, recorded.split(",")))
-        return
-    preset = preset_for(data, task)
-    # Every step moves the weights, at full rate: differences would add up. Not by Adam, whose first steps divide
-    # small gradients by themselves, rounding included.
-    hypers = replace(load_hyp(hyp, preset.hyp) if hyp else preset.hyp, nbs=float(batch), warmup_epochs=0.0)
-    settings = Settings(
-        task=task,
-        data=str(Path(data).resolve()) if Path(data).exists() else data,
-        cfg=cfg,
-        weights=weights,
-        hyp=hypers,
-        epochs=100,
-        batch=batch,
-        imgsz=imgsz,
-        device=device,
-        optimizer="SGD",
-        workers=0,
-        seed=seed,
-        project="runs",
-        name="verify",
-        exist_ok=True,
-        schedule=preset.schedule,
-        precision="fp32",
-        val=False,
-        sync_bn=not no_sync_bn,
-        parallel=parallel,
-        stages=stages,
-        micro_batches=micro_batches,
-    )
-    try:
-        counts = [int(count) for count in ranks.split(",")]
-    except ValueError:
-        raise TrainerError(
-            f"--ranks {ranks}: not numbers with commas between them", "for example --ranks 1,2"
-        ) from None
+    words = [*DEFAULTS, *context.args, *FIXED]
+    settings = settings_of(words if no_sync_bn else [*words, "--sync-bn"], device)
+    # Each step updates the weights at the full rate, so that differences add up.
+    settings = replace(settings, hyp=replace(settings.hyp, nbs=float(settings.batch), warmup_epochs=0.0))
+    counts = numbers("--ranks", ranks)
     if precision not in verification.TOLERANCES:
         raise TrainerError(f"--precision {precision}: unknown", f"use {' or '.join(verification.TOLERANCES)}")
     limit = verification.TOLERANCES[precision] if tolerance is None else tolerance
@@ -101,8 +64,8 @@ def verify(
                 f"{d.ranks:>5}  {d.step:>4}  {d.loss:>11.7f}  {d.gradient_norm:>13.7f}  {d.loss_off:>11.1e}"
                 f"  {d.gradient_off:>15.1e}  {d.greatest:>19.1e}"
             )
-        norm = "batch norm of each rank by itself" if no_sync_bn else "batch norm over all ranks"
-        norm = "batch norm of each micro-batch by itself" if parallel == "pipeline" else norm
+        norm = "batch norm of each rank" if no_sync_bn else "batch norm over all ranks"
+        norm = "batch norm of each micro-batch" if settings.parallel == "pipeline" else norm
         verdict = "differ by rounding alone" if same else f"DIFFER by more than {limit:g}"
-        typer.echo(f"{data}, {batch} pictures a step, {precision}, {norm}: {ranks} ranks {verdict}")
+        typer.echo(f"{settings.data}, {settings.batch} images a step, {precision}, {norm}: {ranks} ranks {verdict}")
     raise typer.Exit(0 if same else 1)

@@ -1,10 +1,9 @@
-"""How a training picture is made: mosaic, affine, colour and flips, all from one random generator.
+"""Augmentation of detection: mosaic, affine, colour and flips, all from one random generator.
 
-The mosaic's 2 s x 2 s canvas is never built: every tile is warped straight from its source to its place in
-the s x s result, and a tile that the result does not show is not even decoded. A picture alone may also be
-painted into a result that is not square; its longer side is then `s`.
+The mosaic's 2 s x 2 s canvas is never built: each tile is warped directly into the s x s result. A tile outside of
+the result is not decoded. A single image may have a rectangular result, whose longer side is `s`.
 
-Coordinates are continuous (pixel k covers k to k + 1), so a box and the pixels it names move alike.
+Coordinates are continuous: pixel k covers k to k + 1.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import numpy.typing as npt
 from trainer.config import Hyp
 from trainer.data.dataset import Dataset, Image, Labels
 
-FILL = 114  # gray of everything that no picture covers
+FILL = 114  # gray of the background
 _MIN_SIDE_PX = 2.0
-_MIN_AREA_SHARE = 0.1  # of a box that must still be seen
-_MIN_OUTLINE_SHARE = 0.01  # the same where the object's outline is known
+_MIN_AREA_SHARE = 0.1  # of a box that must stay visible
+_MIN_OUTLINE_SHARE = 0.01  # the same for an object with an outline
 _MAX_ASPECT = 100.0
 _MAX_COVERED = 0.3  # share of another box that a pasted object may cover
 
@@ -42,13 +41,13 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Objects:
-    """The objects of all tiles, on the canvas."""
+    """The objects of all tiles, in canvas coordinates."""
 
     classes: Floats  # (n,)
     boxes: Floats  # (n, 4) xyxy
-    tiles: Ints  # (n,): which tile each lies on
-    corners: Ints  # (n,): of its outline, 0 where that is not known
-    points: Floats  # (sum of corners, 2): the outlines, one after the other
+    tiles: Ints  # (n,): index of each object's tile
+    corners: Ints  # (n,): number of corners of its outline, 0 without one
+    points: Floats  # (sum of corners, 2): the concatenated outlines
 
 
 def _shift(x: float, y: float) -> Floats:
@@ -60,33 +59,33 @@ def _stretch(x: float, y: float) -> Floats:
 
 
 def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
-    """(matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre.
+    """Return (matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre.
 
     `canvas` and `result` are (width, height) in pixels.
     """
     centre = _shift(*(-canvas / 2))
-    bend = np.eye(3)
-    bend[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
-    reach = float(np.abs(bend[2, :2]) @ canvas) / 2
-    bend[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # at a reach of 1 the canvas's corner is at infinity
+    perspective = np.eye(3)
+    perspective[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
+    reach = float(np.abs(perspective[2, :2]) @ canvas) / 2
+    perspective[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # a reach of 1 maps the canvas's corner to infinity
     angle = math.radians(rng.uniform(-hyp.degrees, hyp.degrees))
     scale = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
     cos, sin = scale * math.cos(angle), scale * math.sin(angle)
-    turn = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
-    slant = np.eye(3)
-    slant[0, 1], slant[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
-    move = _shift(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
-    return move @ slant @ turn @ bend @ centre, scale
+    rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
+    shear = np.eye(3)
+    shear[0, 1], shear[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
+    translation = _shift(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
+    return translation @ shear @ rotation @ perspective @ centre, scale
 
 
 def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
-    """(width, height) of a picture of `size` (h, w) whose longer side is made `side`."""
+    """Return (width, height) of an image of `size` (h, w) with its longer side scaled to `side`."""
     ratio = side / max(size)
     return size[1] * ratio, size[0] * ratio
 
 
 def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.random.Generator) -> list[_Tile]:
-    """The picture and three random ones of `near`, each with a corner at a random centre of a canvas of 2 x side."""
+    """Return tiles of image `index` and three random ones of `near` around a random centre of a 2 side canvas."""
     cx, cy = rng.uniform(side / 2, 3 * side / 2, 2)
     indices = [index, *near[rng.integers(len(near), size=3)].tolist()]
     tiles = []
@@ -102,14 +101,14 @@ def _single_tile(dataset: Dataset, index: int, width: int, height: int) -> list[
 
 
 def _move(matrix: Floats, points: Floats) -> Floats:
-    """`points` (..., 2) after `matrix` (3, 3)."""
+    """Return `points` (..., 2) transformed by `matrix` (3, 3)."""
     moved = points @ matrix[:, :2].T + matrix[:, 2]
     xy: Floats = moved[..., :2] / moved[..., 2:]
     return xy
 
 
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
-    """The upright boxes (n, 4) xyxy around `boxes` (n, 4) xyxy after `matrix` (3, 3)."""
+    """Return the axis-aligned bounds (n, 4) xyxy of `boxes` (n, 4) xyxy transformed by `matrix` (3, 3)."""
     (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
     if slant == turn == bend_x == bend_y == 0 < scale_x:
         moved: Floats = boxes * np.array([scale_x, scale_y, scale_x, scale_y]) + np.array([x, y, x, y])
@@ -118,11 +117,11 @@ def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     return np.concatenate([corners.min(1), corners.max(1)], 1)
 
 
-def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
-    """Warp `picture` by `matrix` (picture to result) into `out`; `seen` (4,) bounds it there."""
+def _paint(out: Image, image: Image, matrix: Floats, seen: Floats) -> None:
+    """Warp `image` by `matrix` (image to result) into the part of `out` bounded by `seen` (4,)."""
     (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
     if slant == turn == bend_x == bend_y == 0 < scale_x:
-        _paint_upright(out, picture, (scale_x, scale_y), (x, y))
+        _paint_upright(out, image, (scale_x, scale_y), (x, y))
         return
     low, high = np.floor(seen[:2]), np.ceil(seen[2:])
     x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
@@ -131,13 +130,13 @@ def _paint(out: Image, picture: Image, matrix: Floats, seen: Floats) -> None:
     m = _shift(-x1 - 0.5, -y1 - 0.5) @ matrix @ _shift(0.5, 0.5)  # OpenCV counts from pixel centres
     size, place = (x2 - x1, y2 - y1), out[y1:y2, x1:x2]
     if m[2, 0] == m[2, 1] == 0:
-        cv2.warpAffine(picture, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
+        cv2.warpAffine(image, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
     else:
-        cv2.warpPerspective(picture, m, size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
+        cv2.warpPerspective(image, m, size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
 
 
-def _paste(out: Image, picture: Image, matrix: Floats, outline: Floats) -> None:
-    """Warp into `out` what lies within `outline` (k, 2), given in the result's pixels."""
+def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
+    """Warp the part of `image` within `outline` (k, 2), in the result's pixels, into `out`."""
     bounds = np.concatenate([outline.min(0), outline.max(0)])
     x1, y1, x2, y2 = (int(v) for v in (*np.floor(bounds[:2]), *np.ceil(bounds[2:])))
     x1, y1, x2, y2 = max(x1, 0), max(y1, 0), min(x2, out.shape[1]), min(y2, out.shape[0])
@@ -145,29 +144,28 @@ def _paste(out: Image, picture: Image, matrix: Floats, outline: Floats) -> None:
         return
     place = out[y1:y2, x1:x2]
     cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
-    _paint(cut, picture, _shift(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
+    _paint(cut, image, _shift(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
     cv2.fillPoly(mask, [np.rint(outline - (x1 + 0.5, y1 + 0.5)).astype(np.int32)], 1)
     cv2.copyTo(cut, mask, dst=place)
 
 
-def _paint_upright(out: Image, picture: Image, scale: tuple[float, float], shift: tuple[float, float]) -> None:
-    """The same for a matrix that only scales and shifts, given as (x, y): a resize, over three times as fast.
+def _paint_upright(out: Image, image: Image, scale: tuple[float, float], shift: tuple[float, float]) -> None:
+    """Resize `image` into `out`: `_paint` for a matrix of scale and shift only, over three times as fast.
 
-    Its edges are rounded to whole pixels, which moves the picture by less than half a pixel and leaves no seam
-    between neighbours.
+    Edges are rounded to whole pixels, so that adjacent tiles have no gap; this moves the image by under half a pixel.
     """
     height, width = out.shape[:2]
-    left, right, x1, x2 = _span(picture.shape[1], scale[0], shift[0], width)
-    top, bottom, y1, y2 = _span(picture.shape[0], scale[1], shift[1], height)
+    left, right, x1, x2 = _span(image.shape[1], scale[0], shift[0], width)
+    top, bottom, y1, y2 = _span(image.shape[0], scale[1], shift[1], height)
     if min(x2, y2) > 0 and x1 < width and y1 < height:
-        part = cv2.resize(picture[top:bottom, left:right], (x2 - x1, y2 - y1))
+        part = cv2.resize(image[top:bottom, left:right], (x2 - x1, y2 - y1))
         part = part[max(0, -y1) : height - y1, max(0, -x1) : width - x1]
         y, x = max(0, y1), max(0, x1)
         out[y : y + part.shape[0], x : x + part.shape[1]] = part
 
 
 def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int, int, int]:
-    """(first, last) source pixel shown of a row of `length`, and (start, stop) of these in the result."""
+    """Return (first, last) of the visible source pixels of a row of `length`, and their (start, stop) in the result."""
     first = max(0, math.floor(-shift / scale))
     last = min(length, math.ceil((side - shift) / scale))
     start = round(first * scale + shift)
@@ -189,9 +187,9 @@ def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
 
 
 def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.Generator) -> _Objects:
-    """Outlined objects, each with probability `chance`, once more: mirrored about the middle of `width`.
+    """Add a mirrored copy of each outlined object with probability `chance` (YOLOv5's copy-paste).
 
-    Not where the copy's box would cover a share of 0.3 or more of another one (YOLOv5's copy-paste).
+    Copies are mirrored about the middle of `width`. A copy whose box would cover 0.3 of another box is left out.
     """
     wanted = np.flatnonzero((objects.corners > 0) & (rng.random(len(objects.corners)) < chance))
     mirrored = objects.boxes[wanted][:, [2, 1, 0, 3]] * (-1, 1, -1, 1) + (width, 0, width, 0)
@@ -213,19 +211,19 @@ def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.
 
 
 def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
-    """The boxes (k, 4) xyxy around what a result of size (w, h) shows of k polygons; 0, 0, 0, 0 if that is nothing.
+    """Return the bounds (k, 4) xyxy of the visible parts of k polygons in a result of size (w, h); 0 if invisible.
 
-    `points` (m, 2) holds their corners one polygon after the other, `corners` (k,) how many each has.
+    `points` (m, 2) are the concatenated corners, `corners` (k,) their number per polygon.
     """
     ends = np.cumsum(corners)
     begins = ends - corners
     following = np.arange(1, len(points) + 1)
     following[ends - 1] = begins
     edges = points[following] - points
-    # Each edge is cut to its part within the result, from share `enter` to share `leave` of it (Liang and Barsky).
+    # Clip each edge to the result (Liang and Barsky); `enter` and `leave` are fractions of the edge.
     with np.errstate(divide="ignore", invalid="ignore"):
         cuts = np.sort([-points / edges, (result - points) / edges], axis=0)
-    along = edges == 0  # parallel to a side: within its strip all the way, or never
+    along = edges == 0  # parallel to a side: completely inside or outside
     within = (points >= 0) & (points <= result)
     enter = np.where(along, np.where(within, -np.inf, np.inf), cuts[0]).max(1, initial=0)
     leave = np.where(along, np.where(within, np.inf, -np.inf), cuts[1]).min(1, initial=1)
@@ -233,7 +231,7 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
     at = points + np.where(shown, np.stack([enter, leave])[:, :, None], 0) * edges
     low, high = np.where(shown, at.min(0), np.inf), np.where(shown, at.max(0), -np.inf)
     low, high = np.minimum.reduceat(low, begins), np.maximum.reduceat(high, begins)
-    for corner in np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result:  # one that lies within a polygon is shown too
+    for corner in np.array([(0, 0), (1, 0), (0, 1), (1, 1)]) * result:  # a corner of the result inside a polygon
         crosses = (points[:, 1] > corner[1]) != (points[following, 1] > corner[1])
         with np.errstate(divide="ignore", invalid="ignore"):
             x = points[:, 0] + (corner[1] - points[:, 1]) / edges[:, 1] * edges[:, 0]
@@ -244,9 +242,9 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
 
 
 def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) -> Floats:
-    """The objects' boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without hardly seen ones.
+    """Return the boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without barely visible ones.
 
-    Where there is an outline, the box is the one around what is seen of that.
+    The box of an outlined object is the bounds of its visible part.
     """
     whole = objects.boxes[:, 2:] - objects.boxes[:, :2]
     seen = np.minimum(np.maximum(_bounds(matrix, objects.boxes), 0), np.concatenate([result, result]))
@@ -262,12 +260,11 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) 
 
 
 def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
-    """Change hue, saturation and value of `image` (h, w, 3) in place, by U(-1, 1) * gain each.
+    """Change hue, saturation and value of `image` (h, w, 3) in place, by r = U(-1, 1) * gain each.
 
-    Value and saturation are multiplied by 1 + that, as in YOLOv5, and hue is turned by that share of half a circle,
-    which is the mean of what multiplying it would do. No pixel is converted to HSV for it, which would take twice as
-    long: with v the largest channel, value and saturation come out right as `value * (saturation * c + (1 -
-    saturation) * v)` for each channel c, and a turn of hue is a turn about the gray axis.
+    Value and saturation are multiplied by 1 + r, as in YOLOv5. Hue is rotated by r * 180 degrees, the mean of YOLOv5's
+    multiplication. No conversion to HSV is needed, which would take twice as long: with v the largest channel, each
+    channel c becomes `value * (saturation * c + (1 - saturation) * v)`, and hue rotates about the gray axis.
     """
     hue, saturation, value = (rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)).tolist()
     saturation, value = 1 + saturation, 1 + value
@@ -287,7 +284,7 @@ def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
 
 
 def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image) -> Floats:
-    """Paint picture `index`, as a mosaic or alone, randomly warped into `out`; its boxes (n, 5)."""
+    """Warp image `index`, alone or in a mosaic, randomly into `out`; return the boxes (n, 5)."""
     height, width = out.shape[:2]
     result, side = np.array([width, height], np.float64), max(height, width)
     is_mosaic = rng.random() < hyp.mosaic
@@ -304,33 +301,31 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
 
     @cache
     def source(k: int) -> tuple[Image, Floats]:
-        """Tile `k`'s picture, and the matrix from its pixels to the canvas."""
+        """Return tile `k`'s image and the matrix from its pixels to the canvas."""
         tile = tiles[k]
-        picture = dataset.image(tile.index, side)
-        height, width = picture.shape[:2]
-        return picture, _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
+        image = dataset.image(tile.index, side)
+        height, width = image.shape[:2]
+        return image, _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
 
     out[:] = FILL
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
     for k, bounds in enumerate(seen):
         x1, y1, x2, y2 = bounds.tolist()
         if x1 < width and y1 < height and min(x2, y2) > 0:
-            picture, place = source(k)
-            _paint(out, picture, matrix @ place, bounds)
+            image, place = source(k)
+            _paint(out, image, matrix @ place, bounds)
     ends = np.cumsum(objects.corners)
     for k in range(originals, len(objects.classes)):
         outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
-        picture, place = source(int(objects.tiles[k]))
-        _paste(out, picture, matrix @ _shift(2 * width, 0) @ _stretch(-1, 1) @ place, outline)
+        image, place = source(int(objects.tiles[k]))
+        _paste(out, image, matrix @ _shift(2 * width, 0) @ _stretch(-1, 1) @ place, outline)
     return _labels_in(objects, matrix, scale, result)
 
 
-def training_picture(
-    dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image
-) -> Labels:
-    """Write an augmented picture `index` to `out` (h, w, 3) and return its labels (n, 5) as fractions of w and h.
+def training_image(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:
+    """Write the augmented image `index` to `out` (h, w, 3) and return its labels (n, 5) as fractions of w and h.
 
-    What is shown beside it or mixed into it is drawn from `near`. A mosaic needs a square: h = w.
+    `near` are the candidates for mosaic and mixup. A mosaic needs h = w.
     """
     height, width = out.shape[:2]
     boxes = _scene(dataset, index, near, hyp, rng, out)
@@ -357,9 +352,10 @@ def training_picture(
 
 
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
-    """Fit `image`, its longer side made `side`, into the middle of `out` (h, w, 3), which has room for it.
+    """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
 
-    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
+    Returns:
+        (scale, pad_x, pad_y): out_xy = xy * scale + pad.
     """
     height, width = image.shape[:2]
     scale = side / max(height, width)

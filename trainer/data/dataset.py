@@ -1,24 +1,45 @@
-"""What every data set offers to the loaders, whatever format it was read from."""
+"""Datasets of detection: their protocol, how an image file is decoded, and fingerprints of the files."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Protocol
 
+import cv2
 import numpy as np
 import numpy.typing as npt
 
+from trainer.errors import TrainerError
+
 Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
-Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the picture's sides
-Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) where there is none
+Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the image's sides
+Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) without a polygon
+
+
+_FLAGS = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}
+_FLAGS[8] = cv2.IMREAD_REDUCED_COLOR_8
 
 
 def reduction(longer: int, min_side: int) -> int:
-    """By how much, 1, 2, 4 or 8, a reader may shrink a picture whose longer side is `longer` px (see Dataset.image)."""
+    """Return the factor, 1, 2, 4 or 8, of a reduced decoding of a side of `longer` px (see Dataset.image)."""
     return next((by for by in (8, 4, 2) if min_side and longer >= by * min_side), 1)
 
 
+def read_image(path: str, factor: int = 1) -> Image:
+    """Decode an image file at 1 / `factor` of its size, with its EXIF orientation, as uint8 (h, w, 3) RGB."""
+    try:
+        with open(path, "rb", buffering=0) as stream:  # noqa: PTH123 (faster than Path.open)
+            image = cv2.imdecode(np.frombuffer(stream.read(), np.uint8), _FLAGS[factor])
+    except (OSError, ValueError, cv2.error):
+        image = None
+    if image is None:
+        raise TrainerError(f"{path}: cannot be decoded", "replace the image, or delete it and its label file")
+    return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image))
+
+
 class Dataset(Protocol):
-    """Pictures with labelled boxes, addressed by a number from 0 to len - 1."""
+    """Protocol of a map-style dataset of images with labelled boxes."""
 
     @property
     def names(self) -> list[str]:
@@ -26,33 +47,41 @@ class Dataset(Protocol):
 
     @property
     def flips(self) -> bool:
-        """Whether a mirrored picture is still a true one (a mirrored digit is not)."""
+        """Whether a mirrored image keeps its labels (a mirrored digit does not)."""
 
     def __len__(self) -> int: ...
 
     def size(self, index: int) -> tuple[int, int]:
-        """(height, width) in pixels of the picture as stored, known without decoding it."""
+        """Return (height, width) in pixels of the stored image, without decoding it."""
 
     def name(self, index: int) -> str:
-        """What the picture is called in messages and in results: its file."""
+        """Return the image's name for messages and results: its file."""
 
     def image(self, index: int, min_side: int = 0) -> Image:
-        """The picture as uint8 (h, w, 3) RGB, not to be written to.
+        """Return the image as uint8 (h, w, 3) RGB, read-only.
 
-        With `min_side` the reader may shrink it while decoding, its longer side to no less than `min_side` px.
+        A nonzero `min_side` permits a reduced decoding, down to a longer side of `min_side` px.
         """
 
     def labels(self, index: int) -> Labels:
-        """The boxes as float32 (n, 5): class, cx, cy, w, h as fractions of the picture's sides."""
+        """Return the boxes as float32 (n, 5): class, cx, cy, w, h as fractions of the image's sides."""
 
     def segments(self, index: int) -> list[Segment]:
-        """The outlines of the boxes of `labels(index)`, in their order; empty, (0, 2), for one that is only a box."""
+        """Return the polygons of `labels(index)`, in the same order; (0, 2) for a plain box."""
 
 
 def fingerprint_of(dataset: Dataset) -> str:
-    """Equal on two machines with the same pictures and boxes.
+    """Return a string that is equal on two nodes with the same images and boxes.
 
-    A data set tells by `fingerprint()`; of one without, only the number of pictures and the classes are compared.
+    A dataset without a method `fingerprint` is compared by its number of images and its classes only.
     """
     own = getattr(dataset, "fingerprint", None)
     return str(own()) if own else f"{len(dataset)} {dataset.names}"
+
+
+def file_fingerprint(names: list[str], folder: Path, files: list[str]) -> str:
+    """Return a hash of class names, and of the names and sizes of `files` in `folder`; shows an incomplete copy."""
+    digest = hashlib.blake2b(repr(names).encode(), digest_size=16)
+    for file in files:
+        digest.update(f"{file} {(folder / file).stat().st_size}\n".encode())
+    return digest.hexdigest()

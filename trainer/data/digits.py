@@ -1,7 +1,6 @@
-"""The embedded data set: pages composed of the 1 797 real handwritten digits that scikit-learn carries.
+"""Embedded dataset: synthetic pages of the 1 797 handwritten digits in scikit-learn.
 
-Nothing is downloaded. Every page follows from its split, number and size alone; the digits of training and
-validation pages are different scans.
+Nothing is downloaded. A page depends on its split, index and size alone. Training and validation use different scans.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from trainer.errors import TrainerError
 PAGES = {"train": 2000, "val": 256}
 _SPLIT_KEY = {"train": 1, "val": 2}
 _HEIGHTS = (0.13, 0.42)  # of a digit, as fractions of the page's side
-_CANDIDATES = 14  # places tried per page; those that would cover an earlier digit are dropped
+_CANDIDATES = 14  # candidate positions per page; those that would cover an earlier digit are dropped
 _MAX_DIGITS = 8
 _MAX_OVERLAP = 0.04  # of the smaller of two boxes
-_INK = 64  # coverage from which on a pixel belongs to a digit
+_INK = 64  # least coverage of a pixel of a digit
 _GLYPH_SCALE = 8  # pixels of a prepared glyph per pixel of the 8 x 8 scan
 
 Gray = npt.NDArray[np.uint8]
@@ -43,13 +42,13 @@ class _Page:
     ink: Gray  # (side, side): 0 is paper, 255 is ink
     tint: npt.NDArray[np.uint8]  # (256, 1, 3): RGB of each level of `ink`
     labels: Labels
-    mask: Gray | None  # (side, side): 0 is background, 1 lies within the outline of a digit
+    mask: Gray | None  # (side, side): 0 is background, 1 is inside the outline of a digit
 
 
 def scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """The scans (1797, 8, 8) with values 0 to 16 and their digits (1797,), from scikit-learn's own data file.
+    """Return the scans (1797, 8, 8) with values 0 to 16 and their digits (1797,).
 
-    Its file is read directly because importing sklearn.datasets takes over a second in every process.
+    scikit-learn's file is read directly, because importing sklearn.datasets takes over a second in every process.
     """
     spec = importlib.util.find_spec("sklearn")
     folders = (spec and spec.submodule_search_locations) or []
@@ -58,16 +57,16 @@ def scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         if path.is_file():
             table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
             return table[:, :64].reshape(-1, 8, 8), table[:, 64]
-    raise TrainerError("data set digits: scikit-learn's digits are not installed", "pip install scikit-learn")
+    raise TrainerError("--data digits: scikit-learn is not installed", "pip install scikit-learn")
 
 
 def _prepare(scan: npt.NDArray[np.uint8], digit: int) -> _Glyph:
-    """One 8 x 8 scan as a smooth glyph with sharp strokes, cropped to its ink."""
+    """Return an 8 x 8 scan as a smooth glyph with sharp strokes, cropped to its ink."""
     side = 10 * _GLYPH_SCALE
     padded = np.pad(scan.astype(np.float32) / 16, 1)
     smooth = cv2.resize(padded, (side, side), interpolation=cv2.INTER_CUBIC)
     level = np.clip((smooth - 0.32) / 0.36, 0, 1)
-    ink = level * level * (3 - 2 * level)  # smoothstep: the scan's blur becomes an edge of about a pixel
+    ink = level * level * (3 - 2 * level)  # smoothstep sharpens the scan's blur to an edge of about a pixel
     ys, xs = np.flatnonzero((ink > 0.3).any(1)), np.flatnonzero((ink > 0.3).any(0))
     crop = ink[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
     return _Glyph(digit, np.ascontiguousarray((crop * 255).astype(np.uint8)))
@@ -75,7 +74,7 @@ def _prepare(scan: npt.NDArray[np.uint8], digit: int) -> _Glyph:
 
 @lru_cache(maxsize=2)
 def _glyphs(split: str) -> tuple[_Glyph, ...]:
-    """The prepared digits of a split: every fifth scan belongs to validation, the others to training."""
+    """Return the glyphs of a split: every fifth scan belongs to validation, the others to training."""
     levels, digits = scans()
     in_val = np.arange(len(levels)) % 5 == 4
     chosen = np.flatnonzero(in_val if split == "val" else ~in_val)
@@ -83,7 +82,7 @@ def _glyphs(split: str) -> tuple[_Glyph, ...]:
 
 
 def _apart(boxes: npt.NDArray[np.float64], limit: int) -> list[int]:
-    """The first `limit` of the boxes (n, 4) xyxy that do not cover one chosen before them."""
+    """Return the indices of the first `limit` boxes (n, 4) xyxy that overlap no earlier chosen box."""
     low = np.maximum(boxes[:, None, :2], boxes[None, :, :2])
     high = np.minimum(boxes[:, None, 2:], boxes[None, :, 2:])
     shared = np.prod(np.clip(high - low, 0, None), axis=2)
@@ -97,7 +96,7 @@ def _apart(boxes: npt.NDArray[np.float64], limit: int) -> list[int]:
 
 
 def _tint(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Colours from paper to ink (256, 1, 3): light paper and dark ink, on every third page the reverse."""
+    """Return the colours from paper to ink (256, 1, 3): dark ink on light paper, reversed with probability 1/3."""
     light = rng.uniform(170, 250) + rng.uniform(-22, 22, 3)
     dark = rng.uniform(10, 90) + rng.uniform(-30, 30, 3)
     paper, ink = (dark, light) if rng.random() < 1 / 3 else (light, dark)
@@ -106,7 +105,7 @@ def _tint(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
 
 
 def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
-    """Page `index`: digits of random size and place, without heavy overlap, on uneven, grainy paper."""
+    """Return page `index`: digits of random size and position with little overlap, on uneven, grainy paper."""
     rng = np.random.default_rng([_SPLIT_KEY[split], index, side])
     glyphs = _glyphs(split)
     drawn = [glyphs[k] for k in rng.integers(len(glyphs), size=_CANDIDATES)]
@@ -144,7 +143,7 @@ def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
 
 
 class Digits:
-    """Pages with 3 to 8 handwritten digits, 10 classes; composed when first asked for, then kept."""
+    """Dataset of pages with 3 to 8 handwritten digits in 10 classes; each page is composed at first access."""
 
     flips = False
 
@@ -156,7 +155,7 @@ class Digits:
         self._pages: list[_Page | None] = [None] * (PAGES[split] if pages is None else pages)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker process composes its own pages: that is faster than sending 51 MB through a pipe.
+        # Composing pages in the worker is faster than sending 51 MB through a pipe.
         return {**self.__dict__, "_pages": [None] * len(self._pages)}
 
     def __len__(self) -> int:
@@ -169,28 +168,28 @@ class Digits:
         return page
 
     def name(self, index: int) -> str:
-        """The page's number: there is no file."""
+        """Return `page INDEX`."""
         return f"page {index}"
 
     def size(self, index: int) -> tuple[int, int]:
-        """(side, side) of every page."""
+        """Return (side, side)."""
         return self._side, self._side
 
     def image(self, index: int, min_side: int = 0) -> Image:
-        """Page `index` as uint8 (side, side, 3) RGB; it costs no decoding, so `min_side` changes nothing."""
+        """Return page `index` as uint8 (side, side, 3) RGB; `min_side` is ignored."""
         page = self._page(index)
         return np.asarray(cv2.LUT(cv2.cvtColor(page.ink, cv2.COLOR_GRAY2RGB), page.tint))
 
     def labels(self, index: int) -> Labels:
-        """The digits of page `index` as float32 (n, 5): digit, cx, cy, w, h as fractions of the side."""
+        """Return the digits of page `index` as float32 (n, 5): digit, cx, cy, w, h as fractions of the side."""
         return self._page(index).labels
 
     def segments(self, index: int) -> list[Segment]:
-        """No outlines: an empty one for every digit."""
+        """Return an empty polygon (0, 2) for every digit."""
         return [np.empty((0, 2), np.float32)] * len(self.labels(index))
 
     def mask(self, index: int) -> Gray:
-        """The class of each pixel of page `index`, 0 beside the digits and 1 on them; of a set with `masks`."""
+        """Return the mask of page `index`: 0 is background, 1 is digit. Requires `masks`."""
         mask = self._page(index).mask
         assert mask is not None
         return mask

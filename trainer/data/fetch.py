@@ -1,41 +1,44 @@
-"""Fetches the pictures of a data.yaml that names an archive of them: once per machine, unpacked, never run."""
+"""Download of a dataset's archive, named by `download` in data.yaml: once per node; scripts are refused."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import shutil
-import urllib.parse
+import tarfile
 import uuid
+import zipfile
+import zlib
 from pathlib import Path
+from typing import Any
 
-from trainer.data.archive import unpack
-from trainer.data.data_yaml import Content, load_data_yaml, places
-from trainer.data.faults import BadData
+from trainer.config.faults import BadData
+from trainer.data.data_yaml import Content, load_data_yaml, source_candidates
+from trainer.data.progress import track
+from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
-from trainer.machine_lock import one_per_machine
 from trainer.weights.download import fetch, sha256
 
 _SPLITS = ("train", "val")
-_SCRIPT = re.compile(r"^.*\n|^(ba)?sh\b|\bpython|\bimport\b|\w+\(|[;|&]")
 
 
 def fetch_missing(data_yaml: str) -> bool:
-    """Fetch the archive that `download:` names, if pictures are missing and there is one; whether it was fetched.
+    """Fetch the archive in `download` if images are missing; return whether it was fetched.
 
-    Raises TrainerError where it cannot be had; then nothing is left behind.
+    Raises:
+        TrainerError: The download failed; no partial files remain.
     """
     content = load_data_yaml(Path(data_yaml))
-    if not content.values.get("download") or _is_there(content):
+    if not content.values.get("download") or _is_complete(content):
         return False
-    address, wanted = _address(content), _sha256(content)
-    root = next((root for root in content.roots() if root.is_dir()), content.roots()[0])
+    address, expected = _address(content), _sha256(content)
+    root = content.root()
     with one_per_machine(root.absolute()) as waited:
-        if _is_there(content):
+        if _is_complete(content):
             return True
-        if waited:  # and it failed there: said once is enough, and each try can take a minute
-            raise TrainerError(f"{data_yaml}: another process of this machine could not fetch the pictures")
-        _provide(content, address, wanted, root)
+        if waited:  # the other process has failed and printed its error; each attempt can take a minute
+            raise TrainerError(f"{data_yaml}: another process of this node could not fetch the images")
+        _provide(content, address, expected, root)
     return True
 
 
@@ -43,100 +46,100 @@ def _entries(content: Content) -> list[str]:
     return [entry for split in _SPLITS for entry in content.entries(split) if isinstance(entry, str)]
 
 
-def _is_there(content: Content) -> bool:
-    root = next((root for root in content.roots() if root.is_dir()), None)
-    return root is not None and _holds(root, _entries(content))
+def _is_complete(content: Content) -> bool:
+    return _holds(content.root(), _entries(content))
 
 
 def _holds(root: Path, entries: list[str]) -> bool:
-    return all(any(place.exists() for place in places(root, entry)) for entry in entries)
+    return all(any(path.exists() for path in source_candidates(root, entry)) for entry in entries)
 
 
 def _address(content: Content) -> str:
-    """An http(s) address or the path of a file; BadData for anything else, such as a script."""
-    value = content.values["download"]
-    text = value.strip() if isinstance(value, str) else ""
-    hint = "give the address of a .zip or .tar.gz, or fetch the pictures yourself and delete the line"
-    if urllib.parse.urlsplit(text).scheme in ("http", "https") and not re.search(r"\s", text):
+    """Return the http(s) address or the path of a file; raise BadData for anything else, such as a script."""
+    text = str(content.values["download"]).strip()
+    if re.fullmatch(r"https?://\S+", text):
         return text
-    if urllib.parse.urlsplit(text).scheme == "file":
-        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
     path = content.path.parent / text
-    if text and path.is_file():
+    if os.path.isfile(path):  # noqa: PTH113 (Path.is_file raises for a name as long as a script)
         return str(path)
-    if script := _SCRIPT.search(text):
-        why = "several lines" if "\n" in script[0] else f"`{script[0]}` in it"
-        what = f"`download` is a script ({why}), and scripts are never run"
-        raise BadData([content.fault("download", what, hint)])
-    raise BadData([content.fault("download", f"`download` is neither an http address nor a file: {path}", hint)])
+    what = "`download` is neither an http address nor a file; scripts are never run"
+    hint = "give the address of a .zip or .tar.gz, or fetch the images yourself and delete the line"
+    raise BadData([content.fault("download", what, hint)])
 
 
 def _sha256(content: Content) -> str:
     wanted = str(content.values.get("sha256") or "").lower()
     if wanted and not re.fullmatch("[0-9a-f]{64}", wanted):
-        hint = "see: sha256sum ARCHIVE; in quotes if it has digits only"
+        hint = "run `sha256sum ARCHIVE`; put a value of digits only in quotes"
         raise BadData([content.fault("sha256", "`sha256` must have 64 hexadecimal digits", hint)])
     return wanted
 
 
-def _provide(content: Content, address: str, wanted: str, root: Path) -> None:
-    """Fetch, check, unpack next to where the pictures belong (on the same disk), and move them there."""
-    asked = f"{content.path}:{content.lines['download']}"
-    existing = next(place for place in (root, *root.absolute().parents) if place.is_dir())
+def _provide(content: Content, address: str, expected: str, root: Path) -> None:
+    """Fetch, verify and unpack the archive on the disk of `root`, then move the files into `root`."""
+    where = f"{content.path}:{content.lines['download']}"
+    existing = next(path for path in (root, *root.absolute().parents) if path.is_dir())
     stage = existing / f".download-{uuid.uuid4().hex}"
     print(f"data: fetching {address}", flush=True)
     try:
-        try:
-            stage.mkdir()
-        except OSError as error:
-            raise TrainerError(
-                f"{asked}: cannot write to {existing}: {error.strerror}", "set `path` to a folder of yours"
-            ) from None
+        stage.mkdir()
         archive = stage / "archive"
         if address.startswith(("http://", "https://")):
-            fetch(address, archive, wanted, asked, f"no network? unpack the archive to {root} by hand")
+            fetch(address, archive, expected, where, f"no network? unpack the archive to {root} by hand")
         else:
             archive = Path(address)
-            if wanted and (found := sha256(archive)) != wanted:
-                raise TrainerError(f"{asked}: {archive} has sha256 {found}, not {wanted}", "is it the right file?")
-        unpack(archive, stage / "files", f"{asked}: {address}")
-        origin = _origin(stage / "files", content, asked)
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            # What else the archive holds comes first: once the pictures are there, the set is complete.
-            named = {Path(entry.removeprefix("../")).parts[0] for entry in _entries(content)}
-            for child in sorted(origin.iterdir(), key=lambda path: (path.name in named, path.name)):
-                _move(child, root / child.name)
-        except OSError as error:
-            raise TrainerError(
-                f"{asked}: cannot write to {root}: {error}", "set `path` to a folder of yours"
-            ) from error
+            if expected and (found := sha256(archive)) != expected:
+                raise TrainerError(
+                    f"{where}: {archive} has sha256 {found}, not {expected}", "correct `sha256` or replace the file"
+                )
+        unpack(archive, stage / "files", f"{where}: {address}")
+        origin = _origin(stage / "files", content, where)
+        root.mkdir(parents=True, exist_ok=True)
+        # Move the images last: other processes take a dataset with images as complete.
+        named = {Path(entry.removeprefix("../")).parts[0] for entry in _entries(content)}
+        for child in sorted(origin.iterdir(), key=lambda path: (path.name in named, path.name)):
+            if not (root / child.name).exists():  # else it is the user's own, or another node was faster
+                child.rename(root / child.name)
+    except OSError as error:
+        raise TrainerError(f"{where}: cannot write to {root}: {error}", "set `path` to a writable folder") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+    if not _is_complete(content):
+        raise TrainerError(
+            f"{where}: {root} has a part of the archive's folders", "delete them, or unpack the archive by hand"
+        )
     print(f"data: unpacked to {root}", flush=True)
 
 
-def _origin(files: Path, content: Content, asked: str) -> Path:
-    """The unpacked folder that stands for `path`: the archive's top, or a folder in it."""
+def unpack(archive: Path, folder: Path, named: str) -> None:
+    """Unpack a .zip, .tar or .tar.gz into the new folder `folder`.
+
+    tarfile's data filter refuses devices, and paths and links outside of the folder. zipfile creates no links, and
+    puts each path below the folder.
+
+    Raises:
+        TrainerError: The archive is damaged, or a member was refused. The message calls it `named`.
+    """
+    packed: Any
+    try:
+        with zipfile.ZipFile(archive) if zipfile.is_zipfile(archive) else tarfile.open(archive) as packed:
+            folder.mkdir(parents=True)
+            packed.extraction_filter = tarfile.data_filter
+            members = packed.infolist() if isinstance(packed, zipfile.ZipFile) else packed.getmembers()
+            for member in track(members, len(members), "unpacking"):
+                packed.extract(member, folder)
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, ValueError, OSError) as error:
+        raise TrainerError(f"{named}: cannot be unpacked: {error}", "give a complete .zip or .tar.gz") from error
+
+
+def _origin(files: Path, content: Content, where: str) -> Path:
+    """Return the unpacked folder that corresponds to `path`: the archive's top, or a folder in it."""
     candidates = [files, *sorted(path for path in files.glob("*") if path.is_dir())]
     for candidate in candidates:
         if _holds(candidate, [entry for entry in _entries(content) if not Path(entry).is_absolute()]):
             return candidate
     found = ", ".join(sorted(path.name for path in files.glob("*"))[:8]) or "nothing"
     raise TrainerError(
-        f"{asked}: the archive has no {' and '.join(_entries(content))}, but {found}",
-        "correct `train` and `val`: they count from the archive's top, or from a folder in it",
+        f"{where}: the archive has no {' and '.join(_entries(content))}, but {found}",
+        "correct `train` and `val`: they are relative to the archive's top, or to a folder in it",
     )
-
-
-def _move(source: Path, target: Path) -> None:
-    """Rename `source`, or fill up what is at `target` already; no file that is there is replaced."""
-    if not target.exists():
-        with contextlib.suppress(OSError):  # another machine was quicker
-            source.rename(target)
-            return
-    if source.is_dir() and target.is_dir():
-        for child in sorted(source.iterdir()):
-            _move(child, target / child.name)
-    elif not target.exists():
-        raise OSError(f"{target} cannot be made")

@@ -1,8 +1,7 @@
-"""Keeps a scan for the next start, and for every other process: read once per change, mapped into memory by all.
+"""Label cache: each scan is one memory-mapped file, shared by all processes and later starts.
 
-A cached scan is a folder of .npy files named by what it was read from (paths, sizes and times of pictures and label
-files), so that a change is a new name. It appears by a rename, whole or not at all: any number of machines may build
-the same one on a shared disk at once, and the first one stays. On one machine, one process builds and others wait.
+A file's name is a hash of the paths, sizes and times of images and label files. A rename creates it atomically. On one
+node, one process builds it while the others wait.
 """
 
 from __future__ import annotations
@@ -12,128 +11,92 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from trainer.data.faults import Fault
+from trainer.config.faults import Fault
 from trainer.data.listing import Listing
 from trainer.data.scan import Scan
-from trainer.machine_lock import one_per_machine
+from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
-_FORMAT = 1  # of the files, and of the rules that a scan follows: another one is another name
-_KEPT = 8  # scans of one data set, those used last
+_FORMAT = 2  # version of the file and of the scan's checks; part of the hash
+_KEPT = 8  # newest scans of a dataset
 _ABANDONED_S = 24 * 3600.0
-_ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "folder"))
+_ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))
 
 
 def cached(listing: Listing, nc: int, build: Callable[[], Scan]) -> Scan:
-    """The scan of `listing` with `nc` classes: from the cache, else from `build`, and then cached where possible.
+    """Return the scan of `listing` with `nc` classes from the cache, or from `build` and cache it if possible.
 
-    The cache is next to data.yaml, or the user's own where that folder cannot be written to.
+    The cache is next to data.yaml, or in the user's cache folder if that one is read-only.
     """
-    key, homes = _key(listing, nc), cache_folders(listing.root)
-    if found := _find(homes, key):
-        return found
-    with one_per_machine(homes[0]):
-        if found := _find(homes, key):  # made by the one that we waited for
-            return found
-        made = build()
-        for home in homes:
-            with contextlib.suppress(OSError):
-                _store(made, home, key)
-                return load(home / key)
-    return made
-
-
-def load(folder: Path) -> Scan:
-    """The scan in `folder`, its arrays mapped into memory; OSError or ValueError if it is not there or damaged."""
-    arrays = {}
-    for name in _ARRAYS:
-        path = folder / f"{name}.npy"
-        # There is nothing to map in an array without elements.
-        empty = np.load(path, mmap_mode=None, allow_pickle=False) if _is_empty(path) else None
-        # As plain arrays: slicing a memmap costs microseconds, and every picture needs several slices.
-        mapped = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False)) if empty is None else empty
-        arrays[name] = mapped
-    faults = [Fault(**row) for row in json.loads((folder / "faults.json").read_text(encoding="utf-8"))]
-    return Scan(**arrays, faults=faults, folder=str(folder))
-
-
-def _is_empty(path: Path) -> bool:
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    return 0 in shape or not dtype.itemsize
-
-
-def _key(listing: Listing, nc: int) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    digest.update(json.dumps([_FORMAT, nc, len(listing.pictures)]).encode())
-    digest.update(os.fsencode("\0".join(listing.pictures)))
+    folders = cache_folders(listing.root)
+    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, len(listing.images)]).encode(), digest_size=16)
+    digest.update(os.fsencode("\0".join(listing.images)))
     digest.update(listing.stamps.tobytes())
-    return digest.hexdigest()
+    name = f"labels-{digest.hexdigest()}"
+    with one_per_machine(folders[0]):
+        for folder in folders:
+            with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
+                return load(folder / name)
+        built = build()
+        for folder in folders:
+            with contextlib.suppress(OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
+                _store(built, folder, name)
+                return load(folder / name)
+    return built
+
+
+def load(path: Path) -> Scan:
+    """Return the scan in `path` with memory-mapped arrays."""
+    content = torch.load(path, mmap=True, weights_only=True)
+    arrays = {name: content[name].numpy() for name in _ARRAYS}
+    arrays["paths"] = arrays["paths"].view(f"S{arrays['paths'].shape[1]}")[:, 0]
+    for array in arrays.values():
+        array.flags.writeable = False
+    return Scan(**arrays, faults=[Fault(*row) for row in content["faults"]], file=str(path))
+
+
+def _store(scan: Scan, folder: Path, name: str) -> None:
+    arrays = {name: np.ascontiguousarray(getattr(scan, name)) for name in _ARRAYS}
+    arrays["paths"] = arrays["paths"].view(np.uint8).reshape(len(scan.paths), -1)  # torch has no strings
+    content = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    with new_draft(folder, name) as draft:
+        with draft.open("wb") as file:  # torch accepts no name that begins with a dot
+            torch.save({**content, "faults": [dataclasses.astuple(fault) for fault in scan.faults]}, file)
+        draft.replace(folder / name)
+    with contextlib.suppress(OSError):  # another node removes them, too
+        newest_last = sorted(folder.glob("labels-*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in newest_last[:-_KEPT]:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def new_draft(folder: Path, name: str) -> Iterator[Path]:
+    """Yield a new path in the cache folder `folder`, and remove it on exit; remove old drafts of killed processes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    for path in folder.glob(".draft-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _ABANDONED_S:
+                path.unlink()
+    draft = folder / f".draft-{name}-{uuid.uuid4().hex}"
+    try:
+        yield draft
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def cache_folders(root: str) -> list[Path]:
-    """The folders that may hold the cache of the data set in `root`, the first choice first."""
+    """Return the candidate cache folders of the dataset in `root`, in order of preference."""
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
-    # Without a write bit it is meant to stay as it is, which would not keep root from writing there.
+    # Check the write bits: os.access() is always true for root.
     writable = os.stat(root).st_mode & 0o222  # noqa: PTH116
     return [*([Path(root, FOLDER)] if writable else []), Path(user, "clusterctl", "labels", name)]
-
-
-def _find(homes: list[Path], key: str) -> Scan | None:
-    for home in homes:
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            found = load(home / key)
-            with contextlib.suppress(OSError):
-                os.utime(home / key)  # it was used: see _tidy
-            return found
-    return None
-
-
-def _store(scan: Scan, home: Path, key: str) -> None:
-    """Write `scan` as `key` in `home`; OSError where that cannot be."""
-    home.mkdir(parents=True, exist_ok=True)
-    ignore = home / ".gitignore"
-    if not ignore.exists():
-        ignore.write_text("*\n", encoding="utf-8")
-    draft = home / f".draft-{uuid.uuid4().hex}"
-    draft.mkdir()
-    try:
-        for name in _ARRAYS:
-            with (draft / f"{name}.npy").open("wb") as file:
-                np.save(file, np.ascontiguousarray(getattr(scan, name)), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        rows = [dataclasses.asdict(fault) for fault in scan.faults]
-        (draft / "faults.json").write_text(json.dumps(rows), encoding="utf-8")
-        try:
-            draft.rename(home / key)
-        except OSError:  # there is one: another machine's, which is as good, or a damaged one
-            try:
-                load(home / key)
-            except (OSError, ValueError, TypeError, KeyError):
-                shutil.rmtree(home / key, ignore_errors=True)
-                draft.rename(home / key)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    _tidy(home)
-
-
-def _tidy(home: Path) -> None:
-    """Keep the scans used last, and remove what a killed process left behind."""
-    with contextlib.suppress(OSError):
-        ages = {path: path.stat().st_mtime for path in home.iterdir() if path.is_dir()}
-        drafts = [path for path in ages if path.name.startswith(".draft-")]
-        scans = sorted((path for path in ages if path not in drafts), key=lambda path: ages[path], reverse=True)
-        abandoned = [path for path in drafts if ages[path] < time.time() - _ABANDONED_S]
-        for path in abandoned + scans[_KEPT:]:
-            shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Which pictures belong to a split, where the labels of each are, and when all of these last changed.
+"""Listing of a split: its images, their label files, and the sizes and times of both.
 
-Reads folders and lists, but no picture and no label: that is what makes it quick enough for every start.
+Only folders and lists are read, no images and labels, so it is fast enough for every start.
 """
-# ruff: noqa: PTH100, PTH112, PTH114, PTH116, PTH118, PTH119, PTH120, PTH122, PTH208
-# (Paths are strings here: a hundred thousand pathlib objects would double the time to open a set.)
+# ruff: noqa: PTH100, PTH112, PTH114, PTH116, PTH118, PTH120, PTH122, PTH208
+# (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
 from __future__ import annotations
 
@@ -16,130 +16,120 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trainer.config.faults import BadData, Fault
 from trainer.data.data_yaml import DataYaml
-from trainer.data.faults import BadData, Fault
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-THREADS = 8  # they wait for the disk or the network most of the time
-CHUNK = 64  # pictures that a thread takes at once
-_NOT_LABELS = frozenset({"classes.txt"})  # annotation tools leave it among the labels
+THREADS = 8  # more than cores: the work is I/O
+_CHUNK = 64  # images of one task of a thread
+_NOT_LABELS = frozenset({"classes.txt"})  # annotation tools write it next to the labels
 _ABSENT = (-1, -1)
-_ENDINGS = f"pictures end in {', '.join(sorted(SUFFIXES))}"
+_ENDINGS = f"images end in {', '.join(sorted(SUFFIXES))}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The pictures of one split that are there, and what is wrong with the list."""
+    """The existing images of one split, and the faults of its folders and lists."""
 
-    root: str  # data.yaml's folder; pictures below it are named relative to it, so that the set can be moved
-    pictures: list[str]
-    label_files: list[str]  # of the same length; a file that is not there means no boxes
-    stamps: npt.NDArray[np.int64]  # (n, 4): size and mtime in ns of the picture, and of its label file (-1: not there)
+    root: str  # folder of data.yaml; images inside are relative to it, so that the dataset can be moved
+    images: list[str]
+    label_files: list[str]  # (n): a missing file means no boxes
+    stamps: npt.NDArray[np.int64]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
     faults: list[Fault]
 
     def label_file(self, index: int) -> str:
-        """The full path of the label file of picture `index`."""
+        """Return the full path of the label file of image `index`."""
         return os.path.join(self.root, self.label_files[index])
 
 
 def list_split(spec: DataYaml) -> Listing:
-    """List the split that `spec` describes; BadData where there is nothing to list."""
+    """List the split of `spec`; raise BadData if it has no images."""
     faults: list[Fault] = []
-    pictures: dict[str, Fault] = {}
-    empty: list[Path] = []
+    images: dict[str, Fault] = {}  # each with the fault if it does not exist
     for source in spec.sources:
-        named = list(_named(source) if source.is_dir() else _listed(source))
-        if not named:
-            empty.append(source)
-        for picture, file, line in named:
-            fault = Fault(file, line, f"no such picture: {picture}", "correct or delete the line")
-            if picture in pictures:
+        found = [(path, path, 0) for path in images_below(source)] if source.is_dir() else _images_of_list(source)
+        if not found:
+            faults.append(Fault(str(spec.path), spec.line, f"no images in {source}", _ENDINGS))
+        for image, file, line in found:
+            if image in images:
                 where = (file, line) if line else (str(spec.path), spec.line)
-                faults.append(Fault(*where, f"{picture} is listed twice", "list each picture once"))
-            pictures.setdefault(picture, fault)
-    if empty:
-        fault = Fault(str(spec.path), spec.line, f"no pictures in {', '.join(map(str, empty))}", _ENDINGS)
-        if not pictures:
-            raise BadData([fault])
-        faults.append(fault)
-    paths = list(pictures)
+                faults.append(Fault(*where, f"{image} is listed twice", "list each image once"))
+            images.setdefault(image, Fault(file, line, f"no such image: {image}", "correct or delete the line"))
+    if not images:
+        raise BadData(faults)
+    paths = list(images)
     files = [label_file(path) for path in paths]
     stamps = _stamps(paths, files)
     kept, owners = [], dict[str, str]()
     for k, (path, file) in enumerate(zip(paths, files, strict=True)):
         if stamps[k, 0] < 0:
-            faults.append(pictures[path])
+            faults.append(images[path])
         elif owners.setdefault(file, path) != path:
             what = f"shares its label file {file} with {owners[file]}"
-            faults.append(Fault(path, 0, what, "rename one of the pictures"))
+            faults.append(Fault(path, 0, what, "rename one of the images"))
         else:
             kept.append(k)
     faults += _orphans(paths, files)
     root = os.path.dirname(os.path.abspath(spec.path))
     return Listing(
         root,
-        [_relative(paths[k], root) for k in kept],
-        [_relative(files[k], root) for k in kept],
+        [paths[k].removeprefix(root + os.sep) for k in kept],
+        [files[k].removeprefix(root + os.sep) for k in kept],
         stamps[kept],
         faults,
     )
 
 
-def label_file(picture: str) -> str:
-    """Where the boxes of `picture` are: the last folder `images` becomes `labels`, the suffix .txt."""
-    head, found, tail = picture.rpartition(f"{os.sep}images{os.sep}")
-    moved = f"{head}{os.sep}labels{os.sep}{tail}" if found else picture
+def label_file(image: str) -> str:
+    """Return the label file of `image`: the last folder `images` becomes `labels`, the suffix .txt."""
+    head, found, tail = image.rpartition(f"{os.sep}images{os.sep}")
+    moved = f"{head}{os.sep}labels{os.sep}{tail}" if found else image
     return os.path.splitext(moved)[0] + ".txt"
 
 
-def _relative(path: str, root: str) -> str:
-    return path.removeprefix(root + os.sep)
-
-
-def pictures_below(folder: Path) -> Iterable[str]:
-    """The absolute path of each picture below `folder`, also behind links, sorted within each folder."""
-    for parent, folders, files in os.walk(folder.absolute(), onerror=_unreadable, followlinks=True):
-        folders[:] = sorted(name for name in folders if not _leads_back(parent, name))
+def images_below(folder: Path) -> Iterable[str]:
+    """Yield the absolute path of each image below `folder`, sorted within each folder; follow links."""
+    for parent, folders, files in os.walk(folder.absolute(), onerror=_raise_unreadable, followlinks=True):
+        folders[:] = sorted(name for name in folders if not _is_link_to_ancestor(parent, name))
         for name in sorted(files):
-            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
+            if _is_image(name) and not name.startswith("."):
                 yield os.path.normpath(os.path.join(parent, name))
 
 
-def _unreadable(error: OSError) -> None:
-    hint = "give this user the right to read it, or take it out of the set"
-    raise BadData([Fault(str(error.filename), 0, f"cannot be read: {error.strerror}", hint)])
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
-def _leads_back(parent: str, name: str) -> bool:
-    """Whether a folder is a link to one that it is in: what is below it would be listed again and again."""
+def _raise_unreadable(error: OSError) -> None:
+    hint = "give this user read permission, or remove the folder from the dataset"
+    raise BadData([Fault(str(error.filename)[:200], 0, f"cannot be read: {error.strerror}", hint)])
+
+
+def _is_link_to_ancestor(parent: str, name: str) -> bool:
+    """Return whether a folder is a link to a folder that contains it, which would be an endless loop."""
     path = os.path.join(parent, name)
-    if not os.path.islink(path):
-        return False
-    here, there = os.path.realpath(parent), os.path.realpath(path)
-    return here == there or here.startswith(there.rstrip(os.sep) + os.sep)
+    there = os.path.realpath(path)
+    return os.path.islink(path) and os.path.commonpath([os.path.realpath(parent), there]) == there
 
 
-def _named(folder: Path) -> Iterable[tuple[str, str, int]]:
-    """(absolute path, file and line that name it) of each picture below `folder`."""
-    return ((path, path, 0) for path in pictures_below(folder))
-
-
-def _listed(listing: Path) -> Iterable[tuple[str, str, int]]:
-    """The same of a text file with one path per line, relative to that file, in its order."""
+def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
+    """Return (absolute path, file, line) of each image in a text file of one path per line, relative to that file."""
     if listing.suffix != ".txt":
-        fault = Fault(str(listing), 0, "neither a folder nor a .txt list of pictures", "correct the data.yaml")
+        fault = Fault(str(listing), 0, "neither a folder nor a .txt list of images", "correct the data.yaml")
         raise BadData([fault])
     try:
         lines = listing.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "one path in each line")]) from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            path = os.path.normpath(os.path.join(listing.parent.absolute(), line.strip()))
-            yield path, str(listing), number
+        raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]) from None
+    folder = listing.parent.absolute()
+    return [
+        (os.path.normpath(os.path.join(folder, line.strip())), str(listing), number)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
 
 
-def _stamps(pictures: list[str], files: list[str]) -> npt.NDArray[np.int64]:
+def _stamps(images: list[str], files: list[str]) -> npt.NDArray[np.int64]:
     def stamp(path: str) -> tuple[int, int]:
         try:
             found = os.stat(path)
@@ -148,39 +138,26 @@ def _stamps(pictures: list[str], files: list[str]) -> npt.NDArray[np.int64]:
         return found.st_size, found.st_mtime_ns
 
     def chunk(first: int) -> list[tuple[int, int, int, int]]:
-        part = slice(first, first + CHUNK)
-        return [(*stamp(picture), *stamp(file)) for picture, file in zip(pictures[part], files[part], strict=True)]
+        part = slice(first, first + _CHUNK)
+        return [(*stamp(image), *stamp(file)) for image, file in zip(images[part], files[part], strict=True)]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        rows = [row for rows in pool.map(chunk, range(0, len(pictures), CHUNK)) for row in rows]
+        rows = [row for rows in pool.map(chunk, range(0, len(images), _CHUNK)) for row in rows]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _stem(path: str) -> str:
-    return os.path.splitext(os.path.basename(path))[0]
-
-
-def _orphans(pictures: list[str], files: list[str]) -> list[Fault]:
-    """Every label file of a folder `labels` needs a picture; without one it was renamed, or lost its picture."""
-    known: dict[str, set[str]] = {}  # label folder: the label files that its pictures have
-    folders: dict[str, str] = {}  # label folder: the folder of its pictures
-    for picture, file in zip(pictures, files, strict=True):
-        folder, _, name = file.rpartition(os.sep)
-        if folder not in known:
-            known[folder], folders[folder] = set(), os.path.dirname(picture)
-        known[folder].add(name)
+def _orphans(images: list[str], files: list[str]) -> list[Fault]:
+    """Return a fault for each label file in a folder `labels` without an image."""
     faults = []
-    for folder, names in known.items():
-        picture_folder = folders[folder]
-        if folder == picture_folder or not os.path.isdir(folder) or not os.path.isdir(picture_folder):
+    folders = {os.path.dirname(file): os.path.dirname(image) for image, file in zip(images, files, strict=True)}
+    for folder, image_folder in folders.items():
+        if folder == image_folder or not os.path.isdir(folder) or not os.path.isdir(image_folder):
             continue
-        skipped = names | _NOT_LABELS
-        others = [name for name in os.listdir(folder) if name.endswith(".txt") and name not in skipped]
-        there = os.listdir(picture_folder) if others else []  # also the pictures of other splits
-        found = {_stem(name) for name in there if os.path.splitext(name)[1].lower() in SUFFIXES}
-        for name in sorted(others):
-            if _stem(name) not in found:
-                what = f"label without picture in {picture_folder}"
-                hint = f"put the picture there, or delete the label file; {_ENDINGS}"
-                faults.append(Fault(os.path.join(folder, name), 0, what, hint))
+        # The folder may have images of other splits.
+        stems = {os.path.splitext(name)[0] for name in os.listdir(image_folder) if _is_image(name)}
+        for name in sorted(os.listdir(folder)):
+            stem, suffix = os.path.splitext(name)
+            if suffix == ".txt" and stem not in stems and name not in _NOT_LABELS:
+                hint = f"put the image there, or delete the label file; {_ENDINGS}"
+                faults.append(Fault(os.path.join(folder, name), 0, f"label without image in {image_folder}", hint))
     return faults

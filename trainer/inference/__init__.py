@@ -1,1 +1,1 @@
-"""What a trained model is used for: scores on a data set, boxes in pictures, files for other programs."""
+"""Evaluation, prediction and export of trained models."""

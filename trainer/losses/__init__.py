@@ -1,22 +1,12 @@
 """Loss functions, normalised over all ranks so that the number of ranks does not change the training."""
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Loss"]
 
-
-class Assigned(Protocol):
-    """What a loss works out from the targets; `counts` float64 (c,), the batch's pictures first."""
-
-    @property
-    def counts(self) -> Tensor:
-        """This rank's part of what the loss divides by; to be summed over the ranks."""
-        ...
-
-
-class Loss(Protocol):
+class Loss(ABC):
     """A batch's loss in three steps, so that the ranks can sum their counts as soon as these are known.
 
     `assign` needs only the targets: its counts are summed while the network runs. `match` sees the outputs: its
@@ -25,14 +15,17 @@ class Loss(Protocol):
 
     terms: tuple[str, ...]
 
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assigned:
-        """Of the targets (n, 6) [image, class, cx, cy, w, h] of `images` pictures of height x width px."""
-        ...
+    @abstractmethod
+    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Any:
+        """Assign the targets of `images` images of height x width px.
+
+        The result has `counts` float64 (c,): this rank's part of what the loss divides by, the images first.
+        """
 
     def match(self, raw: Any, assigned: Any, /) -> tuple[Any, Tensor]:
-        """What the call needs of the assignment, and the counts that only the outputs tell, float64 (c2,)."""
-        ...
+        """Return the call's second argument, and the counts that depend on the outputs, float64 (c2,); here none."""
+        return assigned, assigned.counts[:0]
 
+    @abstractmethod
     def __call__(self, raw: Any, matched: Any, counts: Tensor, /) -> Tensor:
-        """This rank's share of the terms (t,) float32 with gradients; `counts` (c + c2,) of all ranks."""
-        ...
+        """Return this rank's share of the terms (t,) float32 with gradients; `counts` (c + c2,) of all ranks."""

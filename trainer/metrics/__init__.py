@@ -1,6 +1,6 @@
-"""Scores of a model that can be gathered from many ranks."""
+"""Metrics that can be merged over ranks."""
 
-from trainer.metrics.box_map import BoxMAP, BoxScores, ClassScores
+from trainer.metrics.box_map import BoxMAP, BoxScores
 from trainer.metrics.curves import CONFIDENCES, RECALLS, BoxCurves
 
-__all__ = ["CONFIDENCES", "RECALLS", "BoxCurves", "BoxMAP", "BoxScores", "ClassScores"]
+__all__ = ["CONFIDENCES", "RECALLS", "BoxCurves", "BoxMAP", "BoxScores"]

@@ -1,48 +1,41 @@
-"""Mean average precision of boxes by COCO's rules (100 detections per picture and class), or by YOLOv5's.
+"""Mean average precision of boxes by COCO's rules (100 detections per image and class), or by YOLOv5's.
 
-Each picture is matched when it is added, so what ranks exchange is small: 16 bytes per detection. The result does
-not depend on the order of pictures or ranks.
+faster-coco-eval computes COCO's. It needs all images at once, so ranks exchange their detections and ground truth.
+The result does not depend on the order of images or ranks. The library has neither YOLOv5's rules nor exact curves
+over the confidence: its `extended_metrics` count a detection that matches at any IoU threshold from 0.5 up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from faster_coco_eval import COCO, COCOeval_faster
+from faster_coco_eval.core.mask import iou as coco_iou
 
 from trainer.metrics.curves import (
     CONFIDENCES,
-    BoxCurves,
-    average_precision,
-    average_precision_yolov5,
-    f1_of,
-    over_confidence,
-    peak,
-    precision_at_recalls,
-)
-from trainer.metrics.matching import (
     IOU_THRESHOLDS,
+    RECALLS,
     Bools,
+    BoxCurves,
     Floats,
     Ints,
-    areas,
-    box_iou,
-    match_as_coco,
+    area_under,
+    f1_of,
     match_as_yolov5,
-    pair_up,
+    over_confidence,
+    peak,
+    precision_as_yolov5,
 )
+from trainer.metrics.scores import Scores
 
-MAX_DETECTIONS = 100  # per picture and class
+MAX_DETECTIONS = 100  # per image and class
 CONFUSION_IOU, CONFUSION_CONFIDENCE = 0.45, 0.25
-# Least and greatest area in square pixels, both included. COCO's own bounds.
-AREAS = {"all": (0.0, 1e10), "small": (0.0, 32.0**2), "medium": (32.0**2, 96.0**2), "large": (96.0**2, 1e10)}
-_BITS = 1 << np.arange(len(IOU_THRESHOLDS))
-
-State = dict[str, Any]
-_Rows = tuple[Floats, Bools, Bools, int]  # a class: scores (n,), found and counted (n, thresholds), number of boxes
+AREAS = ("small", "medium", "large")  # up to 32² px, up to 96² px, above: the library's own ranges, in its order
 
 
 class ClassScores(NamedTuple):
@@ -53,17 +46,29 @@ class ClassScores(NamedTuple):
     precision: float
     recall: float
     f1: float
-    pictures: int
+    images: int
     boxes: int
 
 
 @dataclass(frozen=True)
-class BoxScores:
-    """Means over the classes that have ground truth, and those classes one by one.
+class BoxScores(Scores):
+    """Means over the classes with ground truth, and the scores of each.
 
     `precision`, `recall` and `f1` are at IoU 0.5 and at `confidence`, where the mean F1 is highest. `by_area` has the
     AP over all IoUs of small, medium and large boxes, where that was asked for; nan where there are none.
     """
+
+    COLUMNS = ("precision", "recall", "map50", "map")
+    MAIN = "map"
+    TABLE = (
+        ("images", "images", "images"),
+        ("boxes", "boxes", "boxes"),
+        ("P", "precision", "precision"),
+        ("R", "recall", "recall"),
+        ("F1", "f1", "f1"),
+        ("mAP50", "map50", "map50"),
+        ("mAP50-95", "map", "map"),
+    )
 
     map50: float
     map: float
@@ -72,62 +77,51 @@ class BoxScores:
     recall: float = 0.0
     f1: float = 0.0
     confidence: float = 0.0
-    pictures: int = 0
+    images: int = 0
     boxes: int = 0
     by_area: dict[str, float] | None = None
 
     @property
     def fitness(self) -> float:
-        """What the best checkpoint is chosen by: 0.1 mAP50 + 0.9 mAP50-95, as in YOLOv5."""
+        """The score that selects the best checkpoint: 0.1 mAP50 + 0.9 mAP50-95, as in YOLOv5."""
         return 0.1 * self.map50 + 0.9 * self.map
 
-    def columns(self) -> dict[str, float]:
-        """The columns of results.csv."""
-        return {"precision": self.precision, "recall": self.recall, "map50": self.map50, "map": self.map}
 
-    def by_class(self, names: Sequence[str]) -> list[float]:
-        """The mAP of each class, nan where there was none of it."""
-        found = (self.per_class.get(name) for name in names)
-        return [score.map if score else float("nan") for score in found]
+class _Boxes(NamedTuple):
+    """Detections by falling score, or ground truth. The columns are those of COCO's annotations."""
 
+    image: Ints  # (n,) the image's number
+    box: Floats  # (n, 4) xywh px
+    area: Floats  # (n,) px
+    label: Ints  # (n,)
+    score: Floats  # (n,) 1 for ground truth
+    crowd: Bools  # (n,) a region of many objects; False for detections
 
-@dataclass(frozen=True)
-class _Picture:
-    """One picture's detections by falling score; a bit per IoU threshold, a column per range of areas."""
-
-    scores: Floats
-    classes: npt.NDArray[np.int32]
-    found: npt.NDArray[np.uint16]
-    left_out: npt.NDArray[np.uint16]
+    def where(self, rows: Ints | Bools) -> _Boxes:
+        """Pick rows by number or mask."""
+        return _Boxes._make(column[rows] for column in self)
 
 
-def _ranks_within(classes: Ints) -> Ints:
-    """For each element its position among the elements of the same class, in the order given."""
-    order = np.argsort(classes, kind="stable")
-    sorted_classes = classes[order]
-    starts = np.searchsorted(sorted_classes, sorted_classes)
-    ranks = np.empty(len(classes), np.int64)
-    ranks[order] = np.arange(len(classes)) - starts
-    return ranks
+class _Matches(NamedTuple):
+    """AP and precision of the classes with ground truth; each detection's match at IoU 0.5."""
 
-
-def _unpack(bits: npt.NDArray[np.uint16]) -> Bools:
-    """(n,) -> (n, thresholds)."""
-    return np.asarray((bits[:, None] & _BITS) > 0)
+    ap: Floats  # (classes, IOU_THRESHOLDS)
+    precision_at: Floats  # (classes, RECALLS), at IoU 0.5
+    hit: Bools  # (detections,) found an object
+    counted: Bools  # (detections,) False in a crowd
+    by_area: dict[str, float] | None = None
 
 
 class BoxMAP:
-    """Collects detections and ground truth picture by picture; `merge` adds what another rank collected."""
+    """Accumulator of detections and ground truth per image; `merge` adds those of another rank."""
 
     def __init__(self, names: list[str], *, by_area: bool = False, yolov5: bool = False) -> None:
-        """`by_area` adds COCO's three ranges of areas; `yolov5` matches and integrates as YOLOv5 does."""
+        """`by_area` adds COCO's three ranges of areas; `yolov5`, without these, matches and integrates as YOLOv5."""
         self.names = list(names)
-        self._yolov5 = yolov5
-        self._ranges = list(AREAS) if by_area else ["all"]
-        self._boxes = np.zeros((len(self._ranges), len(names)), np.int64)  # ground truth per range and class
-        self._with = np.zeros(len(names), np.int64)  # pictures that have the class
+        self._yolov5, self._by_area = yolov5, by_area
         self._confusion = np.zeros((len(names) + 1, len(names) + 1), np.int64)
-        self._pictures: dict[int, _Picture] = {}
+        self._images: dict[int, tuple[_Boxes, _Boxes]] = {}  # detections and ground truth
+        self._evaluated: tuple[BoxScores, BoxCurves] | None = None  # of all images so far
 
     def update(
         self,
@@ -140,157 +134,202 @@ class BoxMAP:
         gt_crowd: npt.ArrayLike | None = None,
         gt_areas_px: npt.ArrayLike | None = None,
     ) -> None:
-        """Add a picture: detections (n, 4), (n,), (n,) and ground truth (m, 4), (m,), both in the same pixels.
+        """Add an image: detections (n, 4), (n,), (n,) and ground truth (m, 4), (m,), both in the same pixels.
 
         `gt_crowd` (m,) marks regions of many objects (COCO's iscrowd): what is found in them counts neither way.
         `gt_areas_px` (m,) are the objects' own areas where they are known; else those of their boxes.
         """
-        if image_id in self._pictures:
-            raise ValueError(f"picture {image_id} is already counted")
-        score = np.asarray(scores, np.float64).reshape(-1)
-        label = np.asarray(classes).astype(np.int64).reshape(-1)
-        boxes = np.asarray(boxes_xyxy_px, np.float64).reshape(-1, 4)
-        truth = np.asarray(gt_boxes_xyxy, np.float64).reshape(-1, 4)
-        truth_label = np.asarray(gt_classes).astype(np.int64).reshape(-1)
-        crowd = np.zeros(len(truth), np.bool_) if gt_crowd is None else np.asarray(gt_crowd).astype(np.bool_)
-        area = areas(truth) if gt_areas_px is None else np.asarray(gt_areas_px, np.float64)
+        found = _boxes(image_id, boxes_xyxy_px, classes, scores)
+        found = found.where(np.argsort(-found.score, kind="stable"))
+        if not self._yolov5 and len(found.score) > MAX_DETECTIONS:
+            first = [np.flatnonzero(found.label == c)[:MAX_DETECTIONS] for c in np.unique(found.label)]
+            found = found.where(np.sort(np.concatenate(first)))
+        truth = _boxes(image_id, gt_boxes_xyxy, gt_classes, crowd=gt_crowd, areas=gt_areas_px)
+        self._images[image_id] = found, truth
+        self._confuse(found.where(found.score > CONFUSION_CONFIDENCE), truth)
+        self._evaluated = None
 
-        order = np.argsort(-score, kind="stable")
-        if not self._yolov5:
-            order = order[_ranks_within(label[order]) < MAX_DETECTIONS]
-        score, label, boxes = score[order], label[order], boxes[order]
-        any_class = box_iou(boxes, truth, crowd)
-        iou = np.where(label[:, None] == truth_label[None], any_class, 0.0)
-        found = np.zeros((len(score), len(self._ranges)), np.uint16)
-        left_out = np.zeros_like(found)
-        for k, name in enumerate(self._ranges):
-            low, high = AREAS[name]
-            ignored = crowd | (area < low) | (area > high)
-            if self._yolov5:
-                hit = match_as_yolov5(iou[:, ~ignored])
-                out = np.zeros_like(hit)
-            else:
-                hit, out = match_as_coco(iou, ignored, crowd)
-            own = areas(boxes)
-            out |= ~hit & ((own < low) | (own > high))[:, None]
-            found[:, k], left_out[:, k] = hit @ _BITS, out @ _BITS
-            self._boxes[k] += np.bincount(truth_label[~ignored], minlength=len(self.names))
-        self._pictures[image_id] = _Picture(score, label.astype(np.int32), found, left_out)
-        self._with[np.unique(truth_label[~crowd])] += 1
-        sure = score > CONFUSION_CONFIDENCE
-        self._confuse(any_class[sure], label[sure], truth_label, crowd)
-
-    def _confuse(self, iou: Floats, label: Ints, truth_label: Ints, crowd: Bools) -> None:
-        """Count one picture's sure detections; what lies in a crowd is no false alarm."""
-        there = truth_label[~crowd]
-        pairs = pair_up(iou[:, ~crowd], CONFUSION_IOU)
-        rows, columns = [row for row, _ in pairs], [column for _, column in pairs]
-        alone = (iou[:, crowd] <= CONFUSION_IOU).all(1) & ~np.isin(np.arange(len(label)), rows)
+    def _confuse(self, found: _Boxes, truth: _Boxes) -> None:
+        """Count one image's confident detections: pairs of highest IoU first; one in a crowd is no false alarm."""
+        objects, crowds = truth.where(~truth.crowd), truth.where(truth.crowd)
+        iou = _iou(found, objects)
+        missed, alone = np.ones(len(objects.label), np.bool_), np.ones(len(found.label), np.bool_)
+        rows, columns = np.nonzero(iou > CONFUSION_IOU)
+        for k in np.argsort(-iou[rows, columns], kind="stable").tolist():
+            row, column = rows[k], columns[k]
+            if alone[row] and missed[column]:
+                alone[row] = missed[column] = False
+                self._confusion[found.label[row], objects.label[column]] += 1
+        alone &= (_iou(found, crowds) <= CONFUSION_IOU).all(1)
         background = len(self.names)
-        np.add.at(self._confusion, (label[rows], there[columns]), 1)
-        self._confusion[:-1, background] += np.bincount(label[alone], minlength=background)
-        self._confusion[background, :-1] += np.bincount(np.delete(there, columns), minlength=background)
+        self._confusion[:-1, background] += np.bincount(found.label[alone], minlength=background)
+        self._confusion[background, :-1] += np.bincount(objects.label[missed], minlength=background)
 
     @property
-    def pictures(self) -> int:
-        """How many were added."""
-        return len(self._pictures)
+    def images(self) -> int:
+        """Return the number of images."""
+        return len(self._images)
 
-    def state(self) -> State:
-        """All that was collected, picklable, for another rank's `merge`."""
-        counts = {"boxes": self._boxes, "with": self._with, "confusion": self._confusion}
-        return {**counts, "pictures": self._pictures}
-
-    def merge(self, state: State) -> None:
-        """Add another rank's pictures; one that is already here is an error, since it would count twice."""
-        twice = self._pictures.keys() & state["pictures"].keys()
-        if twice:
-            raise ValueError(f"picture {min(twice)} is already counted")
-        self._pictures.update(state["pictures"])
-        self._boxes = self._boxes + state["boxes"]
-        self._with = self._with + state["with"]
-        self._confusion = self._confusion + state["confusion"]
+    def merge(self, other: BoxMAP) -> None:
+        """Add another rank's images."""
+        self._images.update(other._images)
+        self._confusion = self._confusion + other._confusion
+        self._evaluated = None
 
     def compute(self) -> BoxScores:
-        """The scores; classes without ground truth do not count, and with no ground truth at all they are 0."""
-        curves = self.curves()
-        present = np.flatnonzero(self._boxes[0])
-        if not len(present):
-            return BoxScores(0.0, 0.0, {}, pictures=len(self._pictures))
-        ap = curves.ap
-        at = int(np.searchsorted(CONFIDENCES, curves.confidence))
-        at_peak: Floats = np.stack([curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]], 1)
-        per_class = {}
-        for i, k in enumerate(present.tolist()):
-            p, r, f1 = at_peak[i].tolist()
-            counts = int(self._with[k]), int(self._boxes[0, k])
-            per_class[self.names[k]] = ClassScores(float(ap[i, 0]), float(ap[i].mean()), p, r, f1, *counts)
-        precision, recall, f1 = at_peak.mean(0).tolist()
-        return BoxScores(
-            float(ap[:, 0].mean()),
-            float(ap.mean()),
-            per_class,
-            precision,
-            recall,
-            f1,
-            curves.confidence,
-            len(self._pictures),
-            int(self._boxes[0].sum()),
-            {name: self._mean_ap(name) for name in self._ranges[1:]} or None,
-        )
+        """Return the scores over classes with ground truth; without any they are 0."""
+        return self._evaluate()[0]
 
     def curves(self) -> BoxCurves:
-        """Precision, recall and F1 over recall and confidence, and the confusion matrix."""
-        precision_at, precision, recall = [], [], []
-        present = np.flatnonzero(self._boxes[0])
-        rows = self._by_class("all")
-        for score, found, counted, boxes in rows:
-            hit, score = found[counted[:, 0], 0], score[counted[:, 0]]
-            precision_at.append(precision_at_recalls(hit, boxes))
-            over = over_confidence(score, hit, boxes)
-            precision.append(over[0])
-            recall.append(over[1])
-        shape = (len(present), len(CONFIDENCES))
-        p, r = np.reshape(precision, shape), np.reshape(recall, shape)
-        f1 = f1_of(p, r)
+        """Return precision, recall and F1 over recall and confidence, and the confusion matrix."""
+        return self._evaluate()[1]
+
+    def _evaluate(self) -> tuple[BoxScores, BoxCurves]:
+        """Match all images, once."""
+        if self._evaluated:
+            return self._evaluated
+        images = [self._images[k] for k in sorted(self._images)]
+        found, truth = _join(found for found, _ in images), _join(truth for _, truth in images)
+        objects = truth.where(~truth.crowd)
+        boxes = np.bincount(objects.label, minlength=len(self.names))
+        classes = np.flatnonzero(boxes)
+        if self._yolov5:
+            matches = _match_yolov5(images, found, boxes)
+        else:
+            matches = _match_coco(found, truth, classes, self._by_area)
+        curves = self._curves(found, matches, boxes)
+        label_and_image = np.unique(np.stack([objects.label, objects.image], 1), axis=0)
+        with_class = np.bincount(label_and_image[:, 0], minlength=len(self.names))
+        scores = BoxScores(0.0, 0.0, {}, images=len(images))
+        if len(classes):
+            scores = _scores(curves, with_class[classes], boxes[classes], len(images), matches.by_area)
+        self._evaluated = scores, curves
+        return self._evaluated
+
+    def _curves(self, found: _Boxes, matches: _Matches, boxes: Ints) -> BoxCurves:
+        """The curves of the classes that have `boxes` (nc,)."""
+        names = [name for name, count in zip(self.names, boxes, strict=True) if count]
+        precision, recall = np.zeros((2, len(names), len(CONFIDENCES)))
+        for i, (count, rows) in enumerate(_by_class(found, boxes)):
+            rows = rows[matches.counted[rows]]
+            precision[i], recall[i] = over_confidence(found.score[rows], matches.hit[rows], count)
+        f1 = f1_of(precision, recall)
+        confidence = float(CONFIDENCES[peak(f1.mean(0))]) if names else 0.0
         return BoxCurves(
-            names=[self.names[k] for k in present],
-            ap=self._ap(rows),
-            precision_at=np.reshape(precision_at, (len(present), -1)) if len(present) else np.zeros((0, 101)),
-            precision=p,
-            recall=r,
-            f1=f1,
-            confidence=float(CONFIDENCES[peak(f1.mean(0))]) if len(present) else 0.0,
-            confusion=self._confusion,
+            names, matches.ap, matches.precision_at, precision, recall, f1, confidence, confusion=self._confusion
         )
 
-    def _mean_ap(self, name: str) -> float:
-        """Mean AP in one range of areas; nan if nothing there has such an area."""
-        rows = self._by_class(name)
-        return float(self._ap(rows).mean()) if rows else float("nan")
 
-    def _ap(self, rows: list[_Rows]) -> Floats:
-        """AP (classes, thresholds)."""
-        ap = [
-            average_precision_yolov5(found, boxes) if self._yolov5 else average_precision(found, counted, boxes)
-            for _, found, counted, boxes in rows
-        ]
-        return np.reshape(ap, (len(ap), len(IOU_THRESHOLDS)))
+def _scores(
+    curves: BoxCurves, with_class: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None
+) -> BoxScores:
+    """The scores at the best confidence; (classes,) how many images and boxes each class has."""
+    at = int(np.searchsorted(CONFIDENCES, curves.confidence))
+    map50, mean = curves.ap[:, 0], curves.ap.mean(1)
+    at_peak = curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
+    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, with_class, boxes)), strict=True)
+    precision, recall, f1 = (float(column.mean()) for column in at_peak)
+    return BoxScores(
+        map50=float(map50.mean()),
+        map=float(mean.mean()),
+        per_class={name: ClassScores(*row) for name, row in zip(curves.names, rows, strict=True)},
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        confidence=curves.confidence,
+        images=images,
+        boxes=int(boxes.sum()),
+        by_area=by_area,
+    )
 
-    def _by_class(self, name: str) -> list[_Rows]:
-        """For each class with ground truth in a range: by falling score, scores, found, counted; and its boxes."""
-        k = self._ranges.index(name)
-        pictures = [self._pictures[i] for i in sorted(self._pictures)]
-        score = np.concatenate([np.zeros(0), *(p.scores for p in pictures)])
-        label = np.concatenate([np.zeros(0, np.int32), *(p.classes for p in pictures)])
-        found = np.concatenate([np.zeros(0, np.uint16), *(p.found[:, k] for p in pictures)])
-        left_out = np.concatenate([np.zeros(0, np.uint16), *(p.left_out[:, k] for p in pictures)])
-        # By class, then falling score, then picture.
-        order = np.lexsort((-score, label))
-        score, label = score[order], label[order]
-        found, left_out = found[order], left_out[order]
-        rows = []
-        for c in np.flatnonzero(self._boxes[k]):
-            part = slice(*np.searchsorted(label, [c, c + 1]))
-            rows.append((score[part], _unpack(found[part]), ~_unpack(left_out[part]), int(self._boxes[k, c])))
-        return rows
+
+def _boxes(
+    image_id: int,
+    xyxy: npt.ArrayLike,
+    labels: npt.ArrayLike,
+    scores: npt.ArrayLike | None = None,
+    crowd: npt.ArrayLike | None = None,
+    areas: npt.ArrayLike | None = None,
+) -> _Boxes:
+    """One image's boxes, from corners."""
+    box = np.array(xyxy, np.float64).reshape(-1, 4)
+    box[:, 2:] -= box[:, :2]
+    return _Boxes(
+        np.full(len(box), image_id),
+        box,
+        box[:, 2:].prod(1) if areas is None else np.asarray(areas, np.float64),
+        np.asarray(labels).astype(np.int64).reshape(-1),
+        np.ones(len(box)) if scores is None else np.asarray(scores, np.float64).reshape(-1),
+        np.zeros(len(box), np.bool_) if crowd is None else np.asarray(crowd).astype(np.bool_),
+    )
+
+
+def _join(parts: Iterable[_Boxes]) -> _Boxes:
+    """The boxes of several images, in that order."""
+    return _Boxes._make(map(np.concatenate, zip(_boxes(0, (), ()), *parts, strict=True)))
+
+
+def _by_class(found: _Boxes, boxes: Ints) -> Iterator[tuple[int, Ints]]:
+    """For each class with `boxes` (nc,) their number, and the rows of its detections by falling score, then image."""
+    order = np.lexsort((-found.score, found.label))
+    label = found.label[order]
+    for k in np.flatnonzero(boxes):
+        yield int(boxes[k]), order[slice(*np.searchsorted(label, [k, k + 1]))]
+
+
+def _iou(a: _Boxes, b: _Boxes) -> Floats:
+    """IoU (n, m); for a crowd b the share of a that is in it."""
+    return np.reshape(coco_iou(a.box, b.box, b.crowd.tolist()), (len(a.box), len(b.box)))
+
+
+def _match_coco(found: _Boxes, truth: _Boxes, classes: Ints, by_area: bool) -> _Matches:
+    """Match by COCO's rules; the AP of a range of areas is nan where nothing has such an area."""
+    images = np.union1d(found.image, truth.image).tolist()
+    coco_found, coco_truth = _coco(found, images, classes), _coco(truth, images, classes)
+
+    def evaluate(thresholds: Floats, areas: int) -> Any:
+        evaluation = COCOeval_faster(coco_truth, coco_found, "bbox")
+        parameters = evaluation.params
+        parameters.iouThrs, parameters.maxDets = thresholds, [MAX_DETECTIONS]
+        parameters.areaRng, parameters.areaRngLbl = parameters.areaRng[:areas], parameters.areaRngLbl[:areas]
+        evaluation.evaluate()
+        evaluation.accumulate()
+        return evaluation.eval
+
+    # (IOU_THRESHOLDS, RECALLS, classes, areas: all and AREAS); -1 where a class has no ground truth of that area
+    precision = evaluate(IOU_THRESHOLDS, 1 + len(AREAS) * by_area)["precision"][..., 0]
+    # The library names the matches of all thresholds together: those at IoU 0.5 need an evaluation of their own.
+    pairs = [key.split("_") for key in evaluate(IOU_THRESHOLDS[:1], 1)["matched"]]
+    rows, columns = np.array(pairs, np.int64).reshape(-1, 2).T - 1
+    hit, counted = np.zeros(len(found.score), np.bool_), np.ones(len(found.score), np.bool_)
+    hit[rows] = ~truth.crowd[columns]
+    counted[rows] = hit[rows]
+    sizes = {}
+    for name, values in zip(AREAS, np.moveaxis(precision, 3, 0)[1:], strict=by_area):
+        sizes[name] = float(values[values >= 0].mean()) if (values >= 0).any() else float("nan")
+    return _Matches(precision[..., 0].mean(1).T, precision[0, ..., 0].T, hit, counted, sizes or None)
+
+
+def _coco(boxes: _Boxes, images: list[int], classes: Ints) -> COCO:
+    """Convert boxes to COCO's annotations, numbered from 1."""
+    keys = ("id", "image_id", "bbox", "area", "category_id", "score", "iscrowd")
+    rows = zip(range(1, len(boxes.score) + 1), *(column.tolist() for column in boxes), strict=True)
+    return COCO(
+        {
+            "images": [{"id": k} for k in images],
+            "categories": [{"id": k} for k in classes.tolist()],
+            "annotations": [dict(zip(keys, row, strict=True)) for row in rows],
+        }
+    )
+
+
+def _match_yolov5(images: Iterable[tuple[_Boxes, _Boxes]], found: _Boxes, boxes: Ints) -> _Matches:
+    """Match by YOLOv5's rules, image by image; crowds do not count."""
+    hits = [np.zeros((0, len(IOU_THRESHOLDS)), np.bool_)]
+    for own, truth in images:
+        objects = truth.where(~truth.crowd)
+        hits.append(match_as_yolov5(np.where(own.label[:, None] == objects.label, _iou(own, objects), 0.0)))
+    hit = np.concatenate(hits)
+    curves = [precision_as_yolov5(hit[rows], count) for count, rows in _by_class(found, boxes)]
+    precision = np.reshape(curves, (-1, len(IOU_THRESHOLDS), len(RECALLS)))
+    return _Matches(area_under(precision), precision[:, 0], hit[:, 0], np.ones(len(hit), np.bool_))

@@ -1,13 +1,17 @@
-"""From matched detections to average precision and to precision, recall and F1 over the confidence."""
+"""Precision, recall and F1 of matched detections over the confidence, and YOLOv5's average precision."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from trainer.metrics.matching import Bools, Floats, Ints
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
 
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 RECALLS = np.linspace(0.0, 1.0, 101)
 CONFIDENCES = np.linspace(0.0, 1.0, 1001)
 _SMOOTH = 0.1  # width of the window, in confidence, over which the mean F1 is averaged before its peak is taken
@@ -31,38 +35,6 @@ class BoxCurves:
     confusion: Ints
 
 
-def _curve(found: Bools, boxes: int) -> tuple[Floats, Floats]:
-    """Recall and precision's envelope (n, thresholds) along detections (n, thresholds) by falling score."""
-    hits = np.cumsum(found, 0, dtype=np.float64)
-    precision = hits / np.arange(1, len(found) + 1)[:, None]
-    return hits / boxes, np.maximum.accumulate(precision[::-1], 0)[::-1]
-
-
-def precision_at_recalls(found: Bools, boxes: int) -> Floats:
-    """COCO's precision at RECALLS (101,) of detections (n,) by falling score: the envelope, 0 beyond the last."""
-    recall, envelope = _curve(found[:, None], boxes)
-    at = np.searchsorted(recall[:, 0], RECALLS, side="left")
-    return np.where(at < len(found), np.append(envelope[:, 0], 0.0)[at], 0.0)
-
-
-def average_precision(found: Bools, counted: Bools, boxes: int) -> Floats:
-    """COCO's AP (thresholds,) of detections (n, thresholds) by falling score, without those not `counted`."""
-    return np.array(
-        [precision_at_recalls(found[counted[:, t], t], boxes).mean() for t in range(found.shape[1])], np.float64
-    )
-
-
-def average_precision_yolov5(found: Bools, boxes: int) -> Floats:
-    """YOLOv5's AP: the envelope interpolated linearly at RECALLS, and the area under that by trapezoids."""
-    recall, envelope = _curve(found, boxes)
-    scores = np.zeros(found.shape[1])
-    for t in range(found.shape[1]):
-        x = np.concatenate([[0.0], recall[:, t], [1.0]])
-        at = np.interp(RECALLS, x, np.concatenate([[1.0], envelope[:, t], [0.0]]))
-        scores[t] = ((at[1:] + at[:-1]) / 2 * np.diff(RECALLS)).sum()
-    return scores
-
-
 def over_confidence(score: Floats, found: Bools, boxes: int) -> tuple[Floats, Floats]:
     """Precision and recall, each over CONFIDENCES, of detections (n,) by falling score.
 
@@ -83,8 +55,48 @@ def f1_of(precision: Floats, recall: Floats) -> Floats:
 
 
 def peak(mean_f1: Floats) -> int:
-    """Index into CONFIDENCES where the mean F1, smoothed so that a few pictures do not decide, is highest."""
+    """Index into CONFIDENCES where the mean F1, smoothed so that a few images do not decide, is highest."""
     half = round(len(CONFIDENCES) * _SMOOTH / 2)
     padded = np.pad(mean_f1, half, mode="edge")
     smooth = np.convolve(padded, np.full(2 * half + 1, 1 / (2 * half + 1)), mode="valid")
     return int(smooth.argmax())
+
+
+def match_as_yolov5(iou: Floats) -> Bools:
+    """Match the detections of one image by YOLOv5's rule.
+
+    A detection goes for its best box alone, and a box goes to the surest of the detections that came for it.
+
+    Args:
+        iou: (detections by falling score, boxes), 0 where the classes differ.
+
+    Returns:
+        Whether each detection finds a box, (detections, IOU_THRESHOLDS).
+    """
+    found = np.zeros((len(iou), len(IOU_THRESHOLDS)), np.bool_)
+    if not iou.size:
+        return found
+    best, reached = iou.argmax(1), iou.max(1)
+    for t, threshold in enumerate(IOU_THRESHOLDS):
+        able = np.flatnonzero(reached >= threshold)
+        _, first = np.unique(best[able], return_index=True)
+        found[able[first], t] = True
+    return found
+
+
+def precision_as_yolov5(found: Bools, boxes: int) -> Floats:
+    """YOLOv5's precision (thresholds, RECALLS): the envelope of detections by falling score, interpolated linearly."""
+    hits = np.cumsum(found, 0, dtype=np.float64)
+    recall = hits / boxes
+    precision = hits / np.arange(1, len(found) + 1)[:, None]
+    envelope = np.maximum.accumulate(precision[::-1], 0)[::-1]
+    curves = [
+        np.interp(RECALLS, np.concatenate([[0.0], r, [1.0]]), np.concatenate([[1.0], p, [0.0]]))
+        for r, p in zip(recall.T, envelope.T, strict=True)
+    ]
+    return np.array(curves)
+
+
+def area_under(precision: Floats) -> Floats:
+    """The area under curves (..., RECALLS) by trapezoids."""
+    return np.asarray(((precision[..., 1:] + precision[..., :-1]) / 2 * np.diff(RECALLS)).sum(-1))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -54,23 +52,8 @@ class C3(nn.Module):
         return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))  # type: ignore[no-any-return]
 
 
-class SPP(nn.Module):
-    """Spatial pyramid pooling: max-pools of several sizes side by side (He et al. 2014)."""
-
-    def __init__(self, c1: int, c2: int, k: Sequence[int] = (5, 9, 13)) -> None:
-        super().__init__()
-        self.cv1 = Conv(c1, c1 // 2)
-        self.cv2 = Conv(c1 // 2 * (len(k) + 1), c2)
-        self.m = nn.ModuleList(nn.MaxPool2d(size, 1, size // 2) for size in k)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, c1, h, w) -> (b, c2, h, w)."""
-        x = self.cv1(x)
-        return self.cv2(torch.cat([x, *(pool(x) for pool in self.m)], 1))  # type: ignore[no-any-return]
-
-
 class SPPF(nn.Module):
-    """The same as SPP 5, 9, 13 with three chained 5x5 max-pools, which costs less."""
+    """Spatial pyramid pooling (He et al. 2014): max-pools of 5, 9 and 13 px, as three chained ones of 5 px."""
 
     def __init__(self, c1: int, c2: int, k: int = 5) -> None:
         super().__init__()

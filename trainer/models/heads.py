@@ -1,4 +1,4 @@
-"""The detection heads, always a model's last layer: what they predict at each point, and how that becomes boxes."""
+"""Detection heads: raw outputs of a model's last layer, and their decoding to boxes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models.blocks import Conv
+
+
+def _cells(ny: int, nx: int, device: torch.device) -> Tensor:
+    """The column and row of each cell (ny, nx, 2)."""
+    y, x = torch.meshgrid(torch.arange(ny, device=device), torch.arange(nx, device=device), indexing="ij")
+    return torch.stack((x, y), -1)
 
 
 class Detect(nn.Module):
@@ -40,8 +46,8 @@ class Detect(nn.Module):
     def place(self, strides: Sequence[int]) -> None:
         """Turn the anchors from pixels into grid units and set the biases' prior, for known strides.
 
-        The prior (RetinaNet's idea): about 8 objects in a picture of 640 px, and classes at a
-        probability of 0.6 / nc, so that training does not begin by unlearning a flood of detections.
+        The prior (RetinaNet's idea): about 8 objects in an image of 640 px, and classes at a
+        probability of 0.6 / nc, so that an untrained model predicts few objects.
         """
         self.strides = list(strides)
         self.anchors /= torch.tensor(strides, dtype=self.anchors.dtype).view(-1, 1, 1)
@@ -61,11 +67,7 @@ class Detect(nn.Module):
         for level, (t, stride) in enumerate(zip(raw, self.strides, strict=True)):
             b, _, ny, nx, _ = t.shape
             p = t.float().sigmoid()
-            grid_y, grid_x = torch.meshgrid(
-                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
-            )
-            cell = torch.stack((grid_x, grid_y), -1)
-            centre = (p[..., :2] * 2 - 0.5 + cell) * stride
+            centre = (p[..., :2] * 2 - 0.5 + _cells(ny, nx, t.device)) * stride
             size = (p[..., 2:4] * 2) ** 2 * (self.anchors[level].float().view(1, -1, 1, 1, 2) * stride)
             levels.append(torch.cat((centre, size, p[..., 4:]), -1).reshape(b, -1, self.values))
         return torch.cat(levels, 1)
@@ -74,7 +76,7 @@ class Detect(nn.Module):
 class DetectDFL(nn.Module):
     """The anchor-free head: per level one branch for boxes and one for classes, and no objectness.
 
-    A box is told by its four distances from a point, left, top, right, bottom, in strides; each distance is the
+    A box is given by its four distances from a point, left, top, right, bottom, in strides; each distance is the
     mean of a distribution over `bins` whole numbers (distribution focal loss, Li et al. 2020). The points are
     the middles of the cells. The names `cv2` and `cv3` are those of published checkpoints.
     """
@@ -101,7 +103,7 @@ class DetectDFL(nn.Module):
 
     @torch.no_grad()
     def place(self, strides: Sequence[int]) -> None:
-        """Set the biases' prior for known strides: about 5 objects in a picture of 640 px, over all classes."""
+        """Set the biases' prior for known strides: about 5 objects in an image of 640 px, over all classes."""
         self.strides = list(strides)
         for box, cls, stride in zip(self.cv2, self.cv3, strides, strict=True):
             box[-1].bias.fill_(1.0)  # type: ignore[index]
@@ -116,10 +118,7 @@ class DetectDFL(nn.Module):
             t = t.float()
             sides = t[..., : 4 * self.bins].reshape(b, ny, nx, 4, self.bins).softmax(-1) @ bins
             before, after = sides[..., :2], sides[..., 2:]
-            grid_y, grid_x = torch.meshgrid(
-                torch.arange(ny, device=t.device), torch.arange(nx, device=t.device), indexing="ij"
-            )
-            point = torch.stack((grid_x, grid_y), -1) + 0.5
+            point = _cells(ny, nx, t.device) + 0.5
             centre, size = (point + (after - before) / 2) * stride, (before + after) * stride
             one = torch.ones_like(size[..., :1])
             scores = t[..., 4 * self.bins :].sigmoid()

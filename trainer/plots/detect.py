@@ -1,8 +1,81 @@
-"""The pictures of a detector's training."""
+"""Plots of detection: labels of a dataset, training batches, predictions and metrics."""
 
-from trainer.plots.boxes import draw_batch as batch
-from trainer.plots.boxes import draw_predictions as shown
-from trainer.plots.labels import plot_labels as labels
-from trainer.plots.scores import draw_metric as metric
+from __future__ import annotations
 
-__all__ = ["batch", "labels", "metric", "shown"]
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.dataset import Dataset, Image
+from trainer.data.detection_loader import Batch
+from trainer.metrics import BoxMAP
+from trainer.plots.charts import plot_confusion, plot_over_confidence, plot_precision_recall
+from trainer.plots.drawing import draw_boxes, scaled, write_grid
+from trainer.plots.figure import BLUE, class_bars, figure, style_axes, write
+
+_CELL_PX = 420  # longer side of an image in the grid
+_MOST_IMAGES = 16  # of a training batch
+
+# image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy px, scores (n,) or None, classes (n,)
+Prediction = tuple[Image, npt.ArrayLike, npt.ArrayLike | None, npt.ArrayLike]
+
+
+def labels(dataset: Dataset, path: Path) -> None:
+    """Write four panels: boxes per class, boxes per image, their centres, and their widths and heights."""
+    from matplotlib.colors import PowerNorm
+
+    tables = [dataset.labels(k) for k in range(len(dataset))]
+    rows = np.concatenate([np.zeros((0, 5), np.float32), *tables])
+    counts = np.bincount(rows[:, 0].astype(int), minlength=len(dataset.names))
+    each = np.array([len(table) for table in tables])
+    fig = figure(11, 8.6)
+    panels: Any = fig.subplots(2, 2)
+    title = f"{len(rows):,} boxes of {len(dataset.names)} classes"
+    class_bars(panels[0, 0], dataset.names, counts, title, "boxes")
+    panels[0, 1].hist(each, bins=min(50, int(each.max(initial=0)) + 1), color=BLUE)
+    title = f"{len(dataset):,} images, {int((each == 0).sum()):,} without boxes"
+    style_axes(panels[0, 1], title, "boxes in an image", "images")
+    for axes, title, x, y, axis_labels in (
+        (panels[1, 0], "centres of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
+        (panels[1, 1], "sizes of the boxes", rows[:, 3], rows[:, 4], ("width / image's", "height / image's")),
+    ):
+        # Square roots: rare positions and sizes are visible beside frequent ones.
+        drawn = axes.hist2d(x, y, bins=32, range=[[0, 1], [0, 1]], cmap="Blues", norm=PowerNorm(0.5))
+        style_axes(axes, title, *axis_labels)
+        axes.grid(False)
+        fig.colorbar(drawn[3], ax=axes, fraction=0.045, pad=0.02, label="boxes")
+    panels[1, 0].invert_yaxis()
+    write(fig, path)
+
+
+def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
+    """Write a grid of the first augmented images of a training batch, with their labels."""
+    side = np.tile(batch.images.shape[2:0:-1], 2)  # w, h, w, h
+    images = []
+    for k, image in enumerate(batch.images[:_MOST_IMAGES].numpy()):
+        rows = batch.targets[batch.targets[:, 0] == k].numpy()
+        centre, half = rows[:, 2:4], rows[:, 4:] / 2
+        images.append((image, np.concatenate([centre - half, centre + half], 1) * side, None, rows[:, 1]))
+    shown(images, names, path)
+
+
+def shown(predictions: Sequence[Prediction], names: Sequence[str], path: Path) -> Image:
+    """Write a grid of images with boxes, class names and scores to `path` (.png or .jpg), and return it."""
+    cells = []
+    for image, boxes, scores, classes in predictions:
+        cell = scaled(image, _CELL_PX)
+        scale = _CELL_PX / max(image.shape[:2])
+        draw_boxes(cell, np.asarray(boxes, np.float64).reshape(-1, 4) * scale, scores, classes, names)
+        cells.append(cell)
+    return write_grid(cells, path)
+
+
+def metric(metric: BoxMAP, folder: Path) -> None:
+    """Write PR_curve.png, F1_curve.png and confusion_matrix.png into a folder."""
+    curves = metric.curves()
+    plot_precision_recall(curves, folder / "PR_curve.png")
+    plot_over_confidence(curves, folder / "F1_curve.png")
+    plot_confusion(curves.confusion, metric.names, folder / "confusion_matrix.png")

@@ -1,4 +1,4 @@
-"""The pictures of a segmentation's training."""
+"""Plots of segmentation: labels of a dataset, training batches, predictions and metrics."""
 
 from __future__ import annotations
 
@@ -6,63 +6,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 
 from trainer.config import IGNORED
-from trainer.plots.boxes import captioned, class_colour, grid, write_picture
-from trainer.plots.figure import class_bars
-from trainer.plots.scores import plot_confusion
+from trainer.plots.charts import plot_confusion
+from trainer.plots.drawing import captioned, class_colour, class_text, scaled, write_grid
+from trainer.plots.figure import class_bars, figure, write
 
-_CELL_PX, _MOST = 240, 16
-_SHARE = 0.55  # of the class's colour in a pixel
+_CELL_PX, _MOST_IMAGES = 240, 16
+_SHARE = 0.55  # opacity of the class colours
 
 
 def labels(dataset: Any, path: Path) -> None:
-    """Write a bar for each class: the share of the counted pixels that it has."""
-    names, pixels = dataset.names, dataset.pixels()
-    class_bars(names, 100 * pixels / max(1, pixels.sum()), "% of the pixels", len(dataset), path)
+    """Write a bar chart of the share of pixels per class."""
+    names, pixels, fig = dataset.names, dataset.pixels(), figure(9, 4)
+    title = f"{len(dataset):,} images of {len(names)} classes"
+    class_bars(fig.add_subplot(), names, 100 * pixels / max(1, pixels.sum()), title, "% of the pixels")
+    write(fig, path)
 
 
 def batch(batch: Any, names: Sequence[str], path: Path) -> None:
-    """Write the first pictures of a training batch as they were augmented, their masks on them."""
-    pairs = zip(batch.images[:_MOST].numpy(), batch.masks[:_MOST].numpy(), strict=True)
-    cells = [_cell(image, mask, _text(mask, names)) for image, mask in pairs]
-    write_picture(grid(cells), path, 88)
-
-
-def shown(pictures: Sequence[Any], names: Sequence[str], path: Path) -> Any:
-    """Write and return the validation pictures, each with its true mask and beside it the predicted one."""
+    """Write a grid of the first augmented images of a training batch, with their masks."""
     cells = []
-    for image, mask, found in pictures:
-        seen = np.where(mask == IGNORED, IGNORED, found)  # beside the picture there is nothing to find
-        cells.append(np.concatenate([_cell(image, mask, "true"), _cell(image, seen, "found")], 1))
-    whole = grid(cells)
-    write_picture(whole, path, jpeg_quality=88)
-    return whole
+    for image, mask in zip(batch.images[:_MOST_IMAGES].numpy(), batch.masks[:_MOST_IMAGES].numpy(), strict=True):
+        present = [class_text(names, k) for k in np.unique(mask).tolist() if 0 < k < len(names)]
+        cells.append(_cell(image, mask, ", ".join(present)))
+    write_grid(cells, path)
 
 
-def metric(metric: Any, folder: Path) -> list[Path]:
+def shown(images: Sequence[Any], names: Sequence[str], path: Path) -> Any:
+    """Write and return a grid of validation images, each with its true and its predicted mask."""
+    cells = []
+    for image, mask, predicted in images:
+        counted = np.where(mask == IGNORED, IGNORED, predicted)  # the padding has no class
+        cells.append(np.concatenate([_cell(image, mask, "true"), _cell(image, counted, "predicted")], 1))
+    return write_grid(cells, path)
+
+
+def metric(metric: Any, folder: Path) -> None:
     """Write confusion_matrix.png into a folder."""
-    path = folder / "confusion_matrix.png"
-    title = "pixels: what was found for each true class"
-    plot_confusion(metric.confusion, metric.names, path, title=title, background=False)
-    return [path]
-
-
-def _text(mask: Any, names: Sequence[str]) -> str:
-    """The classes of a mask, the largest first, but for class 0, which is nearly always the background."""
-    pixels = np.bincount(mask.reshape(-1), minlength=256)[1 : len(names)]
-    order = [int(k) + 1 for k in np.argsort(-pixels, kind="stable") if pixels[k]]
-    return ", ".join(names[k] if names[k].isascii() else f"class {k}" for k in order)  # the font has no other letters
+    title = "pixels: predicted class for each true class"
+    plot_confusion(metric.confusion, metric.names, folder / "confusion_matrix.png", title=title, background=False)
 
 
 def _cell(image: Any, mask: Any, text: str) -> Any:
-    """A picture under the colours of its classes, class 0 left as it is, with its text below it."""
+    """Return a scaled image with the colours of its classes except 0, and text below it."""
     colours = np.array([class_colour(k) for k in range(256)], np.float32)
-    coloured = (mask != 0) & (mask != IGNORED)
-    share = np.where(coloured, _SHARE, 0)[..., None]
-    picture = (image * (1 - share) + colours[mask] * share).astype(np.uint8)
-    how = cv2.INTER_NEAREST if max(picture.shape[:2]) < _CELL_PX else cv2.INTER_AREA
-    square = cv2.resize(picture, (_CELL_PX, _CELL_PX), interpolation=how)
-    return captioned(square, text, (60, 60, 60))
+    share = np.where((mask != 0) & (mask != IGNORED), _SHARE, 0)[..., None]
+    coloured = (image * (1 - share) + colours[mask] * share).astype(np.uint8)
+    return captioned(scaled(coloured, _CELL_PX), text, (60, 60, 60))

@@ -1,37 +1,25 @@
-"""What can be trained: a task is a model, its data, its loss and its metric."""
+"""Tasks: each combines a model, its data, its loss and its metric."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pkgutil
 
 from trainer.config import Settings
-from trainer.tasks.task import Batches, Metric, Scores, Task
+from trainer.metrics.scores import Scores
+from trainer.tasks.base import Task
 
-
-def _detect(settings: Settings) -> Task:
-    from trainer.tasks.detection import Detection
-
-    return Detection(settings)
-
-
-def _classify(settings: Settings) -> Task:
-    from trainer.tasks.classification import Classification
-
-    return Classification(settings)
-
-
-def _segment(settings: Settings) -> Task:
-    from trainer.tasks.segmentation import Segmentation
-
-    return Segmentation(settings)
-
-
-OPEN: dict[str, Callable[[Settings], Task]] = {"detect": _detect, "classify": _classify, "segment": _segment}
+# Imported when needed: each has its own large dependencies.
+TASKS = {
+    "detect": "trainer.tasks.detection:Detection",
+    "classify": "trainer.tasks.classification:Classification",
+    "segment": "trainer.tasks.segmentation:Segmentation",
+}
 
 
 def open_task(settings: Settings) -> Task:
-    """The task that the settings name, its data opened and checked; TrainerError where that cannot be used."""
-    return OPEN[settings.task](settings)
+    """Return the task of the settings with its data opened and checked. Raise TrainerError for unusable data."""
+    task: Task = pkgutil.resolve_name(TASKS[settings.task])(settings)
+    return task
 
 
-__all__ = ["OPEN", "Batches", "Metric", "Scores", "Task", "open_task"]
+__all__ = ["Scores", "Task", "open_task"]

@@ -1,26 +1,37 @@
-"""Looks whether a model's anchors fit the data's boxes, and gives it others where they do not."""
+"""AutoAnchor: checks how well a model's anchors fit the boxes of the data, and replaces them if necessary.
+
+The search for others is k-means on the boxes, then random mutations that improve the fitness.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from trainer import dist
-from trainer.data import Dataset
-from trainer.models.anchors import ENOUGH, SMALLEST_PX, Sizes, fit, recall
+from trainer.data.dataset import Dataset
+from trainer.distributed import comm
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo
 
-PICTURES = 20_000  # at most, drawn from the whole set: the share of a larger one is known well enough
+Sizes = npt.NDArray[np.float64]  # (n, 2): width, height in pixels
+
+ENOUGH = 0.98  # share of boxes that some anchor fits, above which anchors stay as they are
+SMALLEST_PX = 2.0
+ITERATIONS = 30
+GENERATIONS = 1000
+CHANGED, SIGMA, LIMITS = 0.9, 0.1, (0.3, 3.0)  # share of values that a generation changes, by which factor
+FITTED_ON = 5000  # boxes at most; more only take longer
+IMAGES = 20_000  # sample size: enough to estimate the recall on a larger set
 
 
 def box_sizes(dataset: Dataset, imgsz: int, seed: int) -> Sizes:
-    """Widths and heights (n, 2) of a set's boxes, in pixels once the longer side of their picture is `imgsz`."""
+    """Return widths and heights (n, 2) of boxes in pixels, with the longer image side scaled to `imgsz`."""
     numbers = np.arange(len(dataset))
-    if len(numbers) > PICTURES:
-        numbers = np.sort(np.random.default_rng(seed).choice(numbers, PICTURES, replace=False))
+    if len(numbers) > IMAGES:
+        numbers = np.sort(np.random.default_rng(seed).choice(numbers, IMAGES, replace=False))
     sizes = [np.zeros((0, 2))]
     for index in numbers.tolist():
         height, width = dataset.size(index)
@@ -31,30 +42,30 @@ def box_sizes(dataset: Dataset, imgsz: int, seed: int) -> Sizes:
 def fit_anchors(
     model: Yolo, cfg: dict[str, Any], dataset: Dataset, *, imgsz: int, anchor_t: float, seed: int
 ) -> tuple[dict[str, Any], str]:
-    """Put anchors into the model that fit the set, where its own fit too few boxes.
+    """Replace the model's anchors if they fit too few boxes of the dataset.
 
-    Rank 0 chooses, so that all ranks have the same. Returns `cfg` with the anchors that the model has now, in
-    pixels, and what to tell the user ("" for a model without anchors).
+    Rank 0 chooses for all ranks. Return `cfg` with the current anchors in pixels, and a message for the user ("" for a
+    model without anchors).
     """
     head = model.detect
     if not isinstance(head, Detect):
         return cfg, ""
     strides = torch.tensor(head.strides, dtype=torch.float64).view(-1, 1, 1)
     own = (head.anchors.double().cpu() * strides).view(-1, 2).numpy()
-    chosen, said = dist.broadcast(_choose(dataset, own, imgsz, anchor_t, seed) if dist.first() else None)
+    chosen, message = comm.broadcast(_choose(dataset, own, imgsz, anchor_t, seed) if comm.is_rank_zero() else None)
     if chosen is not None:
         pixels = torch.from_numpy(chosen).view(len(head.strides), -1, 2)
         head.anchors.copy_(pixels / strides)
         cfg = {**cfg, "anchors": pixels.flatten(1).tolist()}
-    return cfg, said
+    return cfg, message
 
 
 def _choose(dataset: Dataset, own: Sizes, imgsz: int, anchor_t: float, seed: int) -> tuple[Sizes | None, str]:
-    """Other anchors or None, and what to say about it."""
+    """Return new anchors or None, and a message."""
     sizes = box_sizes(dataset, imgsz, seed)
     sizes = sizes[(sizes > 0).all(1)]
     if (sizes >= SMALLEST_PX).all(1).sum() < len(own):
-        return None, f"anchors: {len(sizes)} boxes at {imgsz} px are too few or too small: they stay as they are"
+        return None, f"anchors: {len(sizes)} boxes at {imgsz} px are too few or too small: anchors kept"
     before = recall(sizes, own, anchor_t)
     found = f"anchors fit {before:.1%} of {len(sizes):,} boxes at {imgsz} px"
     if before > ENOUGH:
@@ -65,3 +76,58 @@ def _choose(dataset: Dataset, own: Sizes, imgsz: int, anchor_t: float, seed: int
         return None, f"{found}; no better ones were found"
     listed = "  ".join(f"{w:g}x{h:g}" for w, h in other)
     return other, f"{found}: replaced by others that fit {after:.1%} (--noautoanchor keeps them): {listed}"
+
+
+def recall(sizes: Sizes, anchors: Sizes, anchor_t: float) -> float:
+    """Return the best possible recall: the share of boxes within a factor `anchor_t` of some anchor per side."""
+    return float((_closeness(sizes, anchors) > 1 / anchor_t).mean())
+
+
+def fit(sizes: Sizes, count: int, anchor_t: float, seed: int) -> Sizes:
+    """Fit `count` anchors to the boxes: (count, 2) by ascending area; the same for the same boxes and seed.
+
+    Fitness is the mean of the boxes' closeness to their best anchor, 0 where it does not fit.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = sizes[(sizes >= SMALLEST_PX).all(1)]
+    if len(sizes) > FITTED_ON:
+        sizes = sizes[np.sort(rng.choice(len(sizes), FITTED_ON, replace=False))]
+    best = _k_means(sizes, count, rng)
+    fitness = _fitness(sizes, best, anchor_t)
+    for _ in range(GENERATIONS):
+        change = np.where(rng.random(best.shape) < CHANGED, 1 + SIGMA * rng.standard_normal(best.shape), 1.0)
+        changed = np.maximum(best * change.clip(*LIMITS), SMALLEST_PX)
+        if (now := _fitness(sizes, changed, anchor_t)) > fitness:
+            best, fitness = changed, now
+    ordered: Sizes = best[best.prod(1).argsort()]
+    return ordered
+
+
+def _closeness(sizes: Sizes, anchors: Sizes) -> npt.NDArray[np.float64]:
+    """(n,): 1 where a box has an anchor's size, else the ratio of the side that differs most, for the best anchor."""
+    logs, others = np.log(sizes).T, np.log(anchors)
+    apart = np.maximum(np.abs(others[:, :1] - logs[0]), np.abs(others[:, 1:] - logs[1])).min(0)
+    closeness: npt.NDArray[np.float64] = np.exp(-apart)
+    return closeness
+
+
+def _fitness(sizes: Sizes, anchors: Sizes, anchor_t: float) -> float:
+    closeness = _closeness(sizes, anchors)
+    return float((closeness * (closeness > 1 / anchor_t)).mean())
+
+
+def _k_means(sizes: Sizes, count: int, rng: np.random.Generator) -> Sizes:
+    """The centres (count, 2) of sizes in units of their spread; the first ones are drawn as in k-means++."""
+    spread = np.maximum(sizes.std(0), 1e-9)
+    points = sizes / spread
+    centres = points[rng.integers(len(points))][None]
+    while len(centres) < count:
+        distance = ((points[:, None] - centres[None]) ** 2).sum(2).min(1) + 1e-12
+        centres = np.vstack((centres, points[rng.choice(len(points), p=distance / distance.sum())]))
+    for _ in range(ITERATIONS):
+        nearest = ((points[:, None] - centres[None]) ** 2).sum(2).argmin(1)
+        number = np.bincount(nearest, minlength=count)
+        sums = np.stack([np.bincount(nearest, points[:, k], minlength=count) for k in (0, 1)], 1)
+        centres = np.where(number[:, None] > 0, sums / np.maximum(number, 1)[:, None], centres)
+    fitted: Sizes = centres * spread
+    return fitted

@@ -1,1 +1,1 @@
-"""Weights in and out: checkpoints, YOLOv5's files, downloads."""
+"""Weights: checkpoints, YOLOv5's files, downloads."""

@@ -1,4 +1,4 @@
-"""The folder that a conversion makes, whole or not at all: pictures, label files and data.yaml."""
+"""Writer of converted datasets: images, label files and data.yaml, moved into place by one rename."""
 
 from __future__ import annotations
 
@@ -15,43 +15,50 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from trainer.data.faults import BadData, Fault
+from trainer.config.faults import BadData, Fault
 from trainer.data.listing import SUFFIXES, THREADS
-from trainer.data.scan import picture_size
+from trainer.data.progress import track
+from trainer.data.scan import image_size
 from trainer.errors import TrainerError
-from trainer.progress import track
 
-Points = npt.NDArray[np.float64]  # (k, 2): x, y in pixels from the picture's top left corner
+HINT = "correct the annotations, or leave these out with --allow-bad-labels"
+Points = npt.NDArray[np.float64]  # (k, 2): x, y in pixels from the image's top left corner
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """One picture and the rows of its label file."""
+    """One image and the rows of its label file."""
 
-    picture: Path
-    name: str  # where it goes below images/SPLIT
+    image: Path
+    name: str  # path below images/SPLIT
     rows: list[str]
 
 
 @dataclass
 class Conversion:
-    """What was read for a conversion: pictures by split, the classes, what is wrong and what was left out."""
+    """The input of a conversion: classes, images by split, faults, and counts of omitted entries."""
 
     names: list[str]
     splits: dict[str, list[Annotated]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)  # how often something worth knowing was met
+    notes: dict[str, int] = field(default_factory=dict)  # message -> count
 
     def note(self, what: str) -> None:
         """Count one more of `what`."""
         self.notes[what] = self.notes.get(what, 0) + 1
 
+    def fault(self, file: Path, what: str, line: int = 0) -> None:
+        """Add a fault, which --allow-bad-labels leaves out."""
+        self.faults.append(Fault(str(file), line, what, HINT))
+
 
 def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Points | None = None) -> str | None:
-    """A label row of class `number`: `box` is x1 y1 x2 y2 in pixels of a picture of `size` (height, width).
+    """Return the label row of class `number`, or None if the box has no area or is outside the image.
 
-    None for a box that is not inside the picture (one pixel is forgiven) or has no area; with an outline (k, 2),
-    the row has its corners instead.
+    Args:
+        box: x1 y1 x2 y2 in pixels; may exceed the image by one pixel.
+        size: (height, width) of the image.
+        outline: polygon (k, 2) in pixels that replaces the box.
     """
     height, width = size
     x1, y1, x2, y2 = box
@@ -68,33 +75,30 @@ def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Point
     return " ".join([str(number), *(f"{value:.8g}" for value in values)])
 
 
-def sizes(pictures: Sequence[Path]) -> list[tuple[int, int] | Fault]:
-    """(height, width) of every picture, or what is wrong with it."""
+def sizes(images: Sequence[Path]) -> list[tuple[int, int] | Fault]:
+    """Return (height, width) of every image, or its fault."""
+
+    def size(path: Path) -> tuple[int, int] | Fault:
+        if path.is_file() and path.suffix.lower() in SUFFIXES:
+            return image_size(str(path))
+        hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
+        return Fault(str(path), 0, "no such image", hint)
+
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(track(pool.map(lambda path: _size(path), pictures), len(pictures), "reading pictures"))
-
-
-def _size(path: Path) -> tuple[int, int] | Fault:
-    if not path.is_file():
-        return Fault(str(path), 0, "no such picture", "name their folder; see --help")
-    if path.suffix.lower() not in SUFFIXES:
-        return Fault(
-            str(path), 0, f"{path.suffix or 'no suffix'}: not a picture's", f"known: {', '.join(sorted(SUFFIXES))}"
-        )
-    return picture_size(str(path))
+        return list(track(pool.map(size, images), len(images), "reading images"))
 
 
 def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[Annotated]]:
-    """`items` as train and val: a picture's name alone decides, so that it stays where it is in a set that grows."""
+    """Split `items` into train and val by a hash of their names, so that adding images moves no others."""
     if not 0 < val_share < 1:
-        raise TrainerError(f"--val-share {val_share}: must be between 0 and 1", "0.1 is a tenth for validation")
+        raise TrainerError(f"--val-share {val_share}: must be between 0 and 1", "use --val-share 0.1")
 
-    def place(item: Annotated) -> float:
+    def fraction(item: Annotated) -> float:
         return int.from_bytes(hashlib.sha256(os.fsencode(item.name)).digest()[:8], "big") / 2**64
 
-    ordered = sorted(items, key=place)
-    count = sum(place(item) < val_share for item in ordered)
-    cut = min(max(count, 1), len(items) - 1)  # both splits get a picture
+    ordered = sorted(items, key=fraction)
+    count = sum(fraction(item) < val_share for item in ordered)
+    cut = min(max(count, 1), len(items) - 1)  # at least one image in each split
     in_val = {item.name for item in ordered[: max(cut, 0)]}
     return {
         "train": [item for item in items if item.name not in in_val],
@@ -103,56 +107,41 @@ def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[An
 
 
 def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) -> None:
-    """Write the data set to the folder `out`, which must not exist yet; BadData for one with faults."""
-    _check_names(conversion)
+    """Write the dataset to the new folder `out`; raise BadData if it has faults."""
     if conversion.faults and not allow_bad_labels:
         raise BadData(conversion.faults, "--allow-bad-labels leaves them out")
     if not any(item.rows for items in conversion.splits.values() for item in items):
-        raise TrainerError(f"{out}: there is no picture with a box to write", "are these the right annotations?")
-    check_out(out)
+        raise TrainerError(f"{out}: no image with a box to write", "check the path of the annotations")
     draft = out.absolute().parent / f".{out.name}.{uuid.uuid4().hex}"
     try:
-        draft.mkdir(parents=True)
         for split, items in conversion.splits.items():
             (draft / "images" / split).mkdir(parents=True)
-            (draft / "labels" / split).mkdir(parents=True)
             for item in track(items, len(items), f"writing {split}"):
-                picture = draft / "images" / split / item.name
+                image = draft / "images" / split / item.name
                 label = (draft / "labels" / split / item.name).with_suffix(".txt")
-                for path in (picture, label):
+                if label.exists():
+                    raise TrainerError(
+                        f"{item.image}: another image has the same name without suffix", "rename one of the images"
+                    )
+                for path in (image, label):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 if copy:
-                    shutil.copyfile(item.picture, picture)
+                    shutil.copyfile(item.image, image)
                 else:
-                    picture.symlink_to(item.picture.resolve())
+                    image.symlink_to(item.image.resolve())
                 label.write_text("".join(f"{row}\n" for row in item.rows), encoding="utf-8")
-        content = {
-            "path": ".",
-            **{split: f"images/{split}" for split in conversion.splits},
-            "names": dict(enumerate(conversion.names)),
-        }
+        folders = {split: f"images/{split}" for split in conversion.splits}
+        content = {"path": ".", **folders, "names": dict(enumerate(conversion.names))}
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         (draft / "data.yaml").write_text(text, encoding="utf-8")
         draft.rename(out)
     except OSError as error:
-        raise TrainerError(f"{out}: cannot be written: {error}", "name another folder with --out") from error
+        raise TrainerError(f"{out}: cannot be written: {error}", "give another folder with --out") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_out(out: Path) -> None:
-    """An error for an output folder that is there already: nothing is overwritten."""
+    """Raise TrainerError if `out` exists and is not an empty folder."""
     if out.is_symlink() or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise TrainerError(f"--out {out}: exists already", "delete it, or name another folder")
-
-
-def _check_names(conversion: Conversion) -> None:
-    """Two pictures of one split that would share a label file are a fault; the first one stays."""
-    for split, items in conversion.splits.items():
-        owners: dict[str, Annotated] = {}
-        for item in items:
-            stem = os.path.splitext(item.name)[0]  # noqa: PTH122 (a suffix alone is to go, not a folder)
-            if owners.setdefault(stem, item) is not item:
-                what = f"would share its label file with {owners[stem].picture}"
-                conversion.faults.append(Fault(str(item.picture), 0, what, "rename one of the pictures"))
-        conversion.splits[split] = list(owners.values())
+        raise TrainerError(f"--out {out}: exists already", "delete it, or give another folder")

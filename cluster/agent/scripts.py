@@ -1,0 +1,45 @@
+"""Text of the package's scripts, which are sent to nodes without this package, and shell quoting."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+
+#: The word of a runtime's command that agent/node.sh replaces by the options of the machine.
+OPTIONS = "@options@"
+
+
+@functools.cache
+def text(*names: str) -> str:
+    """Return the concatenated files `names`, relative to the package `cluster`."""
+    return "".join((_PACKAGE / name).read_text(encoding="utf-8") for name in names)
+
+
+def command(name: str, *words: str) -> list[str]:
+    """Return the command that runs agent/NAME.sh with these arguments, after the functions of agent/common.sh."""
+    return ["bash", "-c", text("agent/common.sh", f"agent/{name}.sh"), name, *words]
+
+
+def digest(name: str) -> str:
+    """Return the first 12 hex digits of a file's SHA-256."""
+    return hashlib.sha256(text(name).encode()).hexdigest()[:12]
+
+
+def exports(values: Mapping[str, str]) -> str:
+    """Return one `export NAME=value` line per variable, quoted for a POSIX shell."""
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in values.items())
+
+
+def line(words: Sequence[str]) -> str:
+    """Return the words as one quoted shell command."""
+    return shlex.join(words)
+
+
+def csv(fields: Sequence[str]) -> str:
+    """Return one line of CSV, the syntax of `--mount`: a path may contain ':', ',' and quotes."""
+    return ",".join('"' + field.replace('"', '""') + '"' if set(field) & set(',"\n') else field for field in fields)

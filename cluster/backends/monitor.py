@@ -1,0 +1,363 @@
+"""Monitoring: polls node statuses and logs, a thread per machine, and decides that a node is lost.
+
+Awake time: durations count only while the launcher itself runs. A closed laptop lid or Ctrl-Z suspends the launcher
+while the job continues, and after the resume the network needs some seconds to return. With wall-clock time every node
+would then appear silent for the whole suspension, and be lost. A thread ticks each second: a gap of more than 5 s
+between two ticks is a suspension. `AwakeTime.seconds` counts neither the gap nor a grace period of at most 20 s after
+it. `AwakeClock` returns the awake time as seconds since 1970. Every timeout of a job uses such a clock.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.agent import scripts
+from cluster.backends import logs
+from cluster.backends.script import attempt_dir
+from cluster.errors import ClusterError, UnreachableError
+from cluster.spec.model import WORKDIR, Job, Mount, Node, NodeStatus, Phase, Plan
+from cluster.transport import Shell, files, parallel, workdir
+
+#: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
+LOST_AFTER_S = 8.0
+#: `NodeMonitor.statuses` waits this long for a poll; a slow poll continues in its thread.
+_POLL_WAIT_S = 1.0
+#: Timeout of a command on a machine that did not answer the last poll.
+_SILENT_TIMEOUT_S = 4.0
+#: Timeout of a poll: a machine that answers pings may still be slow.
+_POLL_TIMEOUT_S = 30.0
+_TICK_S = 1.0
+#: A longer gap between two ticks is a suspension of the launcher.
+_SUSPENDED_AFTER_S = 5.0
+#: Time for the network to return after a suspension.
+RESUME_GRACE_S = 20.0
+#: An agent writes a heartbeat every 2 s. Without one for this time, on a machine that answers, it is frozen.
+HEARTBEAT_TIMEOUT_S = 60.0
+#: Bytes of a log that one poll fetches at most.
+LOG_CHUNK = 1 << 20
+
+#: The files of a node's folder that hold its state, and are no results.
+_STATE = ("*.pid", "*.err", "*.exit", "*.alive", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
+
+#: The statuses of a plan's nodes on one machine, by the node's name.
+NodeStatuses = dict[str, NodeStatus]
+
+
+class AwakeTime:
+    """Seconds in which the launcher was not suspended, from readings of two clocks.
+
+    The monotonic clock may stop during a suspension. The wall clock may be set back.
+    """
+
+    def __init__(self, monotonic: float, wall: float) -> None:
+        self.seconds = 0.0
+        self.suspensions = 0
+        self._last = (monotonic, wall)
+        self._grace_until = monotonic
+        self._lock = threading.Lock()
+
+    def tick(self, monotonic: float, wall: float) -> None:
+        """Add the time since the last tick, except for suspensions and the grace period after them."""
+        with self._lock:
+            last_monotonic, last_wall = self._last
+            gap_s = max(monotonic - last_monotonic, wall - last_wall)
+            if gap_s > _SUSPENDED_AFTER_S:
+                self.suspensions += 1
+                self._grace_until = monotonic + min(RESUME_GRACE_S, 2 * gap_s)
+            self.seconds += max(0.0, monotonic - max(last_monotonic, self._grace_until))
+            self._last = (monotonic, wall)
+
+
+@functools.cache
+def _awake_time() -> AwakeTime:
+    """Return the awake time of this process. A thread ticks, because the main thread may block for long."""
+    awake = AwakeTime(time.monotonic(), time.time())
+
+    def run() -> None:
+        while True:
+            awake.tick(time.monotonic(), time.time())
+            time.sleep(_TICK_S)
+
+    threading.Thread(target=run, daemon=True).start()
+    return awake
+
+
+class AwakeClock:
+    """Wall-clock time without the suspensions since this clock was created."""
+
+    def __init__(self) -> None:
+        self._zero = 0.0
+        self._zero = time.time() - self()
+
+    def __call__(self) -> float:
+        """Return seconds since 1970, less the suspensions."""
+        _awake_time().tick(time.monotonic(), time.time())
+        return self._zero + _awake_time().seconds
+
+
+class NodeMonitor:
+    """Polls the machines of plans repeatedly; `poll` polls one machine, and raises a ClusterError."""
+
+    def __init__(
+        self, reach: Callable[[Node], Shell], poll: Callable[[Plan, Node], NodeStatuses], *, silent_is_lost: bool = True
+    ) -> None:
+        """`silent_is_lost`: the nodes of a silent machine are lost. With Slurm, its controller decides."""
+        self._reach = reach
+        self._poll = poll
+        self._silent_is_lost = silent_is_lost
+        self._polls: dict[tuple[str, int, str], _MachinePoll] = {}
+        #: The machines that did not answer the last poll.
+        self._silent: set[tuple[str, str]] = set()
+        self._suspensions = 0
+
+    def statuses(self, plan: Plan) -> list[NodeStatus]:
+        """Return one status per node of the plan, in its order.
+
+        A slow machine keeps its last status. A machine that answers neither poll nor ping is silent, and then lost.
+        """
+        each = machines(plan)
+        self._close_after_suspension(each)
+        polls = [self._polls.setdefault((plan.job_id, plan.attempt, node.name), _MachinePoll()) for node in each]
+        for machine, poll in zip(each, polls, strict=True):
+            poll.start(self._reach(machine), lambda machine=machine: self._poll(plan, machine))  # type: ignore[misc]
+        wait_s = _POLL_WAIT_S if all(poll.statuses for poll in polls) else LOST_AFTER_S  # the first poll logs in
+        # no longer than until a silent machine is lost
+        silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
+        wait_s = min(wait_s, LOST_AFTER_S - silent_s + 0.1)
+        until = time.monotonic() + (wait_s if any(node.login for node in each) else _POLL_TIMEOUT_S)
+        unknown: Phase = "starting" if self._silent_is_lost else "pending"
+        found: NodeStatuses = {}
+        for machine, poll in zip(each, polls, strict=True):
+            error = poll.wait(max(0.0, until - time.monotonic()))
+            # before the first answer only an error is silence: the login may take long
+            silent = poll.silent_s > 2 * _POLL_WAIT_S or (error is not None and not poll.statuses)
+            (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
+            for node in nodes_on(plan, machine):
+                status = poll.statuses.get(node.name) or NodeStatus(node.name, unknown)
+                found[node.name] = self._silent_status(status, poll.silent_s, error) if silent else status
+        if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
+            # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
+            error = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
+            no_answer = UnreachableError(f"{each[0].display_name}: does not answer")  # the login may be under way
+            raise UnreachableError(error.message, error.hint) if error else no_answer
+        return [found[node.name] for node in plan.nodes]
+
+    def timeout_s(self, plan: Plan, machine: Node, default_s: float) -> float:
+        """Return the timeout of a command; shorter, over a new connection, if the machine was silent."""
+        if (plan.job_id, machine.name) not in self._silent:
+            return default_s
+        self._reach(machine).close()
+        return _SILENT_TIMEOUT_S
+
+    def _close_after_suspension(self, each: Sequence[Node]) -> None:
+        """Close the connections, which may be dead: a new one is faster than the timeout of a dead one."""
+        suspensions = _awake_time().suspensions
+        if suspensions != self._suspensions:
+            for machine in each:
+                self._reach(machine).close()
+        self._suspensions = suspensions
+
+    def _silent_status(self, status: NodeStatus, silent_s: float, error: ClusterError | None) -> NodeStatus:
+        if status.phase in ("exited", "lost"):
+            return status
+        why = f"has not answered for {silent_s:.0f} s"
+        if error is not None:
+            why += f": {error.message.removeprefix(f'{status.node}: ')}"
+        if silent_s > LOST_AFTER_S and self._silent_is_lost:
+            return NodeStatus(status.node, "lost", detail=why, silent=why)
+        return replace(status, silent=why)
+
+
+class _MachinePoll:
+    """The polls of one machine, one at a time, each in a thread: a machine that hangs delays no other."""
+
+    def __init__(self) -> None:
+        self.statuses: NodeStatuses = {}
+        #: Why the last poll failed; None after a success. An OSError is one of the launching machine.
+        self.error: ClusterError | OSError | None = None
+        self._clock = AwakeClock()
+        self._answered_at = self._clock()
+        self._poll_thread: threading.Thread | None = None
+        self._ping_thread: threading.Thread | None = None
+        self._shell: Shell | None = None
+
+    @property
+    def silent_s(self) -> float:
+        """The awake seconds since the machine last answered a poll or a ping."""
+        return self._clock() - self._answered_at
+
+    def start(self, shell: Shell, work: Callable[[], NodeStatuses]) -> None:
+        """Start a poll, unless one is running."""
+        self._shell = shell
+        if self._poll_thread is None or not self._poll_thread.is_alive():
+            if self.error is None:  # time between two polls is no silence
+                self._answered_at = self._clock()
+            self._poll_thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+            self._poll_thread.start()
+
+    def wait(self, timeout_s: float) -> ClusterError | None:
+        """Wait for the poll, and ping the machine while it runs. Return its error; raise one of this machine."""
+        assert self._poll_thread is not None
+        self._poll_thread.join(min(timeout_s, _POLL_WAIT_S))
+        if self._poll_thread.is_alive() and (self._ping_thread is None or not self._ping_thread.is_alive()):
+            self._ping_thread = threading.Thread(target=self._ping, args=(self._poll_thread,), daemon=True)
+            self._ping_thread.start()
+        self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))
+        error = self.error
+        if isinstance(error, OSError):  # the local copy of a log cannot be written
+            raise UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
+        return error
+
+    def _run(self, work: Callable[[], NodeStatuses]) -> None:
+        try:
+            self.statuses = work()
+            self.error, self._answered_at = None, self._clock()
+        except (ClusterError, OSError) as error:
+            self.error = error
+
+    def _ping(self, poll_thread: threading.Thread) -> None:
+        assert self._shell is not None
+        while poll_thread.is_alive():
+            if self._shell.ping():
+                self._answered_at = self._clock()
+            poll_thread.join(_POLL_WAIT_S)
+
+
+def poll(
+    shell: Shell, plan: Plan, machine: Node, script: str, *words: str, head: int = 0
+) -> tuple[list[str], NodeStatuses]:
+    """Run the polling script of this name with `words`, and three more per node.
+
+    Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines after the
+    clock, and the status of each node. Raises UnreachableError.
+    """
+    nodes = nodes_on(plan, machine)
+    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
+    sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
+    each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
+    command = scripts.command(script, plan.job_id, str(LOG_CHUNK), *words, *each)
+    done = shell.run(command, timeout_s=_POLL_TIMEOUT_S)
+    now, *lines = done.out.splitlines() or [""]
+    if len(lines) != head + 4 * len(nodes):
+        raise UnreachableError(f"{machine.display_name}: {done.last_line}")
+    found = {}
+    for index, node in enumerate(nodes):
+        state, why, agent, log = lines[head + 4 * index : head + 4 * index + 4]
+        chunk = base64.b64decode(log)
+        if node.name in copies:
+            logs.append(copies[node.name], sizes[node.name], chunk)
+        if len(chunk) < LOG_CHUNK:
+            found[node.name] = status(node.name, fields(agent), float(now), state, why)
+        else:  # a node counts as exited once its whole log has been fetched
+            found[node.name] = NodeStatus(node.name, "starting")
+    return lines[:head], found
+
+
+def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why: str = "") -> NodeStatus:
+    """Return a node's status.
+
+    Args:
+        name: The node's name.
+        agent: The agent's status file.
+        now: The clock of the node's machine, for the age of the heartbeat.
+        state: The state of the node's script: `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
+        why: Why the script ended, if the machine knows.
+    """
+    word, _, rest = state.partition(" ")
+    if agent.get("phase") == "exited":
+        code, at = int(agent["exit_code"]), float(agent["ended_at"])
+        failure = agent.get("failure")
+        detail = str(agent.get("reason", "")) if code else ""
+        if failure:
+            detail = "" if failure["rank"] is not None else str(failure["error"])
+        return NodeStatus(name, "exited", code, detail, at, failure=failure)
+    if word == "exit":
+        code_text, at_text = rest.split()[:2]
+        # the runtime failed before the agent started
+        return NodeStatus(name, "exited", int(code_text), why, float(at_text))
+    if word == "no":
+        return NodeStatus(name, "lost", detail="its folder does not exist")
+    if word == "gone":
+        return NodeStatus(
+            name, "lost", detail="its script has ended without an exit code" + (f": {why}" if why else "")
+        )
+    if agent and now - float(agent["heartbeat"]) > HEARTBEAT_TIMEOUT_S:
+        return NodeStatus(name, "lost", detail=f"no heartbeat of its agent for {now - float(agent['heartbeat']):.0f} s")
+    return NodeStatus(name, "starting")
+
+
+def stop(shell: Shell, machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
+    """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
+    done = shell.run(scripts.command("stop", job_id, str(int(grace_s)), *engines), timeout_s=timeout_s)
+    if done.out:
+        raise ClusterError(
+            f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL",
+            "check the engine with clusterctl doctor, or kill them as root there",
+        )
+
+
+def collect(plan: Plan) -> list[str]:
+    """Copy the job's results from the nodes to its local folder; return a sentence for each failure.
+
+    The results are those of the first node that answers: nodes without a common disk keep checkpoints of their own. Of
+    the others only the ranks' logs are copied.
+    """
+    remote = [node for node in machines(plan) if plan.is_elsewhere(node)]
+
+    def copy_logs(node: Node) -> None:
+        ranks = f"attempt-{plan.attempt}/ranks/{node.name}"
+        with contextlib.suppress(files.NoFolderError):  # no rank has started there
+            files.collect(node, f"{plan.dir_on(node)}/{ranks}", f"{plan.run_dir}/{ranks}")
+
+    errors = {name: error for name, error in parallel.each(remote, copy_logs).items() if error is not None}
+    failures = [f"not copied: {error.message}" for error in errors.values()]
+    answering = [node for node in remote if not isinstance(errors.get(node.name), UnreachableError)]
+    if answering and plan.is_elsewhere(plan.nodes[0]):
+        try:
+            files.collect(answering[0], plan.dir_on(answering[0]), plan.run_dir, (*_STATE, f"/{WORKDIR}"))
+            if plan.workdir:
+                workdir.fetch(plan, answering[0])
+        except ClusterError as error:
+            return [*failures, f"not copied: {error.message}"]
+        if answering[0] is not plan.nodes[0]:
+            failures.append(f"the results here are those of {answering[0].name}")
+    return failures
+
+
+def machines(plan: Plan) -> list[Node]:
+    """Return the first node of each machine. Nodes with the same login share a machine."""
+    first: dict[tuple[str, str], Node] = {}
+    for node in plan.nodes:
+        first.setdefault((node.login, node.ssh_config), node)
+    return list(first.values())
+
+
+def nodes_on(plan: Plan, machine: Node) -> list[Node]:
+    """Return the plan's nodes on a machine."""
+    return [node for node in plan.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
+
+
+def mounts(job: Job, node: Node) -> list[Mount]:
+    """Return the job's mounts with the node's paths: a synced folder is below `data_dir`."""
+    return [
+        replace(mount, source=files.mirror(node, mount.source)) if mount.synced and node.data_dir else mount
+        for mount in job.mounts
+    ]
+
+
+def fields(text: str) -> Mapping[str, Any]:
+    """Parse the status file of an agent; empty while the file does not exist."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

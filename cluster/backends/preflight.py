@@ -1,0 +1,123 @@
+"""Preflight check: decides from the output of agent/check.sh whether the nodes can run a plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster.errors import NameTakenError, PortTakenError, UsageError
+from cluster.runtimes import ARCHITECTURES, short_id
+from cluster.spec.model import Node, Plan
+
+
+def ids(node: Node) -> str:
+    """Return the ids of a node's GPUs, which a job locks: "0,1"."""
+    return ",".join(str(gpu) for gpu in node.gpus)
+
+
+def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each thing that a node lacks."""
+    where, python = node.display_name, plan.command[0]
+    found = []
+    for line in report:
+        word, _, text = line.partition(" ")
+        if word == "no_rsync" and plan.is_elsewhere(node):
+            why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
+        elif word == "run_dir":
+            why = f"cannot write to the run directory {text} (no permission, or no space)"
+            hint = f"run_dir of {where} in cluster.yaml"
+        elif word == "torch" and plan.says_ready:
+            why = f"{python} has no torch, so it cannot run a node"
+            hint = "in a clone of the repository: pip install '.[trainer]'"
+        elif word == "no_runtime":
+            why, hint = f"{text} is not installed", f"install it on {where}, or detect the runtime: clusterctl init"
+        elif word == "engine":
+            why, hint = f"{node.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
+            if "permission denied" in text:
+                hint = f"on {where}: sudo usermod -aG {node.runtime} $USER, then log in again"
+        elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
+            _, platform, machine = text.split()
+            why = f"{plan.image} is an image for {platform}, and the machine is {machine}"
+            hint = f"build one there, or name one for {machine}: --image NAME"
+        elif word == "no_way":
+            why = f"cannot reach the master at {text}"
+            hint = f"open its ports to {where}, or set another address in cluster.yaml: clusterctl doctor"
+        elif word == "no_image":
+            why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
+        elif word == "missing":
+            why, hint = f"{text} does not exist", node.hint_for_missing(text)
+        elif word == "no_gpu":
+            why, hint = f"no GPU {text}", f"gpus of {where} in cluster.yaml, or --device cpu"
+        else:
+            continue
+        found.append(UsageError(f"{where}: {why}", hint))
+    return found
+
+
+def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, UsageError]:
+    """Return an error for each node with another image than the first in `reports`."""
+    images = {
+        name: line.split()[1].removeprefix("sha256:")  # podman omits it
+        for name, lines in reports.items()
+        for line in lines
+        if line.startswith("image ")
+    }
+    first = next(iter(images.items()), ("", ""))
+    return {
+        name: UsageError(
+            f"{name}: its image {plan.image} is {short_id(image)}, that of {first[0]} is {short_id(first[1])}",
+            f"clusterctl image push {' '.join(images)}   (or launch with --push)",
+        )
+        for name, image in images.items()
+        if image != first[1]
+    }
+
+
+def conflicts(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each thing of a node that another job or program has: the name, GPUs, the master's port."""
+    where = node.display_name
+    found: list[UsageError] = []
+    for line in report:
+        word, _, text = line.partition(" ")
+        if word == "exists":
+            found.append(
+                NameTakenError(f"{where}: {text} already exists", "choose another --name, or remove the folder")
+            )
+        elif word == "runs":
+            found.append(name_taken(plan.job_id, where, text))
+        elif word == "held" and (holder := text.split()[0]) != plan.job_id:
+            found.append(gpus_held(where, holder))
+        elif word == "port":
+            found.append(
+                PortTakenError(
+                    f"{where}: port {plan.master_port} is {text}", "choose another: --master-port N, or auto"
+                )
+            )
+    return found
+
+
+def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
+    """Return the error for a name in use. `stop` finds jobs by name, so it would stop both."""
+    return NameTakenError(
+        f"{where}: a job {job_id} already exists: {what}",
+        "choose another --name, stop that job where it was launched, or remove an orphan: clusterctl gc",
+    )
+
+
+def gpus_held(where: str, job: str) -> UsageError:
+    """Return the error for a node whose GPUs another job holds."""
+    return UsageError(
+        f"{where}: its GPUs are held by the job {job}",
+        f"clusterctl stop {job}, other nodes (--only a,b), or wait for it: clusterctl wait {job}",
+    )
+
+
+def refuse(problems: Sequence[UsageError], conflicts: Sequence[UsageError]) -> None:
+    """Raise the errors of all nodes as one: the problems, else the conflicts of one kind. A taken port comes last."""
+    kinds = (NameTakenError, UsageError, PortTakenError)
+    by_kind = [[error for error in conflicts if type(error) is kind] for kind in kinds]
+    for errors in (problems, *by_kind):
+        if errors:
+            hints = dict.fromkeys(error.hint for error in errors if error.hint)
+            raise type(errors[0])(
+                "\n       ".join(dict.fromkeys(error.message for error in errors)), "\n      ".join(hints)
+            )

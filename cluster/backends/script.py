@@ -1,0 +1,132 @@
+"""Node scripts: a node's variables and command, the functions of its runtime, then agent/node.sh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cluster import contract
+from cluster.agent import scripts
+from cluster.runtimes import RUNTIMES
+from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step
+
+#: Variables that the node's environment may set; containers that get variables by name need them, too.
+_SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def attempt_dir(plan: Plan, node: Node) -> str:
+    """Return the folder of the attempt's scripts, logs and exit codes on a node's own disk."""
+    return f"{plan.dir_on(node)}/attempt-{plan.attempt}"
+
+
+def step(job: Job, plan: Plan, rank: int, nodes_on_host: int, mounts: Sequence[Mount]) -> Step:
+    """Return the step that runs the script of a node with a known rank. `mounts` are the job's, with the node's paths.
+
+    `job.env` does not override the contract's variables.
+    """
+    node = plan.nodes[rank]
+    values = {
+        **job.env,
+        contract.NODE: node.name,
+        "PET_NODE_RANK": str(rank),
+        **shared_environment(job, plan.attempt, plan.dir_on(node), (plan.master_addr, plan.master_port)),
+        contract.NODES_ON_HOST: str(nodes_on_host),
+        contract.NODE_ADDRESS: node.address,
+        **gpu_environment(job, RUNTIMES[node.runtime].gpus(node)),
+    }
+    head = f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
+    path = f"{attempt_dir(plan, node)}/{node.name}.sh"
+    text = head + _script(job, plan, node, values, mounts)
+    return Step(node.name, {path: text}, ("bash", path), needs(node, mounts), f"{attempt_dir(plan, node)}/agent.py")
+
+
+def render_in_batch(job: Job, plan: Plan, login: Node, mounts: Sequence[Mount]) -> str:
+    """Return the script of all nodes of a Slurm job; the environment has the rank, the master and the GPUs."""
+    found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
+    values = {
+        **job.env,
+        **shared_environment(job, 0, plan.dir_on(login), ("", 0)),
+        contract.NODES_ON_HOST: "1",
+        **gpu_environment(job, ()),
+    }
+    if job.device == "cuda":
+        found.append("CUDA_VISIBLE_DEVICES")
+    values = {name: value for name, value in values.items() if name not in found}
+    finds = f"device={job.device}\n" + scripts.text("agent/slurm_node.sh")
+    return f"# A node of the job {job.name}.\n" + _script(job, plan, login, values, mounts, finds, found)
+
+
+def needs(node: Node, mounts: Sequence[Mount]) -> tuple[str, ...]:
+    """Return the paths that must exist on a node."""
+    return tuple(mount.source if node.runtime != "none" else mount.target for mount in mounts)
+
+
+def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the input of agent/start.sh and slurm_submit.sh: the secrets, the agent and the step's script as one text.
+
+    The words are the numbers of lines of the first two.
+    """
+    (text,) = step.files.values()
+    exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
+    agent = scripts.text("agent/agent.py")
+    return [str(exported.count("\n")), str(agent.count("\n"))], exported + agent + text
+
+
+def _script(
+    job: Job,
+    plan: Plan,
+    node: Node,
+    values: Mapping[str, str],
+    mounts: Sequence[Mount],
+    finds: str = "",
+    found: Sequence[str] = (),
+) -> str:
+    """Return the script with the variables `values`; `finds` is text that sets the variables `found`."""
+    runtime, run_dir = RUNTIMES[node.runtime], plan.dir_on(node)
+    workdir = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir
+    if not runtime.inside:
+        copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
+        mounts = [Mount(run_dir, run_dir, read_only=False), *copy, *mounts]
+    names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
+    words = [*runtime.run(job, node, mounts, names), *command(job, f"{attempt_dir(plan, node)}/agent.py")]
+    enter, arguments = words[:0], words
+    if scripts.OPTIONS in words:
+        at = words.index(scripts.OPTIONS)
+        enter, arguments = words[:at], words[at + 1 :]
+    text = "set -u\n" + scripts.exports(values) + "\n" + finds
+    if workdir and runtime.inside:
+        text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
+    text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
+    text += f"enter=({scripts.line(enter)})\narguments=({scripts.line(arguments)})\n\n"
+    return text + scripts.text(*filter(None, [runtime.script]), "agent/node.sh")
+
+
+def command(job: Job, agent: str) -> tuple[str, ...]:
+    """Return `python3 AGENT -m trainer train ...`; `agent` is the agent's path on the node."""
+    return (job.python, agent, *job.command)
+
+
+def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, int]) -> dict[str, str]:
+    """Return the contract's variables that all nodes share; `run_dir` is the job's folder on the nodes."""
+    values = {
+        "PET_NNODES": str(job.nodes),
+        "PET_NPROC_PER_NODE": str(job.procs_per_node),
+        "PET_MASTER_ADDR": master[0],
+        "PET_MASTER_PORT": str(master[1]),
+        contract.JOB_ID: job.name,
+        contract.ATTEMPT: str(attempt),
+        contract.RUN_DIR: run_dir,
+        contract.GLOBAL_WORLD_SIZE: str(job.world_size),
+    }
+    if job.secrets:
+        values[contract.SECRETS] = ",".join(job.secrets)
+    return values
+
+
+def gpu_environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:
+    """Return the variables that select a node's GPUs; `gpus` are ids in the container."""
+    if job.device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if job.device == "cuda" or gpus:
+        # nvidia-smi's order. CUDA's default order is fastest first.
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus)}
+    return {}

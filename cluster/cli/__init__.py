@@ -1,0 +1,1 @@
+"""Command line of `clusterctl`: options and output, one file per group of commands."""

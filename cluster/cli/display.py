@@ -1,0 +1,160 @@
+"""Live display of a job: a table and a progress bar on a terminal, otherwise one line per change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from cluster.backends.logs import number
+from cluster.backends.monitor import AwakeClock
+from cluster.spec.model import Phase, Plan
+from cluster.supervisor.job_state import JobView
+from cluster.supervisor.jobs import Display
+from cluster.supervisor.report import seconds
+
+_STYLES: dict[Phase, str] = {
+    "pending": "dim",
+    "starting": "yellow",
+    "joining": "cyan",
+    "ready": "green",
+    "exited": "dim",
+    "lost": "bold red",
+}
+
+
+def header(plan: Plan) -> str:
+    """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
+    nodes = len(plan.nodes)
+    each = plan.world_size // nodes
+    words = [
+        plan.job_id,
+        f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}",
+        plan.backend,
+    ]
+    if plan.image:
+        words.append(f"image {plan.image}")
+    if plan.attempt > 1:
+        words.append(f"attempt {plan.attempt}")
+    return "   ".join(words)
+
+
+def joined(view: JobView, plan: Plan) -> str:
+    """Format the end of the rendezvous: `2/2 nodes ready   world size 4   gloo   9.8 s`."""
+    words = [f"{view.ready_count}/{len(view.nodes)} nodes ready"]
+    if view.ready is not None:
+        words += [f"world size {view.ready.get('world_size')}", str(view.ready.get("backend"))]
+    else:
+        words += [f"world size {plan.world_size}", "ready: the ranks started and the master is reachable"]
+    return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
+
+
+def node_table(view: JobView, plan: Plan, now: float) -> Table:
+    """Return one row per node: phase, its duration (ready: time since the start), and a note."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("  node")
+    table.add_column("phase")
+    table.add_column("for", justify="right")
+    table.add_column("note", overflow="fold")
+    for index, node in enumerate(view.nodes):
+        note = node.silent or node.note
+        if (
+            not node.silent
+            and index == 0
+            and plan.master_addr
+            and node.phase in ("starting", "joining", "ready")
+            and not note.startswith("cannot")
+        ):
+            note = f"master {plan.master_addr}:{plan.master_port}"
+        duration = node.since - view.started if node.phase == "ready" else now - node.since
+        phase = Text(node.phase, _STYLES[node.phase])
+        table.add_row(f"  {node.name}", phase, seconds(max(0.0, duration)), Text(note))
+    return table
+
+
+def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
+    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 img/s   epoch ends in 0:06`."""
+    steps, step = max(1, round(number(progress, "steps"))), round(number(progress, "step"))
+    eta_s = round(number(progress, "eta_s"))
+    words = f"{100 * step // steps:3d} %   loss {number(progress, 'loss'):.2f}"
+    words += f"   {number(progress, 'images_per_s'):.0f} img/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
+    bar = ProgressBar(total=steps, completed=step, width=max(10, min(40, width - 75)))
+    line = Table.grid(padding=(0, 2, 0, 0))
+    line.add_row(f"epoch {progress.get('epoch')}/{progress.get('epochs')}", bar, words)
+    return line
+
+
+class LiveDisplay(Display):
+    """Draws a job on the console. `is_attached` shows only the end of earlier output."""
+
+    def __init__(self, console: Console, plan: Plan, *, all_nodes: bool, is_attached: bool = False) -> None:
+        self._console = console
+        self._all_nodes = all_nodes
+        self._skips_history = is_attached
+        self.begin(plan)
+        self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=8, transient=True)
+
+    def __enter__(self) -> LiveDisplay:
+        """Reserve the last lines of a terminal."""
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Clear the reserved lines."""
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print a sentence."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, plan: Plan) -> None:
+        """Start an attempt, which may have other nodes than the one before."""
+        self._plan, self._clock = plan, AwakeClock()
+        self._printed: dict[str, str] = {}
+        self._has_joined = False
+        self._view: JobView | None = None
+        self._width = max(len(node.name) for node in plan.nodes)
+
+    def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
+        """Print the changes, and redraw."""
+        self._view = view
+        if not self._live.is_started:
+            self._print_changes(view)
+        if view.joined_after_s is not None and not self._has_joined:
+            self._has_joined = True
+            if self._live.is_started:
+                self._console.print(node_table(view, self._plan, self._clock()))
+            self.note(joined(view, self._plan) + "\n")
+        if self._skips_history:  # `clusterctl logs` prints all of it
+            self._skips_history, lines = False, lines[-10:]
+        master = self._plan.nodes[0].name
+        for node, text in lines:
+            if self._all_nodes:
+                self.note(f"{node:<{self._width}} | {text}")
+            elif node == master:
+                self.note(text)
+
+    def _print_changes(self, view: JobView) -> None:
+        for node in view.nodes:
+            note = node.silent or node.note
+            line = f"{node.name}: {node.phase}" + (f": {note}" if note else "")
+            if self._printed.get(node.name) != line:
+                self._printed[node.name] = line
+                self.note(line)
+
+    def _draw(self) -> RenderableType:
+        if self._view is None:
+            return Text("")
+        if self._view.joined_after_s is None:
+            ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
+            return Group(node_table(self._view, self._plan, self._clock()), Text(f"  {ready}", "dim"))
+        silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
+        if self._view.progress is None or self._view.done is not None:
+            return Group(*silent)
+        return Group(*silent, progress_line(self._view.progress, self._console.width))

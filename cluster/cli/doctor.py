@@ -1,0 +1,119 @@
+"""`clusterctl doctor`: checks the nodes before a launch, and prints a fix for each failure."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli.follow import print_line
+from cluster.cli.options import AsJson, NodeOptions, takes_options
+from cluster.errors import ClusterError, UsageError
+from cluster.spec.request import SlurmOptions, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.doctor import Finding, Report
+
+_SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAIL", "bold red")}
+
+
+@takes_options
+def doctor(
+    *,
+    inventory: NodeOptions,
+    image: Annotated[str, option("--image", help="The container image to check; by default the inventory's.")] = "",
+    data: Annotated[
+        list[str],
+        typer.Option("--data", metavar="FOLDER", help="A folder that must be the same on all nodes; repeatable."),
+    ] = [],  # noqa: B006 (typer reads the default and never changes it)
+    skip: Annotated[
+        list[str],
+        typer.Option(
+            "--skip", metavar="CHECK", help="Skip a check, named as in the second column: --skip link; repeatable."
+        ),
+    ] = [],  # noqa: B006 (typer reads the default and never changes it)
+    nodes: Annotated[
+        int | None, option("--nodes", min=1, help="Slurm: how many nodes to check in one job; 2 by default.")
+    ] = None,
+    gpus: Annotated[
+        int | None, option("--gpus", min=1, help="Slurm: GPUs to request on each node; 1 by default.")
+    ] = None,
+    slurm: SlurmOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Check whether a launch would succeed on the nodes.
+
+    It checks every node, connects each node to each other one, and measures the speed of an all-reduce. It changes
+    nothing. On a Slurm cluster it checks the login node, and submits one short job that checks other nodes.
+
+    Exit codes: 0 a launch would succeed, 3 a check failed, 5 a node cannot be reached.
+    """
+    from rich.console import Console
+
+    from cluster import doctor as checks
+    from cluster.store import JobStore
+    from cluster.transport import discovery
+    from cluster.transport.rsync import interruptible, refuse_interrupted
+
+    machines = inventory.need(complete=False)
+    if machines.backend == "slurm":
+        machines = replace(machines, options=slurm.for_sbatch(machines.options))
+    else:
+        for flag, value in {"--nodes": nodes, "--gpus": gpus, "--slurm": slurm.for_sbatch()}.items():
+            if value:
+                raise UsageError(f"{flag}: only for a Slurm cluster", "--only a,b")
+        with suppress(ClusterError):  # the checks report why a machine does not answer
+            machines = discovery.complete(machines)
+    running: frozenset[str] = frozenset()
+    with suppress(ClusterError):  # unreadable records do not concern the machines
+        running = frozenset(record.plan.job_id for record in JobStore() if not record.outcome)
+    terminal = Console(stderr=True)
+    with terminal.status("checking") if terminal.is_terminal else nullcontext() as status:
+
+        def say(text: str) -> None:
+            refuse_interrupted()
+            if status is not None:
+                status.update(text)
+
+        report = interruptible(
+            lambda: checks.examine(
+                machines,
+                image=image,
+                data=data,
+                skip=skip,
+                jobs=running,
+                nodes=nodes or 2,
+                gpus=gpus or 1,
+                say=say,
+            )
+        )
+    if as_json:
+        print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
+    else:
+        _print(report, Console(highlight=False))
+    raise typer.Exit(checks.exit_code(report.findings))
+
+
+def _print(report: Report, out: Console) -> None:
+    groups: dict[Finding, list[str]] = {}  # equal findings of several nodes are one line
+    for finding in report.findings:
+        groups.setdefault(replace(finding, node=""), []).append(finding.node)
+    everywhere = len(report.nodes)
+    lines = [("all" if len(nodes) == everywhere > 1 else " ".join(nodes), finding) for finding, nodes in groups.items()]
+    node_width = max((len(nodes) for nodes, _ in lines), default=0)
+    check_width = max((len(finding.check) for _, finding in lines), default=0)
+    for nodes, finding in lines:
+        sign, style = _SIGNS[finding.level]
+        out.print(f"{sign:<5}", style=style, end="")
+        print_line(out, f"{finding.check:<{check_width}}  {nodes:<{node_width}}  {finding.detail}")
+        if finding.fix:
+            print_line(out, f"{'':5}{'':{check_width}}  fix: {finding.fix}")
+    counts = {level: sum(finding.level == level for finding in report.findings) for level in _SIGNS}
+    verdict = "nothing would stop a launch" if not counts["failure"] else f"{counts['failure']} would stop a launch"
+    warnings = f", {counts['warning']} to know" if counts["warning"] else ""
+    print_line(out, f"\n{verdict}{warnings}   ({len(report.nodes)} nodes, {report.seconds:.1f} s)")

@@ -1,0 +1,144 @@
+"""Terminal output of a followed job: its header, live display, interruption and final report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+from cluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.spec.model import JobRecord
+    from cluster.store import JobStore
+    from cluster.supervisor.jobs import Follower
+
+EXIT_INTERRUPTED = 130
+
+
+def follow(
+    record: JobRecord,
+    records: JobStore,
+    out: Console,
+    *,
+    all_nodes: bool,
+    stop_on_interrupt: bool,
+    notes: Sequence[str] = (),
+    values: Mapping[str, str] | None = None,
+) -> tuple[Follower, str]:
+    """Print the job's header, and follow the job on the terminal over its restarts.
+
+    Ctrl-C exits. With `stop_on_interrupt` it stops the job before that.
+    """
+    from cluster.cli.display import LiveDisplay, header
+    from cluster.supervisor import jobs, supervisor
+
+    job_id = record.plan.job_id
+    try:
+        message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
+        on_interrupt(out, message if stop_on_interrupt else "")
+        screen = LiveDisplay(out, record.plan, all_nodes=all_nodes, is_attached=not stop_on_interrupt)
+        for text in (header(record.plan), *notes):
+            print_line(out, text)
+        with screen:
+            return supervisor.Supervisor(record, records, screen, values).run()
+    except KeyboardInterrupt as interrupted:
+        out = console()  # an interrupted print can leave the first console buffering for ever
+        out.show_cursor()
+        if not stop_on_interrupt:
+            between = isinstance(interrupted, supervisor.BetweenAttempts)
+            state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
+            print_line(out, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+    except ClusterError as error:
+        raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
+    nodes = len(record.plan.nodes)
+    print_line(out, f"stopping {job_id} on {nodes} node{'s' if nodes > 1 else ''} (Ctrl-C again exits at once)")
+    _, problems = jobs.stop(job_id, records)
+    for text in problems:
+        print_line(out, text)
+    print_line(out, "stopped; nothing of it is running")
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def on_interrupt(out: Console, message: str) -> None:
+    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM. On the second, print `message` and exit at once.
+
+    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines.
+    """
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+
+    def first(*_: object) -> NoReturn:
+        for number in handled:
+            signal.signal(number, again)
+        raise KeyboardInterrupt
+
+    def again(*_: object) -> NoReturn:
+        if message:
+            print_line(out, message)
+        out.file.flush()
+        os._exit(EXIT_INTERRUPTED)
+
+    for number in handled:
+        signal.signal(number, first)
+
+
+def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:
+    """Clean up after a job, print its final report and return the exit code."""
+    from cluster.supervisor import jobs, report, restarts
+
+    plan, view, verdict = follower.plan, follower.view, follower.verdict
+    ended_at = time.time()
+    outcome, problems = jobs.finish(follower, records)
+    for text in problems:
+        print_line(out, text)
+    if outcome == "stopped":
+        print_line(out, f"{plan.job_id} was stopped")
+        return report.EXIT_FAILED
+    if outcome == "done":
+        print_line(out, report.done(view, plan, str(Path.cwd())))
+        return report.EXIT_DONE
+    cause = report.cause(view, verdict)
+    if verdict == "late":
+        print_error(out, f"{plan.job_id}: {view.ready_count} of {len(view.nodes)} nodes joined in {plan.timeout_s:g} s")
+        cause = f"missing: {cause}"
+    print_error(out, cause)
+    if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):
+        print_line(out, f"not restarted: {refusal}")
+    for line in report.last_lines(view, verdict, follower.tails):
+        print_line(out, line)
+    print_line(out, f"all nodes stopped {time.time() - ended_at:.1f} s later; every rank's log: {plan.attempt_dir}")
+    return records.load(plan.job_id).exit_code
+
+
+def print_outcome(record: JobRecord, out: Console) -> int:
+    """Print the outcome of a job that has ended, and return its exit code."""
+    from cluster.supervisor import report
+
+    text = f"{record.plan.job_id} has ended: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
+    print_line(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
+    return report.EXIT_DONE if record.outcome == "done" else record.exit_code
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return the console for standard output or standard error, with colours on a terminal only."""
+    from rich.console import Console
+
+    return Console(highlight=False, emoji=False, stderr=stderr)
+
+
+def print_line(out: Console, text: str) -> None:
+    """Print a line without wrapping or markup."""
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_error(out: Console, text: str) -> None:
+    """Print a line as an error."""
+    out.print(text, markup=False, highlight=False, soft_wrap=True, style="bold red")

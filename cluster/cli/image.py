@@ -1,0 +1,191 @@
+"""`clusterctl image`: copies a container image to the nodes, and compares it between them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli.follow import EXIT_INTERRUPTED, print_line
+from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
+from cluster.cli.sync import progress
+from cluster.errors import ClusterError, UsageError
+from cluster.spec.request import argument, option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.images import Pushed
+    from cluster.spec.model import Node
+
+app = typer.Typer(help="Copy the container image to the nodes, and compare it between them.", no_args_is_help=True)
+
+
+@dataclass
+class ImageOptions(NodeOptions):
+    """Options that choose a container image and nodes."""
+
+    names: Annotated[
+        list[str],
+        argument(metavar="[NODES]", help="By default all nodes of the inventory."),
+    ] = field(default_factory=list)
+    image: Annotated[str, option("--image", help="By default that of the inventory, else that of `make image`.")] = ""
+
+    def chosen(self) -> tuple[list[Node], str]:
+        """Return the chosen nodes and image."""
+        from cluster.runtimes import RUNTIMES
+        from cluster.spec.defaults import DEFAULT_IMAGE
+
+        found = self.need(complete=False)
+        if found.backend == "slurm" and (kind := RUNTIMES[found.nodes[0].runtime]).image_is_file:
+            why = f"{found.path}: {kind.name} runs a file on the shared disk, not a Docker image"
+            raise UsageError(why, kind.image_from)
+        known = {node.name: node for node in found.nodes}
+        for name in self.names:
+            if name not in known:
+                raise UsageError(f"no node {name!r}", f"one of: {', '.join(known)}")
+        names = dict.fromkeys(self.names or known)
+        return [known[name] for name in names], self.image or found.image or DEFAULT_IMAGE
+
+
+@app.command(epilog="Example: clusterctl image push gpu-b --image trainer:0.1")
+@takes_options
+def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
+    """Copy this machine's container image to the nodes.
+
+    It sends only the missing layers, compressed.
+    After an interruption the same command resumes the transfer.
+    """
+    from rich.console import Console
+
+    from cluster.transport import parallel
+
+    nodes, image = options.chosen()
+    out = Console(highlight=False, stderr=as_json)
+    try:
+        done = _push(nodes, image, out)
+    except KeyboardInterrupt:
+        print("interrupted; to resume the transfer: clusterctl image push", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        rows = {
+            name: {"error": pushed.message, "hint": pushed.hint}
+            if isinstance(pushed, ClusterError)
+            else {**asdict(pushed), "error": ""}
+            for name, pushed in done.items()
+        }
+        print(json.dumps(rows, indent=1))
+    parallel.together(done)
+
+
+@app.command()
+@takes_options
+def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
+    """Show the container image's id on every node.
+
+    Exit codes: 0 same image on all nodes, 1 different or missing, 5 a node or its Docker Engine does not answer.
+    """
+    from cluster import images
+    from cluster.runtimes import short_id
+    from cluster.transport import parallel
+
+    nodes, image = options.chosen()
+    images.refuse_name(image)
+    found = parallel.each(nodes, lambda node: images.engine.inspect(node, image).id)
+    ids = {name: image_id for name, image_id in found.items() if not isinstance(image_id, ClusterError)}
+    if as_json:
+        print(json.dumps({name: ids.get(name) for name in found}, indent=1))
+    else:
+        width = max(len(name) for name in found)
+        for name in found:
+            print(f"{name:<{width}}   {image}   {(short_id(ids[name]) or 'missing') if name in ids else 'no answer'}")
+    parallel.together(found)
+    if len({*ids.values()}) > 1 or "" in ids.values():
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
+def sif(
+    target: Annotated[
+        str,
+        argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir."),
+    ] = "",
+    image: Annotated[
+        str, option("--image", help="A Docker image of this machine; by default that of `make image`.")
+    ] = "",
+    inventory: InventoryFile = "",
+) -> None:
+    """Convert the Docker image to a SIF file for Apptainer.
+
+    The login node converts it. This takes minutes, and temporarily twice the image's disk space.
+    """
+    from rich.console import Console
+
+    from cluster.images import apptainer as sif_file
+    from cluster.spec.defaults import DEFAULT_IMAGE
+
+    found = NodeOptions(inventory).need()
+    login = found.nodes[0]
+    if found.backend != "slurm":
+        raise UsageError(f"{found.path} does not describe a Slurm cluster", "for SSH machines: clusterctl image push")
+    image = image or DEFAULT_IMAGE
+    name = image.rpartition("/")[2].replace(":", "-") + ".sif"
+    target = target or (
+        found.image if found.image.endswith(".sif") else str(PurePosixPath(login.run_dir).parent / name)
+    )
+    if not target.startswith("/"):
+        raise UsageError(f"{target}: not an absolute path", f"for example: /shared/{name}")
+    out = Console(highlight=False)
+    began = time.monotonic()
+    try:
+        with progress(out) as report:
+            sif_file.make(login, image, target, lambda node, done, size: report(node, "sending", done, size))
+    except KeyboardInterrupt:
+        print("interrupted; no file was written", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print_line(out, f"{login.name}: {target}, {time.monotonic() - began:.0f} s")
+    if found.image != target:
+        print_line(out, f"to use it in every job, write in {found.path}: image: {target}")
+
+
+def push_to(nodes: Sequence[Node], image: str, out: Console) -> None:
+    """Copy this machine's container image to the nodes and show the progress. Raise ClusterError."""
+    from cluster.transport import parallel
+
+    parallel.together(_push(nodes, image, out))
+
+
+def _push(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
+    from cluster import images
+
+    with progress(out) as report:
+        done = images.push(
+            nodes,
+            image,
+            lambda text: print_line(out, text),
+            lambda node, done, total: report(node, "sending", done, total),
+        )
+    for name, pushed in done.items():
+        if not isinstance(pushed, ClusterError):
+            print_line(out, _line(name, image, pushed))
+    return done
+
+
+def _line(name: str, image: str, pushed: Pushed) -> str:
+    """Format `gpu-b: has trainer:0.1 (99074e3c7b21): 1 of 6 layers, 0.7 MB (0.01 % of the image), 2.1 s`."""
+    from rich.filesize import decimal
+
+    from cluster.runtimes import short_id
+
+    has = f"{name}: has {image} ({short_id(pushed.id)})"
+    if not pushed.seconds:
+        return f"{has} already"
+    share = 100 * pushed.sent / max(1, pushed.size)
+    cost = f"{decimal(pushed.sent)} ({share:.2f} % of the image)"
+    return f"{has}: {pushed.missing} of {pushed.layers} layers, {cost}, {pushed.seconds:.1f} s"

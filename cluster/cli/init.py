@@ -1,0 +1,183 @@
+"""`clusterctl init`: inspects machines over SSH and writes cluster.yaml."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from cluster.cli.options import AsJson, Hostfile, SshConfig
+from cluster.errors import UsageError
+from cluster.spec.request import argument
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cluster.spec.model import Device, Inventory
+    from cluster.transport.discovery import Found
+
+NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
+
+
+def init(
+    hosts: Annotated[
+        list[str], argument(metavar="[HOST...]", help="[USER@]HOST[:PORT], or names from ~/.ssh/config.")
+    ] = [],  # noqa: B006 (typer reads the default and never changes it)
+    hostfile: Hostfile = "",
+    ssh_config: SshConfig = "",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write this file.")] = "cluster.yaml",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            help="auto: cuda if every node has a GPU, cpu if none has one; cuda; cpu; any: the program decides.",
+        ),
+    ] = "auto",
+    runtime: Annotated[
+        str,
+        typer.Option("--runtime", help="auto: docker, else podman, else none; or one of these for all nodes."),
+    ] = "auto",
+    run_dir: Annotated[
+        str,
+        typer.Option(
+            "--run-dir", help="On the nodes: the parent of all run directories; '~/' is the home directory there."
+        ),
+    ] = "~/clusterctl/runs",
+    data_dir: Annotated[
+        str, typer.Option("--data-dir", help="On the nodes: the target of `sync`; '~/' is the home directory there.")
+    ] = "~/clusterctl/data",
+    as_json: AsJson = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")] = False,
+) -> None:
+    """Inspect machines over SSH and write cluster.yaml.
+
+    It finds GPUs, the container runtime, the address that the machines have for each other, and free disk space.
+    It changes nothing on the machines, and writes no file unless all of them answer.
+    """
+    if schema:
+        from cluster.spec.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=1))
+        return
+    from cluster.runtimes import ENGINES
+    from cluster.transport import discovery
+
+    given = _machines(hosts, hostfile, ssh_config)
+    for option, value, values in (
+        ("--device", device, ("auto", "cuda", "cpu", "any")),
+        ("--runtime", runtime, ("auto", *ENGINES, "none")),
+    ):
+        if value not in values:
+            raise UsageError(f"{option} {value!r}", f"one of: {', '.join(values)}")
+    for option, folder in (("--run-dir", run_dir), ("--data-dir", data_dir)):
+        if not folder.startswith(("/", "~/")) or "\0" in folder:
+            raise UsageError(f"{option} {folder!r}: not an absolute path", f"for example: {option} /data/runs")
+    path = Path(output)
+    if path.exists() and not force:
+        raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
+    wanted = replace(
+        given,
+        device=cast("Device", "cuda" if device == "auto" else device),
+        nodes=tuple(
+            replace(
+                node,
+                run_dir=os.path.normpath(run_dir),
+                data_dir=os.path.normpath(data_dir),
+                runtime="" if runtime == "auto" else runtime,
+            )
+            for node in given.nodes
+        ),
+    )
+    out, progress = _console(), _console(stderr=True)
+    with progress.status(f"inspecting {len(wanted.nodes)} machines"):
+        found = discovery.inspect(wanted)
+    chosen = cast("Device", discovery.device(found, device))
+    nodes = tuple(replace(each.node, gpus=() if chosen == "cpu" else each.node.gpus) for each in found.values())
+    inventory = replace(wanted, device=chosen, nodes=nodes)
+    _write(path, _text(inventory, found, _command(hosts, hostfile)))
+    if as_json:
+        print(json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]}))
+        return
+    _show(out, found)
+    if chosen == "cpu" and device == "auto":
+        out.print(NO_GPU, style="bold yellow", soft_wrap=True)
+    for name, each in found.items():
+        for note in each.notes:
+            out.print(f"{name}: {note}", style="yellow", markup=False, soft_wrap=True)
+    out.print(f"wrote {output}; next: clusterctl doctor", markup=False, soft_wrap=True)
+
+
+def _machines(hosts: list[str], hostfile: str, ssh_config: str) -> Inventory:
+    from cluster.transport import discovery
+
+    if hosts and hostfile:
+        raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
+    if not hosts and not hostfile:
+        raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
+    given = discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
+    assert given is not None
+    return given
+
+
+def _command(hosts: list[str], hostfile: str) -> str:
+    return shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
+
+
+def _text(inventory: Inventory, found: Mapping[str, Found], command: str) -> str:
+    from cluster.spec import schema
+
+    notes = {name: _comments(each) for name, each in found.items()}
+    head = [
+        f"Found by: {command}",
+        "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor",
+    ]
+    if inventory.device == "cpu":
+        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
+    return schema.write(inventory, notes, head)
+
+
+def _comments(each: Found) -> list[str]:
+    return [
+        f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free",
+        *each.notes,
+    ]
+
+
+def _gpus(each: Found) -> str:
+    return ", ".join(f"{count} x {model}" for model, count in Counter(each.gpus.values()).items()) or "no GPU"
+
+
+def _show(out: Console, found: Mapping[str, Found]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("node", "address", "GPUs", "runtime", "free", "run directory"):
+        table.add_column(column, overflow="fold")
+    for name, each in found.items():
+        address = f"{each.node.address} ({each.network})" if each.network else each.node.address
+        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.node.run_dir)
+    out.print(table)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"-o {path}: {error.strerror}", "name a file in an existing folder") from error
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, stderr=stderr)

@@ -1,0 +1,174 @@
+"""Commands for launched jobs: attach, wait, stop, ps, status, logs."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+
+from cluster.cli import options
+from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome
+from cluster.errors import UsageError
+from cluster.spec.request import option
+
+
+def attach(job: options.JobName, logs: options.Logs = "master") -> None:
+    """Follow a running job, and restart it after failures.
+
+    Use it after `launch --detach`, or if the launcher has ended.
+    Ctrl-C detaches; the job keeps running. The exit code is the job's, as for launch.
+    """
+    from cluster.store import JobStore
+
+    records, out = JobStore(), console()
+    record = records.load(job)
+    if record.outcome:
+        raise typer.Exit(print_outcome(record, out))
+    follower, refusal = follow(record, records, out, all_nodes=logs == "all", stop_on_interrupt=False)
+    raise typer.Exit(finish(follower, refusal, records, out))
+
+
+def wait(job: options.JobName) -> None:
+    """Wait until a job ends, without output. The exit code is the job's."""
+    from cluster.store import JobStore
+    from cluster.supervisor import jobs, supervisor
+
+    records, out = JobStore(), console()
+    record = records.load(job)
+    if record.outcome:
+        raise typer.Exit(print_outcome(record, out))
+    try:
+        follower, refusal = supervisor.Supervisor(record, records, jobs.Display()).run()
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    raise typer.Exit(finish(follower, refusal, records, out))
+
+
+def stop(job: options.JobName) -> None:
+    """Stop a job on every node, and wait until all its processes have ended.
+
+    It is safe to repeat.
+    """
+    from cluster.store import JobStore
+    from cluster.supervisor import jobs
+
+    out = console()
+    record, problems = jobs.stop(job, JobStore())
+    for text in problems:
+        print_line(out, text)
+    print_line(out, f"{job}: {record.outcome}; nothing of it is running")
+
+
+def ps(
+    as_json: options.AsJson = False,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Also jobs that have ended.")] = False,
+) -> None:
+    """List jobs and their states.
+
+    A job is `unreachable` if its Docker Engine or its machines do not answer.
+    """
+    from rich.table import Table
+
+    from cluster.errors import UnreachableError
+    from cluster.store import JobStore
+    from cluster.supervisor import jobs
+    from cluster.supervisor.report import seconds
+
+    rows: list[dict[str, Any]] = []
+    for record in JobStore():
+        if record.outcome and not every:
+            continue
+        try:
+            state, view = jobs.state(record)
+            ready = view.ready_count
+        except UnreachableError:  # the other jobs are still listed
+            state, ready = record.outcome or "unreachable", 0
+        plan = record.plan
+        age_s = time.time() - record.created_at
+        rows.append(
+            {
+                "job": plan.job_id,
+                "state": state,
+                "backend": plan.backend,
+                "nodes": f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes),
+                "age_s": round(age_s),
+                "run_dir": plan.run_dir,
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        print_line(console(), "no jobs" if every else "no running jobs (to list all: clusterctl ps --all)")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("job", "state", "backend", "nodes", "age", "run directory"):
+        table.add_column(column, no_wrap=column != "run directory", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row["job"], row["state"], row["backend"], str(row["nodes"]), seconds(row["age_s"]), row["run_dir"]
+        )
+    console().print(table)
+
+
+def status(job: options.JobName, as_json: options.AsJson = False) -> None:
+    """Show the phase of each node of a job."""
+    from cluster.cli.display import header, node_table
+    from cluster.store import JobStore
+    from cluster.supervisor import jobs, report
+
+    record = JobStore().load(job)
+    state, view = jobs.state(record)
+    if as_json:
+        nodes = [
+            {"node": node.name, "phase": node.phase, "note": node.note, "exit_code": node.exit_code}
+            for node in view.nodes
+        ]
+        about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}
+        print(json.dumps({**about, "nodes": nodes, "metric": view.metric}))
+        return
+    out = console()
+    print_line(out, f"{header(record.plan)}   {state}")
+    if record.detail:
+        print_line(out, record.detail)
+    if record.commit:
+        print_line(out, f"commit: {record.commit}")
+    if not record.outcome:
+        out.print(node_table(view, record.plan, time.time()))
+    if view.metric is not None:
+        print_line(out, report.scores(view.metric, f"epoch {view.metric.get('epoch')}"))
+    print_line(out, f"logs: {record.plan.attempt_dir}")
+
+
+def logs(
+    job: options.JobName,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until the job ends.")] = False,
+    node: Annotated[str, option("--node", help="Only this node: node-1, or 1.")] = "",
+    everything: Annotated[bool, typer.Option("--everything", help="Also print the lines of the agent.")] = False,
+) -> None:
+    """Print a job's logs, each line with the name of its node."""
+    from cluster.store import JobStore
+    from cluster.supervisor import jobs
+
+    record = JobStore().load(job)
+    names = [each.name for each in record.plan.nodes]
+    wanted = f"node-{node}" if node.isdigit() else node
+    if wanted and wanted not in names:
+        raise UsageError(f"--node {node!r}: {job} has {', '.join(names)}")
+    follower = jobs.Follower(record)
+    width = max(len(name) for name in names)
+    try:
+        while True:
+            for name, text in follower.step(time.time(), everything=everything):
+                if not wanted:
+                    print(f"{name:<{width}} | {text}", flush=True)
+                elif name == wanted:
+                    print(text, flush=True)
+            has_ended = all(each.phase in ("exited", "lost") for each in follower.view.nodes)
+            if not follow or has_ended:
+                return
+            time.sleep(jobs.POLL_S)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -1,0 +1,197 @@
+"""`clusterctl launch` and `clusterctl plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.cli.follow import console, finish, follow, on_interrupt, print_line
+from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options
+from cluster.errors import UsageError
+from cluster.spec.request import Request
+
+_VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
+
+@takes_options
+def launch(
+    *,
+    request: Request,
+    inventory: NodeOptions,
+    array: ArrayOptions,
+    env_file: EnvFile = "",
+    logs: Logs = "master",
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all nodes are started.")] = False,
+    push: Annotated[
+        bool, typer.Option("--push", help="First copy the container image to the nodes that lack it.")
+    ] = False,
+) -> None:
+    """Start a job on all nodes, and follow its log to the end.
+
+    Ctrl-C stops the job on every node.
+
+    Exit codes: 0 done, 1 failed, 2 wrong request, 3 a node could not be started, 4 nodes did not join in time, 5 a
+    machine or Docker Engine does not answer (the job may be running: attach), 130 interrupted.
+    """
+    from cluster.cli.sync import progress
+    from cluster.store import JobStore
+    from cluster.supervisor import launcher
+
+    in_file = read_secrets(env_file)
+    request = replace(request, env=[*request.env, *in_file])
+    machines = inventory.load(backend=request.backend)
+    records, out = JobStore(), console()
+    without = [os.path.abspath(env_file)] if env_file else []  # noqa: PTH100 (resolve() would follow links)
+    if array.array:
+        jobs, notes = array.jobs(request, machines)
+        submitted = launcher.launch_array(
+            jobs, records, array.array_limit, secret_values(jobs[0].secrets, in_file), without
+        )
+        first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
+        for text in (*notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps"):
+            print_line(out, text)
+        return
+    job, chosen, notes = launcher.resolve(request, machines)
+    secrets = secret_values(job.secrets, in_file)
+    if push:
+        from cluster.cli.image import push_to
+
+        in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
+        if not in_containers:
+            raise UsageError("--push: no remote node of this job needs the image", "omit it; on Slurm: image sif")
+        push_to(in_containers, job.image, out)
+    on_interrupt(
+        out, "exited before the job stopped; to stop it: clusterctl stop JOB (to list jobs: clusterctl ps --all)"
+    )
+    notes += launcher.unusable_spares(job, chosen)
+    with progress(console(stderr=True)) as report:
+        record, more = launcher.launch(
+            job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
+        )
+    notes += more
+    if detach:
+        from cluster.cli.display import header
+
+        for text in (header(record.plan), *notes, f"running; to follow it: clusterctl attach {record.plan.job_id}"):
+            print_line(out, text)
+        return
+    follower, refusal = follow(
+        record, records, out, all_nodes=logs == "all", stop_on_interrupt=True, notes=[*notes, ""], values=secrets
+    )
+    raise typer.Exit(finish(follower, refusal, records, out))
+
+
+@takes_options
+def plan(
+    *,
+    request: Request,
+    inventory: NodeOptions,
+    array: ArrayOptions,
+    env_file: EnvFile = "",
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="Write the plan to this file, or to this folder if it has several files."),
+    ] = "",
+    agent: Annotated[
+        bool, typer.Option("--agent", help="Print the agent, the program that starts the ranks of a node.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the files and commands of a launch, node by node, without launching."""
+    from cluster.agent import scripts
+    from cluster.supervisor import launcher
+
+    if agent:
+        print(scripts.text("agent/agent.py"), end="")
+        return
+    if output and as_json:
+        raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
+    request = replace(request, env=[*request.env, *read_secrets(env_file)])
+    machines = inventory.load(backend=request.backend)
+    if array.array:
+        jobs, notes = array.jobs(request, machines)
+        plans, submission = launcher.array_plan(jobs, array.array_limit)
+        steps = (submission, *(step for job_plan in plans for step in job_plan.steps))
+    else:
+        job, chosen, notes = launcher.resolve(request, machines)
+        plans = [launcher.plan(job, chosen)]
+        steps = plans[0].steps
+    for note in notes:
+        print(note, file=sys.stderr)
+    if as_json:
+        values = [asdict(job_plan) for job_plan in plans]
+        print(json.dumps({"array": asdict(steps[0]), "plans": values} if array.array else values[0], indent=1))
+        return
+    agents = list(dict.fromkeys(step.agent for step in steps if step.agent))
+    for path in agents:
+        digest = scripts.digest("agent/agent.py")
+        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
+    files = [(step, path, text) for step in steps for path, text in step.files.items()]
+    if output:
+        # The scripts of an array's jobs have one name, in folders of their own.
+        names = [f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else path for step, path, _ in files]
+        one_file = len(files) == 1
+        targets = [Path(output)] if one_file else [Path(output, Path(name).name) for name in names]
+        texts = {target: text for target, (*_, text) in zip(targets, files, strict=True)}
+        if not any(node.login for node in plans[0].nodes):  # the plan's files can then be run by hand
+            texts |= {Path(path): scripts.text("agent/agent.py") for path in agents}
+        _write(texts)
+        return
+    for step, path, text in files:
+        if len(files) > 1:
+            print(f"# ---- {step.place}: {path}")
+        print(text, end="" if text.endswith("\n") else "\n")
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    for path, text in texts.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written: {error.strerror}", "name another file: -o FILE") from error
+    print(f"wrote {', '.join(map(str, texts))}", file=sys.stderr)
+
+
+def read_secrets(path: str) -> dict[str, str]:
+    """Return the NAME=VALUE lines of a file ("": none). Quotes around a whole value are removed.
+
+    Raises:
+        UsageError: A line is malformed. The message has its number, not its text.
+    """
+    if not path:
+        return {}
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "not UTF-8 text")
+        raise UsageError(f"--env-file {path}: {why}") from error
+    found = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = _VARIABLE.fullmatch(line.strip())
+        if match is None:
+            raise UsageError(f"--env-file {path}, line {number}: not NAME=VALUE")
+        value = match[2]
+        found[match[1]] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    return found
+
+
+def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str, str]:
+    """Return the value of each name from the file, or else from the environment. Raise UsageError if one is not set."""
+    found = {**os.environ, **in_file}
+    for name in names:
+        if name not in found:
+            raise UsageError(
+                f"--env {name}: it is not set in your environment", f"export {name}=..., or use --env-file FILE"
+            )
+    return {name: found[name] for name in names}

@@ -1,0 +1,167 @@
+"""Options of the commands, each declared once: a dataclass per group, an annotated type for a single one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import shlex
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from cluster.errors import UsageError
+from cluster.spec.request import Request, option
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Inventory, Job
+
+
+def _job_names(incomplete: str) -> list[str]:
+    """Return the names of recorded jobs, for completion."""
+    from cluster.store import JobStore
+
+    return [name for record in JobStore() if (name := record.plan.job_id).startswith(incomplete)]
+
+
+JobName = Annotated[
+    str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
+]
+InventoryFile = Annotated[
+    str,
+    option(
+        "--inventory",
+        "-i",
+        metavar="FILE",
+        help="The inventory; by default cluster.yaml in this folder, if it exists.",
+    ),
+]
+Hostfile = Annotated[
+    str,
+    option(
+        "--hostfile",
+        metavar="FILE",
+        help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).",
+    ),
+]
+SshConfig = Annotated[
+    str, option("--ssh-config", metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")
+]
+EnvFile = Annotated[str, option("--env-file", help="A file of secrets, one NAME=VALUE per line.")]
+Logs = Annotated[Literal["master", "all"], typer.Option("--logs", help="Whose logs to show: master, all.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@dataclass
+class NodeOptions:
+    """Options that choose machines."""
+
+    inventory: InventoryFile = ""
+    hosts: Annotated[
+        str,
+        option(
+            "--hosts",
+            metavar="A,B",
+            help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config.",
+        ),
+    ] = ""
+    hostfile: Hostfile = ""
+    ssh_config: SshConfig = ""
+    only: Annotated[
+        str, option("--only", metavar="A,B", help="Only these nodes of the inventory, by name or label.")
+    ] = ""
+
+    def load(self, *, complete: bool = True, backend: str = "auto") -> Inventory | None:
+        """Return the chosen inventory, or None if the options name none and there is no cluster.yaml.
+
+        With `complete`, query the nodes for values that the file omits. Raise ClusterError if a node does not answer.
+        """
+        from cluster.transport import discovery
+
+        found = discovery.load(self.inventory, self.hosts, self.hostfile, self.ssh_config, self.only, backend=backend)
+        return discovery.complete(found) if found and complete else found
+
+    def need(self, *, complete: bool = True) -> Inventory:
+        """Return the chosen inventory; raise UsageError if there is none."""
+        found = self.load(complete=complete)
+        if found is None:
+            raise UsageError("no machines: this folder has no cluster.yaml", "clusterctl init gpu-a gpu-b")
+        return found
+
+
+@dataclass
+class ArrayOptions:
+    """Options of a Slurm job array."""
+
+    array: Annotated[
+        str,
+        option(
+            "--array",
+            metavar="FILE",
+            help="Slurm: one job per line of the file. The line's arguments follow those of the command line.",
+        ),
+    ] = ""
+    array_limit: Annotated[
+        int,
+        typer.Option("--array-limit", metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time."),
+    ] = 256
+
+    def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], list[str]]:
+        """Return the jobs NAME-0, NAME-1, ..., and notes. Raise UsageError with the number of a bad line."""
+        from cluster.supervisor import launcher
+
+        base, chosen, notes = launcher.resolve(request, machines)
+        if chosen != "slurm":
+            raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with 'backend: slurm'")
+        try:
+            text = Path(self.array).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", "not UTF-8 text")
+            raise UsageError(f"--array {self.array}: {why}", "one line of arguments for each job") from error
+        jobs: list[Job] = []
+        for nth, line in enumerate(text.splitlines(), 1):
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError as error:
+                raise UsageError(f"{self.array}:{nth}: {error}", "quote it for a shell") from error
+            if not words:
+                continue
+            one = replace(request, name=f"{base.name}-{len(jobs)}")
+            if request.command:
+                one = replace(one, command=f"{request.command} {shlex.join(words)}")
+            else:
+                one = replace(one, arguments=[*request.arguments, *words])
+            jobs.append(launcher.resolve(one, machines)[0])
+        if not jobs:
+            raise UsageError(f"--array {self.array}: the file has no arguments", "one line of arguments for each job")
+        return jobs, notes
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is a dataclass of options by its fields, for typer."""
+    groups: dict[str, type[Any]] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group: type[Any] = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        own = inspect.get_annotations(group)
+        for each in sorted(fields(group), key=lambda each: each.name not in own):  # inherited options come last
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            parameters.append(parameter.replace(name=each.name, default=default, annotation=hints[each.name]))
+
+    @functools.wraps(command)
+    def called(**values: Any) -> None:
+        built = {}
+        for name, group in groups.items():
+            built[name] = group(**{each.name: values.pop(each.name) for each in fields(group)})
+        command(**built, **values)
+
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called

@@ -1,0 +1,63 @@
+"""Interface of a runtime: how a node enters the container."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Job, Mount, Node
+
+
+class Runtime(ABC):
+    """The command lines of one container runtime. Pure."""
+
+    #: The name in `cluster.yaml`.
+    name: str
+    #: Whether the program runs without a container, as a child of the node's script.
+    inside = False
+    #: The engine whose containers may outlive the node's script, or "". A runtime without one needs the backend slurm.
+    engine = ""
+    #: Whether the image is a file on the shared disk.
+    image_is_file = False
+    #: The command that makes the image, if an engine does not keep it.
+    image_from = ""
+    #: Whether its script needs `names`, the variables that the container gets.
+    takes_names = False
+    #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `prepare` sets `options` on the
+    #: machine, and `signal_pid` prints the pid that gets the signals.
+    script = ""
+    #: The command that prints the version on a node of Slurm, and fails if the runtime is not installed; engines report
+    #: their own.
+    version: tuple[str, ...] = ()
+
+    @abstractmethod
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """Return the words before the agent's command; `names` are the variables that the container gets.
+
+        agent/node.sh inserts the machine's options at the word `scripts.OPTIONS`.
+        """
+
+    def check(self, image: str, *command: str) -> tuple[str, ...]:
+        """Return the words that run a command in the image without mounts, for checks; () if a check cannot run it."""
+        return ()
+
+    def gpus(self, node: Node) -> tuple[int, ...]:
+        """Return the ids of the node's GPUs in the container: by default those of the host."""
+        return node.gpus
+
+
+class BareRuntime(Runtime):
+    """The Python interpreter of the job, without a container."""
+
+    name = "none"
+    inside = True
+
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """Return no words."""
+        return ()
+
+    def check(self, image: str, *command: str) -> tuple[str, ...]:
+        """Return the command."""
+        return command

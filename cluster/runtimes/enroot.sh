@@ -1,0 +1,9 @@
+# shellcheck shell=bash disable=SC2154
+# Only the variables `names` enter the container, and no value is on a command line.
+prepare() {
+    local name
+    for name in "${names[@]}"; do [ -z "${!name+set}" ] || options+=(--env "$name"); done
+}
+# The agent's pid is valid on the host.
+signal_pid() { agent_pid; }
+

@@ -1,0 +1,1 @@
+"""Job specifications as plain data: the job, its nodes, cluster.yaml. Pure."""

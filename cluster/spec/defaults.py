@@ -1,0 +1,349 @@
+"""Defaults: completes the launch options to a Job, from the inventory and this machine; ports to try. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import PurePosixPath
+from typing import cast
+
+from cluster.errors import UsageError
+from cluster.runtimes import RUNTIMES
+from cluster.spec.model import Device, Inventory, Job, Mount, Node, Queue
+from cluster.spec.request import Request
+
+DEFAULT_IMAGE = "trainer:0.1"
+DEFAULT_RESTARTS = 3
+
+#: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
+_AUTO_PORTS = range(20000, 30000)
+#: The values of `--backend` that mean this machine, with or without a cluster.yaml.
+ON_THIS_MACHINE = ("here", "local", "compose")
+#: Trainer options whose value is a local file if it contains a '/'.
+_FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
+#: Built-in data sets of the trainer. After --data they win over a folder of the same name.
+DATA_SETS = ("digits", "cifar10", "cifar100")
+#: The pattern of an environment variable's name.
+ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
+
+
+@dataclass(frozen=True)
+class Here:
+    """Facts about the launching machine that the defaults of a job depend on.
+
+    `gpus` are the visible GPU ids, `user` is the UID:GID for containers. `exists` and `is_folder` examine a path.
+    """
+
+    cwd: str
+    user: str
+    python: str
+    gpus: tuple[int, ...] = ()
+    exists: Callable[[str], bool] = lambda path: False
+    is_folder: Callable[[str], bool] = lambda path: False
+
+
+def job(request: Request, here: Here, backend: str, inventory: Inventory | None = None) -> tuple[Job, list[str]]:
+    """Return the job for a request, and notes for the user. Raise UsageError if options are invalid or conflict."""
+    inventory = inventory if backend in ("ssh", "slurm") else None
+    fewest, most = node_range(request.nodes, len(inventory.nodes) - request.spares if inventory else 1)
+    _refuse_unsupported(request, backend, is_range=fewest < most)
+    queue = _queue(request, inventory) if backend == "slurm" else None
+    device, notes = _device(request, here, most, inventory, queue)
+    hosts, spares = _hosts(request, most, device, inventory) if inventory and not queue else ((), ())
+    elsewhere = bool(hosts) or bool(queue and queue.login.login)
+    mounts = [mount(text, here.cwd) for text in request.mounts]
+    mounts = [replace(each, synced=elsewhere and here.exists(each.source)) for each in mounts]
+    arguments, folders = _arguments(request, here, mounts)
+    mounts += [Mount(folder, folder, synced=elsewhere) for folder in folders]
+    workdir = _workdir(request, here, mounts)
+    copies = bool(request.command) and (elsewhere or queue is not None)
+    if request.command:
+        command = _command(request.command, arguments)
+        if not copies:
+            mounts.append(Mount(workdir, workdir, read_only=False))
+    else:
+        if not arguments or arguments[0].startswith("-"):
+            arguments.insert(0, "train")
+        if device != "any" and "--device" not in arguments:
+            arguments += ["--device", device]
+        command = ("-m", "trainer", *arguments)
+    env, secrets = _environment(request.env)
+    restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
+    # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
+    shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
+    new = Job(
+        name=request.name or "job",
+        command=command,
+        nodes=most,
+        procs_per_node=request.gpus,
+        run_root=_run_root(request.run_root or (queue.login.run_dir if queue and not elsewhere else ""), here.cwd),
+        device=device,
+        image=_image(request, backend, inventory, queue),
+        user=here.user if backend == "compose" else "",
+        python=request.python or (here.python if backend == "local" else "python3"),
+        workdir=workdir if request.command or backend == "local" else "",
+        copies_workdir=copies,
+        env={**(inventory.env if inventory else {}), **env},
+        secrets=secrets,
+        mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
+        port=_port(request.master_port),
+        timeout_s=request.timeout_s,
+        says_ready=not request.command,
+        gpus=here.gpus[: most * request.gpus] if shares else (),
+        hosts=hosts,
+        spares=spares,
+        queue=queue,
+        min_nodes=fewest,
+        max_restarts=restarts if request.max_restarts is None else request.max_restarts,
+        stall_timeout_s=request.stall_timeout_s,
+    )
+    return (new if request.name else replace(new, name=default_name(new))), notes
+
+
+def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> None:
+    """Raise UsageError for an option that the backend does not support."""
+    supported: tuple[tuple[tuple[str, ...], Mapping[str, object]], ...] = (
+        (("ssh",), {"--spares": request.spares, f"--nodes {request.nodes}": is_range}),
+        (("slurm",), {f"--slurm {name}": True for name in request.for_sbatch()}),
+        (("compose", "ssh", "slurm"), {"--image": request.image, "--mount": request.mounts}),
+    )
+    for backends, options in supported:
+        for option, value in options.items():
+            if value and backend not in backends:
+                raise UsageError(
+                    f"{option}: --backend {backend} does not support it", f"omit it, or use --backend {backends[0]}"
+                )
+    if request.spares < 0:
+        raise UsageError(f"--spares {request.spares}: must be at least 0")
+
+
+def _queue(request: Request, inventory: Inventory | None) -> Queue:
+    """Return the inventory's Slurm cluster with the typed options; by default this machine is its login node."""
+    if inventory is not None:
+        login = inventory.nodes[0]
+    else:
+        login = Node("login", "", runtime="apptainer" if request.image else "none")
+    if request.run_root and not login.login:
+        login = replace(login, run_dir="")
+    return Queue(login, request.for_sbatch(inventory.options if inventory else {}))
+
+
+def _device(
+    request: Request, here: Here, nodes: int, inventory: Inventory | None, queue: Queue | None
+) -> tuple[Device, list[str]]:
+    """Return the device of the ranks, and notes. `auto` is the inventory's device, or what this machine has."""
+    if request.device not in ("auto", "cpu", "cuda", "any"):
+        raise UsageError(f"--device {request.device!r}", "one of: auto, cpu, cuda, any")
+    device = cast(Device, "cuda" if request.device == "auto" else request.device)
+    notes = []
+    if request.device == "auto" and inventory is not None:
+        device = inventory.device
+    needed = nodes * request.gpus
+    if device == "cuda" and inventory is None and queue is None and len(here.gpus) < needed:
+        missing = f"GPUs on this machine: {len(here.gpus)}, needed: {needed}"
+        if request.device == "cuda":
+            raise UsageError(missing, "use fewer --gpus, or --device auto (CPU processes instead)")
+        device = "cpu"
+        notes.append(f"{missing} (--device cuda makes this an error)")
+    if device == "cpu":
+        notes.append(f"processes per node: {request.gpus}, on the CPU over gloo")
+    if queue is not None and not {"cpus-per-gpu", "cpus-per-task", "exclusive"} & queue.options.keys():
+        more = "cpus-per-gpu=8" if device == "cuda" else f"cpus-per-task={2 * request.gpus}"
+        notes.append(f"CPU cores: the partition's default, often one per node (more: --slurm {more})")
+    return device, notes
+
+
+def _hosts(
+    request: Request, nodes: int, device: Device, inventory: Inventory
+) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """Return the job's machines and its spares, the first ones of the inventory, each with the GPUs that it uses."""
+    if len(inventory.nodes) < nodes + request.spares:
+        known = ", ".join(node.name for node in inventory.nodes)
+        raise UsageError(
+            f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}",
+            "use fewer --nodes, or add machines to the inventory: clusterctl init",
+        )
+    hosts = []
+    for node in inventory.nodes[: nodes + request.spares]:
+        if (device == "cuda" or node.gpus) and len(node.gpus) < request.gpus:
+            raise UsageError(
+                f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})",
+                "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)",
+            )
+        hosts.append(replace(node, gpus=node.gpus[: request.gpus]))
+    return tuple(hosts[:nodes]), tuple(hosts[nodes:])
+
+
+def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[list[str], list[str]]:
+    """Return the trainer's arguments with absolute paths of files, and the folders to mount for them."""
+    arguments: list[str] = []
+    folders = []
+    for argument in _split(request.arguments):
+        path = _absolute(argument, here.cwd)
+        folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
+        if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
+            folders.append(path if here.is_folder(path) else str(PurePosixPath(path).parent))
+            argument = path
+        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
+            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
+        arguments.append(argument)
+    return arguments, folders
+
+
+def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
+    """Return the absolute path of the working directory."""
+    path = _absolute(request.workdir or ".", here.cwd)
+    if request.workdir and not request.command:
+        raise UsageError("--workdir: only with --command", "the trainer needs no working directory: omit it")
+    if request.workdir and not here.is_folder(path):
+        raise UsageError(f"--workdir {request.workdir}: no such folder", f"expected at {path}")
+    if request.command and any(each.target == path for each in mounts):
+        raise UsageError(f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount")
+    return path
+
+
+def _command(text: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    if arguments:
+        raise UsageError("--command and arguments after -- exclude each other", "put all of them into --command '...'")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"--command {text!r}: {error}", "quote it as for a shell") from error
+
+
+def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the variables of `NAME=VALUE` texts, and the names of the secrets, which are given without a value."""
+    values: dict[str, str] = {}
+    secrets = []
+    for text in given:
+        name, mark, value = text.partition("=")
+        if not re.fullmatch(ENV_NAME, name):
+            raise UsageError(
+                f"--env {name!r}: not the name of a variable",
+                "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown",
+            )
+        if mark:
+            values[name] = value
+        else:
+            secrets.append(name)
+    return values, tuple(dict.fromkeys(secrets))
+
+
+def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
+    if backend == "local":
+        return ""
+    image = request.image or (inventory.image if inventory else "")
+    if queue is None or RUNTIMES[queue.login.runtime].engine:
+        return image or DEFAULT_IMAGE
+    if queue.login.runtime == "none":
+        return ""
+    if not image:
+        raise UsageError(
+            f"no image: {queue.login.runtime} has no default image",
+            f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml",
+        )
+    return image
+
+
+def visible_gpus(listed: str, visible: str | None) -> tuple[int, ...]:
+    """Return the GPU ids in `nvidia-smi -L` output that CUDA_VISIBLE_DEVICES (None: not set) selects, in its order.
+
+    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list.
+    """
+    uuids = {int(match[1]): match[2] for match in re.finditer(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", listed, re.MULTILINE)}
+    if visible is None:
+        return tuple(uuids)
+    chosen: list[int] = []
+    for word in visible.split(","):
+        word = word.strip()
+        found = [gpu for gpu, uuid in uuids.items() if word == str(gpu) or (word and uuid.startswith(word))]
+        if not found:
+            break
+        chosen.append(found[0])
+    return tuple(dict.fromkeys(chosen))
+
+
+def default_name(new: Job) -> str:
+    """Return a name like `digits-7f3a`: the data set or program, and four hex digits of the job's hash."""
+    words = list(new.command)
+    if "--data" in words[:-1]:
+        stem = _stem(words[words.index("--data") + 1])
+    else:
+        stem = "digits" if new.says_ready else _stem(words[1] if words[0] == "-m" and words[1:] else words[0])
+    digest = hashlib.sha256(json.dumps(asdict(new), sort_keys=True).encode()).hexdigest()
+    return f"{stem}-{digest[:4]}"
+
+
+def auto_port(name: str, nth: int = 0) -> int:
+    """Return the nth port to try for a job; it depends only on the job's name."""
+    first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return _AUTO_PORTS[(first + nth) % len(_AUTO_PORTS)]
+
+
+def node_range(text: str, all_nodes: int) -> tuple[int, int]:
+    """Parse `--nodes`: `2:4` is (2, 4), `4` is (4, 4), "" is all nodes. Raise UsageError for anything else."""
+    if not text:
+        return all_nodes, all_nodes
+    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip())
+    fewest, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
+    if not 1 <= fewest <= most:
+        raise UsageError(f"--nodes {text}: expected a number, or MIN:MAX", "for example: --nodes 2, or --nodes 2:4")
+    return fewest, most
+
+
+def _split(arguments: Sequence[str]) -> list[str]:
+    """Split `--data=x` into two words, for options that name files."""
+    words: list[str] = []
+    for argument in arguments:
+        option, mark, value = argument.partition("=")
+        words += [option, value] if mark and option in _FILE_OPTIONS else [argument]
+    return words
+
+
+def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
+    return any(path == mount.target or path.startswith(f"{mount.target}/") for mount in mounts)
+
+
+def _port(text: str) -> int:
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or not 1024 <= int(text) <= 65535:
+        raise UsageError(f"--master-port {text!r}: expected auto, or a number from 1024 to 65535")
+    return int(text)
+
+
+def mount(text: str, cwd: str) -> Mount:
+    """Parse `SOURCE[:TARGET[:rw]]`; a relative source is below `cwd`. Raise UsageError if it is invalid."""
+    source, *rest = text.split(":")
+    if not source or len(rest) > 2 or (len(rest) == 2 and rest[1] not in ("ro", "rw")):
+        raise UsageError(f"--mount {text!r}", "SOURCE[:TARGET[:rw]], for example: --mount ./data:/data")
+    source = _absolute(source, cwd)
+    target = rest[0] if rest and rest[0] else source
+    if not target.startswith("/"):
+        raise UsageError(f"--mount {text!r}: the target must be an absolute path", "for example: --mount ./data:/data")
+    return Mount(source, target, read_only=rest[1:] != ["rw"])
+
+
+def _run_root(given: str, cwd: str) -> str:
+    # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
+    return given if given.startswith("./") else _absolute(given or "runs", cwd)
+
+
+def _absolute(path: str, cwd: str) -> str:
+    return posixpath.normpath(posixpath.join(cwd, path))
+
+
+def _stem(text: str) -> str:
+    path = PurePosixPath(text)
+    stem = path.parent.name if path.stem in ("data", "dataset") and path.parent.name else path.stem
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")[:30] or "job"
+
+
+def numbered(name: str, nth: int) -> str:
+    """Return the nth of the names `digits-7f3a`, `digits-7f3a-2`, `digits-7f3a-3`, ..."""
+    return name if nth == 1 else f"{name[:44]}-{nth}"

@@ -1,0 +1,280 @@
+"""Data classes of the launcher: inventory, job, plan, node status, job record. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cluster.errors import UsageError
+
+Phase = Literal["pending", "starting", "joining", "ready", "exited", "lost"]
+Device = Literal["cpu", "cuda", "any"]
+
+#: The pattern of a job's name, which container, network and folder names contain.
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
+#: The folder of the working directory's copy in a job's run directory.
+WORKDIR = "workdir"
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A bind mount; `synced`: the source is a folder of this machine that `clusterctl sync` copies to the nodes."""
+
+    source: str
+    target: str
+    read_only: bool = True
+    synced: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, or one of several nodes on this machine.
+
+    The other nodes connect to `address`; the launcher connects to `login` over SSH ("": this machine). On the machine,
+    `run_dir` has one folder per job, `data_dir` the synced folders, and `gpus` are the ids that jobs may use.
+    `ssh_config` is a file to read instead of `~/.ssh/config`.
+    """
+
+    name: str
+    address: str
+    gpus: tuple[int, ...] = ()
+    login: str = ""
+    run_dir: str = ""
+    data_dir: str = ""
+    runtime: str = "none"
+    ssh_config: str = ""
+    labels: tuple[str, ...] = ()
+
+    @property
+    def is_machine(self) -> bool:
+        """Whether it is a machine of an inventory, not one of several nodes on this machine."""
+        return bool(self.login or self.run_dir)
+
+    @property
+    def display_name(self) -> str:
+        """The machine's name in messages."""
+        return self.name if self.is_machine else "this machine"
+
+    def hint_for_missing(self, path: str) -> str:
+        """Return a hint on how to copy a missing path to this node; "" if the launcher cannot."""
+        if self.runtime == "none" and self.login:
+            return "without a container nothing is mounted: provide the same path there, on a shared disk or with rsync"
+        return f"clusterctl sync {path.removeprefix(self.data_dir)}" if self.login and self.data_dir else ""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A Slurm cluster: its login node, whose run_dir and data_dir all nodes share, and options for sbatch."""
+
+    login: Node
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The machines that jobs may run on, and defaults for their jobs.
+
+    With the backend slurm the only node is the login node, and `options` are for sbatch.
+    """
+
+    nodes: tuple[Node, ...]
+    backend: Literal["ssh", "slurm"] = "ssh"
+    options: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
+    device: Device = "cuda"
+    env: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job: torchrun runs `command` on `nodes` nodes with `procs_per_node` processes each.
+
+    `run_root` has one folder per job. `says_ready`: the program writes the contract's events. `secrets` are names of
+    variables whose values no plan contains. The program runs in `workdir`; with `copies_workdir` each node has a copy
+    of this machine's folder there. `hosts` are the machines (none: this machine), or `queue` provides them.
+    `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
+    with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer).
+    `stall_timeout_s` without progress is a failure (0: never). Raises UsageError if a field is invalid.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    nodes: int
+    procs_per_node: int
+    run_root: str
+    device: Device = "any"
+    image: str = ""
+    build: str = ""
+    user: str = ""
+    python: str = "python3"
+    workdir: str = ""
+    copies_workdir: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: tuple[str, ...] = ()
+    mounts: tuple[Mount, ...] = ()
+    port: int = 0
+    timeout_s: float = 300.0
+    says_ready: bool = True
+    gpus: tuple[int, ...] = ()
+    hosts: tuple[Node, ...] = ()
+    spares: tuple[Node, ...] = ()
+    queue: Queue | None = None
+    min_nodes: int = 0
+    max_restarts: int = 0
+    stall_timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise UsageError if a field is invalid for every backend."""
+        if not NAME.fullmatch(self.name):
+            raise UsageError(
+                f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most",
+                "for example: --name digits-2",
+            )
+        if not self.command:
+            raise UsageError("--command: it is empty", "for example: --command 'train.py --lr 0.1'")
+        for option, value, least in (
+            ("--nodes", self.nodes, 1),
+            ("--gpus", self.procs_per_node, 1),
+            ("--rendezvous-timeout", self.timeout_s, 0.1),
+            ("--stall-timeout", self.stall_timeout_s, 0),
+            ("--max-restarts", self.max_restarts, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{option} {value:g}: must be at least {least}")
+
+    @property
+    def least_nodes(self) -> int:
+        """The minimum number of nodes."""
+        return self.min_nodes or self.nodes
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes on all nodes."""
+        return self.nodes * self.procs_per_node
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a plan on one machine: files to write (path to text), then a command to run.
+
+    `needs` are paths that must exist before; the agent (agent/agent.py) is copied to the path `agent`.
+    """
+
+    place: str
+    files: Mapping[str, str]
+    argv: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    agent: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All files and commands of one attempt of a job; equal jobs have equal plans.
+
+    `workdir` is the folder of this machine of which each node gets a copy ("": none).
+    """
+
+    job_id: str
+    attempt: int
+    backend: str
+    nodes: tuple[Node, ...]
+    steps: tuple[Step, ...]
+    run_dir: str
+    master_addr: str
+    master_port: int
+    world_size: int
+    timeout_s: float
+    says_ready: bool
+    image: str = ""
+    command: tuple[str, ...] = ()
+    device: Device = "any"
+    secrets: tuple[str, ...] = ()
+    workdir: str = ""
+
+    @property
+    def attempt_dir(self) -> str:
+        """The folder of this attempt's scripts, logs and node statuses on this machine."""
+        return f"{self.run_dir}/attempt-{self.attempt}"
+
+    def dir_on(self, node: Node) -> str:
+        """Return the job's run directory on a node."""
+        return f"{node.run_dir}/{self.job_id}" if node.run_dir else self.run_dir
+
+    def is_elsewhere(self, node: Node) -> bool:
+        """Whether the node writes to another folder than `run_dir` here, so that results must be fetched."""
+        return bool(node.login) or self.dir_on(node) != self.run_dir
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """The state of a node as a backend observed it; `ended_at` is a Unix time, None while it runs or if unknown.
+
+    `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
+    `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
+    """
+
+    node: str
+    phase: Phase
+    exit_code: int | None = None
+    detail: str = ""
+    ended_at: float | None = None
+    silent: str = ""
+    where: str = ""
+    failure: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The stored state of a job: the plan of its latest attempt, and its outcome ("": not known yet).
+
+    `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
+    the plan no longer has. `commit` is that of the working directory, "" outside of git;
+    `withheld` are its files with secrets, which are not copied to nodes.
+    """
+
+    plan: Plan
+    created_at: float
+    job: Job
+    retired: tuple[Node, ...] = ()
+    outcome: Literal["", "done", "failed", "stopped"] = ""
+    detail: str = ""
+    exit_code: int = 1
+    commit: str = ""
+    withheld: tuple[str, ...] = ()
+
+
+def plan_of(
+    job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int], in_containers: bool
+) -> Plan:
+    """Return the plan for an attempt of the job on these nodes, without steps."""
+    return Plan(
+        job_id=job.name,
+        attempt=attempt,
+        backend=backend,
+        nodes=nodes,
+        steps=(),
+        run_dir=f"{job.run_root}/{job.name}",
+        master_addr=master[0],
+        master_port=master[1],
+        world_size=job.world_size,
+        timeout_s=job.timeout_s,
+        says_ready=job.says_ready,
+        image=job.image if in_containers else "",
+        command=(job.python, *job.command),
+        device=job.device,
+        secrets=job.secrets,
+        workdir=job.workdir if job.copies_workdir else "",
+    )
+
+
+def local_nodes(job: Job, addresses: Sequence[str]) -> tuple[Node, ...]:
+    """Return the nodes of a job on this machine: `node-0`, `node-1`, ..., each with its part of the GPUs."""
+    per_node = job.procs_per_node
+    return tuple(
+        Node(f"node-{rank}", address, job.gpus[rank * per_node : (rank + 1) * per_node])
+        for rank, address in enumerate(addresses)
+    )

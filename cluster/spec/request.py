@@ -1,0 +1,134 @@
+"""The request for a job: what `launch` and `plan` take as options, and the Python interface as keywords. Pure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from cluster.spec import slurm
+
+#: typer's, for a default that means "not given". The help text does not show it.
+option = functools.partial(typer.Option, show_default=False)
+argument = functools.partial(typer.Argument, show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """Options that are passed to Slurm."""
+
+    partition: Annotated[str, option("--partition", "-p", metavar="NAME", help="Slurm: the partition.")] = ""
+    account: Annotated[str, option("--account", metavar="NAME", help="Slurm: the account.")] = ""
+    qos: Annotated[str, option("--qos", metavar="NAME", help="Slurm: the quality of service.")] = ""
+    time_limit: Annotated[
+        str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written 90 s before.")
+    ] = ""
+    slurm: Annotated[
+        list[str],
+        option("--slurm", metavar="KEY=VALUE", help="Slurm: any other sbatch option, such as mem=32G. Repeatable."),
+    ] = field(default_factory=list)
+
+    def for_sbatch(self, listed: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Return the given options by their long names, over those of cluster.yaml. Raise UsageError for a bad one."""
+        named = {"partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time_limit}
+        pairs = [text.removeprefix("--").partition("=") for text in self.slurm]
+        given = {name: value for name, value in named.items() if value} | {name: value for name, _, value in pairs}
+        return slurm.checked({**(listed or {}), **given})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(SlurmOptions):
+    """The options of `launch` and `plan` that describe a job, as typed."""
+
+    arguments: Annotated[
+        list[str],
+        argument(metavar="[-- TRAINER ARGUMENTS]", help="For the trainer: -- train --data coco.yaml --epochs 30"),
+    ] = field(default_factory=list)
+    nodes: Annotated[
+        str,
+        option(
+            "--nodes",
+            "-n",
+            help="The number of nodes; with 2:4 the job starts on four machines and continues with as few "
+            "as two. By default one, or the whole inventory.",
+        ),
+    ] = ""
+    gpus: Annotated[int, typer.Option("--gpus", "-g", help="Processes per node, one per GPU.")] = 1
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="ssh: the machines of the inventory; slurm: a Slurm cluster; compose: containers on this machine; "
+            "local: process groups on this machine; here: compose if a Docker Engine answers, else local; "
+            "auto: the inventory's backend, else here.",
+        ),
+    ] = "auto"
+    name: Annotated[str, option("--name", help="The job's name; by default derived from the command.")] = ""
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device",
+            help="auto: the device of cluster.yaml (default cuda); on this machine cuda if it has enough GPUs, else "
+            "cpu with a note; cuda: GPUs or an error; cpu; any: the program decides.",
+        ),
+    ] = "auto"
+    image: Annotated[
+        str, option("--image", help="The container image; by default the inventory's, else that of `make image`.")
+    ] = ""
+    run_root: Annotated[
+        str, option("--run-dir", help="The parent of the jobs' run directories; by default ./runs.")
+    ] = ""
+    env: Annotated[
+        list[str],
+        option(
+            "--env",
+            "-e",
+            help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment, and is on "
+            "no command line and in no plan, record or log. Repeatable.",
+        ),
+    ] = field(default_factory=list)
+    mounts: Annotated[
+        list[str],
+        option(
+            "--mount",
+            "-v",
+            help="SOURCE[:TARGET[:rw]] for the containers; repeatable. Paths in arguments are mounted automatically.",
+        ),
+    ] = field(default_factory=list)
+    timeout_s: Annotated[float, typer.Option("--rendezvous-timeout", help="Seconds in which all nodes must join.")] = (
+        300.0
+    )
+    python: Annotated[
+        str,
+        option("--python", help="The Python interpreter with torch, on the machines or in the container image."),
+    ] = ""
+    command: Annotated[
+        str, option("--command", help="A program for torchrun instead of the trainer: 'train.py --lr 0.1'.")
+    ] = ""
+    workdir: Annotated[
+        str,
+        option(
+            "--workdir",
+            metavar="DIR",
+            help="With --command: the program's working directory, by default the current folder. Other machines and "
+            "Slurm get a copy, without what .gitignore and .clusterignore list.",
+        ),
+    ] = ""
+    master_port: Annotated[str, typer.Option("--master-port", help="A port number, or auto.")] = "auto"
+    spares: Annotated[
+        int, typer.Option("--spares", help="How many nodes of the inventory to reserve as replacements for lost nodes.")
+    ] = 0
+    max_restarts: Annotated[
+        int | None,
+        option(
+            "--max-restarts",
+            help="Restarts after failures, each from the newest checkpoint; by default 3, with --command 0.",
+        ),
+    ] = None
+    stall_timeout_s: Annotated[
+        float, typer.Option("--stall-timeout", help="Seconds without a step after which the job fails; 0: never.")
+    ] = 300.0

@@ -1,0 +1,350 @@
+"""cluster.yaml: pydantic models of its keys, and functions that read and write the file.
+
+Every error names the file, the line and the key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+)
+
+from cluster.errors import UsageError
+from cluster.runtimes import RUNTIMES
+from cluster.spec import inventory, slurm
+from cluster.spec.defaults import ENV_NAME, mount
+from cluster.spec.model import Device, Inventory, Node
+
+_Key = tuple[str | int, ...]
+
+_ABSOLUTE = r"^(/|~/)"
+_USER = r"^[^\s@:/-][^\s@:/]*$"
+#: The expected value in errors, by pattern.
+_EXPECTED = {
+    _ABSOLUTE: "an absolute path, or one below ~/, for example /data/runs",
+    _USER: "a user name without '@', ':' and '/'",
+    ENV_NAME: "the name of a variable: letters, digits and '_'",
+    inventory.NAME: "a node's name: letters, digits, '.', '_' and '-', 100 at most, a letter or digit first",
+}
+#: The tags of nodes without an explicit tag.
+_TAGS = {
+    yaml.ScalarNode: yaml.BaseLoader.DEFAULT_SCALAR_TAG,
+    yaml.SequenceNode: yaml.BaseLoader.DEFAULT_SEQUENCE_TAG,
+    yaml.MappingNode: yaml.BaseLoader.DEFAULT_MAPPING_TAG,
+}
+
+
+def _gpus(value: Any) -> Any:
+    """Return the ids of GPUs; a number N means the first N."""
+    ids = [*range(int(value))] if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value) else value
+    if not isinstance(ids, list) or len(set(map(str, ids))) < len(ids):
+        raise UsageError(f"{value!r} is not a number or list of GPUs", "for example: gpus: 4, or [0, 2]")
+    return ids
+
+
+def _address(text: str) -> str:
+    try:
+        number = ipaddress.ip_address(text)
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is not an IP address; a name may resolve differently on other machines",
+            "list addresses there with: ip address; or omit the key, and clusterctl chooses one",
+        ) from None
+    if number.is_unspecified or number.is_multicast or (number.version == 6 and number.is_link_local):
+        raise UsageError(
+            f"no other machine can connect to {text}", "use the machine's own address, for example 10.0.0.5"
+        )
+    return text
+
+
+def _named(value: Any) -> Any:
+    """Return nodes by name; a list has names only."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        return value
+    for name in value:
+        if value.count(name) > 1:
+            raise UsageError(f"{name!r} occurs twice", "name each machine once")
+    return dict.fromkeys(value)
+
+
+def _keys(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _mount(text: str) -> str:
+    mount(text, "/")
+    return text
+
+
+Folder = Annotated[str, StringConstraints(pattern=_ABSOLUTE), AfterValidator(posixpath.normpath)]
+Gpus = Annotated[
+    tuple[NonNegativeInt, ...], BeforeValidator(_gpus, json_schema_input_type=NonNegativeInt | list[NonNegativeInt])
+]
+Name = Annotated[str, StringConstraints(pattern=inventory.NAME)]
+#: Any scalar, as the text in the file.
+Text = Annotated[
+    str, BeforeValidator(lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None)
+]
+Options = Annotated[dict[str, Text], AfterValidator(slurm.checked)]
+if TYPE_CHECKING:
+    RuntimeName = str
+else:
+    RuntimeName = Literal[tuple(RUNTIMES)]
+
+
+class _Keys(BaseModel):
+    model_config = ConfigDict(extra="forbid", defer_build=True)
+
+
+class _NodeKeys(_Keys):
+    gpus: Gpus | None = None
+    run_dir: Folder | None = None
+    data_dir: Folder | None = None
+    runtime: RuntimeName | None = None
+
+
+class Defaults(_NodeKeys):
+    """The values for nodes that do not have these keys."""
+
+    user: str | None = Field(default=None, pattern=_USER)
+    port: int | None = Field(default=None, ge=1, le=65535)
+
+
+class Machine(_NodeKeys):
+    """A node: clusterctl finds everything that is left out on the machine."""
+
+    login: Annotated[str, AfterValidator(inventory.valid_login)] | None = None
+    address: Annotated[str, AfterValidator(_address)] | None = None
+    labels: tuple[str, ...] = ()
+
+
+class File(_Keys):
+    """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
+
+    backend: Literal["ssh", "slurm"] = "ssh"
+    slurm: Options = {}
+    image: str = ""
+    device: Device = "cuda"
+    ssh_config: str = ""
+    env: dict[Annotated[str, StringConstraints(pattern=ENV_NAME)], Text] = {}
+    mounts: list[Annotated[str, AfterValidator(_mount)]] = []
+    defaults: Defaults = Field(default_factory=Defaults)
+    nodes: Annotated[
+        dict[Name, Annotated[Machine, BeforeValidator(_keys, json_schema_input_type=Machine | None)]],
+        BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
+        Field(min_length=1),
+    ]
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of cluster.yaml, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **File.model_json_schema()}
+
+
+class Source:
+    """A YAML text as plain `data`, with the line of every key. Raises UsageError if it is not YAML.
+
+    Scalars are the text in the file (`010`, `yes`); an empty value is None. There are no aliases, which allow cycles
+    and exponential expansion, and no tags.
+    """
+
+    def __init__(self, text: str, path: str) -> None:
+        self.path = path
+        self._lines: dict[_Key, int] = {}
+        try:
+            for event in yaml.parse(text, yaml.BaseLoader):
+                if isinstance(event, yaml.AliasEvent):
+                    raise _at(event, "aliases (*name) are not supported")
+            root = yaml.compose(text, yaml.BaseLoader)
+            self.data = None if root is None else self._value(root, ())
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            where = f"{path}:{mark.line + 1}" if mark else path
+            raise UsageError(f"{where}: {error.problem or error.context}") from None
+        except yaml.YAMLError as error:
+            raise UsageError(f"{path}: {' '.join(str(error).split())}") from None
+        except RecursionError:
+            raise UsageError(f"{path}: nested too deeply") from None
+
+    def error(self, key: _Key, problem: str, hint: str = "") -> UsageError:
+        """Return an error with the line of the key, or of the nearest enclosing key in the file."""
+        known = next((key[:end] for end in range(len(key), 0, -1) if key[:end] in self._lines), ())
+        line = f":{self._lines[known]}" if known else ""
+        return UsageError(f"{self.path}{line}: {'.'.join(map(str, key))}: {problem}", hint)
+
+    def _value(self, node: yaml.Node, key: _Key) -> Any:
+        self._lines.setdefault(key, node.start_mark.line + 1)
+        if node.tag != _TAGS[type(node)]:
+            raise _at(node, f"the tag {node.tag} is not supported")
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, (*key, index)) for index, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            if "\0" in node.value:  # no path or argument can contain one
+                raise _at(node, "a NUL character is not allowed")
+            return None if node.style is None and node.value in ("", "~", "null") else node.value
+        mapping: dict[str, Any] = {}
+        for name, value in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise _at(name, "a key must be a scalar")
+            if name.value in mapping:
+                raise _at(name, f"the key {name.value!r} occurs twice")
+            inner = (*key, name.value)
+            self._lines[inner] = name.start_mark.line + 1
+            mapping[name.value] = self._value(value, inner)
+        return mapping
+
+
+def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def _translate(error: Any, source: Source) -> UsageError:
+    """Convert an error of pydantic: line, key, expected value, and the closest known key."""
+    key = tuple(error["loc"])
+    if key[-1] == "[key]":
+        key = key[:-1]
+    kind, given, context = error["type"], error["input"], error.get("ctx", {})
+    raised = context.get("error")
+    if isinstance(raised, UsageError):
+        return source.error(key, *(re.sub(r"--(mount|slurm) ", "", text) for text in (raised.message, raised.hint)))
+    if kind == "extra_forbidden":
+        known = list((File if len(key) == 1 else Defaults if key[0] == "defaults" else Machine).model_fields)
+        near = difflib.get_close_matches(str(key[-1]), known, 1)
+        return source.error(
+            key, "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        )
+    if kind in ("missing", "too_short"):
+        return source.error(key, "no node", "for example: nodes: [gpu-a, gpu-b]")
+    if kind in ("dict_type", "model_type"):
+        return source.error(key, f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}")
+    if kind == "tuple_type":
+        return source.error(key, f"{given!r}: must be a list", f"for example: {key[-1]}: [a, b]")
+    if kind == "string_pattern_mismatch":
+        return source.error(key, f"{given!r}: expected {_EXPECTED[context['pattern']]}")
+    return source.error(key, f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}")
+
+
+def read(text: str, path: str, cwd: str = "/") -> Inventory:
+    """Return the inventory of a cluster.yaml. Relative paths in it are relative to its folder.
+
+    `path` is the file's name for errors, relative to `cwd`. Raises one UsageError with every invalid key.
+    """
+    source = Source(text, path)
+    if not isinstance(source.data, dict):
+        problem = "it is empty" if source.data is None else "expected keys and values"
+        raise UsageError(f"{path}: {problem}", "clusterctl init gpu-a gpu-b writes one")
+    try:
+        file = File.model_validate(source.data)
+    except ValidationError as error:
+        found = [_translate(each, source) for each in error.errors(include_url=False)]
+        hints = dict.fromkeys(each.hint for each in found if each.hint)
+        raise UsageError("\n       ".join(each.message for each in found), "; ".join(hints)) from None
+    if file.slurm and file.backend != "slurm":
+        hint = "set backend: slurm, with its login node as the only node"
+        raise source.error(("slurm",), "only backend slurm supports this key", hint)
+    runtimes = {file.defaults.runtime, *(machine.runtime for machine in file.nodes.values())}
+    if file.backend == "ssh":
+        for name in sorted(filter(None, runtimes)):
+            if not (RUNTIMES[name].engine or RUNTIMES[name].inside):
+                hint = "set backend: slurm, or runtime: docker"
+                raise source.error(("nodes",), f"runtime {name} needs backend slurm", hint)
+    if file.backend == "slurm" and len(file.nodes) > 1:
+        raise source.error(
+            ("nodes",), "expected one node, the login node of the Slurm cluster", "Slurm chooses the nodes of a job"
+        )
+    folder = posixpath.dirname(posixpath.join(cwd, path))
+    made = Inventory(
+        nodes=tuple(_node(name, machine, file, source, folder) for name, machine in file.nodes.items()),
+        backend=file.backend,
+        options=file.slurm,
+        image=file.image,
+        device=file.device,
+        env=file.env,
+        mounts=tuple(mount(text, folder) for text in file.mounts),
+        path=path,
+    )
+    _refuse_addresses(made.nodes, source)
+    return made
+
+
+def _node(name: str, machine: Machine, file: File, source: Source, folder: str) -> Node:
+    """Return a node with its own values, or those of `defaults`."""
+    defaults = file.defaults
+    values: dict[str, Any] = {
+        "address": "",
+        "login": name,
+        "runtime": "apptainer" if file.backend == "slurm" else "",
+        "ssh_config": file.ssh_config if file.ssh_config[:1] in ("", "~") else posixpath.join(folder, file.ssh_config),
+        **defaults.model_dump(exclude_none=True, exclude={"user", "port"}),
+        **machine.model_dump(exclude_none=True),
+    }
+    if values.get("gpus") == () and file.device == "cuda":
+        where = ("nodes", name) if machine.gpus is not None else ("defaults",)
+        raise source.error((*where, "gpus"), "no GPU, and device is cuda", "set device: cpu at the top, or omit gpus")
+    login = values["login"]
+    if login and defaults.user and "@" not in login:
+        login = f"{defaults.user}@{login}"
+    if login and defaults.port and login.count(":") != 1:
+        if ":" in login:
+            raise source.error(("nodes", name), f"defaults.port cannot follow {login}", "set Port in ~/.ssh/config")
+        login = f"{login}:{defaults.port}"
+    return Node(name, **{**values, "login": login})
+
+
+def _refuse_addresses(nodes: Sequence[Node], source: Source) -> None:
+    """Raise UsageError if two nodes have the same address, or if one of several nodes has a loopback address."""
+    seen: dict[str, str] = {}
+    for node in nodes:
+        key = ("nodes", node.name, "address")
+        if node.address and node.address in seen:
+            raise source.error(key, f"{node.address} is also {seen[node.address]}'s address", "name each machine once")
+        seen[node.address] = node.name
+    loopback = [node for node in nodes if node.address and ipaddress.ip_address(node.address).is_loopback]
+    if loopback and len(loopback) < len(nodes):
+        raise source.error(
+            ("nodes", loopback[0].name, "address"),
+            f"no other node can reach the loopback address {loopback[0].address}",
+            f"find the addresses: clusterctl init {' '.join(each.name for each in nodes)}",
+        )
+
+
+def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
+    """Return the cluster.yaml of machines that `init` found; `notes` are comments above a node, by its name."""
+    text = "".join(f"# {_one_line(line)}\n" for line in head)
+    text += _yaml_text({"device": found.device})
+    if found.nodes[0].ssh_config:
+        text += _yaml_text({"ssh_config": found.nodes[0].ssh_config})
+    text += "nodes:\n"
+    for node in found.nodes:
+        first = node.gpus == tuple(range(len(node.gpus)))
+        keys = {key: getattr(node, key) for key in ("address", "run_dir", "data_dir", "runtime")}
+        keys["gpus"] = len(node.gpus) if first else list(node.gpus)
+        machine = {key: value for key, value in keys.items() if value}
+        if node.login != node.name:
+            machine = {"login": node.login, **machine}
+        text += "".join(f"  # {_one_line(note)}\n" for note in notes.get(node.name, ()))
+        text += _yaml_text({"nodes": {node.name: machine or None}}).partition("\n")[2]
+    return text
+
+
+def _yaml_text(values: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**20))
+
+
+def _one_line(text: str) -> str:
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())

@@ -1,0 +1,245 @@
+"""Slurm: job states as phases, limits of partitions, and options of sbatch. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.errors import UsageError
+from cluster.runtimes import RUNTIMES
+from cluster.spec.model import Job, NodeStatus, Phase, Plan
+
+#: The options of sbatch that the launcher sets.
+_SET = (
+    *("nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error"),
+    *("array", "requeue", "open-mode", "chdir", "wrap"),
+)
+
+#: Exit code of the batch script if the run directory is not the same folder on all nodes.
+EXIT_NOT_SHARED = 78
+
+#: The columns of `squeue --Format` and their widths. A fixed width, because names may contain any separator.
+COLUMNS = {
+    "Name": 50,
+    "JobID": 16,
+    "ArrayJobID": 16,
+    "ArrayTaskID": 12,
+    "State": 18,
+    "RestartCnt": 8,
+    "exit_code": 12,
+    "StartTime": 22,
+    "NodeList": 80,
+    "Reason": 80,
+}
+FORMAT = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
+
+#: The phases of Slurm's job states. A job in any other state has ended.
+_PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
+_STARTED = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "COMPLETING")
+_PHASES: dict[str, Phase] = {**dict.fromkeys(_PENDING, "pending"), **dict.fromkeys(_STARTED, "starting")}
+#: Messages for final states, except COMPLETED and FAILED. A node's own exit status has precedence.
+_ENDS = {
+    "CANCELLED": "cancelled with scancel",
+    "TIMEOUT": "it reached its time limit (--time)",
+    "NODE_FAIL": "its node failed",
+    "OUT_OF_MEMORY": "out of memory (--slurm mem=...)",
+}
+CANCELLED = _ENDS["CANCELLED"]
+
+
+def checked(options: Mapping[str, str], *, typed: Sequence[str] = ()) -> dict[str, str]:
+    """Return valid options for sbatch, by their long names. sbatch itself rejects unknown options.
+
+    `typed` has further options from the command line, each as `name=value`.
+
+    Raises UsageError for an option that the launcher sets, and for a value that is empty or needs quotes.
+    """
+    pairs = (text.partition("=") for text in typed)
+    options = {**options, **{name.removeprefix("--"): value for name, _, value in pairs}}
+    for name, value in options.items():
+        if name in _SET:
+            raise UsageError(f"--slurm {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            raise UsageError(f"--slurm {name}: not an option of sbatch", "use its long name: --slurm mem=32G")
+        if not value and name != "exclusive":
+            raise UsageError(f"--slurm {name}: it has no value", f"set one: --slurm {name}=...")
+        if re.search(r"[\x00-\x1f\"'\\`$]", value):
+            raise UsageError(f"--slurm {name}={value!r}: it contains a quote, '$' or control character")
+    if options.get("time") and seconds(options["time"]) is None:
+        raise UsageError(f"--time {options['time']!r}: not a time", "minutes, H:MM:SS or D-HH:MM:SS: --time 8:00:00")
+    return options
+
+
+def seconds(time: str) -> int | None:
+    """Parse `90` (minutes), `8:00:00`, `30:00` (minutes, seconds), `1-12` or `1-12:30:00`; None if invalid."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        return None
+    days, first, second, third = (int(part) if part else 0 for part in match.groups())
+    if match[1] is not None:
+        return days * 86400 + first * 3600 + second * 60 + third
+    return first * 3600 + second * 60 + third if match[4] is not None else first * 60 + second
+
+
+@dataclass(frozen=True)
+class Row:
+    """A job in the output of `squeue`."""
+
+    job: str
+    number: str
+    state: str
+    restarts: int
+    exit_code: str
+    start: str
+    nodes: str
+    reason: str
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the job is pending or runs."""
+        return self.state in _PHASES
+
+
+def row(line: str) -> Row | None:
+    """Parse a line of squeue; None if it is empty."""
+    values, at = [], 0
+    for width in COLUMNS.values():
+        values.append(line[at : at + width].strip())
+        at += width
+    if not values[0]:
+        return None
+    name, number, array, task, state, restarts, code, start, nodes, reason = values
+    number = f"{array}_{task}" if task.isdigit() else number
+    return Row(name, number, state.split("+")[0], int(restarts or 0), code, start, nodes, reason)
+
+
+def statuses(
+    plan: Plan, found: Row | None, attempt: int, hosts: Sequence[str], own: Sequence[NodeStatus], error: str = ""
+) -> list[NodeStatus]:
+    """Return the status of each node of the plan's attempt: its own exit status, else the state of the Slurm job.
+
+    `own` has the statuses from the nodes' status files, `attempt` is the running attempt (0: none yet), `hosts` has
+    the host of each of its nodes, `error` is an error of the batch script.
+    """
+    requeued = attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and is_pending(found))
+    made = []
+    for rank, status in enumerate(own):
+        where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
+        if status.phase == "exited":
+            if not status.exit_code:
+                made.append(replace(status, detail=""))
+            elif found is not None and found.state == "CANCELLED":
+                made.append(replace(status, detail=CANCELLED))
+            else:
+                made.append(replace(status, where=where))
+        elif requeued:
+            made.append(NodeStatus(status.node, "lost", detail=f"Slurm requeued the job {where}".strip()))
+        elif found is None:
+            made.append(NodeStatus(status.node, "lost", detail="squeue does not list the job"))
+        elif found.is_active:
+            made.append(NodeStatus(status.node, _PHASES[found.state], detail=_pending_reason(found) or where))
+        else:
+            made.append(_ended(status.node, found, error or where))
+    return made
+
+
+def is_pending(found: Row) -> bool:
+    """Whether the job is in the queue or its nodes are being configured."""
+    return found.state in _PENDING
+
+
+def _pending_reason(found: Row) -> str:
+    """Return `in the queue: Resources; expected start: 2026-11-21T17:02:11`, with the reason that squeue shows."""
+    if not is_pending(found):
+        return {"SUSPENDED": "suspended", "STOPPED": "suspended"}.get(found.state, "")
+    words = f"in the queue: {found.reason}"
+    if found.state == "CONFIGURING":
+        words = "its nodes are being configured"
+    known = re.match(r"\d{4}-\d\d-\d\dT", found.start)
+    return f"{words}; expected start: {found.start}" if known else words
+
+
+def _ended(node: str, found: Row, why: str) -> NodeStatus:
+    code, _, signal = found.exit_code.partition(":")
+    if found.state == "COMPLETED":
+        return NodeStatus(node, "exited", 0)
+    if found.state != "FAILED":
+        why = _ENDS.get(found.state, f"Slurm ended it: {found.state}")
+        return NodeStatus(node, "exited" if found.state == "CANCELLED" else "lost", 143, why)
+    if signal == "53" or code == str(EXIT_NOT_SHARED):  # 53: Slurm cannot open the output file
+        why = f"the run directory is not shared by all nodes: {why or 'missing on the first'}"
+    why = why or f"the batch script exited with {found.exit_code}"
+    return NodeStatus(node, "exited", int(code) if code.isdigit() and int(code) else 1, why)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition: `gpus` is the maximum over its nodes, `limit_s` its time limit (None: no limit)."""
+
+    name: str
+    nodes: int
+    gpus: int
+    limit_s: int | None
+    default: bool = False
+
+
+def partitions(lines: Sequence[str]) -> dict[str, Partition]:
+    """Parse lines of `sinfo --noheader --format '%P|%D|%c|%G|%l'`, one per kind of node, into partitions by name."""
+    found: dict[str, Partition] = {}
+    for line in lines:
+        name, nodes, _, gres, limit = line.split("|")
+        default, name = name.endswith("*"), name.rstrip("*")
+        gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
+        known = found.get(name, Partition(name, 0, 0, seconds(limit), default))
+        found[name] = replace(known, nodes=known.nodes + int(nodes), gpus=max(known.gpus, gpus))
+    return found
+
+
+def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tuple[str, str]]:
+    """Return (message, hint) pairs that prevent a submission, from the output of agent/slurm_check.sh by key."""
+    assert job.queue is not None
+    options = job.queue.options
+    hints = {
+        "no_program": ("{} not found", "set login in cluster.yaml to a login node of the Slurm cluster"),
+        "down": ("Slurm does not answer: {}", "check it: scontrol ping"),
+        "run_dir": ("cannot write to the run directory {}", "run_dir in cluster.yaml, or --run-dir: a shared folder"),
+        "no_image": ("no image {}", RUNTIMES[job.queue.login.runtime].image_from),
+        "missing": ("{} does not exist", ""),
+    }
+    found = [
+        (f"{where}: {message.format(text)}", hint or job.queue.login.hint_for_missing(text))
+        for word, (message, hint) in hints.items()
+        for text in has.get(word, ())
+    ]
+    if found:
+        return found
+    known = partitions(has.get("partition", ()))
+    default = [partition.name for partition in known.values() if partition.default]
+    for name in options["partition"].split(",") if options.get("partition") else default:
+        if name not in known:
+            found.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
+            continue
+        found += [(f"partition {name}: {problem}", hint) for problem, hint in _exceeded(job, known[name])]
+    return found
+
+
+def _exceeded(job: Job, has: Partition) -> list[tuple[str, str]]:
+    assert job.queue is not None
+    options = job.queue.options
+    found = []
+    if job.nodes > has.nodes:
+        found.append((f"it has {has.nodes} nodes, and --nodes {job.nodes} asks for more", "use fewer --nodes"))
+    if job.device == "cuda" and job.procs_per_node > has.gpus:
+        found.append(
+            (
+                f"its nodes have {has.gpus or 'no'} GPUs, and --gpus {job.procs_per_node} asks for more",
+                "use fewer --gpus, another --partition, or --device cpu",
+            )
+        )
+    limit = seconds(options["time"]) if "time" in options else None
+    if limit and has.limit_s is not None and limit > has.limit_s:
+        found.append(
+            (f"its time limit is shorter than --time {options['time']}", f"use at most {has.limit_s // 60} minutes")
+        )
+    return found

@@ -1,0 +1,141 @@
+"""Job store: one JSON file per job, written before the job starts and replaced atomically."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cluster.errors import ClusterError, UsageError
+from cluster.spec.model import NAME, JobRecord
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Outcome = Literal["done", "failed", "stopped"]
+
+
+class JobStore:
+    """The job records in one folder (default: see `default_folder`)."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or default_folder()
+
+    def reserve(self, record: JobRecord) -> None:
+        """Write the record of a new job. Raise UsageError if the name is taken, also by a concurrent launch."""
+        path = self._path(record.plan.job_id)
+        with _lock(path.with_name(".lock")):
+            if path.exists():
+                raise UsageError(
+                    f"a job {record.plan.job_id} exists already", "choose another --name; to list jobs: clusterctl ps"
+                )
+            _replace(path, record)
+
+    def update(self, record: JobRecord) -> None:
+        """Replace a job's record, but keep a recorded outcome. Raise ClusterError if the folder is not writable."""
+        path = self._path(record.plan.job_id)
+        with _lock(path.with_name(".lock")):
+            if path.exists() and (stored := _load(path)).outcome:
+                record = replace(record, outcome=stored.outcome, detail=stored.detail, exit_code=stored.exit_code)
+            _replace(path, record)
+
+    @contextmanager
+    def watch(self, job_id: str) -> Iterator[bool]:
+        """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
+        with _lock(self._path(job_id).with_suffix(".lock"), blocking=False) as is_held:
+            yield is_held
+
+    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
+        """Record the outcome of a job. A recorded outcome does not change."""
+        path = self._path(job_id)
+        with _lock(path.with_name(".lock")):
+            record = self.load(job_id)
+            if not record.outcome:
+                _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
+
+    def load(self, job_id: str) -> JobRecord:
+        """Return the record of a job. Raise UsageError with the known names if there is none."""
+        path = self._path(job_id) if NAME.fullmatch(job_id) else None
+        if path is None or not path.exists():
+            known = ", ".join(record.plan.job_id for record in self) or "none"
+            raise UsageError(f"no job {job_id!r} (known: {known})", "clusterctl ps")
+        return _load(path)
+
+    def taken(self, job_id: str) -> bool:
+        """Return whether a job of this name is recorded."""
+        return self._path(job_id).exists()
+
+    def __iter__(self) -> Iterator[JobRecord]:
+        """Iterate over all records, oldest first."""
+        paths = sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
+        yield from sorted((_load(path) for path in paths), key=lambda record: record.created_at)
+
+    def _path(self, job_id: str) -> Path:
+        return self._folder / f"{job_id}.json"
+
+
+def default_folder() -> Path:
+    """Return `$CLUSTERCTL_STATE_DIR`, or else `clusterctl/jobs` in the user's XDG state folder."""
+    if given := os.environ.get("CLUSTERCTL_STATE_DIR"):
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "clusterctl" / "jobs"
+
+
+@contextmanager
+def _lock(path: Path, *, blocking: bool = True) -> Iterator[bool]:
+    """Hold a lock file. Yield False if another process holds it and `blocking` is False."""
+    is_held = True
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("a"))
+            fcntl.flock(file, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_held = False
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        yield is_held
+
+
+def _replace(path: Path, record: JobRecord) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(_text(record))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"cannot write the job's record {path}: {error.strerror}",
+        "free some space, or use another folder: CLUSTERCTL_STATE_DIR=FOLDER clusterctl ...",
+    )
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[JobRecord]:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(JobRecord)
+
+
+def _text(record: JobRecord) -> bytes:
+    return _adapter().dump_json(record, indent=1) + b"\n"
+
+
+def _load(path: Path) -> JobRecord:
+    try:
+        return _adapter().validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ClusterError(
+            f"cannot read the job record {path}: {str(error).splitlines()[0]}",
+            f"unless another version of clusterctl wrote it: mv {path} {path}.old",
+        ) from error

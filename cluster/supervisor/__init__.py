@@ -1,0 +1,1 @@
+"""The life of a job: launch, rendezvous, following, restarts, report."""

@@ -1,0 +1,207 @@
+"""State of a job: which nodes have joined, whether the job still runs, and which node failed first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cluster import contract
+from cluster.backends import logs
+from cluster.backends.logs import Event
+from cluster.spec.model import NodeStatus, Phase, Plan
+
+Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
+
+#: A phase changes only to a later one.
+_ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "joining": 2, "ready": 3, "exited": 4, "lost": 4}
+
+
+@dataclass
+class NodeView:
+    """A node's phase as the user sees it, and how the node ended.
+
+    `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
+    to the master. `silent` and `failure` are those of NodeStatus.
+    """
+
+    name: str
+    phase: Phase = "pending"
+    since: float = 0.0
+    note: str = ""
+    exit_code: int | None = None
+    ended_at: float | None = None
+    reached: bool = False
+    silent: str = ""
+    progress: Event | None = None
+    failure: Mapping[str, Any] | None = None
+    where: str = ""
+
+
+@dataclass
+class JobView:
+    """The observed state of an attempt.
+
+    `joined_after_s` is the duration of the rendezvous, `timeout_from` the time from which its timeout counts, and
+    `progress_at` the time of the last step.
+    """
+
+    nodes: list[NodeView]
+    says_ready: bool = True
+    started: float = 0.0
+    joined_after_s: float | None = None
+    ready: Event | None = None
+    progress: Event | None = None
+    metric: Event | None = None
+    done: Event | None = None
+    progress_at: float | None = None
+    timeout_from: float = 0.0
+
+    @property
+    def ready_count(self) -> int:
+        """The number of nodes that are ready or have succeeded."""
+        return sum(node.phase == "ready" or _succeeded(node) for node in self.nodes)
+
+    def note_joined(self, now: float) -> None:
+        """Set the duration of the rendezvous, if it has just ended."""
+        if self.joined_after_s is None and self.ready_count == len(self.nodes):
+            self.joined_after_s = now - self.started
+
+
+def start(plan: Plan, now: float) -> JobView:
+    """Return the view before the first poll."""
+    return JobView([NodeView(node.name, since=now) for node in plan.nodes], plan.says_ready, now, timeout_from=now)
+
+
+def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
+    """Update the view after a poll, and return it: one status per node, in order, and the events from their logs."""
+    for event in events:
+        # The node's clock, within limits, so that `attach` shows the same durations as `launch`.
+        at = min(max(float(event.get("time", now)), view.started), now)
+        _fold_event(view, event, at)
+        if event["event"] in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+            # Not `at`: a long log is read in parts, and later parts may have newer events.
+            view.progress_at = now
+        view.note_joined(at)
+    for node, status in zip(view.nodes, statuses, strict=True):
+        _fold_status(node, status, now)
+    if all(node.phase == "pending" for node in view.nodes):  # in Slurm's queue
+        view.timeout_from = now
+    view.note_joined(now)
+    return view
+
+
+def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0) -> Verdict:
+    """Return the job's verdict.
+
+    `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in Slurm's queue.
+    `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never).
+    """
+    if failing(view):
+        return "failed"
+    if all(_succeeded(node) for node in view.nodes):
+        return "done"
+    if view.joined_after_s is not None:
+        idle_s = now - view.progress_at if view.progress_at is not None else 0.0
+        return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
+    if any(node.silent for node in view.nodes):  # it may have joined; `LOST_AFTER_S` decides
+        return "waiting"
+    return "late" if now - view.timeout_from > timeout_s else "waiting"
+
+
+def failing(view: JobView) -> list[NodeView]:
+    """Return the nodes that failed, first failure first. Nodes with only secondary failures come last."""
+    bad = [node for node in view.nodes if node.phase == "lost" or (node.phase == "exited" and node.exit_code != 0)]
+    return sorted(bad, key=lambda node: (is_secondary(node), _failed_at(node)))
+
+
+def is_secondary(node: NodeView) -> bool:
+    """Return whether a node failed only because its ranks lost their peers."""
+    return bool(node.failure and node.failure.get("secondary"))
+
+
+def missing(view: JobView) -> list[NodeView]:
+    """Return the nodes that did not reach the master, or else all that are not ready."""
+    late = [node for node in view.nodes if node.phase != "ready" and not _succeeded(node)]
+    return [node for node in late if not node.reached] or late
+
+
+def _failed_at(node: NodeView) -> float:
+    if node.phase == "lost":  # the time is unknown; it counts as the first
+        return 0.0
+    if node.failure is not None:
+        return float(node.failure["time"])
+    return node.ended_at if node.ended_at is not None else float("inf")
+
+
+def _succeeded(node: NodeView) -> bool:
+    return node.phase == "exited" and node.exit_code == 0
+
+
+def reconnect(view: JobView, now: float) -> None:
+    """Let the lost nodes be alive again, after a network failure of the launcher."""
+    phase: Phase = "starting" if view.joined_after_s is None else "ready"
+    for node in view.nodes:
+        if node.phase == "lost":
+            node.phase, node.since, node.note, node.silent = phase, now, "", ""
+
+
+def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
+    node.silent = status.silent
+    if status.phase in ("exited", "lost"):
+        if node.phase == status.phase:
+            return
+        texts = [text for text in (status.detail, status.where) if text]
+        node.note = "; ".join(texts) or (f"exit {status.exit_code}" if status.phase == "exited" else "")
+        node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
+        node.where, node.failure = status.where, status.failure
+    elif _ORDER[status.phase] > _ORDER[node.phase]:
+        node.phase, node.since, node.note = status.phase, now, status.detail
+    elif status.detail:
+        node.note = status.detail
+
+
+def _fold_event(view: JobView, event: Event, now: float) -> None:
+    kind, index = event["event"], event.get("node")
+    if kind == contract.HEARTBEAT and view.progress_at is not None:
+        # Heartbeats also count validation batches, which print no progress event.
+        view.progress_at = max(view.progress_at, now - logs.number(event, "idle_s"))
+    if isinstance(index, int) and 0 <= index < len(view.nodes):
+        _fold_node_event(view.nodes[index], event, now, ready_on_port=not view.says_ready)
+    if kind == contract.READY:
+        view.ready = view.ready or event
+    elif kind == contract.PROGRESS and index == 0:
+        view.progress = event
+    elif kind == contract.METRIC:
+        view.metric = event
+    elif kind == contract.DONE:
+        view.done = event
+
+
+def _fold_node_event(node: NodeView, event: Event, now: float, *, ready_on_port: bool) -> None:
+    kind = event["event"]
+    if kind == contract.PROGRESS:
+        node.progress = event
+    elif kind == contract.READY:
+        _advance(node, "ready", now, f"{event.get('device', '')} x {event.get('local_world_size', '')}".strip(" x"))
+    elif kind == contract.JOINING:
+        master, why = event.get("master", "the master"), event.get("why")
+        if not event.get("reachable"):
+            _advance(node, "joining", now, f"cannot reach {master}: {why}")
+        elif ready_on_port:
+            node.reached = True
+            _advance(node, "ready", now, f"ranks started, {master} is reachable")
+        elif event.get("listening"):
+            node.reached = True
+            _advance(node, "joining", now, f"reached {master}")
+        else:  # rank 0 has not opened the port yet
+            note = node.note if node.phase != "pending" else ""  # where Slurm runs the node
+            _advance(node, "joining", now, f"{master} does not listen yet: {why}" if why else note)
+
+
+def _advance(node: NodeView, phase: Phase, now: float, note: str) -> None:
+    if _ORDER[phase] < _ORDER[node.phase]:
+        return
+    if node.phase != phase:
+        node.since = now
+    node.phase, node.note = phase, note

@@ -1,0 +1,200 @@
+"""Started jobs: follow one to its end, query its state, stop it, clean up after it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.backends import BACKENDS, logs, monitor
+from cluster.errors import ClusterError, UnreachableError
+from cluster.spec.model import JobRecord, Plan
+from cluster.store import JobStore, Outcome
+from cluster.supervisor import job_state, report
+from cluster.supervisor.job_state import JobView, Verdict
+
+POLL_S = 0.4
+#: Time between SIGTERM and SIGKILL. After a failure the ranks have nothing left to save.
+FAILED_GRACE_S = 0.5
+STOP_GRACE_S = 15.0
+#: How long to wait for the first failure when only its consequences are known.
+_FIRST_FAILURE_S = 4.0
+#: How many polls in a row may fail.
+_MAX_UNREACHABLE = 5
+#: How many of a node's last lines are kept. They must hold the tracebacks of all its ranks.
+_TAIL = 400
+
+
+class Display:
+    """Draws nothing. The displays of jobs derive from it."""
+
+    def begin(self, plan: Plan) -> None:
+        """Prepare for a new attempt."""
+
+    def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
+        """Draw the view, and the new log lines as (node, text) pairs."""
+
+    def note(self, text: str) -> None:
+        """Print one sentence for the user."""
+
+
+class Follower:
+    """Polls an attempt's node states and logs. `verdict` and `view` are those of the last poll."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.plan = record.plan
+        self.verdict: Verdict = "waiting"
+        self.view = job_state.start(record.plan, record.created_at)
+        #: The last lines of each node's log.
+        self.tails: dict[str, deque[str]] = {node.name: deque(maxlen=_TAIL) for node in record.plan.nodes}
+        self._reader = logs.Reader(record.plan)
+
+    def step(self, now: float, *, everything: bool = False) -> list[tuple[str, str]]:
+        """Poll once and return the program's new lines, with `everything` also the agent's."""
+        # States before logs: the log of an exited node is then complete.
+        statuses = BACKENDS[self.plan.backend].observe(self.plan)
+        events, texts = [], []
+        for node, line in self._reader.lines():
+            event = logs.event(line)
+            if event is not None:
+                events.append(event)
+            else:
+                self.tails[node].append(line)
+                if everything or not line.startswith(logs.AGENT_PREFIX):
+                    texts.append((node, line))
+        self.view = job_state.fold(self.view, statuses, events, now)
+        return texts
+
+
+def follow(record: JobRecord, show: Display, follower: Follower | None = None) -> Follower:
+    """Poll an attempt until it is done, failed, stalled or late for the rendezvous. Stop nothing.
+
+    Timeouts exclude the time in which this process was suspended. The `follower` of an earlier call continues after
+    its last line.
+    """
+    plan = record.plan
+    if follower is None:
+        follower = Follower(record)
+        show.begin(plan)
+    unreachable = 0
+    clock = monitor.AwakeClock()
+    while True:
+        now = clock()
+        try:
+            lines = follower.step(now)
+            unreachable = 0
+        except UnreachableError:
+            unreachable += 1
+            if unreachable == _MAX_UNREACHABLE:
+                raise
+            lines = []
+        verdict = job_state.judge(follower.view, now, plan.timeout_s, record.job.stall_timeout_s)
+        follower.verdict = verdict
+        if verdict == "failed":
+            if job_state.failing(follower.view)[0].phase != "lost":
+                # The first failure makes the other nodes fail within moments. Poll again, in case one of those was
+                # observed before it.
+                time.sleep(2 * POLL_S)
+                lines += follower.step(clock())
+                while _is_secondary(follower.view) and clock() - now < _FIRST_FAILURE_S:
+                    time.sleep(POLL_S)
+                    lines += follower.step(clock())
+            lines = _before_tracebacks(lines)  # the report prints the first failure's traceback
+        show.show(follower.view, lines)
+        if verdict in ("done", "failed", "late", "stalled"):
+            return follower
+        time.sleep(POLL_S)
+
+
+def _is_secondary(view: JobView) -> bool:
+    """Return whether all known failures are consequences of one not yet observed."""
+    return job_state.is_secondary(job_state.failing(view)[0]) and not any(node.silent for node in view.nodes)
+
+
+def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the lines that each node wrote before its first traceback."""
+    ended: set[str] = set()
+    kept = []
+    for node, text in lines:
+        if "Traceback (most recent call last)" in text:
+            ended.add(node)
+        if node not in ended:
+            kept.append((node, text))
+    return kept
+
+
+def state(record: JobRecord) -> tuple[str, JobView]:
+    """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view."""
+    follower = Follower(record)
+    now = time.time()
+    if record.outcome and not Path(record.plan.attempt_dir).exists():
+        return record.outcome, follower.view
+    follower.step(now)
+    if record.outcome:
+        return record.outcome, follower.view
+    states = {"done": "done", "failed": "failed", "joined": "running", "waiting": "joining", "late": "joining"}
+    return states[job_state.judge(follower.view, now, record.plan.timeout_s)], follower.view
+
+
+def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
+    """Clean up after a job, collect its results and record its outcome.
+
+    Returns:
+        The outcome, and one sentence for each step that failed.
+    """
+    record = records.load(follower.plan.job_id)
+    # After `stop` the ranks may still be writing a checkpoint.
+    failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
+    problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
+    problems += monitor.collect(follower.plan)
+    record_outcome(follower, records)
+    return records.load(follower.plan.job_id).outcome or "failed", problems
+
+
+def record_outcome(follower: Follower, records: JobStore) -> None:
+    """Record the outcome of a job's last attempt."""
+    view, verdict = follower.view, follower.verdict
+    outcome: Outcome = "done" if verdict == "done" else "failed"
+    records.end(follower.plan.job_id, outcome, report.cause(view, verdict), report.exit_code(view, verdict))
+
+
+def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
+    """Stop a job on every node, wait until it has ended, and collect its results. Safe to repeat.
+
+    Returns:
+        The record, and one sentence for each result that could not be collected.
+    """
+    record = records.load(job_id)
+    try:
+        cancel(record, records, grace_s=STOP_GRACE_S)
+    finally:  # also if a machine is unreachable
+        problems = monitor.collect(record.plan)
+    return records.load(job_id), problems
+
+
+def cancel(record: JobRecord, records: JobStore, *, grace_s: float) -> None:
+    """Record that the job was stopped, then stop its nodes, even if the record cannot be written.
+
+    The record comes first, so that a supervisor does not restart the job.
+    """
+    try:
+        records.end(record.plan.job_id, "stopped")
+    finally:
+        _cancel_all(records.load(record.plan.job_id), grace_s)
+
+
+def clean_up(record: JobRecord, grace_s: float) -> list[str]:
+    """Remove what the job left on its nodes. Return one sentence for each failure."""
+    try:
+        _cancel_all(record, grace_s)
+    except ClusterError as error:
+        return [f"not cleaned up: {error.message}\nhint: when the machine answers again: clusterctl gc"]
+    return []
+
+
+def _cancel_all(record: JobRecord, grace_s: float) -> None:
+    """Stop the job on the nodes of all its attempts."""
+    plan = replace(record.plan, nodes=(*record.plan.nodes, *record.retired))
+    BACKENDS[plan.backend].cancel(plan, grace_s=grace_s)

@@ -1,0 +1,325 @@
+"""Launching: turns a request into a job and a plan with a free master port, checks the nodes, starts the job."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.backends import BACKENDS, SLURM
+from cluster.errors import (
+    ClusterError,
+    LaunchError,
+    NameTakenError,
+    PortTakenError,
+    UnreachableError,
+    UsageError,
+    with_hint,
+)
+from cluster.spec import defaults
+from cluster.spec.defaults import Here
+from cluster.spec.model import Inventory, Job, JobRecord, Node, Plan, Step
+from cluster.spec.request import Request
+from cluster.store import JobStore
+from cluster.supervisor import jobs
+from cluster.transport import files, parallel, rsync, workdir
+from cluster.transport.local import LocalShell
+
+_PORT_TRIES = 20
+
+
+def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str, str]:
+    """Return the backend, and a note if `auto` falls back to process groups. Raise UsageError for a wrong one.
+
+    With an inventory, `auto` is the inventory's backend.
+    """
+    listed = inventory.backend if inventory is not None else ""
+    if inventory is not None and wanted in ("ssh", "slurm") and wanted != listed:
+        raise UsageError(
+            f"--backend {wanted}: {inventory.path or 'the inventory'} has backend: {listed}",
+            "omit --backend, or name another file: --inventory FILE",
+        )
+    if wanted == "auto" and inventory is not None:
+        return listed, ""
+    if wanted == "ssh" and inventory is None:
+        raise UsageError("--backend ssh: no machines given", "clusterctl init gpu-a gpu-b, or --hosts gpu-a,gpu-b")
+    if wanted in BACKENDS:
+        return wanted, ""
+    if wanted not in ("auto", "here"):
+        raise UsageError(f"--backend {wanted!r}: unknown backend", f"one of: auto, {', '.join(BACKENDS)}, here")
+    problem = BACKENDS["compose"].problem()
+    if problem is None:
+        return "compose", ""
+    why = problem[0].removeprefix("this machine: ")
+    return "local", f"no containers: the nodes are process groups here (--backend compose makes this an error): {why}"
+
+
+def resolve(request: Request, inventory: Inventory | None) -> tuple[Job, str, list[str]]:
+    """Return the job of a request, its backend, and notes for the user.
+
+    Raises:
+        UsageError: The request is contradictory.
+    """
+    chosen, note = choose_backend(request.backend, inventory)
+    job, notes = defaults.job(request, _local_machine(request, chosen), chosen, inventory)
+    return job, chosen, [*([note] if note else []), *notes]
+
+
+def _local_machine(request: Request, backend: str) -> Here:
+    """Return the properties of this machine that a job of this backend depends on."""
+    return Here(
+        cwd=str(Path.cwd()),
+        user=BACKENDS[backend].user(),
+        python=sys.executable,
+        gpus=_visible_gpus() if request.device != "cpu" else (),
+        exists=lambda path: Path(path).exists(),
+        is_folder=lambda path: Path(path).is_dir(),
+    )
+
+
+def _visible_gpus() -> tuple[int, ...]:
+    try:
+        listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
+    except UnreachableError:
+        return ()
+    return defaults.visible_gpus(listed.out, os.environ.get("CUDA_VISIBLE_DEVICES")) if listed.code == 0 else ()
+
+
+def plan(job: Job, backend: str) -> Plan:
+    """Return the plan of the job's first attempt. Pure: it does not access the machine."""
+    return BACKENDS[backend].plan(job, attempt=1, port=job.port or defaults.auto_port(job.name))
+
+
+def free_plan(job: Job, backend: str, *, attempt: int) -> Plan:
+    """Return a checked plan with the job's master port, or else the first one that is free.
+
+    Raises:
+        PortTakenError: The job's port is taken, or all that were tried.
+    """
+    ports = [job.port] if job.port else [defaults.auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
+    for port in ports:
+        checked = BACKENDS[backend].plan(job, attempt=attempt, port=port)
+        try:
+            BACKENDS[backend].check(job, checked)
+        except PortTakenError:
+            if port == ports[-1]:
+                raise
+            continue
+        break
+    return checked
+
+
+def launch(
+    job: Job,
+    backend: str,
+    records: JobStore,
+    *,
+    numbered: bool,
+    secrets: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+    report: files.Report = lambda *_: None,
+) -> tuple[JobRecord, list[str]]:
+    """Check the nodes, record the job and start it on all of them, or on none.
+
+    Args:
+        job: The job.
+        backend: The name of its backend.
+        records: Where to record it.
+        numbered: Append a number to the job's name if a job of that name exists.
+        secrets: The values of the job's secrets. They are not stored.
+        without: Files of secrets, which are not copied with the working directory.
+        report: Gets the progress of the working directory's copies.
+
+    Returns:
+        The record, and notes for the user.
+
+    Raises:
+        ClusterError: A check failed or a node did not start.
+    """
+    code = workdir.scan(job.workdir, without) if job.copies_workdir else None
+    check_files(job)
+    _check_gpus(job, records)
+    names = _unused_names(job, records)
+    while True:
+        named = next(names) if numbered else job
+        try:
+            checked = free_plan(named, backend, attempt=1)
+            break
+        except NameTakenError:  # on a node, by a launcher on another machine
+            if not numbered:
+                raise
+    if not numbered:
+        _check_run_dir(checked)
+    commit = workdir.commit(job.workdir) if code else ""
+    record = JobRecord(checked, time.time(), named, commit=commit, withheld=tuple(without))
+    notes = []
+    with records.watch(record.plan.job_id):  # `attach` must not restart a job that is still starting
+        records.reserve(record)
+        try:
+            if code:
+                notes.append(_send_workdir(code, record, records, report=report))
+            start(record, records, secrets)
+        except ClusterError as error:
+            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+            raise
+        except KeyboardInterrupt:  # some nodes may have started
+            jobs.cancel(record, records, grace_s=0)
+            raise
+    return record, notes
+
+
+def _send_workdir(
+    code: workdir.Workdir,
+    record: JobRecord,
+    records: JobStore,
+    nodes: Sequence[Node] = (),
+    report: files.Report = lambda *_: None,
+) -> str:
+    """Copy the working directory to nodes, by default all hosts of a job, its spares, or its Slurm cluster."""
+    others = sorted(records, key=lambda other: other.created_at, reverse=True)
+    earlier = [other.plan.job_id for other in others if other.plan.workdir == code.folder]
+    nodes = nodes or ((record.job.queue.login,) if record.job.queue else (*record.job.hosts, *record.job.spares))
+    return workdir.send(code, record.plan, nodes, [name for name in earlier if name != record.plan.job_id], report)
+
+
+def start(record: JobRecord, records: JobStore, secrets: Mapping[str, str] | None = None) -> None:
+    """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""
+    values = secrets or {}
+    absent = [name for name in record.plan.secrets if name not in values]
+    if absent:
+        raise LaunchError(f"secrets are not stored, so only the process that launched the job has {', '.join(absent)}")
+    plan = record.plan
+    if plan.workdir and plan.attempt > 1 and (nodes := workdir.without_copy(plan, plan.nodes)):
+        _send_workdir(workdir.scan(plan.workdir, record.withheld), record, records, nodes)
+    _make_folder(record.plan)
+    try:
+        BACKENDS[record.plan.backend].submit(record.plan, values)
+    except UnreachableError:  # a node that did not answer in time may still start
+        jobs.clean_up(record, grace_s=0)
+        raise
+    if records.load(record.plan.job_id).outcome:  # `stop` in another process, before the nodes existed
+        BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
+        raise LaunchError("the job was stopped while it started")
+
+
+def array_plan(array: Sequence[Job], at_once: int) -> tuple[list[Plan], Step]:
+    """Return the plans of a Slurm job array's jobs, and the step that submits it. Pure."""
+    plans = [plan(job, "slurm") for job in array]
+    return plans, SLURM.array(array[0], plans, at_once)
+
+
+def launch_array(
+    array: Sequence[Job],
+    records: JobStore,
+    at_once: int,
+    secrets: Mapping[str, str] | None = None,
+    without: Sequence[str] = (),
+) -> list[JobRecord]:
+    """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
+    code = workdir.scan(array[0].workdir, without) if array[0].copies_workdir else None
+    check_files(array[0])
+    plans, step = array_plan(array, at_once)
+    for job, job_plan in zip(array, plans, strict=True):
+        SLURM.check(job, job_plan)
+        _check_run_dir(job_plan)
+    withheld = tuple(without)
+    created = [
+        JobRecord(job_plan, time.time(), job, withheld=withheld) for job, job_plan in zip(array, plans, strict=True)
+    ]
+    reserved: list[JobRecord] = []
+    try:
+        for record in created:
+            records.reserve(record)
+            reserved.append(record)
+            if code:
+                _send_workdir(code, record, records)
+            _make_folder(record.plan)
+        SLURM.submit_array(plans, step, secrets or {})
+    except ClusterError as error:
+        for record in reserved:
+            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+        raise
+    except KeyboardInterrupt:
+        for record in reserved:
+            records.end(record.plan.job_id, "stopped")
+        raise
+    return created
+
+
+def check_files(job: Job) -> None:
+    """Raise ClusterError naming the first files that differ between this machine and a host.
+
+    Hosts without a container are excluded: there the program reads the host's own files.
+    """
+    machines = (job.queue.login,) if job.queue and job.queue.login.login else job.hosts
+    if any(node.login for node in machines):
+        rsync.require_rsync()
+    nodes = [node for node in machines if node.runtime != "none"]
+    files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
+
+
+def survey(job: Job, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+    """Check whether each of the job's hosts can run the attempt after `plan`; it returns None for those that can.
+
+    `joining` are hosts that have not run the job. Their image, files and route to the master are checked too.
+    """
+    backend = BACKENDS[plan.backend]
+    found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
+    usable = [node for node in joining if found[node.name] is None]
+    synced = parallel.each(usable, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
+    return found | {name: error for name, error in synced.items() if error is not None}
+
+
+def unusable_spares(job: Job, backend: str) -> list[str]:
+    """Return one sentence for each spare that could not replace a lost node."""
+    if not job.spares:
+        return []
+    hosts = (*job.hosts, *job.spares)
+    with_spares = replace(job, hosts=hosts, nodes=len(hosts))
+    found = survey(with_spares, plan(with_spares, backend), job.spares)
+    errors = [error for node in job.spares if (error := found[node.name])]
+    return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
+
+
+def _check_gpus(job: Job, records: JobStore) -> None:
+    """Raise UsageError if a running job on this machine uses one of the GPUs."""
+    for record in records if job.gpus else ():
+        held = sorted(set(job.gpus) & set(record.job.gpus))
+        try:
+            runs = bool(held) and not record.outcome and jobs.state(record)[0] in ("joining", "running")
+        except ClusterError:  # its Docker Engine is down, and so are its containers
+            continue
+        if runs:
+            name, ids = record.plan.job_id, ", ".join(str(gpu) for gpu in held)
+            raise UsageError(
+                f"this machine: GPU {ids} is held by the job {name}",
+                f"choose others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait: clusterctl wait {name}",
+            )
+
+
+def _check_run_dir(plan: Plan) -> None:
+    if Path(plan.run_dir).exists():
+        raise UsageError(f"{plan.run_dir} already exists", "choose another --name, or remove the folder")
+
+
+def _unused_names(job: Job, records: JobStore) -> Iterator[Job]:
+    """Yield the job with each of its names, NAME, NAME-2 and so on, that has neither a record nor a folder here."""
+    for nth in itertools.count(1):
+        named = replace(job, name=defaults.numbered(job.name, nth))
+        if not records.taken(named.name) and not Path(named.run_root, named.name).exists():
+            yield named
+
+
+def _make_folder(plan: Plan) -> None:
+    try:
+        Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
+        Path(plan.run_dir).parent.joinpath(rsync.RUNS_MARK).write_text(rsync.RUNS_RULE)
+    except OSError as error:
+        raise LaunchError(
+            f"this machine: cannot make the run directory {plan.attempt_dir}: {error.strerror}",
+            "choose another folder: --run-dir FOLDER",
+        ) from error

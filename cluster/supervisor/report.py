@@ -1,0 +1,137 @@
+"""The final report of a job: its cause of failure, the last log lines, and the exit code. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+
+from cluster import contract
+from cluster.backends.logs import AGENT_PREFIX, Event
+from cluster.spec.model import Plan
+from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary, missing
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_LATE = 4
+
+#: How many lines of a failed rank are shown.
+LAST_LINES = 25
+# The agent prefixes the lines of local rank 1 with "[1] ", and those of local rank 0 with nothing.
+_OTHER_RANK = re.compile(r"\[(\d+)\] ")
+
+# Keys of the trainer's events, and their titles.
+SCORES = {"map50": "mAP50", "map": "mAP50-95", "top1": "top-1", "top5": "top-5", "miou": "mIoU"}
+_SIGNALS = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
+
+
+def seconds(value: float) -> str:
+    """Format a duration: `9.8 s`, `42 s`, `2 min 31 s`, `3 h 05 min`."""
+    if value < 10:
+        return f"{value:.1f} s"
+    if value < 60:
+        return f"{value:.0f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def scores(event: Event, first: str) -> str:
+    """Format the scores of an event: `epoch 6   mAP50 0.912   mAP50-95 0.684`."""
+    words = [first]
+    for key, title in SCORES.items():
+        if isinstance(event.get(key), int | float):
+            words.append(f"{title} {event[key]:.3f}")
+    return "   ".join(words)
+
+
+def done(view: JobView, plan: Plan, cwd: str) -> str:
+    """Format the success: `done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`."""
+    took_s = max((node.ended_at or 0.0) for node in view.nodes) - view.started
+    first = f"done in {seconds(max(0.0, took_s))}"
+    run_dir = PurePath(plan.run_dir)
+    shown = run_dir.relative_to(cwd) if run_dir.is_relative_to(cwd) else run_dir
+    if view.done is None:
+        return f"{first}   {shown}"
+    # The event has the node's path of the same run directory.
+    best = str(view.done.get("best", "")).rpartition(f"/{plan.job_id}/")[2]
+    return f"{scores(view.done, first)}   {shown / best}"
+
+
+def cause(view: JobView, verdict: Verdict) -> str:
+    """Return the cause of a failure in one line: the first failure, or the late or stalled nodes ("": none)."""
+    if verdict == "failed":
+        first = failing(view)[0]
+        silent = [node for node in view.nodes if node.silent]
+        if is_secondary(first) and silent:  # not lost yet, but the only explanation
+            return f"{silent[0].name}: {silent[0].silent}"
+        return _failure(first)
+    if verdict == "stalled":
+        stalled = [node for node in view.nodes if node.phase == "ready"]
+        where = (
+            f"epoch {view.progress.get('epoch')}, step {view.progress.get('step')}" if view.progress else "the start"
+        )
+        return f"{', '.join(node.name for node in stalled)}: no step since {where}"
+    if verdict == "late":
+        late = missing(view)
+        return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
+    return ""
+
+
+def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the last log lines of the failed or late nodes, other ranks' failures, and the hint of the failure."""
+    nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
+    is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
+    lines = []
+    for node in nodes:
+        if not is_bad_input:  # its error is one line, and `cause` has it
+            lines += [
+                f"  {node.name} | {line}" for line in _own_lines(node, tails[node.name]) or [_last_progress(node)]
+            ]
+            others = (node.failure or {}).get("others", ())
+            lines += [f"  then rank {other['rank']}: {other['error'][:100]}" for other in others]
+        if node.failure is not None and node.failure.get("hint"):
+            lines.append(f"hint: {node.failure['hint']}")
+    return lines
+
+
+def exit_code(view: JobView, verdict: Verdict) -> int:
+    """Return the launcher's exit code. It is 2 for bad input of the trainer, as in the trainer itself."""
+    if verdict == "late":
+        return EXIT_LATE
+    if verdict == "stalled":
+        return EXIT_FAILED
+    if verdict != "failed":
+        return EXIT_DONE
+    code = failing(view)[0].exit_code
+    return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
+
+
+def _failure(node: NodeView) -> str:
+    if node.failure is not None:
+        rank = node.failure.get("rank")
+        where = f" {node.where}" if node.where else ""
+        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + str(node.failure.get("error"))
+    if node.phase == "lost":
+        return f"{node.name}: lost: {node.note}"
+    why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
+    return f"{node.name}: exit {node.exit_code}{_SIGNALS.get(node.exit_code or 0, '')}{why}"
+
+
+def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
+    """Return the last lines of the failed rank, or of the whole node if no rank is known."""
+    local_rank = (node.failure or {}).get("local_rank")
+    if local_rank is None:
+        return list(tail)[-LAST_LINES:]
+    found = []
+    for line in tail:
+        match = _OTHER_RANK.match(line)
+        if (int(match[1]) if match else 0) == local_rank and not line.startswith(AGENT_PREFIX):
+            found.append(line[match.end() :] if match else line)
+    return found[-LAST_LINES:]
+
+
+def _last_progress(node: NodeView) -> str:
+    if node.progress is None:
+        return "(printed nothing)"
+    epoch, step, steps = (node.progress.get(name) for name in ("epoch", "step", "steps"))
+    return f"(printed nothing; last progress: epoch {epoch}, step {step} of {steps})"

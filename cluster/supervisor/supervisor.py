@@ -1,0 +1,293 @@
+"""Supervision: follows a job's attempts; after a failure it stops all nodes, chooses new ones and restarts the job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.backends import BACKENDS, monitor
+from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
+from cluster.spec import defaults
+from cluster.spec.model import JobRecord, Node, Plan
+from cluster.store import JobStore
+from cluster.supervisor import job_state, jobs, launcher, restarts
+from cluster.supervisor.job_state import JobView
+from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
+from cluster.supervisor.restarts import Failure
+from cluster.transport import files, parallel, reach
+
+#: How long to wait for lost machines without which the job cannot run.
+RETURN_S = 60.0
+#: The trainer's newest checkpoint, in the run directory.
+_CHECKPOINT = "last.pt"
+_RETURN_POLL_S = 3.0
+#: How many polls of the record between two polls of the nodes, while another process restarts the job.
+_STATE_EVERY = 10
+
+
+class BetweenAttempts(KeyboardInterrupt):
+    """Ctrl-C after the end of an attempt. The next one may have started on some nodes."""
+
+
+@dataclass
+class Supervisor:
+    """Follows the job of `record`, and restarts it. `past` has the failures of the attempts that it followed."""
+
+    record: JobRecord
+    records: JobStore
+    show: Display
+    secrets: Mapping[str, str] | None = None
+    past: list[Failure] = field(default_factory=list)
+
+    def run(self) -> tuple[Follower, str]:
+        """Follow the job over all its attempts. Restart it, unless another process on this machine does that already.
+
+        Returns:
+            The last attempt, and why the job was not restarted ("" if it is done or was stopped).
+        """
+        while True:
+            with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                if is_supervisor:
+                    return self._supervise()
+            follower = jobs.follow(self.record, self.show)
+            if self._has_ended(follower) or not self._wait_for_restart():
+                return follower, ""
+
+    def _supervise(self) -> tuple[Follower, str]:
+        follower: Follower | None = None
+        while True:
+            follower = jobs.follow(self.record, self.show, follower)
+            if self._has_ended(follower):
+                return follower, ""
+            if self._was_network_failure(follower):
+                self.show.note("the machines answer again; the job kept running")
+                job_state.reconnect(follower.view, time.time())
+                continue
+            failed_at = time.time()
+            self.past.append(restarts.failure(follower.view, follower.verdict))
+            try:
+                refused = self._restart(follower)
+            except KeyboardInterrupt:
+                raise BetweenAttempts from None
+            except ClusterError as error:
+                refused = _not_restarted(error)
+            if refused:  # recorded before another process may become the supervisor
+                jobs.record_outcome(follower, self.records)
+                return follower, refused
+            plan = self.record.plan
+            names = ", ".join(node.name for node in plan.nodes)
+            self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
+            follower = None
+
+    def _has_ended(self, follower: Follower) -> bool:
+        return follower.verdict == "done" or bool(self.records.load(self.record.plan.job_id).outcome)
+
+    def _restart(self, follower: Follower) -> str:
+        """Start the next attempt. Return why the job is not restarted, "" if it is.
+
+        Each attempt that does not start counts as a restart.
+
+        Raises:
+            ClusterError: No attempt starts: twice for the same reason, or at the last restart.
+        """
+        job, past = self.record.job, self.past
+        while not (refused := restarts.refusal(job, follower.view, follower.verdict, past)):
+            self.show.note(f"{past[-1].why}; restart {len(past)} of {job.max_restarts}")
+            try:
+                self._start_next_attempt(follower.view)
+                return ""
+            except (UnreachableError, LaunchError) as error:
+                why = _not_restarted(error)
+                if why == past[-1].why or len(past) == job.max_restarts:
+                    raise
+                past.append(Failure(why, past[-1].step))
+                self.record = self.records.load(self.record.plan.job_id)
+                if self.record.outcome:
+                    raise
+        return refused
+
+    def _was_network_failure(self, follower: Follower) -> bool:
+        """Return whether all machines became unreachable at once while the attempt kept running.
+
+        Raises:
+            UnreachableError: No machine of the job answered for RETURN_S.
+        """
+        nodes, job = follower.view.nodes, self.record.job
+        if not job.hosts or len(nodes) == 1 or not all(node.phase == "lost" or node.silent for node in nodes):
+            return False
+        has_noted = False
+        clock = monitor.AwakeClock()
+        until = clock() + RETURN_S
+        machines = (*self.record.plan.nodes, *job.spares)
+        while True:
+            answers = parallel.each(machines, lambda node: reach(node).run(["true"], timeout_s=8))
+            silent = [answer for answer in answers.values() if isinstance(answer, UnreachableError)]
+            if len(silent) < len(answers):
+                return _is_alive(self.record)
+            if clock() > until:
+                raise silent[0]
+            if not has_noted:
+                self.show.note("no machine answers; the network of this machine may be down: waiting")
+            has_noted = True
+            time.sleep(_RETURN_POLL_S)
+
+    def _start_next_attempt(self, view: JobView) -> None:
+        record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
+        backend = BACKENDS[plan.backend]
+        if requeued := backend.requeued(plan):
+            self._update(requeued)
+            Path(requeued.attempt_dir).mkdir(parents=True, exist_ok=True)
+            return
+        lost = [node.name for node in view.nodes if node.silent]
+        with ThreadPoolExecutor(1) as pool:
+            stopping = pool.submit(self._cancel, lost)
+            nodes = self._choose_nodes(lost) if hosts else ()
+            stopping.result()
+        job, attempt = replace(record.job, nodes=len(nodes) or record.job.nodes, hosts=nodes), plan.attempt + 1
+        if nodes and nodes[0] == plan.nodes[0] and not job.port:
+            # The survey has just checked these nodes and this master. The agent reports a taken port.
+            next_plan = backend.plan(job, attempt=attempt, port=defaults.auto_port(job.name, attempt))
+        else:
+            next_plan = launcher.free_plan(job, plan.backend, attempt=attempt)
+        if self.records.load(plan.job_id).outcome:
+            raise ClusterError("another process stopped the job")
+        self._update(next_plan)
+        # A machine that was unreachable may still run an earlier attempt.
+        returned = tuple(node for node in next_plan.nodes if node.name in lost or node not in plan.nodes)
+        if returned:
+            backend.cancel(replace(next_plan, nodes=returned), grace_s=0)
+        if hosts:
+            self._copy_checkpoint(plan.nodes)
+        launcher.start(self.record, self.records, self.secrets)
+
+    def _update(self, plan: Plan) -> None:
+        """Record the next attempt."""
+        record = self.record
+        retired = [node for node in record.plan.nodes if record.job.hosts and node not in plan.nodes]
+        self.record = replace(
+            record,
+            plan=plan,
+            created_at=time.time(),
+            retired=tuple(dict.fromkeys((*record.retired, *retired))),
+        )
+        self.records.update(self.record)
+
+    def _copy_checkpoint(self, before: Sequence[Node]) -> None:
+        """Copy the newest checkpoint to the first node, if only a retired node has it.
+
+        If a node of the attempt `before` has one, the trainer broadcasts it. If all of them are retired after the first
+        step, wait for those that do not answer.
+        """
+        plan, retired = self.record.plan, self.record.retired
+        stayed = [node for node in plan.nodes if node in before]
+        if _checkpoint_times(stayed, plan)[0]:
+            return
+        own, _ = _checkpoint_times(plan.nodes, plan)
+        found, silent = _checkpoint_times(retired, plan)
+        if silent and not (found or own or stayed) and self.past[-1].step > (0, 0):
+            self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
+            clock = monitor.AwakeClock()
+            until = clock() + RETURN_S
+            while silent and not found and clock() < until:
+                time.sleep(_RETURN_POLL_S)
+                found, silent = _checkpoint_times(retired, plan)
+            if silent and not found:
+                self.show.note(f"{', '.join(silent)} did not come back: training restarts from the beginning")
+        if max(found.values(), default=0) <= max(own.values(), default=0):
+            return
+        source = max((node for node in retired if node.name in found), key=lambda node: found[node.name])
+        not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")
+        files.collect(source, plan.dir_on(source), plan.run_dir, not_checkpoint)
+        files.send(plan.nodes[0], Path(plan.run_dir, _CHECKPOINT), plan.dir_on(plan.nodes[0]))
+        self.show.note(f"copied the newest checkpoint from {source.name} to {plan.nodes[0].name}")
+
+    def _cancel(self, lost: Sequence[str]) -> None:
+        """Stop the attempt. The `lost` nodes are stopped in a thread, without waiting for them."""
+        plan = self.record.plan
+        if lost and plan.nodes[0].is_machine:
+            silent = replace(plan, nodes=tuple(node for node in plan.nodes if node.name in lost))
+            record = replace(self.record, plan=silent, retired=())
+            threading.Thread(target=jobs.clean_up, args=(record, FAILED_GRACE_S), daemon=True).start()
+            plan = replace(plan, nodes=tuple(node for node in plan.nodes if node.name not in lost))
+        try:
+            if plan.nodes:
+                BACKENDS[plan.backend].cancel(plan, grace_s=FAILED_GRACE_S)
+        except UnreachableError as error:
+            # The ranks on it end when they lose their peers.
+            self.show.note(f"a node could not be stopped: {error.message}")
+
+    def _choose_nodes(self, lost: Sequence[str]) -> tuple[Node, ...]:
+        """Return the nodes of the next attempt. With too few usable nodes, wait RETURN_S for the `lost` ones."""
+        job, plan, clock = self.record.job, self.record.plan, monitor.AwakeClock()
+        until = clock() + RETURN_S
+        candidates = tuple(dict.fromkeys((*plan.nodes, *job.hosts, *job.spares)))
+        unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
+        while True:
+            reachable = [node for node in candidates if node.name not in unusable]
+            # Nodes of this attempt have its image and files, even if those of this machine have changed.
+            joining = [node for node in reachable if node not in plan.nodes]
+            state = self._survey(reachable, joining) | unusable
+            failed = [node for node in reachable if node not in joining and state[node.name] is not None]
+            if failed and joining:  # compare image and route to the master with usable nodes only
+                state |= self._survey([node for node in reachable if node not in failed], joining)
+            for node in joining:
+                if (error := state[node.name]) is not None and not isinstance(error, UnreachableError):
+                    self.show.note(f"not used: {error.message}")
+                    unusable[node.name] = error
+            chosen = restarts.choose(job, job.hosts, state)
+            if len(chosen) == job.nodes or (chosen and (clock() > until or (job.least_nodes < job.nodes and not lost))):
+                return chosen
+            if clock() > until:
+                raise ClusterError("; ".join(error.message for error in state.values() if error is not None))
+            for name in lost:
+                unusable.pop(name, None)
+            if not lost:
+                time.sleep(_RETURN_POLL_S)
+            lost = ()
+
+    def _survey(self, nodes: Sequence[Node], joining: Sequence[Node]) -> dict[str, ClusterError | None]:
+        """Check whether each of the nodes can run the next attempt (see launcher.survey)."""
+        job = replace(self.record.job, hosts=tuple(nodes), nodes=max(1, len(nodes)))
+        return launcher.survey(job, self.record.plan, joining) if nodes else {}
+
+    def _wait_for_restart(self) -> bool:
+        """Wait until another supervisor restarts the job, or ends. Return False if the job has ended."""
+        attempt, polls = self.record.plan.attempt, 0
+        while True:
+            polls += 1
+            self.record = self.records.load(self.record.plan.job_id)
+            if self.record.outcome:
+                return False
+            # An attempt is recorded before it starts. A poll in between observes it as lost.
+            if self.record.plan.attempt > attempt or (polls % _STATE_EVERY == 0 and _is_alive(self.record)):
+                return True
+            with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                if is_supervisor:
+                    self.record = self.records.load(self.record.plan.job_id)
+                    return not self.record.outcome
+            time.sleep(jobs.POLL_S)
+
+
+def _not_restarted(error: ClusterError) -> str:
+    return f"the job could not be restarted: {with_hint(error.message, error.hint)}"
+
+
+def _checkpoint_times(nodes: Sequence[Node], plan: Plan) -> tuple[dict[str, int], list[str]]:
+    """Return the time of the newest checkpoint of each node that has one, and the nodes that do not answer."""
+    stat = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
+    found = parallel.each(
+        nodes, lambda node: reach(node).run([*stat, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
+    )
+    times = {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
+    return times, [name for name, out in found.items() if isinstance(out, ClusterError)]
+
+
+def _is_alive(record: JobRecord) -> bool:
+    try:
+        return jobs.state(record)[0] != "failed"
+    except ClusterError:
+        return False

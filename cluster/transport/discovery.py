@@ -1,0 +1,238 @@
+"""Discovery: reads the inventory, and completes it with addresses, GPUs and runtimes of the machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.agent import scripts
+from cluster.errors import ClusterError, LaunchError, UsageError
+from cluster.runtimes import ENGINES
+from cluster.spec import addresses, defaults, inventory
+from cluster.spec.model import Inventory, Node
+from cluster.transport import parallel, reach
+
+DEFAULT_FILE = "cluster.yaml"
+
+_TIMEOUT_S = 45.0
+
+
+@dataclass
+class Found:
+    """Facts about a machine: its completed `node`, and `notes` for the user.
+
+    `network` is the device of the address, `gpus` are model names by id, `engine` is the runtime with its version, or
+    the reason why none is available. `login` is the address of the SSH connection.
+    """
+
+    node: Node
+    hostname: str
+    gpus: dict[int, str]
+    engine: str
+    free_gb: float
+    addresses: tuple[addresses.Address, ...]
+    login: str
+    network: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+def load(
+    path: str = "",
+    hosts: str = "",
+    hostfile: str = "",
+    ssh_config: str = "",
+    only: str = "",
+    cwd: str = "",
+    backend: str = "auto",
+) -> Inventory | None:
+    """Return the inventory of a cluster.yaml, of `a,b` or of a hostfile; by default of `cluster.yaml` in `cwd`.
+
+    None means this machine: no option names an inventory and the file does not exist, or `backend` is a local one.
+    This reads only files; see `complete`. Raises UsageError for missing or invalid files and conflicting options.
+    """
+    given = {"--inventory": path, "--hosts": hosts, "--hostfile": hostfile}
+    named = [option for option, value in given.items() if value]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} exclude each other", "use one of them")
+    if backend in defaults.ON_THIS_MACHINE:
+        for option, value in {**given, "--ssh-config": ssh_config, "--only": only}.items():
+            if value:
+                raise UsageError(
+                    f"--backend {backend} runs on this machine, so {option} has no effect", "omit one of them"
+                )
+        return None
+    here = Path(cwd) if cwd else Path.cwd()
+    if not named and not (here / DEFAULT_FILE).exists():
+        if only or ssh_config:
+            option = "--only" if only else "--ssh-config"
+            raise UsageError(f"{option}: no {DEFAULT_FILE} in this folder", "name one with --inventory FILE")
+        return None
+    if hosts:
+        found = inventory.from_hosts(hosts)
+    elif hostfile:
+        found = inventory.from_hostfile(_text(here, hostfile, "--hostfile"), hostfile)
+    else:
+        from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
+
+        found = schema.read(_text(here, path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, str(here))
+    if ssh_config:
+        absolute = str(here / Path(ssh_config).expanduser())
+        found = replace(found, nodes=tuple(replace(node, ssh_config=absolute) for node in found.nodes))
+    for file in {node.ssh_config for node in found.nodes if node.ssh_config}:
+        _text(here, file, "--ssh-config" if ssh_config else f"{found.path}: ssh_config")
+    return inventory.select(found, only) if only else found
+
+
+def complete(found: Inventory) -> Inventory:
+    """Return the inventory with missing values from the machines, in parallel. Raises the errors of `inspect`."""
+    if inventory.is_complete(found):
+        return found
+    if found.backend == "slurm":  # a login node needs no GPU
+        return replace(found, nodes=tuple(each.node for each in inspect(replace(found, device="any")).values()))
+    return replace(found, nodes=tuple(each.node for each in inspect(found).values()))
+
+
+def inspect(given: Inventory) -> dict[str, Found]:
+    """Return the facts of every machine by node name; values that `given` specifies stay.
+
+    Raises one ClusterError with every machine that does not answer or cannot be used.
+    """
+    found = parallel.all_of(given.nodes, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
+    _refuse_mixed(found)
+    if all(node.address for node in given.nodes):
+        return found
+    for name, choice in _addresses(found).items():
+        each = found[name]
+        if not each.node.address:
+            each.node = replace(each.node, address=choice.address.number)
+            each.network = choice.address.device
+            each.notes += [choice.warning] if choice.warning else []
+    return found
+
+
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", scripts.text("transport/discovery.sh"), "discovery", *words]
+
+
+def _inspect(node: Node, *, needs_gpus: bool) -> Found:
+    folders = (node.run_dir or inventory.RUN_DIR, node.data_dir or inventory.DATA_DIR)
+    engines = (word for name, each in ENGINES.items() for word in (name, each.info))
+    done = reach(node).run(_script("machine", *folders, *engines), timeout_s=_TIMEOUT_S)
+    if done.code:
+        raise LaunchError(f"{node.name}: cannot be inspected: {done.last_line}", "it needs bash and coreutils")
+    words = done.out.split("\0")
+    fields = dict(zip(words[0::2], words[1::2], strict=False))
+    speeds = {name[6:]: int(value) for name, value in fields.items() if name[:6] == "speed " and value.isdigit()}
+    if not node.address and "inet" not in fields["addresses"]:
+        raise LaunchError(
+            f"{node.name}: `ip addr` fails: {fields['addresses'].strip() or 'none'}", "apt-get install iproute2"
+        )
+    gpus, notes = _gpus(node, fields, needed=needs_gpus)
+    runtime, engine = _runtime(node, fields)
+    if runtime == "none" and not node.runtime:
+        notes.append(f"{engine}: jobs run without a container, with the python3 of the machine")
+    return Found(
+        node=replace(
+            node,
+            gpus=node.gpus or tuple(gpus),
+            run_dir=fields["run_dir"],
+            data_dir=fields["data_dir"],
+            runtime=node.runtime or runtime,
+        ),
+        hostname=fields["hostname"],
+        gpus=gpus,
+        engine=engine,
+        free_gb=int(fields["free"] or 0) / 1e9,
+        addresses=addresses.addresses(fields["addresses"], speeds),
+        login=(fields["ssh"].split() + [""] * 4)[2],
+        notes=notes,
+    )
+
+
+def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[int, str], list[str]]:
+    """Return the machine's GPUs by id, and notes."""
+    if fields.get("gpus_code", "0") != "0":
+        last = (fields["gpus"].strip().splitlines() or ["no answer in 10 s"])[-1]
+        if needed:
+            raise LaunchError(
+                f"{node.name}: nvidia-smi fails: {last}",
+                "repair its driver, or use --device cpu (in cluster.yaml: device: cpu)",
+            )
+        return {}, [f"nvidia-smi fails: {last}"]
+    found = {
+        int(number): model
+        for number, model in re.findall(r"(?m)^GPU (\d+): (.*?)(?: \(UUID.*)?$", fields.get("gpus", ""))
+    }
+    return found, []
+
+
+def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:
+    """Return the first engine that answers, or none, and a description."""
+    installed = [name for name in ENGINES if name in fields]
+    for name in installed:
+        if match := re.search(r"(?m)^engine_version=(\d\S*)\nengine_security=(.*)", fields[name]):
+            return name, f"{name} {match[1]}{' rootless' if 'rootless' in match[2] else ''}"
+    if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", fields.get("docker", "")):
+        raise LaunchError(
+            f"{node.name}: {fields['user']} may not use its Docker Engine",
+            f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime none",
+        )
+    for name in installed:
+        words = [line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")]
+        return "none", f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
+    return "none", f"neither {' nor '.join(ENGINES)} is installed"
+
+
+def _refuse_mixed(found: Mapping[str, Found]) -> None:
+    without = [name for name, each in found.items() if each.node.runtime == "none"]
+    if without and len(without) < len(found):
+        engine = next(each.node.runtime for each in found.values() if each.node.runtime != "none")
+        raise LaunchError(
+            "\n       ".join(f"{name}: {found[name].engine}" for name in without),
+            f"the other nodes have {engine}: start it there, omit the machine, or use --runtime none for all",
+        )
+
+
+def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Choice]:
+    """Choose the addresses from every machine's routes to the addresses of the others."""
+    numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()}
+
+    def routes(node: Node) -> dict[str, addresses.Route]:
+        wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
+        done = reach(node).run(_script("routes", *wanted), timeout_s=_TIMEOUT_S)
+        words = done.out.split("\0")
+        return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
+
+    known = parallel.all_of([each.node for each in found.values()], routes)
+    logins = {name: each.login for name, each in found.items()}
+    return addresses.choose({name: each.addresses for name, each in found.items()}, known, logins)
+
+
+def device(found: Mapping[str, Found], given: str) -> str:
+    """Return `cuda` if every node has GPUs, `cpu` if none has. Raise ClusterError if only some have."""
+    without = [name for name, each in found.items() if not each.gpus]
+    if given != "auto":
+        if given == "cuda" and without:
+            raise ClusterError(
+                f"no GPU on {', '.join(without)}", "check their drivers with nvidia-smi, or use --device cpu"
+            )
+        return given
+    if without and len(without) < len(found):
+        others = [name for name in found if name not in without]
+        raise ClusterError(
+            f"no GPU on {', '.join(without)}, but on {', '.join(others)}",
+            f"omit them: clusterctl init {' '.join(others)}; or use --device cpu for all",
+        )
+    return "cpu" if without else "cuda"
+
+
+def _text(here: Path, path: str, option: str) -> str:
+    try:
+        return (here / Path(path).expanduser()).read_text()
+    except UnicodeDecodeError:
+        raise UsageError(f"{option} {path}: not a text file") from None
+    except OSError as error:
+        hint = "clusterctl init gpu-a gpu-b writes one" if option == "--inventory" else ""
+        raise UsageError(f"{option} {path}: {error.strerror}", hint) from None

@@ -1,0 +1,347 @@
+"""Copies of folders on the nodes (`clusterctl sync`): compare, send, fetch, with rsync.
+
+The copy of a folder on a node is its mirror, below the node's `data_dir`. rsync compares size and time, or content
+with `checksum`. A file gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from cluster.agent import scripts
+from cluster.errors import ClusterError, UsageError
+from cluster.spec.inventory import DATA_DIR
+from cluster.spec.model import Node
+from cluster.transport import parallel, reach
+from cluster.transport.rsync import EXCLUDED, PREFIX, VANISHED, Rsync, at, error_of, interruptible, reason
+
+#: The state of a mirror: missing, a copy, a link to the shared folder, a link to another folder.
+State = Literal["none", "copy", "common", "elsewhere"]
+#: A callback with the node's name, the operation, the sent bytes, and the total bytes.
+Report = Callable[[str, str, int, int], None]
+
+#: Exit code of files.sh on a machine without rsync.
+_NO_RSYNC = 4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The sorted names of files that exist only here, only on the node, or that differ."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether any file differs."""
+        return bool(self.missing or self.extra or self.different)
+
+    def __str__(self) -> str:
+        """`2 files missing (a.jpg, b.jpg), 1 different (c.txt)`: counts, and the first three names of each."""
+        words: list[str] = []
+        for names, what in ((self.missing, "missing"), (self.different, "different"), (self.extra, "only there")):
+            if names:
+                files = "" if words else ("file " if len(names) == 1 else "files ")
+                first = [name if name.isprintable() else ascii(name) for name in names[:3]]
+                first += ["..."] if len(names) > 3 else []
+                words.append(f"{len(names)} {files}{what} ({', '.join(first)})")
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Synced:
+    """The result of a transfer with a node: counts, transferred bytes, seconds, and remaining differences."""
+
+    node: str
+    how: Literal["rsync", "common", "same"]
+    files: int = 0
+    bytes: int = 0
+    removed: int = 0
+    seconds: float = 0.0
+    left: Difference = field(default_factory=Difference)
+
+
+class NoFolderError(ClusterError):
+    """The folder to fetch does not exist on the node."""
+
+
+def mirror(node: Node, path: str) -> str:
+    """Return the path on the node for an absolute path of this machine; the same if the node is this machine."""
+    return f"{node.data_dir}{path}" if node.login else path
+
+
+def command(folder: str, *, delete: bool = False) -> str:
+    """Return the command that syncs a folder, for hints."""
+    return shlex.join(["clusterctl", "sync", folder, *(["--delete"] if delete else [])])
+
+
+def with_data_dir(node: Node) -> Node:
+    """Return the node, with the default `data_dir` if it has none."""
+    return node if node.data_dir else replace(node, data_dir=DATA_DIR)
+
+
+@dataclass(frozen=True)
+class _Here:
+    """A folder or a file of this machine, as an absolute path with its symbolic links."""
+
+    path: str
+    is_file: bool
+
+    def arguments(self, node: Node, mirror: str) -> list[str]:
+        """Return rsync's source and target. A symbolic link is sent as its target file, one in a folder as a link."""
+        if self.is_file:
+            return ["--copy-links", "--", self.path, f"{at(node)}{posixpath.dirname(mirror)}/"]
+        return ["--", f"{self.path}/", f"{at(node)}{mirror}/"]
+
+
+@dataclass(frozen=True)
+class _Mirror:
+    """The state of a mirror, as `files.sh` prints it; `is_shared`: the node sees this machine's marker file."""
+
+    state: State
+    path: str
+    is_shared: bool
+
+
+def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
+    """Raise ClusterError with node, folder and first differing files unless every node has the files that are here.
+
+    Files whose size or time differs are compared by content. Raises UsageError for a missing folder.
+    """
+    heres = [_here(folder) for folder in folders]
+
+    def compare(node: Node) -> None:
+        wrong = []
+        for here, seen in zip(heres, _mirrors(node, heres), strict=True):
+            difference = _difference(node, here, seen, checksum=False)
+            if difference:
+                what = "does not exist" if seen.state == "none" else f"differs: {difference}"
+                wrong.append((f"{node.name}: {here.path} {what}", command(here.path, delete=bool(difference.extra))))
+        if wrong:
+            hints = list(dict.fromkeys(hint for _, hint in wrong))
+            raise ClusterError("\n       ".join(line for line, _ in wrong), "\n      ".join(hints))
+
+    if heres:
+        interruptible(lambda: parallel.all_of(_remote(nodes), compare))
+
+
+def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
+    """Return the differences in content between the folder and each node's mirror, or the error, by node name.
+
+    Raises UsageError for a missing folder.
+    """
+    here = _here(folder)
+    return interruptible(
+        lambda: parallel.each(nodes, lambda node: _difference(node, here, _mirrors(node, [here])[0], checksum=True))
+    )
+
+
+def sync(
+    nodes: Sequence[Node],
+    folder: str,
+    *,
+    delete: bool = False,
+    checksum: bool = False,
+    copy: bool = False,
+    report: Report = lambda *_: None,
+) -> dict[str, Synced | ClusterError]:
+    """Update every node's mirror of a folder or a file; return the result, or the error, by node name.
+
+    `delete` removes files that exist only on the node; otherwise `left` lists them. `checksum` compares by content.
+    A folder on a shared disk is linked, not copied, unless `copy`. After an interruption every file is either the old
+    or the new one, and the next call continues. Raises UsageError for a missing folder.
+    """
+    here = _here(folder)
+    with _marker(here) as marker:
+        return interruptible(
+            lambda: parallel.each(
+                _remote(nodes), lambda node: _sync(node, here, marker, delete, checksum, copy, report)
+            )
+        )
+
+
+def refuse_missing(folders: Sequence[str]) -> None:
+    """Raise UsageError for the first folder that does not exist, before any is sent."""
+    for folder in folders:
+        _here(folder)
+
+
+def links_leading_out(folder: str) -> tuple[str, ...]:
+    """Return `name -> target` of links that lead out of a folder: nodes get the link without its target."""
+    here, out = _here(folder), []
+    for top, folders, names in os.walk(here.path):
+        folders[:] = [name for name in folders if name not in EXCLUDED]
+        for path in (Path(top, name) for name in (*folders, *names)):
+            if path.is_symlink():
+                target = posixpath.normpath(posixpath.join(top, path.readlink()))
+                if target != here.path and not target.startswith(f"{here.path}/"):
+                    out.append(f"{path.relative_to(here.path)} -> {path.readlink()}")
+    return tuple(sorted(out))
+
+
+def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence[str] = ()) -> Synced:
+    """Fetch the files of a node's folder that differ here in size or time and match no pattern of `exclude`.
+
+    The patterns are rsync's: `*.tmp` and `ranks` match names at any depth. No local file is removed. Raises
+    NoFolderError if the folder does not exist, ClusterError naming the node for other failures.
+    """
+    began = time.monotonic()
+    source = remote_folder.rstrip("/")
+    # Test over the open connection first: most nodes of a job have nothing to fetch.
+    if reach(node).run(["test", "-d", source]).code:
+        raise NoFolderError(f"{node.name}: {source}: no such folder")
+    try:
+        Path(local_folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
+    options = ["--perms", *(f"--exclude={pattern}" for pattern in exclude)]
+    run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
+    interruptible(run)
+    if run.code != VANISHED:  # a running job removes files
+        run.refuse_failure(f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read")
+    files = [change for change, _, _ in run.changes if change[1] in "fL"]
+    return Synced(node.name, "rsync" if files else "same", len(files), run.moved, seconds=time.monotonic() - began)
+
+
+def send(node: Node, file: Path, remote_folder: str) -> None:
+    """Send a local file into a folder of the node. Raise ClusterError naming the node if that fails."""
+    run = Rsync(node, ["--perms", "--copy-links", "--", str(file), f"{at(node)}{remote_folder}/"])
+    interruptible(run)
+    run.refuse_failure(f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read")
+
+
+def _remote(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes except this machine, each machine once."""
+    return list({(node.login, node.data_dir, node.ssh_config): node for node in nodes if node.login}.values())
+
+
+def _here(folder: str) -> _Here:
+    path = os.path.abspath(Path(folder).expanduser())  # noqa: PTH100 (resolve() would follow links)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"this machine: {path!a} is not a UTF-8 name", "rename the folder") from None
+    if path == "/":
+        raise UsageError("this machine: / cannot be synced", "name a folder below it: clusterctl sync ./data")
+    if not Path(path).is_dir() and not Path(path).is_file():
+        raise UsageError(f"this machine: {folder}: no such file or folder")
+    return _Here(path, Path(path).is_file())
+
+
+@contextmanager
+def _marker(here: _Here) -> Iterator[str]:
+    """Create a temporary file in the folder, which a node with the same shared folder sees; "" if not writable."""
+    file = Path(posixpath.dirname(here.path) if here.is_file else here.path, f"{PREFIX}{os.urandom(8).hex()}")
+    name = file.name
+    try:
+        file.touch()
+    except OSError:
+        name = ""
+    try:
+        yield name
+    finally:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _script(*words: str) -> list[str]:
+    return ["bash", "-c", scripts.text("transport/files.sh"), "files", *words]
+
+
+def _mirrors(node: Node, heres: Sequence[_Here], marker: str = "") -> list[_Mirror]:
+    done = reach(node).run(_script("state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)))
+    if done.code == _NO_RSYNC:
+        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
+    if done.code:
+        raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
+    fields = done.out.split("\0")[:-1]
+    return [
+        _Mirror(cast(State, state), mirror, bool(seen))
+        for state, mirror, seen in zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
+    ]
+
+
+def _difference(node: Node, here: _Here, seen: _Mirror, *, checksum: bool) -> Difference:
+    if seen.state == "common":
+        with _marker(here) as marker:
+            if not marker or _mirrors(node, [here], marker)[0].is_shared:
+                return Difference()
+    if seen.state in ("common", "elsewhere"):
+        raise _foreign_link(node, seen)
+    found, _ = _compare(node, here, seen.path, checksum=checksum)
+    # A different time does not mean different content: compare the content then.
+    return _compare(node, here, seen.path, checksum=True)[0] if found.different and not checksum else found
+
+
+def _compare(node: Node, here: _Here, mirror: str, *, checksum: bool) -> tuple[Difference, int]:
+    """Return the differences of a mirror, and the bytes to send."""
+    options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
+    run = Rsync(node, [*options, *here.arguments(node, mirror)])
+    run()
+    run.refuse_failure(f"{node.name}: {mirror} cannot be read", f"this machine: {here.path} cannot be read")
+    missing, extra, different, size = [], [], [], 0
+    for change, length, name in run.changes:
+        if change.startswith("*deleting"):
+            extra += [] if name.endswith("/") else [name]
+        elif change[1] in "fL" and change.endswith("+++"):
+            missing.append(name)
+            size += length
+        elif change[1] in "fL" and (change[0] in "<>c" or change[5] == "p"):
+            different.append(name)
+            size += length
+    return Difference(*(tuple(sorted(names)) for names in (missing, extra, different))), size
+
+
+def _foreign_link(node: Node, seen: _Mirror) -> ClusterError:
+    return ClusterError(
+        f"{node.name}: {seen.path} is, or is below, a link to a folder that is not this machine's",
+        f"remove the link on {node.name} (see: ls -ld {seen.path}), then sync again",
+    )
+
+
+def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
+    began = time.monotonic()
+    report(node.name, "comparing", 0, 0)
+    seen = _mirrors(node, [here], marker)[0]
+    if seen.is_shared and not copy and seen.state != "copy":
+        if seen.state != "common":
+            _run_on(node, _script("link", here.path, seen.path), f"{seen.path} cannot be written")
+        return Synced(node.name, "common", seconds=time.monotonic() - began)
+    if seen.state in ("common", "elsewhere"):
+        # Remove the mirror only if it is a link; never remove its target.
+        if copy and not reach(node).run(_script("unlink", seen.path)).code:
+            seen = _mirrors(node, [here], marker)[0]
+        if seen.state in ("common", "elsewhere"):
+            raise _foreign_link(node, seen)
+    if seen.state == "none":
+        folder = posixpath.dirname(seen.path) if here.is_file else seen.path
+        _run_on(node, ["mkdir", "-p", "--", folder], f"{seen.path} cannot be written")
+    difference, size = _compare(node, here, seen.path, checksum=checksum)
+    removed = len(difference.extra) if delete else 0
+    left = Difference() if delete else Difference(extra=difference.extra)
+    files = len(difference.missing) + len(difference.different)
+    if not files and not removed:
+        return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
+    options = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
+    run = Rsync(
+        node,
+        [*options, *here.arguments(node, seen.path)],
+        lambda sent: report(node.name, "sending", min(sent, size), size),
+    )
+    run()
+    run.refuse_failure(f"{node.name}: {seen.path} cannot be written", f"this machine: {here.path} cannot be read")
+    return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
+
+
+def _run_on(node: Node, argv: Sequence[str], failed: str) -> None:
+    done = reach(node).run(argv)
+    if done.code:
+        raise error_of(f"{node.name}: {failed}", done.err)

@@ -1,0 +1,198 @@
+"""One run of the program rsync: its command line, changes, progress and errors."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from subprocess import DEVNULL, PIPE
+from typing import Any, TypeVar
+
+from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.spec.model import Node
+from cluster.transport import close_all
+from cluster.transport.openssh import BEGIN, destination, remote_shell
+
+T = TypeVar("T")
+
+#: The prefix of marker files and of the folder for incomplete transfers.
+PREFIX = ".clusterctl-"
+#: Marks a folder with results of jobs. The file's text is an rsync rule that excludes its folder.
+RUNS_MARK, RUNS_RULE = f"{PREFIX}runs", "- *\n"
+#: Excluded names: caches of one machine, and marker files.
+EXCLUDED = (".trainer-cache", "__pycache__", f"{PREFIX}*")
+
+_OPTIONS = (
+    *("--recursive", "--links", "--times", "--omit-dir-times", "--omit-link-times", "--modify-window=-1"),
+    *("--protect-args", "--timeout=120", f"--partial-dir={PREFIX}partial"),
+    *("--out-format=%i %l %n", "--info=progress2", "--stats", "--no-human-readable", "--outbuf=L"),
+    *(f"--exclude={name}" for name in EXCLUDED),
+    f"--filter=: {RUNS_MARK}",
+)
+#: rsync's exit codes: source files vanished during the transfer; the connection failed.
+VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
+#: Limits for sshd's MaxStartups: concurrent rsync connections, and seconds of login retries.
+_CONNECTIONS, _BUSY_S = threading.BoundedSemaphore(8), 20.0
+#: A line of `--out-format`: the eleven letters of an itemized change, the size, the name.
+_CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
+
+_HINTS = {
+    "No space left on device": "free disk space there, or choose another data_dir in the inventory (clusterctl sync)",
+    "could not make way": "clusterctl sync --delete removes files that are only there",
+    "Permission denied": "choose a data_dir in the inventory that the login can write to",
+}
+
+
+def require_rsync() -> None:
+    """Raise ClusterError if this machine has no rsync."""
+    if not shutil.which("rsync"):
+        raise ClusterError("this machine: rsync is not installed", "sudo apt-get install rsync")
+
+
+def at(node: Node) -> str:
+    """Return the prefix `user@host:` of paths on the node, "" if the node is this machine."""
+    user, mark, host = destination(node.login).rpartition("@")
+    return f"{user}{mark}{f'[{host}]' if ':' in host else host}:" if node.login else ""
+
+
+class Rsync:
+    """A run of rsync: exit code, stderr, changes, and transferred bytes."""
+
+    def __init__(self, node: Node, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
+        self._node, self._sent = node, sent
+        # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
+        remote = ["--blocking-io", "-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"]
+        self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
+        self.code, self.errors, self.moved = 0, "", 0
+        self.changes: list[tuple[str, int, str]] = []
+
+    def __call__(self) -> None:
+        """Run rsync, and retry if sshd refuses the connection because of MaxStartups.
+
+        Raises LaunchError after an interruption, ClusterError if rsync is missing here.
+        """
+        require_rsync()
+        until = time.monotonic() + _BUSY_S
+        with _CONNECTIONS:
+            self._run()
+            while (
+                self.code in _DISCONNECTED
+                and re.search("kex_exchange|banner exchange", self.errors)
+                and time.monotonic() < until
+            ):
+                time.sleep(random.uniform(0.5, 1.5))
+                self._run()
+
+    def _run(self) -> None:
+        # In the C locale rsync escapes every byte except printable ASCII as \#ooo.
+        environment = {**os.environ, "LC_ALL": "C"}
+        text = {"encoding": "ascii", "errors": "surrogateescape"}
+        with (
+            tempfile.TemporaryFile() as errors,
+            started(self._argv, stdin=DEVNULL, stdout=PIPE, stderr=errors, env=environment, **text) as process,
+        ):
+            assert process.stdout
+            for line in process.stdout:
+                self._read(line.rstrip("\n"))
+            self.code = process.wait()
+            errors.seek(0)
+            self.errors = errors.read().decode(errors="replace")
+
+    def refuse_failure(self, receiver: str, sender: str) -> None:
+        """Raise ClusterError with the reason if rsync failed.
+
+        `receiver` and `sender` are the messages for a failure on each side, such as `gpu-a: /data cannot be written`.
+        """
+        if not self.code:
+            return
+        name = self._node.name
+        if self.code in _DISCONNECTED and "failed" not in self.errors:
+            raise UnreachableError(
+                f"{name}: the connection broke: {reason(self.errors)}", "repeat the command: it continues the transfer"
+            )
+        if re.search(r"rsync.*not found", self.errors):
+            raise ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
+        # If the receiver failed, the sender reports a write error, too.
+        errors = re.sub(r"(?m)^rsync: \[sender\] write error.*", "", self.errors)
+        is_sender = self.code == VANISHED or re.search(r"(?m)^rsync: \[sender\]", errors)
+        raise error_of(sender if is_sender else receiver, errors)
+
+    def _read(self, line: str) -> None:
+        if found := _CHANGE.fullmatch(line):
+            name = re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), os.fsencode(found[3]))
+            self.changes.append((found[1], int(found[2]), os.fsdecode(name)))
+        elif found := re.match(r"\s*(\d+)\s+\d+%", line):
+            self._sent(int(found[1]))
+        elif found := re.match(r"Total bytes (?:sent|received): (\d+)", line):
+            self.moved = max(self.moved, int(found[1]))
+
+
+#: The running processes, which Ctrl-C terminates, and whether it was pressed.
+_processes: set[subprocess.Popen[Any]] = set()
+_interrupted = threading.Event()
+_lock = threading.Lock()
+
+
+@contextmanager
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a process in its own session, which `interruptible` can terminate. Raise LaunchError if it did."""
+    with _lock:
+        refuse_interrupted()
+        process = subprocess.Popen(argv, start_new_session=True, **options)
+        _processes.add(process)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with _lock:
+                _processes.discard(process)
+    refuse_interrupted()
+
+
+def refuse_interrupted() -> None:
+    """Raise LaunchError if Ctrl-C ends the running work."""
+    if _interrupted.is_set():
+        raise LaunchError("this machine: interrupted")
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Run `work` and return its result. Ctrl-C ends its transfers, waits for it, and raises KeyboardInterrupt."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            with _lock:
+                _interrupted.set()
+                for process in _processes:
+                    process.terminate()
+            close_all()  # ends remote commands that threads wait for
+            wait([running])
+            _interrupted.clear()
+            raise
+
+
+def error_of(failed: str, errors: str) -> ClusterError:
+    """Return the error `FAILED: REASON`, with the reason from a program's stderr."""
+    why = reason(errors)
+    return ClusterError(f"{failed}: {why}", next((hint for part, hint in _HINTS.items() if part in why), ""))
+
+
+def reason(errors: str) -> str:
+    """Return the system error in the stderr of rsync or mkdir, such as `No space left on device`."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith("rsync error: ")]
+    # Lines of rsync first: ssh and the login shell also write to stderr.
+    for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
+        found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)
+        if found and not found[1].startswith("Exiting"):
+            return found[1]
+    return lines[-1] if lines else "no reason was printed"

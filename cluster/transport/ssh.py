@@ -1,0 +1,357 @@
+"""Commands over SSH. The only module that uses fabric and paramiko.
+
+`ssh -G` evaluates `~/.ssh/config`, and fabric opens the connection. Commands use its channels as bytes, because
+fabric's `run` decodes output and interpolates variables into shell code. A broken connection is opened again.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import random
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import paramiko
+from fabric import Config, Connection
+
+from cluster.errors import UnreachableError
+from cluster.transport.local import MORE_PATH, Completed
+from cluster.transport.openssh import BEGIN, destination, port_of
+
+CONNECT_TIMEOUT_S = 8.0
+#: How long to wait for the end of a closed connection's thread.
+_THREAD_S = 5.0
+#: Seconds of login retries: sshd refuses concurrent logins above its MaxStartups.
+_BUSY_S = 20.0
+#: Interval of keep-alive messages, which detect a dead connection.
+_KEEPALIVE_S = 5
+_CHUNK = 1 << 16
+#: The settings of `ssh -G` that paramiko and fabric use. Timeouts are set for each connection.
+_SETTINGS = (
+    *("hostname", "user", "port", "forwardagent", "proxyjump", "proxycommand"),
+    *("userknownhostsfile", "globalknownhostsfile", "hostkeyalias"),
+)
+#: The output of a command follows this mark. Output before it comes from `~/.bashrc`, which bash also reads under sshd.
+_MARK = f"{BEGIN}\n".encode()
+# Without a handler paramiko prints tracebacks of exceptions that this module reports as errors.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+class UnknownHostKey(paramiko.SSHException):
+    """The host key is in no known_hosts file."""
+
+    def __init__(self, key: paramiko.PKey) -> None:
+        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+        super().__init__(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
+
+
+class _Refuse(paramiko.MissingHostKeyPolicy):
+    """Rejects unknown host keys: trust on first use would also accept an attacker's key."""
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        raise UnknownHostKey(key)
+
+
+class SshProcess:
+    """A running command on the remote machine."""
+
+    def __init__(self, channel: paramiko.Channel, name: str) -> None:
+        self._channel = channel
+        self._name = name
+        # Unbuffered: closing this file ends the input of the command.
+        self.stdin = cast(BinaryIO, channel.makefile_stdin("wb", 0))
+        self.stdout = cast(BinaryIO, channel.makefile("rb", _CHUNK))
+        while (line := self.stdout.readline()) and not line.endswith(_MARK):
+            pass
+        channel.settimeout(None)
+        self._errors = bytearray()
+        # stderr and stdout share their flow control, so unread stderr would block both.
+        self._drain = threading.Thread(target=self._read_errors, daemon=True)
+        self._drain.start()
+
+    def _read_errors(self) -> None:
+        while chunk := self._channel.recv_stderr(_CHUNK):
+            self._errors += chunk
+
+    def wait(self, timeout_s: float) -> Completed:
+        """Return the exit code and stderr. Raise UnreachableError after `timeout_s` or if the connection breaks."""
+        if not self._channel.status_event.wait(timeout_s):
+            raise UnreachableError(f"{self._name}: a command did not end within {timeout_s:g} s")
+        self._drain.join(5)
+        code = self._channel.recv_exit_status()
+        if code == -1:
+            raise UnreachableError(f"{self._name}: the connection broke")
+        return Completed(code, "", _after_mark(self._errors)[1].decode(errors="replace"))
+
+
+class SshShell:
+    """Runs commands on `login` (`[user@]host[:port]`, or a name from `~/.ssh/config`) over one connection."""
+
+    def __init__(self, login: str, *, name: str = "", config_file: str = "") -> None:
+        self.name = name or login
+        self._login = login
+        self._config_file = config_file
+        self._connection: Connection | None = None
+        self._lock = threading.Lock()
+
+    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+        """Run a command. Raise UnreachableError if the connection fails or the command does not end in `timeout_s`."""
+        until = time.monotonic() + timeout_s
+        channel = self._start(argv, timeout_s)
+        # Always close the channel: the command then ends with SIGPIPE or SIGHUP.
+        try:
+            out, errors = bytearray(), bytearray()
+            data = stdin.encode() if isinstance(stdin, str) else stdin
+            channel.settimeout(timeout_s)
+            channel.sendall(data)
+            channel.shutdown_write()
+            for read, into in ((channel.recv, out), (channel.recv_stderr, errors)):
+                channel.settimeout(max(0.05, until - time.monotonic()))
+                while chunk := read(_CHUNK):
+                    into += chunk
+                    channel.settimeout(max(0.05, until - time.monotonic()))
+            if not channel.status_event.wait(max(0.05, until - time.monotonic())):
+                raise TimeoutError
+            code = channel.recv_exit_status()
+        except TimeoutError as error:
+            shown = " ".join(argv[:3]).splitlines()[0][:60]
+            raise UnreachableError(f"{self.name}: `{shown}` did not answer within {timeout_s:g} s") from error
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            self.close()
+            raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
+        finally:
+            channel.close()
+        if code == -1:
+            self.close()
+            raise UnreachableError(f"{self.name}: the connection broke")
+        has_mark, out = _after_mark(out)
+        done = Completed(code, out.decode(errors="replace"), _after_mark(errors)[1].decode(errors="replace"))
+        if not has_mark:
+            raise UnreachableError(
+                f"{self.name}: its login shell does not run commands: {done.last_line}",
+                f'try by hand: {self._by_hand()} "bash --version"',
+            )
+        return done
+
+    @contextmanager
+    def stream(self, argv: Sequence[str]) -> Iterator[SshProcess]:
+        """Start a command. Raise UnreachableError if the connection fails, now or inside the block."""
+        channel = self._start(argv, CONNECT_TIMEOUT_S)
+        channel.settimeout(CONNECT_TIMEOUT_S)
+        try:
+            yield SshProcess(channel, self.name)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            self.close()
+            raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
+        finally:
+            channel.close()
+
+    def ping(self) -> bool:
+        """Return whether sshd responds to a keep-alive request, which needs no new process there."""
+        with self._lock:
+            connection = self._connection
+        if connection is None or not connection.is_connected:
+            return False
+        try:
+            connection.transport.global_request("keepalive@openssh.com", wait=True)
+        except (OSError, EOFError, paramiko.SSHException):
+            return False
+        return bool(connection.transport.is_active())
+
+    def close(self) -> None:
+        """Close the connection; the next command opens another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+        if connection is not None:
+            transport = connection.transport
+            connection.close()
+            proxy = getattr(transport, "sock", None)
+            if isinstance(proxy, paramiko.ProxyCommand):
+                # paramiko kills the program, and leaves its pipes open. Its thread kills it again at its end.
+                transport.join(_THREAD_S)
+                proxy.process.wait()
+                for pipe in filter(None, (proxy.process.stdin, proxy.process.stdout, proxy.process.stderr)):
+                    pipe.close()
+
+    def _start(self, argv: Sequence[str], timeout_s: float) -> paramiko.Channel:
+        limit_s = min(timeout_s, CONNECT_TIMEOUT_S)
+        while True:
+            transport, fresh = self._transport(limit_s)
+            try:
+                channel = transport.open_session(timeout=limit_s)
+                channel.exec_command(_line(argv))
+                return channel
+            except (OSError, EOFError, paramiko.SSHException) as error:
+                self.close()
+                if fresh:  # an old connection may be dead: retry with a new one
+                    raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
+
+    def _transport(self, timeout_s: float) -> tuple[paramiko.Transport, bool]:
+        with self._lock:
+            if self._connection is not None and self._connection.is_connected:
+                return self._connection.transport, False
+            self._connection = self._open(timeout_s)
+            return self._connection.transport, True
+
+    def _open(self, timeout_s: float) -> Connection:
+        try:
+            connection = _connection(self._login, self._config_file, timeout_s)
+        except FileNotFoundError:
+            raise UnreachableError(
+                "this machine: ssh is not installed", "sudo apt-get install openssh-client"
+            ) from None
+        except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+            raise UnreachableError(
+                f"{self.name}: ssh configuration: {error}", f"check it: {self._by_hand('-G')}"
+            ) from error
+        try:
+            _log_in(connection, timeout_s)
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            why, hint = _explain(error, connection, self._by_hand())
+            where = f"{self.name} ({connection.user}@{connection.host}:{connection.port})"
+            raise UnreachableError(f"{where}: {why}", hint) from error
+        connection.transport.set_keepalive(_KEEPALIVE_S)
+        return connection
+
+    def _by_hand(self, *options: str) -> str:
+        """Return the command that logs in by hand, also through the jump hosts of the ssh_config."""
+        file = ["-F", self._config_file] if self._config_file else []
+        port = ["-p", port_of(self._login)] if port_of(self._login) else []
+        return shlex.join(["ssh", *file, *port, *options, destination(self._login)])
+
+
+def _explain(error: Exception, connection: Connection, command: str) -> tuple[str, str]:
+    """Return why the login failed, and what to type next; `command` logs in by hand."""
+    host, port = connection.host, connection.port
+    scan = f"ssh-keyscan -p {port} {host} >> ~/.ssh/known_hosts"
+    if isinstance(error, UnknownHostKey):
+        return str(error), f"compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*.pub` on the machine, then: {scan}"
+    if isinstance(error, paramiko.BadHostKeyException):
+        why = "its host key is not the one in known_hosts: the machine is new, or another one answers"
+        return why, f"if the machine is new: ssh-keygen -R {error.hostname}, then {scan}"
+    if isinstance(error, paramiko.PasswordRequiredException):
+        return "its key has a passphrase and is not in an agent", "run: eval $(ssh-agent) && ssh-add"
+    by_hand = f"try by hand: {command}"
+    if isinstance(error, paramiko.AuthenticationException):
+        return f"the login is refused ({error})", by_hand
+    if isinstance(error, socket.gaierror):
+        how = f"check it with: getent hosts {host}, or set its IP address as login in cluster.yaml"
+        return f"the host name {host} does not resolve", how
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return f"cannot be reached: {'; '.join(dict.fromkeys(map(str, error.errors.values())))}", by_hand
+    return f"cannot be reached: {error or type(error).__name__}", by_hand
+
+
+def _line(argv: Sequence[str]) -> str:
+    """Return a command line for any login shell: it starts a bash that prints the mark and executes the command."""
+    # Base64 has no character that any shell expands. A word of csh has 1024 characters at most.
+    coded = base64.b64encode(shlex.join(argv).encode()).decode()
+    words = " ".join(coded[at : at + 1000] for at in range(0, len(coded), 1000))
+    # csh keeps copies of its stdin and stdout open, so a daemon would delay the end of the output: close them.
+    # A bash below sshd reads ~/.bashrc again unless SHLVL is above 1.
+    begin = f"echo {BEGIN}; echo {BEGIN} >&2; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
+    return f'exec env SHLVL=3 bash -c \'{begin}; line=$(printf %s "$@" | base64 -d) && eval "exec $line"\' bash {words}'
+
+
+def _after_mark(printed: bytearray) -> tuple[bool, bytearray]:
+    """Return whether the mark occurs, and the output after it; without a mark all output."""
+    before, mark, after = printed.partition(_MARK)
+    return bool(mark), after if mark else before
+
+
+def _log_in(connection: Connection, timeout_s: float) -> None:
+    until = time.monotonic() + _BUSY_S
+    pause_s = 0.1
+    while True:
+        began = time.monotonic()
+        try:
+            connection.open()
+            return
+        except (OSError, EOFError, paramiko.SSHException) as error:
+            now = time.monotonic()
+            # Retry only if sshd closed the connection at once, as above MaxStartups; not after a timeout.
+            if not _hung_up(error) or now - began >= timeout_s or now + pause_s > until:
+                raise
+        # Spread the retries of many threads.
+        time.sleep(pause_s * random.uniform(0.5, 1))
+        pause_s = min(2 * pause_s, 1.0)
+
+
+def _hung_up(error: BaseException) -> bool:
+    """Whether the peer closed the connection before its SSH banner."""
+    return isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
+
+
+def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
+    options = _options(login, config_file, timeout_s)
+    connection = Connection(
+        login,
+        # lazy: do not read `fabric.yaml` files of this machine
+        config=Config(ssh_config=options, lazy=True),
+        # False, not None: fabric misreads `ProxyJump none` and several jump hosts
+        gateway=False,
+        connect_timeout=timeout_s,
+        connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
+    )
+    connection.gateway = _proxy_command(connection, config_file)
+    if connection.gateway:  # the banner comes after the logins to all jump hosts
+        hops = connection.ssh_config.get("proxyjump", "").count(",") + 1
+        connection.connect_timeout = connection.connect_kwargs["banner_timeout"] = timeout_s * (1 + hops)
+    _trust_only_known_hosts(connection)
+    return connection
+
+
+def _proxy_command(connection: Connection, config_file: str) -> str | None:
+    """Return the ProxyCommand; for a ProxyJump that of OpenSSH, which reads the settings of the jump hosts."""
+    if "proxyjump" not in connection.ssh_config:
+        return cast("str | None", connection.ssh_config.get("proxycommand"))
+    before, _, last = connection.ssh_config["proxyjump"].rpartition(",")
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+    words += ["-F", str(Path(config_file).expanduser())] if config_file else []
+    words += ["-J", before] if before else []
+    words += ["-p", port_of(last)] if port_of(last) else []
+    return shlex.join([*words, "-W", f"[{connection.host}]:{connection.port}", "--", destination(last)])
+
+
+def _options(login: str, config_file: str, timeout_s: float) -> paramiko.SSHConfig:
+    """Return the settings of a login from `ssh -G`, which evaluates Host, Match and Include.
+
+    Raises ValueError with ssh's message for an invalid file.
+    """
+    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
+    port = ["-p", port_of(login)] if port_of(login) else []
+    argv = ["ssh", "-TG", *file, *port, "--", destination(login)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
+    if done.returncode:
+        raise ValueError(done.stderr.partition("\n")[0].strip() or f"ssh -G: exit {done.returncode}")
+    lines = ["Host *"]
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        # paramiko fails for identity files that do not exist.
+        if key in _SETTINGS or (key == "identityfile" and Path(value).expanduser().is_file()):
+            lines.append(line)
+    return paramiko.SSHConfig.from_text("\n".join(lines))
+
+
+def _trust_only_known_hosts(connection: Connection) -> None:
+    """Check host keys against known_hosts: by default fabric accepts any key and reads no such file."""
+    connection.client.set_missing_host_key_policy(_Refuse())
+    options = connection.ssh_config
+    files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2").split()
+    files += options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2").split()
+    known = paramiko.HostKeys()
+    for file in (Path(file).expanduser() for file in files):
+        if file.is_file():
+            known.load(str(file))
+    name = connection.host if connection.port == 22 else f"[{connection.host}]:{connection.port}"
+    for kind, key in (known.lookup(options.get("hostkeyalias", name)) or {}).items():
+        connection.client.get_host_keys().add(name, kind, key)

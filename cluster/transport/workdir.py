@@ -1,0 +1,187 @@
+"""Working directory of a program: the files that travel with a job, their copy on each node, and their way back.
+
+Each job has its own copy, `workdir` in its run directory on the node, so that a program may write there. rsync copies
+files that an earlier job has already brought to the node from that job's copy.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.errors import ClusterError, UnreachableError, UsageError
+from cluster.spec.model import WORKDIR, Node, Plan
+from cluster.transport import files, parallel, reach
+from cluster.transport.local import LocalShell
+from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, VANISHED, Rsync, at, interruptible
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
+
+#: A working directory is code. More than this is data, or a virtual environment.
+LIMIT_BYTES = 1_000_000_000
+#: Files of patterns that do not travel, with the syntax of .gitignore, in any folder.
+IGNORE_FILES = (".gitignore", ".clusterignore")
+#: How many copies of earlier jobs rsync may take files from.
+EARLIER = 3
+
+
+@dataclass(frozen=True)
+class Workdir:
+    """The files of a folder that travel: names relative to it, and their sizes in bytes."""
+
+    folder: str
+    sizes: dict[str, int]
+
+    @property
+    def size(self) -> int:
+        """The sum of the sizes."""
+        return sum(self.sizes.values())
+
+
+def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> Workdir:
+    """Return the files of a folder that travel: all but `.git`, caches, run directories, and what is ignored.
+
+    `without` are absolute paths of files with secrets, which never travel. Raises UsageError, which names the largest
+    folders, if the files have more than `limit` bytes.
+    """
+    try:
+        sizes = {name: size for name, size in _files(folder, "", []) if f"{folder}/{name}" not in without}
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore") from error
+    found = Workdir(folder, sizes)
+    if found.size > limit:
+        parts: Counter[str] = Counter()
+        for name, size in found.sizes.items():
+            parts[name.partition("/")[0]] += size
+        largest = ", ".join(f"{name} {_decimal(size)}" for name, size in parts.most_common(3))
+        raise UsageError(
+            f"the working directory {folder} has {_decimal(found.size)}, more than {_decimal(limit)}: {largest}",
+            "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount",
+        )
+    return found
+
+
+def send(workdir: Workdir, plan: Plan, nodes: Sequence[Node], earlier: Sequence[str], report: files.Report) -> str:
+    """Copy the files to the job's folder on each node. Return a sentence with the counts.
+
+    `earlier` are jobs whose copies may have the same files. Raises ClusterError, with no copy left, if one fails.
+    """
+    machines = list({(node.login, node.ssh_config, node.run_dir): node for node in nodes}.values())
+    with tempfile.NamedTemporaryFile(prefix=PREFIX) as listed:
+        listed.write(b"".join(os.fsencode(name) + b"\0" for name in workdir.sizes))
+        listed.flush()
+        try:
+            sent = interruptible(
+                lambda: parallel.all_of(machines, lambda node: _send(workdir, plan, node, listed.name, earlier, report))
+            )
+        except (ClusterError, KeyboardInterrupt):
+            remove = f'rm -rf -- "$0/{WORKDIR}"; rmdir -- "$0" 2> /dev/null'
+            parallel.each(machines, lambda node: reach(node).run(["bash", "-c", remove, plan.dir_on(node)]))
+            raise
+    most = max(sent.values(), default=0)
+    where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].display_name if machines else "")
+    return f"working directory: {len(workdir.sizes)} files, {_decimal(workdir.size)}; {most} sent to {where}"
+
+
+def without_copy(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes that answer and have no copy, for example because their disk was replaced."""
+    found = parallel.each(nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code)
+    return [node for node in nodes if found[node.name] == 1]
+
+
+def fetch(plan: Plan, node: Node) -> None:
+    """Copy the files that the job has written or changed in its working directory on a node to `workdir` here.
+
+    Raises ClusterError naming the node.
+    """
+    source, target = f"{plan.dir_on(node)}/{WORKDIR}", f"{plan.run_dir}/{WORKDIR}"
+    if reach(node).run(["test", "-d", source]).code:
+        return
+    options = ["--perms", "--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
+    run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{target}/"])
+    interruptible(run)
+    run.refuse_failure(f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read")
+
+
+def commit(folder: str) -> str:
+    """Return the commit of a folder in a git repository, with ` (dirty)` if files differ from it; else ""."""
+    try:
+        head = LocalShell().run(["git", "-C", folder, "rev-parse", "HEAD"], timeout_s=10)
+        changed = LocalShell().run(["git", "-C", folder, "status", "--porcelain"], timeout_s=60)
+    except UnreachableError:  # no git
+        return ""
+    return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
+
+
+def _send(workdir: Workdir, plan: Plan, node: Node, listed: str, earlier: Sequence[str], report: files.Report) -> int:
+    """Copy the files to one node, and return how many were sent."""
+    target = f"{plan.dir_on(node)}/{WORKDIR}"
+    made = reach(node).run(["mkdir", "-p", "--", target])
+    if made.code:
+        raise ClusterError(f"{node.display_name}: {target} cannot be written: {made.last_line}")
+    options = ["--perms", "--ignore-missing-args", "--from0", f"--files-from={listed}"]
+    options += [f"--copy-dest=../../{job}/{WORKDIR}" for job in earlier[:EARLIER]]
+    run = Rsync(
+        node,
+        [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"],
+        lambda sent: report(node.name, "sending the working directory", min(sent, workdir.size), workdir.size),
+    )
+    run()
+    if run.code != VANISHED:  # another program removes files
+        run.refuse_failure(f"{node.display_name}: {target} cannot be written", f"{workdir.folder} cannot be read")
+    return sum(change[:2] in ("<f", ">f") for change, _, _ in run.changes)
+
+
+def _files(top: str, below: str, rules: list[tuple[str, GitIgnoreSpec]]) -> Iterator[tuple[str, int]]:
+    """Yield the names and sizes of the files in the folder `below`, relative to `top`, by the rules of its parents."""
+    entries = sorted(os.scandir(Path(top, below)), key=lambda entry: entry.name)
+    names = {entry.name for entry in entries}
+    if RUNS_MARK in names:
+        return
+    rules = [*rules, *_rules(top, below, names)]
+    for entry in entries:
+        name = f"{below}{entry.name}"
+        if any(fnmatch(entry.name, pattern) for pattern in (".git", *EXCLUDED)):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            if not _is_ignored(f"{name}/", rules):
+                yield from _files(top, f"{name}/", rules)
+        elif not _is_ignored(name, rules):
+            try:
+                about = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # another program removes files
+                continue
+            if stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
+                yield name, about.st_size
+
+
+def _rules(top: str, below: str, names: set[str]) -> Iterator[tuple[str, GitIgnoreSpec]]:
+    from pathspec import GitIgnoreSpec
+
+    for name in IGNORE_FILES:
+        if name in names:
+            file = Path(top, below, name)
+            try:
+                yield below, GitIgnoreSpec.from_lines(file.read_text("utf-8", "surrogateescape").splitlines())
+            except ValueError as error:
+                raise UsageError(f"{file}: {error}", "its syntax is that of .gitignore") from error
+
+
+def _is_ignored(name: str, rules: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
+    """Return whether the last matching pattern ignores a file, or a folder (with a final slash)."""
+    matches = (spec.check_file(name[len(below) :]).include for below, spec in reversed(rules))
+    return bool(next((match for match in matches if match is not None), False))
+
+
+def _decimal(size: int) -> str:
+    from rich.filesize import decimal
+
+    return decimal(size)

@@ -1,0 +1,221 @@
+"""One suite for all shells, against a real sshd; then cases of SSH only."""
+
+import getpass
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+
+import pytest
+
+from cluster.errors import UnreachableError
+from cluster.spec.model import Node
+from cluster.transport import LocalShell, close_all, files, reach
+from cluster.transport.ssh import _line
+from tests.contract.sshd import Sshd, addresses
+
+HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
+
+
+@pytest.fixture(params=["local", "ssh"])
+def shell(request):
+    if request.param == "local":
+        yield reach(Node("here", "127.0.0.1"))
+        return
+    server = request.getfixturevalue("sshd")
+    yield reach(Node("gpu-a", server.addresses[0], login="h0", ssh_config=str(server.config)))
+    close_all()
+
+
+def test_arguments_input_output_and_exit_code_are_exact(shell):
+    done = shell.run(["python3", "-c", "import sys; print(sys.argv[1:])", *HOSTILE])
+    assert (done.code, done.out, done.err) == (0, f"{HOSTILE}\n", "")
+    done = shell.run(["bash", "-c", "cat; echo oops >&2; exit 7"], stdin="first\nlast $HOME")
+    assert (done.code, done.out, done.err, done.last_line) == (7, "first\nlast $HOME", "oops\n", "oops")
+
+
+def test_a_megabyte_each_way_does_not_deadlock(shell):
+    done = shell.run(["bash", "-c", "cat; head -c 1000000 /dev/zero | tr '\\0' e >&2"], stdin="x" * 1_000_000)
+    assert (done.code, len(done.out), len(done.err)) == (0, 1_000_000, 1_000_000)
+
+
+def test_a_hanging_command_times_out_and_the_shell_stays_usable(shell):
+    began = time.monotonic()
+    with pytest.raises(UnreachableError, match=r"`sleep 30` did not answer within 0.5 s"):
+        shell.run(["sleep", "30"], timeout_s=0.5)
+    assert time.monotonic() - began < 5
+    assert shell.run(["echo", "still here"]).out == "still here\n"
+
+
+def test_a_stream_carries_bytes_both_ways(shell):
+    sent = os.urandom(3_000_000)
+    with shell.stream(["bash", "-c", "cat; echo done >&2; exit 3"]) as stream:
+
+        def write():
+            stream.stdin.write(sent)
+            stream.stdin.close()
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        received = stream.stdout.read()
+        writer.join()
+        done = stream.wait(10)
+    assert received == sent
+    assert (done.code, done.err) == (3, "done\n")
+
+
+def test_a_stream_that_is_left_ends_its_command(shell, tmp_path):
+    mark = str(tmp_path / "mark")
+    with shell.stream(["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as stream:
+        assert stream.stdout.readline() == b"x\n"
+    until = time.time() + 5
+    pattern = f"loop {mark}"
+    while subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout and time.time() < until:
+        time.sleep(0.1)
+    assert not subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout
+
+
+def test_the_path_has_the_folders_that_a_non_login_session_lacks(shell):
+    folders = shell.run(["bash", "-c", 'echo "$PATH"']).out.strip().split(":")
+    assert {"/usr/sbin", "/usr/lib/wsl/lib"} <= {*folders}
+
+
+def connect(server, login="h0"):
+    close_all()
+    return reach(Node("gpu-a", server.addresses[0], login=login, ssh_config=str(server.config)))
+
+
+def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
+    shell = connect(sshd)
+    for _ in range(3):
+        shell.run(["true"])
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == 1
+    sshd.drop_sessions()
+    assert shell.run(["echo", "again"]).out == "again\n"
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
+
+
+@pytest.fixture
+def greeting(tmp_path, worker):
+    """A machine whose ~/.bashrc prints, without a final newline, and counts how often it was read."""
+    server = Sshd(tmp_path / "sshd", addresses(worker, 1), bare=True)
+    (server.folder / ".bashrc").write_text(
+        "echo Welcome to gpu-a; printf 'have a nice'\n"
+        "echo bash: /usr/share/greeting: No such file or directory >&2; echo >> ~/read\n"
+    )
+    yield server
+    close_all()
+    server.stop()
+
+
+def test_the_output_of_a_login_shell_is_not_that_of_the_command(greeting):
+    shell = connect(greeting)
+    assert shell.run(["echo", "mine"]).out == "mine\n"
+    done = shell.run(["bash", "-c", "bash -c 'cat; exit 7'"], stdin="one\ntwo")
+    assert (done.code, done.out, done.err) == (7, "one\ntwo", "")
+    assert (greeting.folder / "read").read_text() == "\n" * 2  # once for each command
+    sent = os.urandom(1_000_000)
+    with shell.stream(["bash", "-c", "cat; exit 3"]) as stream:
+        stream.stdin.write(b"first\n" + sent)
+        stream.stdin.close()
+        assert stream.stdout.readline() == b"first\n"
+        assert stream.stdout.read(1000) + stream.stdout.read() == sent
+        assert stream.wait(10).code == 3
+    with shell.stream(["bash", "-c", "echo mine >&2; exit 3"]) as stream:
+        assert stream.wait(10).err == "mine\n"
+
+
+def test_files_are_compared_sent_and_fetched_despite_a_greeting(greeting, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "a").write_text("a")
+    node = Node("gpu-a", "", login="h0", ssh_config=str(greeting.config), data_dir=str(tmp_path / "there"))
+    assert files.differences([node], str(tmp_path / "set"))["gpu-a"].missing == ("a",)
+    files.sync([node], str(tmp_path / "set"), copy=True)
+    assert not files.differences([node], str(tmp_path / "set"))["gpu-a"]
+    files.collect(node, files.mirror(node, str(tmp_path / "set")), str(tmp_path / "back"))
+    assert (tmp_path / "back" / "a").read_text() == "a"
+
+
+def test_a_login_shell_that_runs_no_command_is_an_error_with_its_output(greeting):
+    (greeting.folder / ".bashrc").write_text("echo This account is closed.; exit 0\n")
+    with pytest.raises(
+        UnreachableError, match=r"^gpu-a: its login shell does not run commands: This account is closed\.$"
+    ) as refused:
+        connect(greeting).run(["true"])
+    assert refused.value.hint == f'try by hand: ssh -F {greeting.config} h0 "bash --version"'
+
+
+@pytest.mark.parametrize("login", [each for each in ("sh", "bash", "zsh", "fish", "tcsh", "csh") if shutil.which(each)])
+def test_any_login_shell_runs_the_exact_command(login):
+    """Test the shells of this machine; csh is the strictest."""
+    words = [*HOSTILE, "tab\t\x7f", "\\0041 \\\\ \\'", "%s ~ [a] {b,c} #", "it's long, isn't it! " * 1000, "the end\n"]
+    line = _line(["python3", "-c", "import sys; print(sys.argv[1:])", *words])
+    assert line.isascii()
+    assert line.isprintable()
+    assert "!" not in line
+    assert "\\\\" not in line
+    assert max(map(len, shlex.split(line))) < 1024
+    done = LocalShell().run([login, "-c", line])
+    assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "clusterctl begins\n")
+    # a background process does not delay the end of the output; csh would pass copies of its stdin and stdout to it
+    LocalShell().run([login, "-c", _line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"])], timeout_s=10)
+
+
+def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):
+    fingerprint = subprocess.run(
+        ["ssh-keygen", "-lf", sshd.folder / "host.pub"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    sshd.known_hosts.write_text("")
+    with pytest.raises(UnreachableError) as refused:
+        connect(sshd).run(["true"])
+    assert refused.value.message.startswith("gpu-a (")
+    assert fingerprint in refused.value.message
+    assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[0]} >> ~/.ssh/known_hosts" in refused.value.hint
+
+
+def test_another_host_key_than_the_known_one_is_refused(sshd):
+    other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
+    sshd.known_hosts.write_text(f"[{sshd.addresses[0]}]:{sshd.port} {other}\n")
+    with pytest.raises(UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts") as refused:
+        connect(sshd).run(["true"])
+    assert "ssh-keygen -R" in refused.value.hint
+
+
+def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(sshd):
+    (sshd.folder / "authorized").write_text("")
+    with pytest.raises(UnreachableError, match=r"gpu-a .*: the login is refused"):
+        connect(sshd).run(["true"])
+    subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
+    with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
+        connect(sshd).run(["true"])
+    assert "ssh-add" in refused.value.hint
+    with pytest.raises(UnreachableError, match=r"gpu-a .*: the host name nowhere\.invalid does not resolve"):
+        connect(sshd, "nowhere.invalid").run(["true"])
+    with pytest.raises(
+        UnreachableError, match=rf"gpu-a .*{re.escape(sshd.addresses[0])}:1\): cannot be reached: .*refused"
+    ):
+        connect(sshd, f"{sshd.addresses[0]}:1").run(["true"])
+
+
+def test_the_first_proxy_setting_wins_and_none_is_not_a_host(sshd):
+    """Configurations often have `Host *` with a jump host, and exceptions."""
+    text = sshd.config.read_text()
+    more = f"Host h1\n  ProxyCommand none\nHost inner\n  HostName {sshd.addresses[1]}\n  ProxyJump h2,h1\n"
+    more += "Host *\n  ProxyJump h0\n"
+    rest = (
+        f"  User {getpass.getuser()}\n  IdentityFile {sshd.folder / 'user'}\n  UserKnownHostsFile {sshd.known_hosts}\n"
+    )
+    sshd.config.write_text(f"Host h0\n  ProxyJump none\n{text}{more}{rest}  Port {sshd.port}\n")
+
+    before = (sshd.folder / "log").read_text().count("Accepted publickey")
+    shell = connect(sshd, "inner")
+    assert shell.run(["echo", "through"]).out == "through\n"
+    assert (sshd.folder / "log").read_text().count("Accepted publickey") == before + 4
+    proxy = shell._connection.transport.sock.process
+    shell.close()
+    assert proxy.returncode is not None
+    assert proxy.stdin.closed
+    assert proxy.stdout.closed

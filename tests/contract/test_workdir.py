@@ -1,0 +1,105 @@
+"""The working directory of a program travels to machines over a real sshd, and what the program writes comes back."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from tests.contract.sshd import inventory
+
+BARE = True
+PROGRAM = """
+import os, pathlib
+from package import text
+pathlib.Path("written.txt").write_text(text.TEXT)
+pathlib.Path("seen.txt").open("a").write("again ")
+print("rank", os.environ["RANK"], "has", text.TEXT, sorted(path.name for path in pathlib.Path().iterdir()), flush=True)
+if pathlib.Path("seen.txt").read_text().count("again") < int(os.environ.get("RUNS", "1")):
+    raise SystemExit(3)
+"""
+
+
+@pytest.fixture
+def project(clusterctl, sshd):
+    """Return the command line in a folder with a program of two files and a cluster.yaml of three machines."""
+    folder = clusterctl.folder
+    inventory(folder, sshd, folder / "remote")
+    (folder / "package").mkdir()
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "package" / "text.py").write_text("TEXT = 'one'\n")
+    (folder / ".gitignore").write_text("ignored.txt\n")
+    (folder / "ignored.txt").write_text("x")
+    return clusterctl
+
+
+def launch(project, name, *options, nodes=1):
+    words = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
+    return project.run(*words, "--command", "program.py")
+
+
+def test_a_job_runs_in_a_writable_copy_and_only_changes_are_sent_again(project, job_name):
+    code, text = launch(project, job_name)
+    assert code == 0, text
+    assert "working directory: 5 files, " in text
+    assert "5 sent to node-0" in text
+    assert "rank 0 has one ['.clusterignore', '.gitignore', 'cluster.yaml', 'package', 'program.py'" in text
+    assert "ignored.txt" not in text
+    back = project.folder / "runs" / job_name / "workdir"
+    assert {str(path.relative_to(back)) for path in back.rglob("*") if path.is_file()} == {"written.txt", "seen.txt"}
+    assert (back / "written.txt").read_text() == "one"
+    assert not (project.folder / "written.txt").exists()
+
+    (project.folder / "package" / "text.py").write_text("TEXT = 'two!'\n")
+    code, text = launch(project, f"{job_name}-2")
+    assert code == 0, text
+    assert "working directory: 5 files, " in text
+    assert "1 sent to node-0" in text
+    assert (project.folder / "runs" / f"{job_name}-2" / "workdir" / "written.txt").read_text() == "two!"
+    first = project.folder / "remote" / job_name / "workdir" / "package" / "text.py"
+    assert first.read_text() == "TEXT = 'one'\n"
+
+
+def test_a_restart_continues_in_the_same_copy(project, job_name):
+    code, text = launch(project, job_name, "--max-restarts", "1", "--env", "RUNS=2")
+    assert code == 0, text
+    assert "restart 1 of 1" in text
+    assert (project.folder / "runs" / job_name / "workdir" / "seen.txt").read_text() == "again again "
+
+
+def test_workdir_names_another_folder(project, job_name):
+    other = project.folder / "other"
+    other.mkdir()
+    (other / "program.py").write_text("import os; print('in', sorted(os.listdir()))\n")
+    code, text = launch(project, job_name, "--workdir", "other")
+    assert code == 0, text
+    assert "in ['program.py']" in text
+    assert json.loads(project.run("status", job_name, "--json")[1])["commit"] == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workdir", "nowhere", "--command", "x.py"], "--workdir nowhere: no such folder"),
+        (["--workdir", "."], "--workdir: only with --command"),
+        (["--mount", ".:{here}:rw", "--command", "x.py"], "--mount: {here} is the working directory"),
+    ],
+)
+def test_a_wrong_working_directory_is_one_error(project, options, message):
+    here = str(project.folder)
+    code, text = project.run("launch", *(word.replace("{here}", here) for word in options))
+    assert (code, text.startswith(f"error: {message.replace('{here}', here)}")) == (2, True), text
+    assert not (project.folder / "remote").exists()
+
+
+def test_a_copy_that_fails_leaves_nothing(project, job_name):
+    """A dangling link has the name of the job's folder on one of the machines."""
+    file, blocked = project.folder / "cluster.yaml", project.folder / "remote" / "blocked"
+    described = yaml.safe_load(file.read_text())
+    described["nodes"]["node-1"]["run_dir"] = str(blocked)
+    file.write_text(yaml.safe_dump(described))
+    blocked.mkdir(parents=True)
+    (blocked / job_name).symlink_to("nowhere/below")
+    code, text = launch(project, job_name, nodes=2)
+    assert (code, f"node-1: {blocked}/{job_name}/workdir cannot be written" in text) == (3, True), text
+    assert not (project.folder / "remote" / job_name).exists()

@@ -1,0 +1,191 @@
+from dataclasses import replace
+
+import pytest
+
+import trainer.config
+from cluster.errors import UsageError
+from cluster.spec import defaults
+from cluster.spec.defaults import Here
+from cluster.spec.model import Mount, local_nodes
+from cluster.spec.request import Request
+
+LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
+
+
+ON_CPU = "processes per node: 2, on the CPU over gloo"
+
+
+def job(here=LAPTOP, backend="compose", **request):
+    return defaults.job(Request(**request), here, backend)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "chosen", "notes"),
+    [
+        ((), "auto", "cpu", ["GPUs on this machine: 0, needed: 4 (--device cuda makes this an error)", ON_CPU]),
+        ((0, 1, 2), "auto", "cpu", ["GPUs on this machine: 3, needed: 4 (--device cuda makes this an error)", ON_CPU]),
+        ((0, 1, 2, 3), "auto", "cuda", []),
+        ((0, 1, 2, 3), "cpu", "cpu", [ON_CPU]),
+    ],
+)
+def test_a_downgrade_to_the_cpu_is_a_note_and_with_device_cuda_an_error(gpus, device, chosen, notes):
+    here = replace(LAPTOP, gpus=gpus)
+    made, said = job(here, nodes="2", gpus=2, device=device)
+    assert (made.device, made.command[-2:], said) == (chosen, ("--device", chosen), notes)
+    if len(gpus) < 4:
+        with pytest.raises(UsageError, match=f"GPUs on this machine: {len(gpus)}, needed: 4"):
+            job(here, nodes="2", gpus=2, device="cuda")
+
+
+def test_a_device_among_the_trainer_arguments_is_kept():
+    made, _ = job(arguments=["--device", "cpu"])
+    assert made.command == ("-m", "trainer", "train", "--device", "cpu")
+
+
+def test_a_named_file_is_mounted_read_only_at_its_own_path():
+    here = Here("/home/ann/work", "1:1", "py", (), exists={"/home/ann/data/coco.yaml"}.__contains__)
+    made, _ = job(here, arguments=("train", "--data", "../data/coco.yaml", "--epochs", "3"))
+    assert "/home/ann/data/coco.yaml" in made.command
+    assert made.mounts == (Mount("/home/ann/data", "/home/ann/data", read_only=True),)
+
+
+def test_a_missing_file_is_an_error_unless_it_is_in_a_mount():
+    with pytest.raises(UsageError, match=r"--data /d/coco\.yaml: no such file"):
+        job(arguments=("--data", "/d/coco.yaml"))
+    with pytest.raises(UsageError, match="no such file"):
+        job(arguments=("--data=../coco.yaml",))
+    made, _ = job(arguments=("--data", "/d/coco.yaml"), mounts=("/home/ann/coco:/d",))
+    assert "/d/coco.yaml" in made.command
+
+
+def test_a_word_is_not_a_path_although_a_folder_has_that_name():
+    folders = frozenset({"/home/ann/work/digits", "/home/ann/work/train", "/home/ann/work/SGD"})
+    here = Here("/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__)
+    made, _ = job(here, arguments=("train", "--data", "digits", "--optimizer", "SGD"))
+    assert made.mounts == ()
+    assert made.command[2:7] == ("train", "--data", "digits", "--optimizer", "SGD")
+
+
+def test_a_folder_of_images_needs_no_slash():
+    folders = frozenset({"/home/ann/work/images"})
+    here = Here("/home/ann/work", "1:1", "py", (), exists=folders.__contains__, is_folder=folders.__contains__)
+    for arguments in (("--data", "images"), ("--data=images",)):
+        made, _ = job(here, arguments=("train", *arguments))
+        assert "/home/ann/work/images" in made.command
+        assert made.mounts == (Mount("/home/ann/work/images", "/home/ann/work/images"),)
+
+
+def test_the_data_sets_are_those_of_the_trainer():
+    names = {name for presets in trainer.config.PRESETS.values() for name in presets}
+    assert {*defaults.DATA_SETS, ""} == names
+
+
+def test_a_foreign_program_gets_the_current_folder_and_writes_no_events():
+    made, _ = job(command="train.py --lr '0.1 0.2'")
+    assert made.command == ("train.py", "--lr", "0.1 0.2")
+    assert made.workdir == "/home/ann/work"
+    assert made.mounts == (Mount("/home/ann/work", "/home/ann/work", read_only=False),)
+    assert not made.says_ready
+
+
+def test_the_default_name_depends_on_the_whole_job():
+    first, _ = job(nodes="2")
+    again, _ = job(nodes="2")
+    other, _ = job(nodes="3")
+    assert first.name == again.name != other.name
+    assert first.name.startswith("digits-")
+    there = Here("/", "1:1", "py", (), exists={"/d/Bccd/data.yaml"}.__contains__)
+    assert job(there, arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
+    assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
+
+
+def test_the_default_name_of_a_module_or_script_is_its_stem():
+    names = [job(command=text)[0].name for text in ("-m acme.train --lr 0.1", "acme/train.py --lr 0.1", "-m")]
+    assert [name.rpartition("-")[0] for name in names] == ["acme", "train", "m"]
+
+
+def test_automatic_ports_depend_on_the_name_and_are_outside_the_ephemeral_range():
+    assert defaults.auto_port("digits") == defaults.auto_port("digits")
+    assert defaults.auto_port("digits", 1) != defaults.auto_port("digits")
+    assert all(20000 <= defaults.auto_port(f"job-{i}", i) < 30000 for i in range(500))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"nodes": "0"}, "--nodes 0"),
+        ({"nodes": "4:2"}, "--nodes 4:2"),
+        ({"gpus": -1}, "--gpus -1"),
+        ({"name": "Not/Good"}, "--name 'Not/Good'"),
+        ({"name": "a'; echo foo"}, "--name"),
+        ({"master_port": "http"}, "--master-port 'http'"),
+        ({"master_port": "80"}, "--master-port '80'"),
+        ({"device": "gpu"}, "--device 'gpu'"),
+        ({"env": ("1FOO",)}, "--env '1FOO'"),
+        ({"env": ("A;B=1",)}, "--env 'A;B'"),
+        ({"mounts": ("a:b",)}, "absolute"),
+        ({"mounts": ("/a:/b:rx",)}, "--mount"),
+        ({"command": "x 'y"}, "--command"),
+        ({"command": " "}, "empty"),
+        ({"command": "x", "arguments": ("train",)}, "exclude"),
+        ({"timeout_s": 0.0}, "--rendezvous-timeout"),
+    ],
+)
+def test_an_invalid_option_is_named(request_, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        job(**request_)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "given"),
+    [
+        ("local", {"image": "trainer:0.1"}),
+        ("local", {"mounts": ("/data",)}),
+        ("local", {"nodes": "2:4"}),
+        ("local", {"slurm": ["mem=1G"]}),
+        ("local", {"spares": 1}),
+    ],
+)
+def test_an_option_that_the_backend_does_not_support_is_an_error(backend, given):
+    (option,) = given
+    with pytest.raises(UsageError, match=f"--{option.removesuffix('s')}"):
+        job(backend=backend, **given)
+
+
+LISTED = """\
+GPU 0: NVIDIA GeForce GTX 1080 (UUID: GPU-1111)
+  MIG 1g.18gb     Device  0: (UUID: MIG-5555)
+GPU 1: NVIDIA GeForce RTX 4090 (UUID: GPU-2222)
+GPU 2: NVIDIA GeForce RTX 4090 (UUID: GPU-3333)
+"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, (0, 1, 2)),
+        ("", ()),
+        ("2,1", (2, 1)),
+        ("1, 7,2", (1,)),  # as in CUDA: an invalid entry ends the list
+        ("GPU-33,0", (2, 0)),
+        ("1,1", (1,)),
+        ("-1", ()),
+    ],
+)
+def test_visible_gpus_are_those_of_cuda_visible_devices(visible, gpus):
+    assert defaults.visible_gpus(LISTED, visible) == gpus
+
+
+def test_nodes_on_one_machine_divide_its_gpus():
+    here = replace(LAPTOP, gpus=(3, 1))
+    made, _ = job(here, nodes="2", gpus=1)
+    assert [node.gpus for node in local_nodes(made, ["", ""])] == [(3,), (1,)]
+    assert job(here, nodes="2", gpus=1, device="any")[0].gpus == (3, 1)
+    assert job(here, nodes="2", gpus=2, device="any")[0].gpus == ()  # too few to divide: it sees both
+    assert job(here, nodes="2", gpus=1, device="cpu")[0].gpus == ()
+
+
+def test_a_range_of_nodes_begins_with_the_minimum():
+    assert defaults.node_range("2:4", 1) == (2, 4)
+    assert defaults.node_range("", 3) == (3, 3)

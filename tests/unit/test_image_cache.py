@@ -1,0 +1,199 @@
+"""Image cache: equal batches, one file per node, no partial files."""
+
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.yolo_folder import make_yolo_set, write_image
+from trainer.config import Hyp
+from trainer.data.detection_loader import TrainLoader
+from trainer.data.digits import Digits
+from trainer.data.image_cache import cache_images, memory_free
+from trainer.data.registry import open_dataset
+from trainer.distributed.comm import World
+from trainer.errors import TrainerError
+
+
+def alone(value):
+    return [value]
+
+
+def loader_of(dataset, workers=0, **options):
+    return TrainLoader(
+        dataset, imgsz=32, batch=3, rank=0, world=1, seed=0, workers=workers, hyp=Hyp(mosaic=0.7), **options
+    )
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Eight images of three sizes; some have a reduced decoding at 32 px."""
+    path = make_yolo_set(tmp_path / "set", train=7)
+    write_image(tmp_path / "set/images/train/big.jpg", height=300, width=200, seed=9)
+    return open_dataset(str(path), "train", imgsz=32)
+
+
+def left_in_shm():
+    """Return the files in /dev/shm, without semaphores, which other programs create."""
+    return sorted(path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem."))
+
+
+def cache_files(folder):
+    return [path for path in folder.glob("*") if path.name != ".gitignore"]
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("options", [{}, {"multi_scale": True}])
+def test_cached_batches_are_equal_and_images_are_read_once(dataset, tmp_path, kind, workers, options):
+    expected = [b for e in range(2) for b in loader_of(dataset, **options).epoch(e)]
+    loader = loader_of(dataset, workers, **options)
+    before = left_in_shm()
+    loader.cache(kind, [tmp_path / "home"], World(), alone, 2)
+    for k in range(len(dataset)):
+        Path(dataset.name(k)).write_bytes(b"gone")
+    batches = [b for e in range(2) for b in loader.epoch(e)]
+    for batch, same in zip(batches, expected, strict=True):
+        assert torch.equal(batch.images, same.images)
+        assert torch.equal(batch.targets, same.targets)
+    if kind == "ram":
+        assert not (tmp_path / "home").exists()
+        if not workers:  # their batches are there
+            assert left_in_shm() == before
+    else:
+        assert len(cache_files(tmp_path / "home")) == 1
+
+
+def test_a_disk_cache_is_reused_until_an_image_changes(dataset, tmp_path):
+    homes = [tmp_path / "not-there", tmp_path / "home"]
+    (tmp_path / "not-there").write_text("a file: nothing can be made in it")
+    cache_images(dataset, 32, "disk", homes, World(), alone, 1)
+    (first,) = cache_files(homes[1])
+    made = first.stat()
+    again = cache_images(dataset, 32, "disk", homes, World(), alone, 1)
+    assert [p.stat().st_ino for p in cache_files(homes[1])] == [made.st_ino]
+    assert first.stat().st_mtime_ns == made.st_mtime_ns
+    np.testing.assert_array_equal(again.image(7, 32), dataset.image(7, 32))
+    assert again.image(7, 32).shape[:2] != again.image(7).shape[:2] == dataset.size(7)  # for more, from its file
+    os.utime(Path(dataset.name(0)), (1, 1))
+    cache_images(dataset, 32, "disk", homes, World(), alone, 1)
+    cache_images(dataset, 64, "disk", homes, World(), alone, 1)
+    assert len(cache_files(homes[1])) == 3
+
+
+class Ranks:
+    """Ranks as threads that exchange values like processes."""
+
+    def __init__(self, nodes):
+        self.places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
+        self.worlds = [World(rank=r, local_rank=k, node=n) for r, (n, k) in enumerate(self.places)]
+        self.values = [None] * len(self.worlds)
+        self.barrier = threading.Barrier(len(self.worlds))
+        self.results = [None] * len(self.worlds)
+
+    def run(self, work):
+        def one(rank):
+            def exchange(value):
+                self.values[rank] = pickle.dumps(value)
+                self.barrier.wait(30)
+                values = [pickle.loads(v) for v in self.values]
+                self.barrier.wait(30)
+                return values
+
+            try:
+                self.results[rank] = work(self.worlds[rank], exchange)
+            except TrainerError as error:
+                self.results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.worlds))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return self.results
+
+
+class Counted:
+    """A dataset that counts the decoded images."""
+
+    def __init__(self, dataset):
+        self.dataset, self.decoded = dataset, []
+
+    def __getattr__(self, name):
+        return getattr(self.dataset, name)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def image(self, index, min_side=0):
+        self.decoded.append(index)
+        return self.dataset.image(index, min_side)
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_image_is_decoded_once_per_node(dataset, tmp_path, kind, shared):
+    counted = Counted(dataset)
+
+    def work(world, exchange):
+        home = tmp_path / "home" if shared else tmp_path / f"home-{world.node}"
+        return cache_images(counted, 32, kind, [home], world, exchange, 1)
+
+    for images in Ranks([3, 2]).run(work):
+        for k in range(len(dataset)):
+            np.testing.assert_array_equal(images.image(k, 32), dataset.image(k, 32))
+    assert sorted(counted.decoded) == sorted(list(range(len(dataset))) * 2)
+    if kind == "disk":
+        for home in ["home"] if shared else ["home-0", "home-1"]:
+            assert [path.name.startswith("images-") for path in cache_files(tmp_path / home)] == [True]
+        counted.decoded.clear()
+        Ranks([3, 2]).run(work)
+        assert not counted.decoded
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_an_undecodable_image_stops_all_ranks_without_partial_files(dataset, tmp_path, kind):
+    Path(dataset.name(2)).write_bytes(b"bad")
+    results = Ranks([2, 1]).run(
+        lambda world, exchange: cache_images(dataset, 32, kind, [tmp_path / "home"], world, exchange, 2)
+    )
+    assert all(isinstance(error, TrainerError) for error in results)
+    assert {str(Path(dataset.name(2))) in error.message for error in results} == {True}
+    assert not cache_files(tmp_path / "home")
+
+
+class Huge(Digits):
+    """A dataset whose sizes add up to a terabyte."""
+
+    def size(self, index):
+        return (100_000, 100_000)
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_an_error_reports_the_missing_space(tmp_path, kind):
+    data = Huge("train", 32, pages=40)
+    home = tmp_path / "home"
+    results = Ranks([2]).run(lambda world, exchange: cache_images(data, 100_000, kind, [home], world, exchange, 1))
+    for error in results:
+        assert isinstance(error, TrainerError)
+        assert f"--cache {kind}: the decoded images need 1117.6 GiB" in error.message
+        assert "GiB free" in error.message or "GiB of memory is free" in error.message
+        assert error.hint
+    assert not cache_files(home)
+
+
+def test_free_memory_is_at_most_that_of_the_machine():
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory_free() <= total
+
+
+def test_generated_images_are_cached(tmp_path):
+    pages = Digits("train", 32, pages=5)
+    cached = cache_images(pages, 32, "disk", [tmp_path], World(), alone, 1)
+    for k in range(5):
+        np.testing.assert_array_equal(cached.image(k, 32), pages.image(k))
+    assert len(cache_files(tmp_path)) == 1

@@ -1,0 +1,109 @@
+import pytest
+
+from cluster.backends import BACKENDS
+from cluster.spec.model import Job, NodeStatus
+from cluster.supervisor import job_state
+from cluster.supervisor.job_state import failing, fold, judge, missing
+
+PLAN = BACKENDS["local"].plan(Job("job", ("x.py",), 2, 2, "/runs"), attempt=1, port=20000)
+FOREIGN = BACKENDS["local"].plan(Job("job", ("x.py",), 2, 2, "/runs", says_ready=False), attempt=1, port=20000)
+
+
+def running(*phases):
+    return [NodeStatus(f"node-{rank}", phase) for rank, phase in enumerate(phases or ("starting", "starting"))]
+
+
+def joining(node, time, *, reachable, listening=False, why=""):
+    seen = {"reachable": reachable, "listening": listening, "why": why}
+    return {"event": "joining", "node": node, "time": time, "master": "m:1", **seen}
+
+
+def ready(node, time):
+    return {"event": "ready", "node": node, "time": time, "world_size": 4, "backend": "gloo", "device": "cpu"}
+
+
+def test_all_nodes_have_joined_when_each_is_ready():
+    view = job_state.start(PLAN, 100.0)
+    view = fold(view, running(), [ready(0, 103.0)], 104.0)
+    assert judge(view, 104.0, 60) == "waiting"
+    view = fold(view, running(), [ready(1, 105.0)], 106.0)
+    assert judge(view, 5000.0, 60) == "joined"
+    assert view.joined_after_s == 5.0
+
+
+def test_a_reachable_master_is_enough_only_for_a_program_without_events():
+    events = [joining(rank, 101.0, reachable=True) for rank in (0, 1)]
+    assert judge(fold(job_state.start(PLAN, 100.0), running(), events, 102.0), 102.0, 60) == "waiting"
+    assert judge(fold(job_state.start(FOREIGN, 100.0), running(), events, 102.0), 102.0, 60) == "joined"
+
+
+def test_a_node_that_cannot_reach_the_master_is_missing_with_the_reason():
+    view = job_state.start(PLAN, 100.0)
+    view = fold(view, running(), [ready(0, 101.0), joining(1, 102.0, reachable=False, why="No route to host")], 103.0)
+    (late,) = missing(view)
+    assert (late.name, late.phase, late.note) == ("node-1", "joining", "cannot reach m:1: No route to host")
+    assert judge(view, 159.0, 60) == "waiting"
+    assert judge(view, 161.0, 60) == "late"
+
+
+def test_a_node_has_not_reached_a_master_that_does_not_listen():
+    events = [joining(0, 101.0, reachable=True, listening=True), joining(1, 121.0, reachable=True, why="refused")]
+    view = fold(job_state.start(PLAN, 100.0), running(), events, 122.0)
+    assert [(node.reached, node.note) for node in view.nodes] == [
+        (True, "reached m:1"),
+        (False, "m:1 does not listen yet: refused"),
+    ]
+    assert [node.name for node in missing(view)] == ["node-1"]
+
+
+def failure(rank, time, error="boom", *, secondary=False):
+    return {"rank": rank, "time": time, "error": error, "exit_code": 1, "secondary": secondary}
+
+
+def ended(rank, at, found=None):
+    return NodeStatus(f"node-{rank}", "exited", 1, ended_at=at, failure=found)
+
+
+SECONDARY = failure(0, 8.0, "Connection closed by peer", secondary=True)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param([ended(0, 9.4), ended(1, 9.1)], id="the earlier exit"),
+        pytest.param([ended(0, 8.5, failure(0, 8.4)), ended(1, 9.5, failure(2, 8.0))], id="the earlier failure"),
+        pytest.param([ended(0, 8.5, SECONDARY), ended(1, 9.5, failure(2, 8.4))], id="before its consequence"),
+        pytest.param([ended(0, 8.5, SECONDARY), ended(1, 9.5)], id="an exit before its consequence"),
+        pytest.param([ended(0, 8.5), NodeStatus("node-1", "lost")], id="a lost node"),
+        pytest.param([NodeStatus("node-0", "starting"), NodeStatus("node-1", "lost")], id="while the others run"),
+    ],
+)
+def test_the_first_failure_is_named(ends):
+    view = fold(job_state.start(PLAN, 0.0), ends, [], 10.0)
+    assert judge(view, 10.0, 60) == "failed"
+    assert failing(view)[0].name == "node-1"
+
+
+def test_a_job_is_done_when_all_nodes_exited_with_0():
+    view = job_state.start(PLAN, 0.0)
+    view = fold(view, [NodeStatus("node-0", "exited", 0, ended_at=1.0), *running()[1:]], [], 2.0)
+    assert judge(view, 2.0, 60) == "waiting"
+    view = fold(view, [NodeStatus(f"node-{rank}", "exited", 0, ended_at=1.0) for rank in (0, 1)], [], 3.0)
+    assert judge(view, 3.0, 60) == "done"
+
+
+@pytest.mark.parametrize("event", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}])
+def test_malformed_events_change_nothing(event):
+    views = [fold(job_state.start(PLAN, 0.0), running("pending", "pending"), events, 1.0) for events in ([event], [])]
+    assert views[0].nodes == views[1].nodes
+
+
+def test_the_rendezvous_timeout_excludes_the_queue():
+    view = job_state.start(PLAN, 100.0)
+    waiting = [NodeStatus(node.name, "pending", detail="in the queue: for free nodes") for node in PLAN.nodes]
+    view = fold(view, waiting, [], 5000.0)
+    assert judge(view, 5001.0, 60) == "waiting"
+    assert view.nodes[0].note == "in the queue: for free nodes"
+    view = fold(view, running(), [], 5010.0)
+    assert judge(view, 5059.0, 60) == "waiting"
+    assert judge(view, 5061.0, 60) == "late"

@@ -1,0 +1,204 @@
+"""Monitoring: awake time, silent and lost machines, and node statuses from the real polling script."""
+
+import json
+import subprocess
+import threading
+import time
+
+import pytest
+
+from cluster.agent import scripts
+from cluster.backends import BACKENDS, monitor
+from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _MachinePoll
+from cluster.errors import UnreachableError
+from cluster.spec.model import Job, Node, NodeStatus
+from cluster.transport.local import LocalShell
+
+
+def tick_for(awake, seconds, monotonic=0.0, wall=0.0):
+    """Tick each second; return both clocks at the end."""
+    for _ in range(seconds):
+        monotonic, wall = monotonic + 1, wall + 1
+        awake.tick(monotonic, wall)
+    return monotonic, wall
+
+
+@pytest.mark.parametrize(
+    ("start", "ticks"),
+    [
+        pytest.param((0.0, 0.0), [(second, second) for second in range(1, 11)], id="every second"),
+        pytest.param((0.0, 0.0), [(4.0, 4.0), (8.0, 8.0), (10.0, 10.0)], id="short gaps"),
+        pytest.param((0.0, 7200.0), [(1.0, 3600.0), (5.0, 3604.0), (10.0, 3609.0)], id="the wall clock is set back"),
+    ],
+)
+def test_time_while_the_launcher_runs_counts(start, ticks):
+    awake = AwakeTime(*start)
+    for tick in ticks:
+        awake.tick(*tick)
+    assert (awake.seconds, awake.suspensions) == (10, 0)
+
+
+def test_neither_a_suspension_nor_the_grace_period_after_it_counts():
+    for suspended in ((3600.0, 3600.0), (0.5, 3600.0)):  # Ctrl-Z; a closed lid, which may stop the monotonic clock
+        awake = AwakeTime(0.0, 0.0)
+        monotonic, wall = tick_for(awake, 10)
+        monotonic, wall = monotonic + suspended[0], wall + suspended[1]
+        awake.tick(monotonic, wall)
+        assert (awake.seconds, awake.suspensions) == (10, 1)
+        monotonic, wall = tick_for(awake, int(RESUME_GRACE_S), monotonic, wall)
+        assert awake.seconds == 10
+        tick_for(awake, 5, monotonic, wall)
+        assert (awake.seconds, awake.suspensions) == (15, 1)
+
+
+def test_only_a_machine_that_does_not_answer_a_poll_is_silent():
+    poll = _MachinePoll()
+    poll.start(LocalShell(), dict)
+    assert poll.wait(5) is None
+    time.sleep(2)  # a stalled terminal, or a program that polls now and then
+    slow = threading.Event()
+    poll.start(LocalShell(), lambda: slow.wait(5) and {})
+    assert poll.silent_s < 1
+    time.sleep(0.5)
+    poll.start(LocalShell(), dict)  # while the last poll runs
+    assert poll.silent_s > 0.4
+    slow.set()
+    poll.wait(5)
+
+    def fails():
+        raise UnreachableError("gone")
+
+    poll.start(LocalShell(), fails)
+    assert poll.wait(5) is not None
+    time.sleep(0.5)
+    poll.start(LocalShell(), fails)
+    assert poll.silent_s > 0.4
+
+
+HOSTS = tuple(Node(name, f"10.0.0.{k}", (), name, "/runs", runtime="none") for k, name in enumerate("ab"))
+PLAN = BACKENDS["ssh"].plan(Job("job", ("x.py",), 2, 1, "/here", hosts=HOSTS), attempt=1, port=20000)
+
+
+class SlowPing(LocalShell):
+    """A machine that answers pings after a delay."""
+
+    def ping(self):
+        time.sleep(0.1)
+        return True
+
+
+class NoPing(LocalShell):
+    """A machine that answers no ping, as during the login."""
+
+    def ping(self):
+        return False
+
+
+def unreachable(plan, node):
+    raise UnreachableError(f"{node.name}: no route to host")
+
+
+def full(plan, node):
+    raise OSError(28, "No space left on device", "/here/job/node.log")
+
+
+@pytest.mark.parametrize(
+    ("poll", "message"),
+    [
+        # no SSH agent in this terminal, or no VPN: the job may run well
+        (unreachable, "a: no route to host"),
+        # the network drops packets, so that no error arrives in time
+        (lambda plan, node: time.sleep(2) or {}, "a: does not answer"),
+        (full, r"this machine: /here/job/node\.log: No space left on device"),
+    ],
+)
+def test_without_any_answer_the_state_of_the_job_is_unknown(poll, message, monkeypatch):
+    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
+    watcher = NodeMonitor(lambda node: NoPing(), poll)
+
+    def poll_three_times():
+        for _ in range(3):
+            assert {status.phase for status in watcher.statuses(PLAN)} == {"starting"}
+            time.sleep(0.3)
+
+    with pytest.raises(UnreachableError, match=message):
+        poll_three_times()
+
+
+def test_a_machine_with_a_slow_first_poll_is_not_lost_while_it_answers_pings(monkeypatch):
+    monkeypatch.setattr(monitor, "LOST_AFTER_S", 2.5)
+    end = threading.Event()
+
+    def slow(plan, node):
+        if node.name == "b":
+            end.wait(10)
+        return {node.name: NodeStatus(node.name, "joining")}
+
+    watcher = NodeMonitor(lambda node: SlowPing(), slow)
+    assert [status.phase for status in watcher.statuses(PLAN)] == ["joining", "starting"]
+    end.set()
+
+
+def test_a_silent_machine_is_lost_when_another_one_answered(monkeypatch):
+    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
+
+    def half(plan, node):
+        if node.name == "b":
+            raise UnreachableError("b: no route to host")
+        return {"a": NodeStatus("a", "starting")}
+
+    watcher = NodeMonitor(lambda node: LocalShell(), half)
+    watcher.statuses(PLAN)
+    time.sleep(0.6)
+    assert [status.phase for status in watcher.statuses(PLAN)] == ["starting", "lost"]
+
+
+def status_of(folder):
+    """Return the status of node n0 from the real polling script; `folder` is the attempt's."""
+    done = LocalShell().run(scripts.command("poll", "job", "1000", str(folder), "n0", ""))
+    assert not done.err
+    now, state, why, agent, _log = done.out.split("\n")[:5]
+    return monitor.status("n0", json.loads(agent or "{}"), float(now), state, why)
+
+
+def test_a_node_without_process_and_exit_code_is_lost(tmp_path):
+    (tmp_path / "n0.pid").write_text("999999999")
+    assert status_of(tmp_path).phase == "lost"
+    assert "does not exist" in status_of(tmp_path / "absent").detail
+
+
+@pytest.mark.parametrize(("exit_code", "phase"), [("", "lost"), ("1 12.5", "exited")])
+def test_a_full_disk_is_reported_as_the_reason(tmp_path, exit_code, phase):
+    (tmp_path / "n0.pid").write_text("999999999")
+    (tmp_path / "n0.log").write_text("")
+    if exit_code:
+        (tmp_path / "n0.exit").write_text(exit_code)
+    (tmp_path / "n0.room.tmp").symlink_to("/dev/full")  # the kernel's error message
+    status = status_of(tmp_path)
+    assert (status.phase, "No space left on device" in status.detail) == (phase, True)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def running(tmp_path, **agent):
+    """Start a node's script, and write `agent` to its status file."""
+    script = tmp_path / "n0.sh"
+    script.write_text("sleep 60 & wait")
+    process = subprocess.Popen(["bash", str(script)])
+    (tmp_path / "n0.pid").write_text(str(process.pid))
+    (tmp_path / "n0.json").write_text(json.dumps(agent) + "\n")
+    return process
+
+
+def test_an_agent_without_a_heartbeat_is_lost_although_its_script_runs(tmp_path):
+    with running(tmp_path, phase="running", heartbeat=time.time()) as script:
+        assert status_of(tmp_path).phase == "starting"
+        (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time() - 70}))
+        assert "no heartbeat" in status_of(tmp_path).detail
+        script.kill()
+
+
+def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
+    failure = {"rank": 1, "time": 8.0, "error": "boom", "secondary": False}
+    with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
+        assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=failure)
+        script.kill()

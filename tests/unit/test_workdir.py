@@ -1,0 +1,73 @@
+"""The files of a working directory that travel with a job."""
+
+import subprocess
+
+import pytest
+
+from cluster.errors import UsageError
+from cluster.transport import workdir
+
+
+def make(folder, **texts):
+    for name, text in texts.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def names(folder):
+    return set(workdir.scan(str(folder)).sizes)
+
+
+def test_ignored_files_caches_and_run_directories_do_not_travel(tmp_path):
+    for name in (
+        *("train.py", "pkg/model.py", "pkg/__pycache__/model.pyc", ".git/HEAD", "data/a.bin", "pkg/data/b.bin"),
+        *("runs/.clusterctl-runs", "runs/job/last.pt", "notes.txt", "keep.log", "old.log", "pkg/keep.log", "pkg/x.tmp"),
+    ):
+        make(tmp_path, **{name: "x"})
+    make(
+        tmp_path,
+        **{".gitignore": "/data\n*.log\n!keep.log\n", ".clusterignore": "notes.txt\n", "pkg/.gitignore": "*.tmp"},
+    )
+    (tmp_path / "link").symlink_to("train.py")
+    assert names(tmp_path) == {
+        *("train.py", "pkg/model.py", "pkg/data/b.bin", "keep.log", "pkg/keep.log", "link"),
+        *(".gitignore", ".clusterignore", "pkg/.gitignore"),
+    }
+
+
+def test_a_rule_of_a_lower_folder_wins(tmp_path):
+    make(tmp_path, **{".gitignore": "*.csv", "a/.gitignore": "!b.csv", "a/b.csv": "", "b.csv": ""})
+    assert names(tmp_path) == {".gitignore", "a/.gitignore", "a/b.csv"}
+
+
+def test_a_large_folder_is_an_error_that_names_its_largest_parts(tmp_path):
+    make(tmp_path, **{"data/a": "x" * 900, "data/b": "x" * 900, "venv/c": "x" * 500, "train.py": "x"})
+    assert workdir.scan(str(tmp_path), limit=2301).size == 2301
+    with pytest.raises(UsageError) as refused:
+        workdir.scan(str(tmp_path), limit=2300)
+    assert "has 2.3 kB, more than 2.3 kB: data 1.8 kB, venv 500 bytes, train.py 1 byte" in refused.value.message
+    assert ".clusterignore" in refused.value.hint
+
+
+def test_the_commit_says_whether_files_differ_from_it(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    assert workdir.commit(str(tmp_path)) == ""
+    git("init", "--quiet")
+    make(tmp_path, **{"train.py": "1"})
+    git("add", "train.py")
+    git("commit", "--quiet", "-m", "first")
+    head = workdir.commit(str(tmp_path))
+    assert len(head) == 40
+    make(tmp_path, **{"train.py": "2"})
+    assert workdir.commit(str(tmp_path)) == f"{head} (dirty)"
+
+
+@pytest.mark.parametrize(("text", "message"), [("!", "Invalid"), (None, "cannot be read: Is a directory")])
+def test_a_bad_ignore_file_is_an_error(tmp_path, text, message):
+    file = tmp_path / ".clusterignore"
+    file.mkdir() if text is None else file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        workdir.scan(str(tmp_path))

@@ -1,0 +1,53 @@
+"""Faults of a data set or a YAML file, with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import TrainerError
+
+_SHOWN = 3  # faults in an error or on the screen
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in a file; `line` counts from 1, 0 is the whole file. A warning does not stop a training."""
+
+    file: str
+    line: int
+    what: str
+    hint: str = ""
+    warning: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.what}" if self.line else f"{self.file}: {self.what}"
+
+
+class BadData(TrainerError):
+    """Error of one or more faults. The message has their number and the first few."""
+
+    def __init__(self, faults: Sequence[Fault], hint: str = "") -> None:
+        """Use `hint` for several faults; for one fault, append it to the fault's own."""
+        self.faults, self._next = list(faults), hint
+        count = len(self.faults)
+        if count == 1:
+            super().__init__(str(faults[0]), "; ".join(filter(None, (faults[0].hint, hint))))
+            return
+        first = "; ".join(map(str, self.faults[:_SHOWN]))
+        more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+        super().__init__(f"{count} faults: {first}{more}", hint or self.faults[0].hint)
+
+    def __reduce__(self) -> tuple[type[BadData], tuple[list[Fault], str]]:
+        return BadData, (self.faults, self._next)  # for other processes
+
+
+def note_left_out(faults: Sequence[Fault], folder: Path) -> list[str]:
+    """Return lines about skipped data; write the full list to a file if it is long."""
+    lines = [f"left out: {fault}" for fault in faults[:_SHOWN]]
+    if len(faults) > _SHOWN:
+        path = folder / "left_out.txt"
+        path.write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
+        lines.append(f"left out: {len(faults) - _SHOWN} more, all of them in {path}")
+    return lines

@@ -1,0 +1,267 @@
+"""Settings of a training: one table of its options. Defaults that depend on the data are in presets.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config.presets import DIGITS, TASKS, Hyp, Preset, load_hyp, preset_for
+from trainer.errors import TrainerError
+
+SCHEDULES = ("linear", "cosine", "one-cycle")
+OPTIMIZERS = ("SGD", "Adam", "AdamW")
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
+PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
+PRESET: Any = None  # the default is the preset's
+PRESET_NAMES = tuple(each.name for each in dataclasses.fields(Preset) if each.name != "hyp")
+BACKBONE = "backbone"
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+
+
+def option(
+    default: Any,
+    help: str,
+    *names: str,
+    least: float | None = None,
+    known: Sequence[str] = (),
+    metavar: str | None = None,
+) -> Any:
+    """Declare a setting with its option of `trainer train`.
+
+    Args:
+        help: its text in `--help`
+        names: names of the option; by default that of the field
+        least: smallest valid number
+        known: valid texts
+        metavar: name of the value in `--help`
+    """
+    return field(
+        default=default, metadata={"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
+    )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a training; the constructor completes them and checks all that needs no data and no device."""
+
+    task: str = option(
+        "detect",
+        "detect: boxes, by a YOLO model. classify: one class per image; segment: one class per pixel; both by "
+        "torchvision's models.",
+        known=TASKS,
+    )
+    data: str = option(
+        DIGITS,
+        "`digits` (built in), the path of a data.yaml, or your own dataset as package.module:function. classify: "
+        "`digits`, `cifar10`, `cifar100`, or a folder with train/ and val/ that hold one folder per class. segment: "
+        "`digits`, or a folder with images/train, images/val, masks/train and masks/val.",
+    )
+    cfg: str = option(
+        "",
+        "Model file: yolov5n.yaml, s, m, l, x, a path to your own, or package.module:function. classify, segment: a "
+        "torchvision model, for example resnet50. (default: the checkpoint's with --weights, else yolov5n.yaml, "
+        "resnet18 or lraspp_mobilenet_v3_large)",
+    )
+    weights: str = option(
+        "",
+        "Initial weights: best.pt or last.pt of this trainer or of YOLOv5, a release's name (yolov5s.pt, downloaded "
+        "if missing), or a URL (https://.../x.pt#sha256=...). classify, segment: `torchvision` for torchvision's "
+        "weights. (default: random weights)",
+    )
+    hyp: Hyp = option(  # noqa: RUF009 (a field)
+        "",
+        "Hyper-parameters: `low`, `med` or `high` for a detector, or a YAML file. Missing keys keep the defaults of "
+        "the task and the dataset.",
+    )
+    label_smoothing: float | None = option(
+        None,
+        "Smoothing x of the class targets: 1 - x / 2 and x / 2 in place of 1 and 0; classify and segment distribute "
+        "x over all classes. (default: that of --hyp)",
+    )
+    epochs: int = option(PRESET, "Passes over the training images.", least=1)
+    batch: int = option(
+        PRESET,
+        "Images per step on all ranks together; it need not be a multiple of the ranks.",
+        *("--batch", "--batch-size"),
+        least=1,
+    )
+    imgsz: int = option(PRESET, "Side of the square images in pixels, a multiple of 32.", "--imgsz", "--img")
+    optimizer: str = option(PRESET, "SGD, Adam or AdamW.", known=OPTIMIZERS)
+    schedule: str = option(PRESET, "Learning rate after the warm-up: linear, cosine or one-cycle.", known=SCHEDULES)
+    device: str = option(
+        "",
+        "cpu, cuda, or GPU numbers (0,1: one rank each). (default: the first GPU, else the CPU; under a launcher one "
+        "GPU per rank; with --parallel dp all GPUs)",
+    )
+    workers: int | None = option(
+        None,
+        "Dataloader workers per rank; `trainer bench workers` compares counts. (default: 0 on a CPU; on a GPU the "
+        "machine's cores divided by its ranks, at most 8)",
+        least=0,
+    )
+    seed: int = option(0, "Seed of the weights, the order and the augmentation, same on all ranks.", least=0)
+    precision: str = option(
+        "auto",
+        "bf16, fp16, fp32 or auto. auto: bf16 where the CPU or GPU supports it natively, else fp16 on a GPU and fp32 "
+        "on a CPU.",
+        known=PRECISIONS,
+    )
+    compile: bool = option(False, "Compile the network with torch.compile: slower start, faster steps.")
+    parallel: str = option(
+        "ddp",
+        "Strategy. ddp: a replica of the model per rank. fsdp: a shard of the model per rank. pipeline: some of the "
+        "layers per rank. dp: one process for all GPUs. See docs/how-to/scale.md.",
+        known=PARALLEL,
+        metavar="[ddp|dp|fsdp|pipeline]",
+    )
+    stages: int = option(
+        0,
+        "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.",
+        least=0,
+    )
+    micro_batches: int = option(
+        0,
+        "With --parallel pipeline: micro-batches per step and pipeline. 0: four, or fewer if the share is smaller.",
+        least=0,
+    )
+    grad_compress: str = option(
+        "none",
+        "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.",
+        known=("none", "bf16"),
+    )
+    sync_bn: bool = option(False, "Compute batch norm over the images of all ranks, not of each rank.")
+    noautoanchor: bool = option(False, "Keep the model file's anchors even if they fit few boxes.")
+    freeze: str = option(
+        "",
+        "Layers to freeze: `10` the first ten, `0 1 2` or `0,1,2` these, `backbone` all but the head.",
+        metavar="N | N N ...",
+    )
+    unfreeze: int = option(
+        0, "With --freeze: epochs until all layers are trained; 0: never.", least=0, metavar="EPOCHS"
+    )
+    multi_scale: bool = option(False, "Draw the side of each step from 0.5 to 1.5 times --imgsz, same on all ranks.")
+    rect: bool = option(False, "Batch images of similar aspect ratio with little padding, without mosaics.")
+    cache: str = option(
+        "",
+        "Decode the training images once: `ram` for this run, `disk` into a file next to the data for later runs. "
+        "All ranks of a machine share one copy. (default: no cache)",
+        known=("", "ram", "disk"),
+        metavar="[ram|disk]",
+    )
+    image_weights: bool = option(False, "Sample images of rare classes, and of classes with low scores, more often.")
+    single_cls: bool = option(False, "Treat all classes as one class, `item`.")
+    allow_bad_labels: bool = option(False, "Omit and list faulty label rows and images, in place of an error.")
+    noval: bool = option(False, "Train without validation; best.pt is then the last epoch.")
+    val_period: int = option(1, "Epochs between validations; the last epoch is always validated.", least=1)
+    patience: int = option(100, "Stop after this many epochs without a better score; 0: never.", least=0)
+    resume: str = option(
+        "",
+        "Resume an interrupted run: its folder or last.pt; without a value the newest in --project. Of the other "
+        "options only --device, --ranks, --parallel, --workers, --cache and --project may change. clusterctl resumes "
+        "restarted jobs itself.",
+        metavar="[PATH]",
+    )
+    save_every: str = option(
+        "", "Interval of checkpoints within an epoch: 10min, 30s, 500steps. (default: only after each epoch)"
+    )
+    save_period: int = option(0, "Keep epochN.pt every N epochs; 0: only last, previous and best.", least=0)
+    on_nan: str = option(
+        "stop",
+        "On a loss of NaN or infinity: `stop` with the batch in the error, or `skip`: return to the last checkpoint "
+        "and omit the batch, at most three times.",
+        known=("stop", "skip"),
+    )
+    stall_timeout: float = option(
+        120.0,
+        "Seconds without a step until each rank prints its stack traces and the late rank. Ranks that wait for a "
+        "rank without a heartbeat then exit with 1. 0: never.",
+        least=0,
+    )
+    log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.")
+    callback: str = option("", "Your subclass of trainer.Callback as package.module:Class.")
+    project: str = option("runs", "Folder that holds the run's folder. Under clusterctl the job's folder replaces it.")
+    name: str = option("train", "Name of the run's folder; if it exists, name2, name3, ...")
+    exist_ok: bool = option(False, "Write into the folder even if it exists.")
+
+    def __post_init__(self) -> None:
+        self._check_texts()
+        preset = preset_for(self.data, self.task)
+        for name in PRESET_NAMES:
+            if getattr(self, name) is PRESET:
+                object.__setattr__(self, name, getattr(preset, name))
+        object.__setattr__(self, "hyp", self._hyper_parameters(preset.hyp))
+        self._check_numbers()
+        if (self.stages or self.micro_batches) and self.parallel != "pipeline":
+            given = "--stages" if self.stages else "--micro-batches"
+            raise TrainerError(f"{given}: --parallel {self.parallel} has none", "add --parallel pipeline")
+        if self.unfreeze and not layers(self.freeze):
+            raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
+        if not self.name or Path(self.name).name != self.name:
+            raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
+        layers(self.freeze)
+        interval(self.save_every)
+
+    def _check_texts(self) -> None:
+        for each in dataclasses.fields(self):
+            text, known = getattr(self, each.name), each.metadata["known"]
+            if known and text is not PRESET and text not in known:
+                raise TrainerError(
+                    f"{option_of(each.name)} {text}: unknown", f"use one of {', '.join(filter(None, known))}"
+                )
+
+    def _check_numbers(self) -> None:
+        for each in dataclasses.fields(self):
+            number, least = getattr(self, each.name), each.metadata["least"]
+            if least is not None and number is not None and number < least:
+                raise TrainerError(f"{option_of(each.name)} is {number:g}, it must be {least} or more")
+        if self.imgsz < 32 or self.imgsz % 32:
+            near = max(32, round(self.imgsz / 32) * 32)
+            raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
+
+    def _hyper_parameters(self, base: Hyp) -> Hyp:
+        """Return the hyper-parameters of `hyp`: a file's path, "" for `base`, or values, which JSON holds as a dict."""
+        given: Any = self.hyp
+        if isinstance(given, str):
+            given = load_hyp(given, base) if given else base
+        values: Hyp = Hyp(**given) if isinstance(given, dict) else given
+        if self.label_smoothing is None:
+            return values
+        if not 0 <= self.label_smoothing < 1:
+            raise TrainerError(f"--label-smoothing is {self.label_smoothing}, it must be 0 or more and below 1")
+        return dataclasses.replace(values, label_smoothing=self.label_smoothing)
+
+
+def option_of(name: str) -> str:
+    """Return the option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def interval(text: str) -> tuple[float, int]:
+    """Parse `10min`, `30s`, `2h`, `500steps` or `500` to (seconds, steps); one of them is 0, both for ''."""
+    if not text:
+        return 0.0, 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if number > 0 and unit in _SECONDS:
+        return number * _SECONDS[unit], 0
+    if number >= 1 and unit in ("", "step", "steps") and number == int(number):
+        return 0.0, int(number)
+    raise TrainerError(f"--save-every {text}: not an interval", "use 10min, 30s, 2h or 500steps")
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Parse --freeze: one number N is the first N layers, several are these layers, `backbone` is (-1,)."""
+    if text == BACKBONE:
+        return (-1,)
+    numbers = text.replace(",", " ").split()
+    if not all(n.isdecimal() for n in numbers):
+        raise TrainerError(
+            f"--freeze {text}: not a number of a layer",
+            f"use --freeze 10 (the first ten), --freeze 0 1 2, or --freeze {BACKBONE} (all but the head)",
+        )
+    listed = tuple(int(n) for n in numbers)
+    return tuple(range(listed[0])) if len(listed) == 1 else listed

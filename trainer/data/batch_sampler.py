@@ -1,0 +1,188 @@
+"""Batch sampler: assigns images and a shape to each rank's batch of each step, from seeds alone."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.dataset import Dataset
+from trainer.errors import TrainerError
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Shape = tuple[int, int]  # (height, width) in pixels
+WINDOW = 64  # images; each worker keeps these decoded in memory
+ORDER, IMAGE, SIDE, MIX = 1, 2, 3, 4  # first word of each seed: keeps the random streams independent
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """The images of one rank in one step, and the shape of its batch."""
+
+    ids: Ints  # (b,)
+    shape: Shape
+    global_size: int = 0
+    epoch: int = 0
+    step: int = 0
+    previous: int = -1  # the image before `ids` in the global batch, cyclically
+    neighbours: list[Ints] = field(default_factory=list)  # for each image, the candidates of its mosaic
+    repeats: Ints | None = None  # (b,): earlier draws of each image in this epoch
+
+
+def steps_per_epoch(count: int, batch: int, world: int) -> int:
+    """Return the least number of steps for `count` images; raise TrainerError if a rank would get no image."""
+    if batch < world:
+        raise TrainerError(
+            f"--batch {batch} is smaller than the number of ranks, {world}",
+            f"--batch counts the images of all ranks together: use {world} or more",
+        )
+    steps = -(-count // batch)
+    if not steps or count // steps < world:
+        raise TrainerError(
+            f"{count} training images in {steps} steps of at most {batch}: too few for {world} ranks",
+            "use another --batch, or fewer ranks",
+        )
+    return steps
+
+
+def scales(imgsz: int, stride: int) -> range:
+    """Return the sides of --multi-scale: the multiples of `stride` from 0.5 to 1.5 x `imgsz`."""
+    return range(-(-imgsz // (2 * stride)) * stride, 3 * imgsz // 2 + 1, stride)
+
+
+def aspects_of(dataset: Dataset) -> Floats:
+    """Return height / width of every image (n,)."""
+    sizes = np.array([dataset.size(k) for k in range(len(dataset))], np.float64).reshape(-1, 2)
+    aspects: Floats = sizes[:, 0] / sizes[:, 1]
+    return aspects
+
+
+def rect_shape(aspects: Floats, side: int, stride: int, pad: float) -> Shape:
+    """Return the smallest shape that holds images of these aspects with their longer side scaled to `side`.
+
+    Both sides get a border of `pad` strides and are rounded up to a multiple of `stride`. YOLOv5 validates with
+    pad 0.5.
+    """
+    low, high = float(aspects.min()), float(aspects.max())
+    tall, wide = min(1.0, high), min(1.0, 1 / low)
+    tolerance = 1e-6  # 3 / 4 of 640 must give 15 strides in spite of rounding
+    height, width = (math.ceil(part * side / stride + pad - tolerance) * stride for part in (tall, wide))
+    return height, width
+
+
+def neighbours(order: Ints, positions: Ints) -> list[Ints]:
+    """Return the mosaic candidates for each of `positions` in `order`: the last WINDOW images up to it.
+
+    A random order makes them random images of the dataset, independent of batch size and number of ranks.
+    A worker has most of them decoded already, and decoding is most of its work. A window as small as a batch would
+    save as much, but give each batch too few different images.
+    """
+    ends = np.maximum(positions + 1, WINDOW).tolist()
+    return [order[max(0, end - WINDOW) : end] for end in ends]
+
+
+def repeats(order: Ints) -> Ints:
+    """Return the number of earlier occurrences of each entry of `order` (n,)."""
+    drawn = Counter[int]()
+    result = np.empty(len(order), np.int64)
+    for k, index in enumerate(order.tolist()):
+        result[k] = drawn[index]
+        drawn[index] += 1
+    return result
+
+
+class ImageWeights:
+    """Sampling weights of images (--image-weights), from the classes of their boxes.
+
+    YOLOv5's formula: a class weighs (1 - mAP)^2 / number of boxes, an image the sum over its boxes. An image without
+    boxes is never drawn.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        labels = [dataset.labels(k)[:, 0].astype(np.int32) for k in range(len(dataset))]
+        self._count, self._nc = len(dataset), len(dataset.names)
+        self._classes = np.concatenate(labels)
+        self._owners = np.repeat(np.arange(self._count), [len(part) for part in labels])
+
+    def probabilities(self, class_map: Sequence[float] | None) -> Floats:
+        """Return each image's probability (n,); NaN in `class_map` (nc,) marks a class without a measurement."""
+        maps = np.zeros(self._nc) if class_map is None else np.array(class_map, np.float64)
+        known = np.isfinite(maps)
+        maps[~known] = maps[known].mean() if known.any() else 0.0
+        boxes = np.bincount(self._classes, minlength=self._nc)
+        by_class = (1 - maps) ** 2 / np.maximum(boxes, 1)
+        weights = np.bincount(self._owners, by_class[self._classes], self._count)
+        total = weights.sum()
+        return weights / total if total > 0 else np.full(self._count, 1 / self._count)
+
+
+@dataclass
+class BatchSampler:
+    """Batch sampler of one rank: a permutation of the dataset per epoch, split into steps and ranks."""
+
+    count: int  # images of the dataset
+    steps: int
+    rank: int
+    world: int
+    seed: int
+    epochs: float
+    sides: range
+    stride: int
+    aspects: Floats | None = None  # (count,), with --rect
+    weights: ImageWeights | None = None
+    class_map: list[float] | None = None
+
+    def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
+        """Yield this rank's batch specs from a step of `epoch` to the end of the run.
+
+        Image weights may change after each epoch, so with them only the specs of `epoch` are yielded.
+        """
+        end = max(self.epochs, epoch + 1)
+        while epoch < end:
+            batches, repeated = self.batches(epoch)
+            order, sizes = np.concatenate(batches), [len(ids) for ids in batches]
+            ends = np.cumsum(sizes)
+            for step in range(first_step, self.steps):
+                ids = batches[step]
+                begin = ends[step] - len(ids)
+                mine = np.array_split(np.arange(begin, ends[step]), self.world)[self.rank]
+                yield BatchSpec(
+                    ids=order[mine],
+                    shape=self._shape(epoch, step, ids),
+                    global_size=len(ids),
+                    epoch=epoch,
+                    step=step,
+                    previous=int(ids[int(mine[0] - begin) - 1]),
+                    neighbours=neighbours(order, mine),
+                    repeats=None if repeated is None else repeated[mine],
+                )
+            if self.weights:
+                return
+            epoch, first_step = epoch + 1, 0
+
+    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
+        side = self.sides[0]
+        if len(self.sides) > 1:
+            rng = np.random.default_rng([SIDE, self.seed, epoch, step])
+            side = self.sides[int(rng.integers(len(self.sides)))]
+        return (side, side) if self.aspects is None else rect_shape(self.aspects[ids], side, self.stride, 0.0)
+
+    def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
+        """Return the image ids of every step of `epoch` and, with image weights, the repeats of each."""
+        rng = np.random.default_rng([ORDER, self.seed, epoch])
+        if self.weights:
+            order = rng.choice(self.count, self.count, p=self.weights.probabilities(self.class_map))
+        else:
+            order = rng.permutation(self.count)
+        if self.aspects is None:
+            batches = np.array_split(order, self.steps)
+        else:
+            ordered = order[np.argsort(self.aspects[order], kind="stable")]
+            by_aspect = np.array_split(ordered, self.steps)
+            batches = [by_aspect[k] for k in rng.permutation(self.steps)]
+        return batches, repeats(np.concatenate(batches)) if self.weights else None

@@ -1,0 +1,337 @@
+"""Dataloader: batches made in this process or in worker processes, across epochs."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec, Floats, ImageWeights, steps_per_epoch
+from trainer.errors import TrainerError
+
+BatchType = TypeVar("BatchType")
+PREFETCH = 3  # batches that each worker prefetches if /dev/shm has room
+_SHM = Path("/dev/shm")
+_IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
+_USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
+
+
+class Pinnable:
+    """Mixin for batch dataclasses: DataLoader's pin_memory()."""
+
+    def pin_memory(self: Any) -> Any:
+        """Return the same batch in pinned memory."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)})
+
+
+class Collate(Generic[BatchType]):
+    """Map-style dataset of batches whose keys are batch specs; runs in this process or in a worker."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def collate(self, spec: BatchSpec) -> BatchType:
+        """Return the batch of `spec`."""
+        raise NotImplementedError
+
+    def __getitem__(self, spec: BatchSpec) -> BatchType | TrainerError:
+        cv2.setNumThreads(0)  # OpenCV's threads would compete with the other workers
+        try:
+            return self.collate(spec)
+        except TrainerError as error:
+            return error  # torch would turn a raised error into a traceback and lose the hint
+
+
+def empty_images(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a uint8 tensor for a batch's images; a worker allocates it in shared memory, which saves a copy."""
+    images = torch.empty(shape, dtype=torch.uint8)
+    return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]
+
+
+def usable_shm_bytes() -> int | None:
+    """Return the bytes of /dev/shm that batches may use; None on a system without it."""
+    return int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
+
+
+def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int | None) -> tuple[int, int, str]:
+    """Return (workers per rank, prefetch factor, warning if workers were reduced) that fit into /dev/shm.
+
+    Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers.
+    """
+    if not workers or bytes_free is None:
+        return workers, PREFETCH, ""
+    batches = bytes_free // (local_size * batch_bytes) - _IN_TRANSIT
+    if workers <= batches:
+        return workers, min(PREFETCH, batches // workers), ""
+    fewer = max(0, batches)
+    needed = (workers + _IN_TRANSIT) * local_size * batch_bytes
+    return (
+        fewer,
+        1,
+        f"/dev/shm has room for {bytes_free >> 20} MiB, {workers} workers on each of {local_size} ranks need "
+        f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host",
+    )
+
+
+def start_forkserver(wanted: bool) -> None:
+    """Start the fork server if `wanted`; workers inherit the signals that this process ignores now."""
+    if wanted:
+        _context()
+        multiprocessing.forkserver.ensure_running()
+
+
+def _context() -> Any:
+    # Forking a process with threads of gloo or CUDA can deadlock; the fork server has no such threads.
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.data.detection_loader"])
+    return context
+
+
+def _init_worker(worker: int) -> None:
+    """Ignore SIGTERM, and exit when the training process ends, even if it was killed.
+
+    torch watches a worker's parent, but that is the fork server, which outlives the training process. On SIGTERM the
+    training process still needs batches until its checkpoint.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name=f"worker-{worker}-watch", daemon=True).start()
+
+
+class _Sampler:
+    """Sampler of a DataLoader whose batch specs are replaced before each pass."""
+
+    specs: Iterable[BatchSpec] = ()
+
+    def __iter__(self) -> Iterator[BatchSpec]:
+        return iter(self.specs)
+
+
+class BatchLoader(Generic[BatchType]):
+    """DataLoader over batch specs with persistent workers, sized to the shared memory."""
+
+    def __init__(self, collate: Collate[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
+        """Open the loader; `batch_bytes` is the size of a rank's largest batch, `local_size` the ranks of this node."""
+        self._collate: Any = collate
+        self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable_shm_bytes())
+        self.notes = [warning] if warning else []
+        self._specs = _Sampler()
+        self._pins = False
+        self._loader = self._open()
+        self._running: Iterator[Any] = iter(())
+        self._exit_handler: Any = None
+
+    def _open(self) -> DataLoader[Any]:
+        """Return a DataLoader; its workers start with the first pass."""
+        options: dict[str, Any] = {}
+        if self._workers:
+            options = {
+                "multiprocessing_context": _context(),
+                "persistent_workers": True,
+                "prefetch_factor": self._prefetch,
+                "worker_init_fn": _init_worker,
+            }
+        return DataLoader(
+            self._collate,
+            batch_size=None,
+            sampler=self._specs,
+            num_workers=self._workers,
+            pin_memory=self._pins,
+            generator=torch.Generator(),  # without it, each epoch would draw from the global generator
+            **options,
+        )
+
+    def start(self, specs: Iterable[BatchSpec]) -> None:
+        """Begin a pass over `specs`, whose batches `take` returns in order."""
+        self._specs.specs = specs
+        self._running = iter(self._loader)
+        if self._workers and not self._exit_handler:
+            # Registered after torch's handler, so it runs first: torch's waits 5 s for each worker that still runs.
+            self._exit_handler = atexit.register(_close, weakref.ref(self))
+
+    def take(self) -> BatchType | None:
+        """Return the next batch of the pass, None after the last. Raise the TrainerError of a worker."""
+        batch = next(self._running, None)
+        if isinstance(batch, TrainerError):
+            self.close()
+            raise batch
+        return batch
+
+    def pin(self) -> None:
+        """Return batches in pinned memory from the next pass on."""
+        self._pins = True
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; a later pass starts new ones.
+
+        A loader must not be in a reference cycle, for example of a traceback or of a generator that it keeps: garbage
+        collection closes the queues first, and torch then waits 10 s for each worker.
+        """
+        self._running = iter(())
+        self._loader, self._exit_handler = self._open(), None
+
+
+def _close(reference: weakref.ref[BatchLoader[Any]]) -> None:
+    if loader := reference():
+        loader.close()
+
+
+@atexit.register  # registered before any loader's handler, so it runs after them
+def _join_feeder_threads() -> None:
+    """Join the threads that feed the workers' queues; torch does not.
+
+    A thread that is killed while it holds a semaphore makes Python warn of a leak.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "QueueFeederThread":
+            thread.join(timeout=1)
+
+
+class EpochLoader(BatchLoader[BatchType]):
+    """Training dataloader of one rank: each epoch has every image of the dataset once.
+
+    The steps of an epoch differ by at most one image. The global batch does not depend on the number of ranks and
+    workers, nor on the step at which an epoch is resumed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate[BatchType],
+        *,
+        sides: range,
+        batch: int,
+        rank: int,
+        world: int,
+        seed: int,
+        epochs: float,
+        stride: int,
+        workers: int,
+        local_size: int,
+        channels: int = 3,
+        extra: int = 0,
+        aspects: Floats | None = None,
+        weights: ImageWeights | None = None,
+    ) -> None:
+        """Open the loader.
+
+        Args:
+            sides: sides of the images in pixels; each step draws one.
+            batch: images of a step on all ranks together.
+            epochs: length of the run.
+            stride: the model's largest stride in pixels.
+            local_size: ranks of this node.
+            channels: bytes of a pixel in a batch.
+            extra: images that each rank's batch holds in addition to its own.
+            aspects: height / width of each image (n,), for batches of similar aspect.
+            weights: draw the images with these weights.
+        """
+        count = len(dataset)
+        self.steps = steps_per_epoch(count, batch, world)
+        self._dataset = dataset
+        self._sampler = BatchSampler(
+            count, self.steps, rank, world, seed, epochs, sides, stride, aspects=aspects, weights=weights
+        )
+        self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
+        # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
+        self.fewest_cells = count // self.steps // world * (sides[0] // stride)
+        super().__init__(collate, workers, (-(-batch // world) + extra) * sides[-1] ** 2 * channels, local_size)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[BatchType]:
+        """Yield this rank's batches of `epoch` from `first_step` on.
+
+        Workers prefetch the next epoch during the last steps and during validation.
+        """
+        for step in range(first_step, self.steps):
+            if self._next != (epoch, step):
+                self.start(self._sampler.specs_from(epoch, step))
+            self._next = None  # the pass is unusable if the next line raises
+            batch = self.take()
+            assert batch is not None
+            # Image weights may change between epochs, so nothing is prefetched beyond the last step.
+            last = step + 1 == self.steps
+            self._next = None if last and self._sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            yield batch
+
+    def names_of(self, epoch: int, step: int) -> list[str]:
+        """Return the names of a step's images on all ranks."""
+        batches, _ = self._sampler.batches(epoch)
+        return [self._dataset.name(k) for k in batches[step].tolist()]
+
+
+class EvalLoader(BatchLoader[BatchType]):
+    """Validation dataloader of one rank: the same batches in every pass."""
+
+    def __init__(
+        self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int, channels: int = 3
+    ) -> None:
+        """Open the loader; `channels` are the bytes of a pixel in a batch."""
+        self._all = specs
+        largest = max((len(spec.ids) * spec.shape[0] * spec.shape[1] for spec in specs), default=1)
+        super().__init__(collate, workers, largest * channels, local_size)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[BatchType]:
+        self.start(self._all)
+        while (batch := self.take()) is not None:
+            yield batch
+
+
+class SquareValLoader(EvalLoader[BatchType]):
+    """Validation dataloader of images with side `imgsz`, in order, each on exactly one rank."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Collate[BatchType],
+        *,
+        imgsz: int,
+        batch: int,
+        rank: int,
+        world: int,
+        local_size: int,
+        workers: int,
+        stride: int,
+        channels: int = 3,
+    ) -> None:
+        """Open the loader; `batch` is the number of images of a rank's batch."""
+        mine = np.array_split(np.arange(len(dataset)), world)[rank]
+        specs = [BatchSpec(mine[k : k + batch], (imgsz, imgsz)) for k in range(0, len(mine), batch)]
+        super().__init__(collate, specs, workers, local_size, channels)
+
+
+@contextlib.contextmanager
+def seeded_rng(seed: int, epoch: int, index: int) -> Iterator[None]:
+    """Seed torch's CPU generator from (seed, epoch, image), and restore its state on exit."""
+    word = np.random.SeedSequence([IMAGE, seed, epoch, index]).generate_state(1)[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(word))
+        yield

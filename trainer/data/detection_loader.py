@@ -1,0 +1,227 @@
+"""Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.config import Hyp
+from trainer.data.augment import letterbox, training_image
+from trainer.data.batch_sampler import (
+    IMAGE,
+    WINDOW,
+    BatchSpec,
+    ImageWeights,
+    Ints,
+    aspects_of,
+    rect_shape,
+    scales,
+)
+from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
+from trainer.data.dataset import Dataset, Image
+from trainer.data.image_cache import Exchange, cache_images
+from trainer.distributed.comm import World
+from trainer.errors import TrainerError
+
+Floats32 = npt.NDArray[np.float32]
+STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
+_GROUP = 32  # validation images that share a shape
+_VAL_PAD = 0.5  # strides of padding around the largest image of a group
+
+
+@dataclass
+class Batch(Pinnable):
+    """One rank's part of a global training batch."""
+
+    images: torch.Tensor  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale
+    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
+    ids: torch.Tensor  # int64 (b,)
+    global_size: int  # images of this step on all ranks together
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch sends each tensor as a file; for small ones, pickling the values is faster.
+        return _batch, (self.images, self.targets.numpy(), self.ids.numpy(), self.global_size)
+
+
+def _batch(images: torch.Tensor, targets: Floats32, ids: Ints, global_size: int) -> Batch:
+    return Batch(images, torch.from_numpy(targets), torch.from_numpy(ids), global_size)
+
+
+@dataclass
+class ValBatch(Pinnable):
+    """A batch of letterboxed images: original_xy = (xy - pad) / scale."""
+
+    images: torch.Tensor  # uint8 (b, h, w, 3), RGB
+    ids: torch.Tensor  # int64 (b,)
+    shapes: list[tuple[int, int]]  # (height, width) of the original images
+    pads: torch.Tensor  # float32 (b, 3): scale, pad_x, pad_y
+
+
+def check_imgsz(imgsz: int, stride: int) -> None:
+    """Raise TrainerError for an image side that is no multiple of the stride."""
+    if imgsz < stride or imgsz % stride:
+        near = max(stride, round(imgsz / stride) * stride)
+        raise TrainerError(
+            f"--imgsz {imgsz} is not a multiple of {stride}, the model's largest stride", f"use --imgsz {near}"
+        )
+
+
+class _DecodedImages:
+    """LRU cache of the last `count` images of `dataset`, decoded to at least `min_side` px."""
+
+    def __init__(self, dataset: Dataset, count: int, min_side: int) -> None:
+        self._dataset, self._count, self._min_side = dataset, count, min_side
+        self._images: OrderedDict[int, Image] = OrderedDict()
+        self.names, self.flips = dataset.names, dataset.flips
+        self.name, self.size = dataset.name, dataset.size
+        self.labels, self.segments = dataset.labels, dataset.segments
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_images": OrderedDict()}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def image(self, index: int, min_side: int = 0) -> Image:
+        """Return image `index` in the cache's size; `min_side` is ignored."""
+        image = self._images.get(index)
+        if image is None:
+            image = self._dataset.image(index, self._min_side)
+            while len(self._images) >= self._count:
+                self._images.popitem(last=False)
+            self._images[index] = image
+        self._images.move_to_end(index)
+        return image
+
+
+class _TrainCollate(Collate[Batch]):
+    def __init__(self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float) -> None:
+        """Disable mosaic, mixup and copy-paste from epoch `plain_from` on."""
+        super().__init__(_DecodedImages(dataset, WINDOW + WINDOW // 4, min_side))
+        self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
+
+    def collate(self, spec: BatchSpec) -> Batch:
+        images = empty_images((len(spec.ids), *spec.shape, 3))
+        plain = spec.epoch >= self.plain_from
+        hyp = replace(self.hyp, mosaic=0.0, mixup=0.0, copy_paste=0.0) if plain else self.hyp
+        labels = []
+        for k, index in enumerate(spec.ids.tolist()):
+            repeat = [] if spec.repeats is None else spec.repeats[k : k + 1].tolist()
+            rng = np.random.default_rng([IMAGE, self.seed, spec.epoch, index, *repeat])
+            labels.append(training_image(self.dataset, index, spec.neighbours[k], hyp, rng, images[k].numpy()))
+        owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
+        targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
+        return Batch(images, targets, torch.tensor(spec.ids), spec.global_size)
+
+
+class _ValCollate(Collate[ValBatch]):
+    def __init__(self, dataset: Dataset, imgsz: int) -> None:
+        super().__init__(dataset)
+        self.imgsz = imgsz
+
+    def collate(self, spec: BatchSpec) -> ValBatch:
+        images = empty_images((len(spec.ids), *spec.shape, 3))
+        shapes, pads = [], np.zeros((len(spec.ids), 3), np.float32)
+        for k, index in enumerate(spec.ids.tolist()):
+            image = self.dataset.image(index)
+            shapes.append((image.shape[0], image.shape[1]))
+            pads[k] = letterbox(image, self.imgsz, images[k].numpy())
+        return ValBatch(images, torch.tensor(spec.ids), shapes, torch.from_numpy(pads))
+
+
+class TrainLoader(EpochLoader[Batch]):
+    """Training dataloader of augmented images and their boxes.
+
+    An image's augmentation and mosaic depend on (seed, epoch, image) alone, a step's shape on (seed, epoch, step).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        imgsz: int,
+        seed: int,
+        hyp: Hyp,
+        epochs: float = math.inf,
+        close_mosaic: float = 0,
+        multi_scale: bool = False,
+        rect: bool = False,
+        image_weights: bool = False,
+        stride: int = STRIDE,
+        local_size: int = 1,
+        **options: Any,
+    ) -> None:
+        """Open the loader.
+
+        Args:
+            close_mosaic: last epochs without mosaics; with `rect`, no epoch has them.
+            image_weights: draw images by the classes of their boxes (see `weigh`).
+            options: the other arguments of EpochLoader.
+        """
+        check_imgsz(imgsz, stride)
+        sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
+        self.min_side = sides[-1]
+        super().__init__(
+            dataset,
+            _TrainCollate(dataset, self.min_side, seed, hyp, 0 if rect else epochs - close_mosaic),
+            sides=sides,
+            seed=seed,
+            epochs=epochs,
+            stride=stride,
+            local_size=local_size,
+            aspects=aspects_of(dataset) if rect else None,
+            weights=ImageWeights(dataset) if image_weights else None,
+            **options,
+        )
+        if hyp.copy_paste and not any(len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)):
+            self.notes.append("copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only")
+
+    def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> None:
+        """Decode all images once, before the first epoch (see cache_images). The batches stay the same."""
+        self._collate.dataset = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
+
+    def weigh(self, class_map: Sequence[float] | None) -> None:
+        """Draw classes with a low mAP more often in later epochs (with `image_weights`).
+
+        `class_map` (nc,) is each class's mAP in the last validation, equal on all ranks. None: before any validation.
+        """
+        self._sampler.class_map = None if class_map is None else list(class_map)
+
+
+class ValLoader(EvalLoader[ValBatch]):
+    """Validation dataloader of letterboxed images, each on exactly one rank.
+
+    The images are sorted by aspect and split into groups of one shape, the groups into batches. Ranks take batches
+    in turn, so an image's shape does not depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        imgsz: int,
+        batch: int,
+        rank: int,
+        world: int,
+        workers: int,
+        rect: bool = True,
+        stride: int = STRIDE,
+        local_size: int = 1,
+    ) -> None:
+        """Open the loader; a batch has at most 32 images. Without `rect` every shape is `imgsz` x `imgsz`."""
+        check_imgsz(imgsz, stride)
+        aspects = aspects_of(dataset)
+        order = np.argsort(aspects, kind="stable") if rect else np.arange(len(dataset))
+        specs = []
+        for group in (order[k : k + _GROUP] for k in range(0, len(order), _GROUP)):
+            shape = rect_shape(aspects[group], imgsz, stride, _VAL_PAD) if rect else (imgsz, imgsz)
+            specs += [BatchSpec(group[k : k + batch], shape) for k in range(0, len(group), batch)]
+        super().__init__(_ValCollate(dataset, imgsz), specs[rank::world], workers, local_size)

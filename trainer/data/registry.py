@@ -1,0 +1,60 @@
+"""Registry of detection datasets: by name, by data.yaml or by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from trainer.config import imports
+from trainer.config.faults import Fault
+from trainer.data.dataset import Dataset
+from trainer.data.digits import Digits
+from trainer.data.yolo import Yolo
+from trainer.errors import TrainerError
+
+Split = Literal["train", "val", "test"]
+
+# Datasets that need no file.
+EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {"digits": Digits}
+
+
+def open_dataset(
+    source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
+) -> Dataset:
+    """Open the dataset `source`.
+
+    Args:
+        source: the name of an embedded dataset, the path of a data.yaml, or the import path
+            package.module:function of a function(split, imgsz).
+        imgsz: side of an embedded dataset's images.
+        single_cls: merge all classes into one, "item".
+        allow_bad_labels: leave out bad rows and images instead of raising BadData (see `left_out`).
+    """
+    is_import = imports.is_import_path(source) and not Path(source).is_file()
+    if not is_import and source not in EMBEDDED:
+        return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
+    if single_cls:
+        raise TrainerError(f"--single-cls: the classes of {source} are fixed", "use it with a data.yaml")
+    if is_import:
+        return _imported(source, split, imgsz)
+    if split == "test":
+        raise TrainerError(f"--split test: {source} has no such images", "use --split val")
+    return EMBEDDED[source](split, imgsz)
+
+
+def _imported(path: str, split: Split, imgsz: int) -> Dataset:
+    dataset = imports.load(path, "--data")(split, imgsz)
+    parts = ("names", "flips", "__len__", "size", "name", "image", "labels", "segments")
+    missing = [part for part in parts if not hasattr(dataset, part)]
+    if missing:
+        raise TrainerError(
+            f"--data {path}: it returns a {type(dataset).__name__} without {', '.join(missing)}",
+            "see docs/how-to/any-program.md",
+        )
+    return dataset  # type: ignore[no-any-return]
+
+
+def left_out(*datasets: Dataset) -> list[Fault]:
+    """Return the faults of all omitted entries: bad rows and images, with `allow_bad_labels`, and duplicate boxes."""
+    return [fault for dataset in datasets if isinstance(dataset, Yolo) for fault in dataset.faults]

@@ -1,0 +1,1 @@
+"""Process group, parallelism strategies, and processes of several ranks."""

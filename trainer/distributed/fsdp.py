@@ -1,0 +1,120 @@
+"""--parallel fsdp: sharded data parallelism with fully_shard."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trainer.config import Settings
+from trainer.distributed import comm
+from trainer.distributed.strategy import Conditions, Evaluate, Strategy
+from trainer.distributed.sync_batch_norm import synchronise
+from trainer.errors import TrainerError
+
+
+class Fsdp(Strategy):
+    """fully_shard (FSDP2): shards of the weights, gradients, optimizer state and averaged model.
+
+    Each block is gathered for its forward and backward pass and freed after it. Gradients are reduced into
+    shards in every step, also in steps that do not update the weights.
+    """
+
+    unsupported = ("compile", "unfreeze")
+
+    def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
+        if world.size == 1:
+            raise TrainerError(
+                "--parallel fsdp needs two or more ranks, and this is a single process",
+                "add --ranks 2 or more (one for each GPU: --device 0,1), or leave --parallel out",
+            )
+        super().__init__(settings, world, device)
+        self._rank, self._size = self.share
+
+    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
+        """Keep this rank's shard of every tensor."""
+        self._conditions = conditions
+        self.host_model = copy.deepcopy(average).to("cpu")
+        if self._settings.sync_bn:
+            synchronise(model, self._device)
+        # fully_shard warns of in-place changes if the head returns a view. The trainer makes none.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor", module="torch.distributed.fsdp")
+        mesh = init_device_mesh(self._device.type, (self._size,))
+        sent = torch.bfloat16 if self._settings.grad_compress == "bf16" else None
+        for module in (model, average):
+            module.to(memory_format=torch.contiguous_format)
+            for block in (*blocks(module), module):
+                sharded = fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=sent))
+                # Sum instead of scaling the loss by the world size, which could overflow in fp16.
+                sharded.set_gradient_divide_factor(1.0)
+                sharded.set_force_sum_reduction_for_comms(True)
+        self.module, self.average = model, average
+        self.summary = f"fsdp: {len(list(blocks(model)))} blocks and the rest of the model, in {self._size} shards each"
+
+    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+        """Run forward and backward on this rank's share."""
+        with self._conditions.autocast():
+            raw = self.module(images)
+        evaluate(raw).backward()  # type: ignore[no-untyped-call]
+
+    def clip(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
+    ) -> Tensor:
+        """Clip by the norm over the shards of all ranks."""
+        norm = super().clip(scaler, optimizer, parameters, most)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather one tensor at a time into the host's memory."""
+        return {name: full_tensor(tensor).detach().cpu() for name, tensor in tensors.items()}
+
+    def scatter_(self, own: Tensor, full: Tensor) -> None:
+        """Copy this rank's rows."""
+        if isinstance(own, DTensor):
+            rows = full.chunk(self._size)
+            own, full = own.to_local(), rows[self._rank] if self._rank < len(rows) else full[:0]
+        own.copy_(full)
+
+
+LISTS = (nn.Sequential, nn.ModuleList)
+
+
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules to shard: the members of the model's outermost lists of layers."""
+    for child in module.children():
+        yield from _members(child) if type(child) in LISTS else blocks(child)
+
+
+def _members(layers: nn.Module) -> Iterator[nn.Module]:
+    for member in layers.children():
+        if type(member) in LISTS:
+            yield from _members(member)
+        elif any(True for _ in member.parameters()):
+            yield member
+
+
+@torch.no_grad()
+def full_tensor(shards: Tensor) -> Tensor:
+    """Return all rows of a DTensor that is sharded by rows, on every rank; any other tensor unchanged.
+
+    DTensor.full_tensor() crashes sometimes with gloo ("malloc(): unaligned fastbin chunk detected", SIGSEGV). Gloo's
+    threads store the name of their last collective without a lock. Names over 15 characters are on the heap, and
+    may be freed twice: ALLGATHER_COALESCED is one. This function uses a collective with a shorter name.
+    """
+    if not isinstance(shards, DTensor):
+        return shards
+    own, group = shards.to_local(), shards.device_mesh.get_group()
+    count, length = shards.device_mesh.size(), shards.shape[0]
+    share = -(-length // count)  # rows per rank, as Tensor.chunk splits them; the last ranks have fewer
+    padded = own.new_zeros(share, *shards.shape[1:])
+    padded[: len(own)] = own
+    full = own.new_empty(share * count, *shards.shape[1:])
+    torch_dist.all_gather_into_tensor(full, padded, group)
+    return full[:length].clone()  # torch.save would write a view with its padding

@@ -1,0 +1,208 @@
+"""Processes of the ranks of one machine: start, output, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from trainer import contract
+from trainer.errors import TrainerError
+
+PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
+STOP_GRACE_S = 60.0  # for ranks to write a checkpoint after SIGTERM
+PARENT_VARIABLE = "TRAINER_RANK_OF_PARENT"  # set for ranks that must end with their parent
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a rank's stdout or stderr, without its newline."""
+
+    rank: int
+    stderr: bool
+    text: str
+
+
+def ranks_of(device: str, parallel: str) -> int:
+    """Return the ranks of this machine for --device: one per GPU number, a single one with --parallel dp."""
+    return 1 if parallel == "dp" else device.count(",") + 1
+
+
+def run_ranks(
+    arguments: Sequence[str],
+    rank_environments: Sequence[Mapping[str, str]],
+    environment: Mapping[str, str],
+    on_line: Callable[[Line], None],
+    forwarded: Sequence[signal.Signals] = (),
+    peer_failed: Callable[[], bool] = lambda: False,
+) -> dict[int, int]:
+    """Run `python -m trainer ARGUMENTS` once per rank, and return the exit codes of failed ranks.
+
+    Exit codes are negative for a signal. After a failure, here or by `peer_failed`, the other ranks get PEER_GRACE_S
+    to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and SIGKILL after
+    STOP_GRACE_S. No rank runs any more when this returns or raises.
+
+    Args:
+        rank_environments: variables of each rank, see `local_ranks`
+        on_line: receives every line of output
+        forwarded: signals to forward to the ranks
+        peer_failed: whether another machine's rank has failed
+    """
+    clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES} | {PARENT_VARIABLE: "1"}
+    # Ranks import from the same paths, also from those added at run time.
+    clean["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    lines: queue.Queue[Line] = queue.Queue()
+    processes: list[subprocess.Popen[str]] = []
+    threads: list[threading.Thread] = []
+    try:
+        for rank, own in enumerate(rank_environments):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainer", *arguments],
+                env={**clean, **own},
+                stdin=subprocess.PIPE,  # closes when this process ends, see `end_with_parent`
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                errors="replace",
+                start_new_session=True,  # keeps a terminal's Ctrl-C from the ranks
+            )
+            processes.append(process)
+            for stream in (process.stdout, process.stderr):
+                assert stream is not None
+                reader = threading.Thread(
+                    target=_read, args=(stream, rank, stream is process.stderr, lines), daemon=True
+                )
+                reader.start()
+                threads.append(reader)
+        with _forward_signals(forwarded, processes):
+            failed = _follow(processes, lines, on_line, peer_failed)
+    except BaseException:
+        _stop(processes)
+        raise
+    finally:
+        _kill(processes)
+        for thread in threads:
+            thread.join(timeout=5)
+        while not lines.empty():
+            on_line(lines.get())
+    return failed
+
+
+def end_with_parent() -> None:
+    """In a rank of `run_ranks`: stop when the parent process ends, also by SIGKILL."""
+    if os.environ.pop(PARENT_VARIABLE, None) is None:
+        return
+
+    def watch() -> None:
+        os.read(sys.stdin.fileno(), 1)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # their pipes are broken
+            os.dup2(devnull, stream.fileno())
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_GRACE_S)
+        os.killpg(os.getpid(), signal.SIGKILL)  # with its dataloader workers
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerError:
+    """Return the error of failed ranks: the bad input that a rank reported in an event.
+
+    For any other error, the output of the first failed rank is printed to stderr.
+    """
+    for line in output:
+        if line.text.startswith(contract.EVENT_MARK):
+            event = json.loads(line.text.removeprefix(contract.EVENT_MARK))
+            if event["event"] == contract.FAILED and event["exit_code"] == contract.EXIT_BAD_INPUT:
+                return TrainerError(event["error"], event["hint"])
+    print(*(line.text for line in output if line.rank == min(failed)), sep="\n", file=sys.stderr)
+    return TrainerError(f"rank {min(failed)} failed")
+
+
+def free_port() -> int:
+    """Return a free TCP port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def local_ranks(count: int) -> list[dict[str, str]]:
+    """Return each rank's variables, as torchrun sets them; none for a single process."""
+    if count == 1:
+        return [{}]
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def _read(stream: IO[str], rank: int, stderr: bool, lines: queue.Queue[Line]) -> None:
+    with stream:
+        for text in stream:
+            lines.put(Line(rank, stderr, text.rstrip("\n")))
+
+
+def _follow(
+    processes: list[subprocess.Popen[str]],
+    lines: queue.Queue[Line],
+    on_line: Callable[[Line], None],
+    peer_failed: Callable[[], bool],
+) -> dict[int, int]:
+    """Forward lines until every rank has ended or its grace is over; return the exit codes of failed ranks."""
+    deadline = float("inf")
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        with contextlib.suppress(queue.Empty):
+            on_line(lines.get(timeout=0.1))
+        if deadline == float("inf") and (any(process.poll() for process in processes) or peer_failed()):
+            deadline = time.monotonic() + PEER_GRACE_S
+    return {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+
+
+@contextlib.contextmanager
+def _forward_signals(signals: Sequence[signal.Signals], processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    def forward(number: int, _frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(0, deadline - time.monotonic()))
+
+
+def _kill(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill the remaining ranks with their child processes."""
+    for process in processes:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdin is not None
+        process.stdin.close()

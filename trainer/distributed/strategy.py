@@ -1,0 +1,185 @@
+"""Strategy: the interface of one kind of parallelism, and its data-parallel defaults."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import Settings
+from trainer.distributed import comm
+from trainer.errors import TrainerError
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+Evaluate = Callable[[Any], Tensor]  # the network's outputs for this rank's images -> the loss
+Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
+KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
+
+
+class StepTimer(Protocol):
+    """Timer of the phases of a step."""
+
+    def before_last_bucket(self) -> None:
+        """Record that the last gradients of a step are ready to be summed."""
+        ...
+
+    def after_backward(self) -> None:
+        """Record that backward has returned with the summed gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Properties that all steps of a training share."""
+
+    autocast: Autocast  # context of the network's precision
+    timer: StepTimer
+    min_side: int  # pixels of the smallest image that the network takes
+    stride: int  # pixels per cell of the coarsest grid
+    always_syncs: bool  # every step updates the weights
+    min_share: int  # images of the smallest share of a step
+
+
+class Strategy:
+    """One kind of --parallel. The defaults are for ranks with the whole model and a share of each batch.
+
+    The constructor runs before the ranks join, and rejects options that the strategy does not support.
+    Gradients are summed over the ranks, not averaged: each rank's loss is its share of the batch's loss.
+    """
+
+    unsupported: tuple[str, ...] = ()  # settings that must have their defaults
+    share: tuple[int, int]  # (k, n): this rank takes the k-th of n shares of each batch
+    stages = 1  # neighbouring ranks that process the same share
+    computes_loss = True  # whether this rank computes the loss of its share
+    replica_group: comm.Group | None = None  # the ranks with the same part of the model; None: all
+    module: nn.Module  # this rank's part of the model, with the model's parameter names; set by `setup`
+    average: nn.Module  # the same part of the averaged model
+    host_model: nn.Module | None = None  # full model on the CPU to gather into; None if every rank has the full model
+    summary = ""  # a line for the log; set by `setup`
+    unused: Mapping[str, Tensor] = {}  # tensors in no rank's part, because no operation uses them
+
+    def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
+        for name in self.unsupported:
+            if getattr(settings, name) != getattr(Settings, name):
+                option = f"--{name.replace('_', '-')}"
+                raise TrainerError(
+                    f"--parallel {settings.parallel} does not support {option}", f"leave {option} out, or use ddp"
+                )
+        self._settings, self._device = settings, device
+        self.share = world.rank, world.size
+
+    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
+        """Take this rank's part of the model and of its average, both on the device. A collective."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Prepare for a change of the trainable parameters. A collective."""
+        raise NotImplementedError
+
+    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+        """Run forward and backward. With `sync`, the gradients are summed over the ranks afterwards."""
+        raise NotImplementedError
+
+    def clip(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
+    ) -> Tensor:
+        """Unscale the gradients, clip their norm over all parameters to `most`, and return the norm before."""
+        scaler.unscale_(optimizer)
+        return nn.utils.clip_grad_norm_(parameters, most)
+
+    def average_(self, tensors: list[Tensor]) -> None:
+        """Average tensors of this rank's part, in place, over the ranks with the same part."""
+        comm.average_(tensors, self.replica_group)
+
+    def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the full tensors of all parts by name, on every rank. A collective."""
+        return dict(tensors)
+
+    def scatter_(self, own: Tensor, full: Tensor) -> None:
+        """Copy this rank's part of the full tensor into `own`."""
+        own.copy_(full)
+
+    def gather_average(self) -> nn.Module:
+        """Return the full averaged model on this rank's device, for validation. A collective."""
+        if self.host_model is None:
+            return self.average
+        full = fill(self.host_model, self.model_state(self.average, list(self.host_model.state_dict())))
+        return copy.deepcopy(full).to(self._device)
+
+    def model_state(self, part: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the state dict of the full model, in the order of `names`. A collective."""
+        found = {**self.unused, **self.gather(part.state_dict())}
+        return {name: found[name] for name in names}
+
+    def load_model(self, part: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Copy a full state dict into this rank's part of the model and into the unused tensors."""
+        with torch.no_grad():
+            for name, own in {**self.unused, **part.state_dict()}.items():
+                if name in state:
+                    self.scatter_(own, state[name])
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, own: Names, names: Names) -> dict[str, Any]:
+        """Return the state dict of the full model's optimizer. A collective.
+
+        `own` are the names of this rank's parameters, `names` those of the full model.
+        """
+        tensors = {}
+        for group, listed in zip(optimizer.param_groups, own, strict=True):
+            for parameter, name in zip(group["params"], listed, strict=True):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    tensors[f"{key}/{name}"] = value
+        found = self.gather(tensors)
+        number = _numbers(names)
+        state: dict[int, dict[str, Tensor]] = {}
+        for label, value in sorted(found.items(), key=lambda item: number[item[0].split("/", 1)[1]]):
+            key, name = label.split("/", 1)
+            state.setdefault(number[name], {})[key] = value
+        groups = [
+            {**{k: v for k, v in group.items() if k != "params"}, "params": [number[name] for name in listed]}
+            for group, listed in zip(optimizer.param_groups, names, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer(
+        self, optimizer: torch.optim.Optimizer, own: Names, names: Names, content: Mapping[str, Any]
+    ) -> None:
+        """Load this rank's part of a full state dict into its optimizer."""
+        number = _numbers(names)
+        for group, saved, listed in zip(optimizer.param_groups, content["param_groups"], own, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params" and k not in KERNELS})
+            for parameter, name in zip(group["params"], listed, strict=True):
+                kept = content["state"].get(number[name])
+                if not kept:  # saved before its first update: drop the state of later ones
+                    optimizer.state.pop(parameter, None)
+                    continue
+                state = optimizer.state[parameter]
+                for key, value in kept.items():
+                    if key not in state:
+                        is_per_element = value.shape == parameter.shape  # otherwise a step count, not sharded
+                        state[key] = (
+                            torch.zeros_like(parameter, requires_grad=False)
+                            if is_per_element
+                            else torch.zeros_like(value, device=parameter.device)
+                        )
+                    self.scatter_(state[key], value)
+
+
+def _numbers(names: Names) -> dict[str, int]:
+    """Return the number of each parameter over all groups."""
+    return {name: k for k, name in enumerate(itertools.chain.from_iterable(names))}
+
+
+def fill(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
+    """Copy a full state dict into a full model, and return the model.
+
+    load_state_dict does not work here: hooks of torchvision's models expect a version in the state dict.
+    """
+    for name, own in model.state_dict().items():
+        own.copy_(state[name])
+    return model

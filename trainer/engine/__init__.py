@@ -1,0 +1,1 @@
+"""Training engine: the trainer, its loop, checkpoint resume, signals, watchdog, and output."""

@@ -1,0 +1,240 @@
+"""Checkpoints of a run: writes last.pt, finds the newest one to resume from, and checks its settings and data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import contract
+from trainer.config import Settings
+from trainer.config.settings import option_of
+from trainer.distributed import comm
+from trainer.errors import TrainerError
+from trainer.weights import checkpoint_file
+
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+# Settings of the machine, which are not taken from the checkpoint.
+_PLACEMENT = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name"}
+_PLACEMENT |= {"exist_ok"}
+# Settings that may differ between the machines of a job.
+_PER_MACHINE = {"data", "cfg", "weights", "device", "workers", "project", "name", "callback"}
+# Settings that may change on resume, because they do not affect the results. `data` may have moved; its fingerprint
+# is checked.
+FREE = _PLACEMENT | {"data", "callback", "patience", "val_period", "save_every", "save_period", "stall_timeout"}
+FREE |= {"log_steps", "on_nan", "allow_bad_labels"}
+
+
+def write(folder: Path, content: dict[str, Any]) -> Path:
+    """Write last.pt, and keep the old one as previous.pt in case of a torn write."""
+    last = folder / LAST
+    attempt = int(os.environ.get(contract.ATTEMPT) or 1)
+    checkpoint_file.save(last, {**content, "attempt": attempt}, previous=folder / PREVIOUS)
+    return last
+
+
+def newest(folder: Path) -> dict[str, Any] | None:
+    """Return the newest readable checkpoint of a folder, or None."""
+    found: dict[str, Any] | None = None
+    for name in (LAST, PREVIOUS):
+        with contextlib.suppress(TrainerError):
+            content = checkpoint_file.load(str(folder / name))
+            if "settings" not in content:  # not a checkpoint of a run
+                continue
+            if found is None or progress_of(content) > progress_of(found):
+                found = content
+    return found
+
+
+def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return a sort key of a run's checkpoints: the later one is greater, and equal keys mean equal contents.
+
+    An epoch's last step has two checkpoints, before and after its validation. An attempt without the checkpoints of
+    another node may have repeated a step, on another number of ranks.
+    """
+    return content["step"], content["epoch"], content.get("attempt", 1)
+
+
+def is_requested(resume: str, environment: Mapping[str, str]) -> bool:
+    """Return whether to resume: with --resume, or if a launcher restarts the job."""
+    return bool(resume) or environment.get(contract.ATTEMPT, "1") not in ("", "0", "1")
+
+
+def find(path: str, project: str) -> Path:
+    """Return the folder of `--resume PATH`: a checkpoint's, the folder itself, or the newest in `project` ("last")."""
+    if path == "last":
+        found = [p for name in (PREVIOUS, LAST) for p in Path(project).glob(f"*/{name}")]
+        if not found:
+            raise TrainerError(f"--resume: no {LAST} in any folder of {project}", f"give its path: --resume .../{LAST}")
+        return max(found, key=lambda path: path.stat().st_mtime).parent
+    folder = Path(path)
+    if folder.suffix == ".pt":
+        if folder.name not in (LAST, PREVIOUS):
+            raise TrainerError(
+                f"--resume {path}: a run is resumed from its {LAST}",
+                f"move it to {LAST} in a new folder, or start a new run from its weights: --weights {path}",
+            )
+        folder = folder.parent
+    if not any((folder / name).is_file() for name in (LAST, PREVIOUS)):
+        raise TrainerError(f"--resume {path}: no checkpoint found", f"give a run's folder or its {LAST}")
+    return folder
+
+
+def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
+    """Return the settings of the run of `given.resume`; `typed` are the names of this command line's options.
+
+    Settings that were not typed are that run's, except those of the machine. Raise TrainerError if a typed one differs
+    and would affect the results.
+    """
+    folder = find(given.resume, given.project)
+    content = newest(folder)
+    if not content:
+        raise TrainerError(
+            f"--resume {folder}: its checkpoints cannot be read", "start without --resume, or from --weights"
+        )
+    saved = content["settings"]
+    for name in sorted((typed & saved.keys()) - FREE):
+        _compare(name, dataclasses.asdict(given)[name], saved[name])
+    values = {k: v for k, v in saved.items() if k not in _PLACEMENT | (typed & FREE)}
+    return dataclasses.replace(given, **values, resume=str(folder))
+
+
+def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> None:
+    """Raise TrainerError if settings, or the data set's fingerprint `data`, differ from the checkpoint's."""
+    if content.get("data", data) != data:
+        raise TrainerError(
+            f"--data {settings.data} has other images or labels than when the checkpoint was written",
+            "restore them, or start a new run from its weights with --weights",
+        )
+    saved, now = content["settings"], dataclasses.asdict(settings)
+    for name in sorted(saved.keys() & now.keys() - FREE - _PER_MACHINE):
+        _compare(name, now[name], saved[name])
+
+
+def _compare(name: str, now: Any, before: Any) -> None:
+    if now != before:
+        option = option_of(name)
+        raise TrainerError(
+            f"{option} is {_short(now, before)}, the checkpoint was made with {_short(before, now)}",
+            f"resume with the same {option}, or start a new run from its weights with --weights",
+        )
+
+
+def _short(value: Any, other: Any) -> str:
+    """Format a value; of a dict, the items that differ from `other`."""
+    if isinstance(value, dict) and isinstance(other, dict):
+        return ", ".join(f"{k}: {v}" for k, v in value.items() if other.get(k) != v)
+    return str(value)
+
+
+def check_same_everywhere(settings: Settings) -> None:
+    """Raise TrainerError on all ranks if a rank's settings differ from rank 0's. A collective."""
+    mine = {k: v for k, v in dataclasses.asdict(settings).items() if k not in _PER_MACHINE}
+    mine["resume"] = bool(settings.resume)  # the folder's path may differ between machines
+    first, *others = comm.all_gather(mine)
+    for rank, other in enumerate(others, 1):
+        for name, theirs in other.items():
+            if theirs != first[name]:
+                raise TrainerError(
+                    f"{option_of(name)} is {_short(first[name], theirs)} on rank 0 and {_short(theirs, first[name])} "
+                    f"on rank {rank}",
+                    f"give the same {option_of(name)} on every machine",
+                )
+
+
+def set_aside(folder: Path) -> str:
+    """Rename another run's newest and best checkpoints, so that this run is not resumed from them; return the new name.
+
+    The names are before.pt and before-best.pt, or the first free of before2.pt, before3.pt, ...
+    """
+    existing = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
+    if not existing:
+        return ""
+    names = itertools.chain(["before"], (f"before{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
+    with contextlib.suppress(FileNotFoundError):
+        (folder / BEST).replace(folder / f"{name}-{BEST}")
+    for path in existing:  # the newer one last, which replaces the other
+        path.replace(folder / f"{name}.pt")
+    return f"{name}.pt"
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove temporary files of a killed process."""
+    for pattern in (".*.pt.*.tmp", ".common-*"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
+def is_writer(folder: Path, world: comm.World) -> bool:
+    """Return whether this process writes the checkpoints of `folder`. A collective.
+
+    Of the machines that share the folder, the first rank writes. Each machine's first rank creates a file there, and
+    then lists the files of the others.
+    """
+    token = comm.broadcast(secrets.token_hex(4))
+    is_first = world.local_rank == 0
+    firsts = [rank for rank, first in enumerate(comm.all_gather(is_first)) if first]
+    marks = {rank: folder / f".common-{token}-{rank}" for rank in firsts}
+    if is_first:
+        marks[world.rank].touch()
+    comm.barrier()
+    writer = next((rank for rank, mark in marks.items() if mark.exists()), None)
+    comm.barrier()
+    if is_first:
+        marks[world.rank].unlink(missing_ok=True)
+    return world.rank == writer
+
+
+def newest_of_all(folder: Path) -> dict[str, Any] | None:
+    """Return the newest checkpoint that any rank can read, on every rank; None if no rank has one. A collective.
+
+    Without a shared disk each node has its own copy, and a replaced node gets it from another.
+    """
+    mine = newest(folder)
+    positions = comm.all_gather(progress_of(mine) if mine else ())
+    if not max(positions) and comm.any_rank(any((folder / name).exists() for name in (LAST, PREVIOUS))):
+        raise TrainerError(
+            f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not from this trainer",
+            "make them readable; to start a new run, move them away",
+        )
+    if min(positions) == max(positions):
+        return mine
+    return comm.broadcast(mine, source=positions.index(max(positions)))  # type: ignore[no-any-return]
+
+
+def share_best(path: Path, best_epoch: int, writes: bool) -> None:
+    """Copy the best epoch's checkpoint to the writers that lack it. A collective."""
+    if not comm.is_distributed():
+        return
+    mine = None
+    with contextlib.suppress(TrainerError):
+        mine = checkpoint_file.load(str(path)).get("at", {}).get("best_epoch")
+    epochs = comm.all_gather(mine)
+    lacks = writes and mine != best_epoch
+    if best_epoch in epochs and any(comm.all_gather(lacks)):
+        source = epochs.index(best_epoch)
+        content = comm.broadcast(path.read_bytes() if mine == best_epoch else None, source)
+        if lacks:
+            checkpoint_file.write_bytes(path, content)
+
+
+def copy_best(source: Path, folder: Path) -> None:
+    """Copy a run's best checkpoint to its new folder, if this node has one."""
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint_file.write_bytes(folder / BEST, (source / BEST).read_bytes())
+
+
+def discard_after(path: Path, number: int) -> None:
+    """Remove the rows after step `number` from a table of steps, because the run repeats them."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return
+    kept = [line for k, line in enumerate(lines) if not k or int(line.split(",")[0]) <= number]
+    checkpoint_file.write_bytes(path, "".join(kept).encode())

@@ -1,0 +1,390 @@
+"""Training loop: epochs, validation, checkpoints, stop signals, and non-finite losses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import contract
+from trainer.config import Settings
+from trainer.config.faults import note_left_out
+from trainer.config.settings import interval
+from trainer.data.dataloader import start_forkserver
+from trainer.data.dataset import fingerprint_of
+from trainer.data.image_cache import image_folders
+from trainer.distributed import comm
+from trainer.engine import callbacks, checkpoints, memory, results
+from trainer.engine.events import Events
+from trainer.engine.run_logger import RunLogger
+from trainer.engine.signals import StopSignals, ignored
+from trainer.engine.state import NotFinite
+from trainer.engine.trainer import Trainer
+from trainer.engine.watchdog import Watchdog
+from trainer.errors import TrainerError
+from trainer.tasks import Scores
+from trainer.weights import checkpoint_file
+
+MAX_SKIPPED = 3  # batches that --on-nan skip may leave out
+READBACK_EVERY = {"cpu": 1, "cuda": 20}  # steps between two reads of the loss on the host, which synchronize a GPU
+
+
+def train(settings: Settings) -> None:
+    """Train; raise TrainerError for invalid input, Stopped after a signal."""
+    events = Events(os.environ)
+    world = comm.world_of(os.environ)
+    callback = callbacks.load(settings.callback) if settings.callback else None
+    if callback and world.rank == 0:
+        events.listener = functools.partial(callbacks.dispatch, callback)
+    device = comm.pick_device(settings.device, world, several=settings.parallel == "dp")
+    comm.limit_threads(world)
+    if device.type == "cpu":
+        memory.keep_freed_memory()
+    begin = time.monotonic()
+    training = Trainer(settings, world, device, events)
+    with ignored():  # dataloader workers must survive a signal to the whole process group
+        start_forkserver(training.workers > 0)
+    with comm.rendezvous_errors(world, device):
+        backend = comm.join(world, device)
+        training.agree_on_precision()
+    parameters = sum(p.numel() for p in training.model.parameters())
+    fields = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
+    events.emit(contract.READY, rank=world.rank, **fields)
+    store = comm.connect_store()
+    signals = StopSignals(store)
+    with signals.handled():
+        with Watchdog(world, settings.stall_timeout, events, store) as watchdog:
+            loop = TrainLoop(training, _make_run_dir(settings, world), signals, watchdog)
+            loop.begin()
+            _print_summary(training, backend)
+            loop.run_epochs()
+        comm.barrier()  # rank 0 hosts the store, and may exit once no heartbeat uses it
+        if world.rank == 0:  # outside the watchdog, because the other ranks exit meanwhile
+            results.finish(training, time.monotonic() - begin)
+        # Not after an error: leaving the group can wait for a rank that is lost.
+        comm.leave()
+
+
+def _make_run_dir(settings: Settings, world: comm.World) -> Path:
+    """Return the launcher's folder of each node, else a new one of rank 0; an error stops all ranks."""
+    run_dir, error = None, None
+    launched = bool(os.environ.get(contract.RUN_DIR))
+    if launched or world.rank == 0:
+        try:
+            if settings.resume and not launched:
+                run_dir = checkpoints.find(settings.resume, settings.project)
+                checkpoint_file.check_writable(run_dir)
+            else:
+                run_dir = checkpoint_file.make_run_dir(os.environ, settings.project, settings.name, settings.exist_ok)
+        except TrainerError as found:
+            error = found
+    comm.raise_on_all_ranks(error)
+    first = comm.broadcast(run_dir)
+    return run_dir or first
+
+
+def _print_summary(training: Trainer, backend: str) -> None:
+    parameters = sum(p.numel() for p in training.model.parameters())
+    size = training.world.size
+    ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]
+    s = training.settings
+    training.display.print(
+        f"{s.data}: {len(training.task.names)} classes, {parameters:,} parameters, {ranks} on {training.device.type}, "
+        f"{kind}, {s.imgsz} px, batch {s.batch}, {training.train_loader.steps} steps an epoch"
+        + ("" if training.events.launched else f" -> {training.run_dir}")
+    )
+
+
+def _check_same_data(training: Trainer) -> str:
+    """Raise TrainerError on all ranks if their images or labels differ; return the training set's fingerprint."""
+    sets = {"training": training.task.train_set, "validation": training.task.val_set}
+    first, *others = comm.all_gather({kind: (fingerprint_of(data), len(data)) for kind, data in sets.items()})
+    for rank, other in enumerate(others, 1):
+        for kind in sets:
+            if other[kind] != first[kind]:
+                raise TrainerError(
+                    f"--data {training.settings.data}: rank {rank} has {other[kind][1]} {kind} images, rank 0 has "
+                    f"{first[kind][1]}, and their files, sizes or boxes differ",
+                    "copy the data set to that machine again, and compare: trainer data check --data ...",
+                )
+    return str(first["training"][0])
+
+
+class TrainLoop:
+    """Runs the epochs of one training and keeps its checkpoints."""
+
+    def __init__(self, training: Trainer, run_dir: Path, signals: StopSignals, watchdog: Watchdog) -> None:
+        self.training, self.signals, self.watchdog = training, signals, watchdog
+        training.run_dir = run_dir
+        self.interval = SaveInterval(interval(training.settings.save_every))
+        self.last: dict[str, Any] | None = None  # the last checkpoint's content, for --on-nan skip
+
+    def begin(self) -> None:
+        """Start the run, or resume it from a checkpoint."""
+        training, s = self.training, self.training.settings
+        checkpoints.check_same_everywhere(s)
+        self.data = _check_same_data(training)
+        resumes = checkpoints.is_requested(s.resume, os.environ)
+        self._take_folder(resumes)
+        content = self._checkpoint() if resumes else None
+        training.start(resuming=bool(content))
+        if s.cache:
+            threads = max(1, comm.usable_cores() // training.world.local_size)
+            training.train_loader.cache(s.cache, image_folders(s.data), training.world, comm.all_gather, threads)
+        if self.writes:
+            for line in note_left_out(training.task.left_out, training.run_dir):
+                training.display.print(line)
+        if content:
+            training.load_state_dict(content)
+            checkpoints.share_best(training.run_dir / checkpoints.BEST, training.state.best_epoch, self.writes)
+            step = f"step {training.state.step} of {training.train_loader.steps}"
+            training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
+        if self.writes:
+            results.write_table(training.history, training.run_dir / "results.csv")
+            checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
+        if training.world.rank == 0:
+            training.logger = RunLogger(training.run_dir, training.task, training.state.epoch + 1)
+            if not content:
+                training.logger.begin()
+        if s.on_nan == "skip":
+            self.last = checkpoint_file.copied(training.state_dict())
+
+    def _take_folder(self, resumes: bool) -> None:
+        """Create the folder, choose its writer, and rename the checkpoints of an earlier run in it. A collective."""
+        training, s, folder = self.training, self.training.settings, self.training.run_dir
+        world, existed = training.world, folder.exists()
+        comm.barrier()  # another node with the same disk must not find the folder in `existed`
+        if comm.is_distributed() and world.local_rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+        # Without a shared disk each node writes a complete checkpoint, so that any of them can be lost.
+        self.writes = checkpoints.is_writer(folder, world)
+        if not (resumes or s.exist_ok or os.environ.get(contract.RUN_DIR)):
+            is_other_run = self.writes and world.rank and existed
+            text = f"{folder} exists on rank {world.rank}, but is new on rank 0's machine"
+            comm.raise_on_all_ranks(TrainerError(text, "choose another --name") if is_other_run else None)
+        if self.writes:
+            checkpoints.discard_unfinished(folder)
+            if not resumes and (kept := checkpoints.set_aside(folder)):
+                training.display.print(f"{folder}: new run; the previous run's last checkpoint is now {kept}")
+
+    def _checkpoint(self) -> dict[str, Any] | None:
+        """Return the newest checkpoint of the run's folder, else of --resume. A collective."""
+        training, s = self.training, self.training.settings
+        content = checkpoints.newest_of_all(training.run_dir)
+        if not content and s.resume:  # each job of a launcher has its own folder
+            content = checkpoints.newest_of_all(Path(s.resume))
+            if not content:
+                raise TrainerError(f"--resume {s.resume}: no complete checkpoint", "start without --resume")
+            if self.writes:
+                checkpoints.copy_best(Path(s.resume), training.run_dir)
+        if content:
+            checkpoints.check_same(content, s, self.data)
+        else:
+            training.display.print(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, starting from epoch 1")
+        return content
+
+    def run_epochs(self) -> None:
+        """Train until the last epoch, or until early stopping (--patience)."""
+        training, s = self.training, self.training.settings
+        while training.state.epoch < s.epochs and not self._stops_early():
+            try:
+                scores, losses, rate = self._epoch()
+            except NotFinite as error:
+                self._handle_nonfinite(error.step)
+                continue
+            shares = comm.all_gather(
+                {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
+            )
+            is_best = scores is not None and scores.fitness > training.state.best
+            if scores and is_best:
+                if training.logger:
+                    training.logger.best(training.metric, scores)
+                training.state.best, training.state.best_epoch = scores.fitness, training.state.epoch
+                training.state.best_scores = {k: v for k, v in scores.columns().items() if k in training.task.headlines}
+            if scores:
+                training.set_image_weights(scores.by_class(training.task.names))
+            results.report(training, losses, scores, shares)
+            if self.writes:
+                results.write_table(training.history, training.run_dir / "results.csv")
+            finished = training.state.epoch + 1
+            training.begin_epoch()
+            self._save(
+                best=is_best or (s.noval and finished == s.epochs),
+                keep=f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else "",
+            )
+            self._stop_if(comm.any_rank(bool(self.signals.received)))
+
+    def _stops_early(self) -> bool:
+        """Return whether the score has not improved for --patience epochs."""
+        state, s = self.training.state, self.training.settings
+        is_scored = not s.noval and state.epoch and not state.step and state.epoch % s.val_period == 0
+        if not (s.patience and is_scored and state.epoch - 1 - state.best_epoch >= s.patience):
+            return False
+        self.training.display.print(
+            f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
+        )
+        return True
+
+    def _epoch(self) -> tuple[Scores | None, list[float], float]:
+        """Train the rest of the current epoch and validate; return scores, mean losses and images per second."""
+        training = self.training
+        training.timer.restart()
+        losses, rate = self._train_epoch()
+        with training.timer.spending("val"), self.watchdog.during("validation"):
+            training.average_statistics()
+            if training.has_validation:
+                self._save()  # a signal during the validation loses no training step
+                scores = training.validate(self._until_signal(training.val_loader))
+                self._stop_if(comm.any_rank(bool(self.signals.received)))
+            else:
+                scores = None
+        return scores, losses.tolist(), rate
+
+    def _until_signal(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches until any rank gets a stop signal: a validation can outlast the grace period."""
+        for batch in batches:
+            if self.signals.received_anywhere():
+                return
+            self.watchdog.progress()
+            yield batch
+
+    def _train_epoch(self) -> tuple[Tensor, float]:
+        training = self.training
+        state, steps = training.state, training.train_loader.steps
+        training.local_model.train()
+        training.display.begin_epoch(state.epoch + 1, training.settings.epochs, steps)
+        begin, images, stopping, saving = time.perf_counter(), state.images, False, False
+        for batch in self._batches():
+            if training.global_step in state.skipped:
+                state.step += 1
+                continue
+            if training.logger and training.global_step == 0:
+                training.logger.first_batch(batch)
+            try:
+                result = training.step(batch, bool(self.signals.received), self.interval.is_due(training.global_step))
+            except (RuntimeError, MemoryError) as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                raise memory.step_error(training, batch) from None
+            self.watchdog.step(training.global_step)
+            if self._is_readback_step():
+                training.check_finite()
+            self._log(training.reduced_step + 1, training.reduced_terms)
+            stopping, saving = stopping or result.stop, saving or result.save
+            saving = saving and not (
+                state.step == steps and training.has_validation
+            )  # saved before the validation anyway
+            if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
+                self._save()
+                self._stop_if(stopping)
+                saving = False
+            self._report_progress(time.perf_counter() - begin, state.images - images)
+        last = training.reduce_last_terms()
+        self._log(training.unreduced_step + 1, last)
+        return (training.term_sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
+
+    def _batches(self) -> Iterator[Any]:
+        batches = self.training.timer.waiting(
+            self.training.train_loader.epoch(self.training.state.epoch, self.training.state.step)
+        )
+        while True:
+            with self.watchdog.during("loading"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _is_readback_step(self) -> bool:
+        """Return whether the host reads the loss of the epoch's step."""
+        step, every = self.training.state.step, READBACK_EVERY[self.training.device.type]
+        return step % every == 1 % every or step == self.training.train_loader.steps
+
+    def _log(self, number: int, terms: Tensor) -> None:
+        """Log the reduced loss terms of global step `number` (from 1)."""
+        training = self.training
+        is_logged = training.settings.log_steps and training.world.rank == 0
+        if is_logged and number > training.state.epoch * training.train_loader.steps:
+            results.write_step(training.run_dir / "steps.csv", training.task.terms, number, terms.tolist())
+
+    def _report_progress(self, seconds: float, images: int) -> None:
+        training, state = self.training, self.training.state
+        if not self._is_readback_step() or state.step < 2:  # a step's loss is reduced with the next step
+            return
+        fields: dict[str, Any] = {
+            "epoch": state.epoch + 1,
+            "epochs": training.settings.epochs,
+            "step": state.step,
+            "steps": training.train_loader.steps,
+            "loss": float(training.reduced_terms.sum()),
+            "images_per_s": images / seconds,
+            "eta_s": (training.train_loader.steps - state.step) * seconds * training.settings.batch / max(images, 1),
+        }
+        training.events.progress(**fields)
+        training.display.progress(**fields)
+
+    def _save(self, best: bool = False, keep: str = "") -> None:
+        training = self.training
+        with self.watchdog.during("checkpoint"):
+            content = {**training.state_dict(), "data": self.data}
+            self.interval.reset(training.global_step)
+            if training.settings.on_nan == "skip":
+                self.last = checkpoint_file.copied(content)
+            if self.writes:
+                # last.pt at the end: after a kill in between, a resume repeats the epoch's end and writes best.pt
+                for name in ([checkpoints.BEST] if best else []) + ([keep] if keep else []):
+                    checkpoint_file.save(training.run_dir / name, content)
+                path = checkpoints.write(training.run_dir, content)
+                training.events.emit(
+                    contract.CHECKPOINT, path=str(path), epoch=training.state.epoch, step=training.global_step
+                )
+            comm.barrier()  # a rank must not exit while others still write
+
+    def _stop_if(self, stop: bool) -> None:
+        if stop:
+            raise self.signals.stopped()
+
+    def _handle_nonfinite(self, global_step: int) -> None:
+        """Stop with an error that names the batch, or restore the last checkpoint and skip the batch (--on-nan)."""
+        training = self.training
+        epoch, step = divmod(global_step, training.train_loader.steps)
+        names = training.train_loader.names_of(epoch, step)
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        message = f"the loss is no longer finite (epoch {epoch + 1}, step {step + 1}; the batch: {listed})"
+        hint = "lower lr0 in --hyp, use --precision fp32, or skip such batches with --on-nan skip"
+        if training.settings.on_nan == "stop":
+            raise TrainerError(message, hint)
+        if self.last is None or len(training.state.skipped) >= MAX_SKIPPED:
+            raise TrainerError(message + f"; {len(training.state.skipped)} batches were already left out", hint)
+        skipped = (*training.state.skipped, global_step)
+        training.load_state_dict(self.last)
+        training.state.skipped = skipped
+        if self.writes:
+            checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
+        training.display.print(f"{message}: back to step {training.global_step}, without that batch")
+
+
+class SaveInterval:
+    """Interval of checkpoints (--save-every), in seconds or steps."""
+
+    def __init__(self, seconds_or_steps: tuple[float, int]) -> None:
+        self._seconds, self._steps = seconds_or_steps
+        self._saved_at, self._saved_step = time.monotonic(), -1
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after global step `step`."""
+        if self._saved_step < 0:
+            self._saved_step = step
+        return (self._seconds > 0 and time.monotonic() - self._saved_at >= self._seconds) or (
+            self._steps > 0 and step + 1 - self._saved_step >= self._steps
+        )
+
+    def reset(self, step: int) -> None:
+        """Start the next interval; a checkpoint holds the first `step` steps."""
+        self._saved_at, self._saved_step = time.monotonic(), step

@@ -1,0 +1,97 @@
+"""Results: results.csv, steps.csv, and the events and lines of an epoch and of the run's end."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer import contract
+from trainer.engine.timing import SHARES
+from trainer.engine.trainer import Trainer
+from trainer.tasks import Scores
+from trainer.weights import checkpoint_file
+
+SLOWER = 1.15  # minimum ratio of the slowest rank's own time to the median rank's
+
+
+def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Rewrite results.csv: one row per epoch."""
+    out = io.StringIO()
+    if rows:
+        table = csv.DictWriter(out, list(rows[0]))
+        table.writeheader()
+        table.writerows({k: v if isinstance(v, int) else f"{v:.6g}" for k, v in row.items()} for row in rows)
+    checkpoint_file.write_bytes(path, out.getvalue().encode())
+
+
+def report(training: Trainer, losses: list[float], scores: Scores | None, shares: list[dict[str, float]]) -> None:
+    """Report a finished epoch: `losses` are its means, `shares` each rank's times as fractions."""
+    epoch, first = training.state.epoch, shares[0]
+    found = scores.columns() if scores else dict.fromkeys(training.task.columns, math.nan)
+    named = dict(zip((f"{t}_loss" for t in training.task.terms), losses, strict=True))
+    row: dict[str, float] = {
+        "epoch": epoch + 1,
+        **named,
+        **found,
+        "lr": training.schedule.at((epoch + 1) * training.train_loader.steps - 1).lr,
+        **{k: first[k] for k in ("images_per_s", "seconds", *SHARES)},
+    }
+    training.history.append(row)
+    if not training.logger:
+        return
+    training.logger.epoch(epoch + 1, row, training.samples)
+    slow = slowest_rank(shares)
+    training.events.emit(
+        contract.METRIC,
+        epoch=epoch + 1,
+        epochs=training.settings.epochs,
+        **{key: found[key] for key in training.task.headlines},
+        **named,
+        images_per_s=first["images_per_s"],
+        seconds=first["seconds"],
+        shares={k: first[k] for k in SHARES},
+        **({} if slow is None else {"slowest_rank": slow}),
+    )
+    spent = "  ".join(f"{k} {first[k]:.0%}" for k in SHARES)
+    scored = "".join(f"{title} {found[key]:.3f}  " for key, title in training.task.headlines.items()) if scores else ""
+    slowest = "" if slow is None else f"  slowest rank {slow}"
+    done = f"epoch {epoch + 1}/{training.settings.epochs}"
+    speed = f"{first['images_per_s']:.0f} img/s"
+    training.display.end_epoch(f"{done}  {scored}loss {sum(losses):.3f}  {speed}  {spent}{slowest}")
+
+
+def slowest_rank(shares: Sequence[Mapping[str, float]]) -> int | None:
+    """Return the rank whose own time (all but waiting for others) is clearly the longest, or None."""
+    own = [share["data"] + share["transfer"] + share["compute"] for share in shares]
+    rank = max(range(len(own)), key=own.__getitem__)
+    median_low = sorted(own)[(len(own) - 1) // 2]
+    return rank if len(own) > 1 and own[rank] >= SLOWER * median_low else None
+
+
+def write_step(path: Path, names: Sequence[str], number: int, terms: Sequence[float]) -> None:
+    """Append the loss terms of global step `number` (from 1) to steps.csv, with all digits."""
+    is_new = not path.exists()
+    with path.open("a", encoding="ascii", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        if is_new:
+            table.writerow(("step", *names))
+        table.writerow((number, *terms))
+
+
+def finish(training: Trainer, seconds: float) -> None:
+    """Draw the run's plots and report its result."""
+    assert training.logger
+    table = training.logger.finish(training.state.epoch)
+    if table:
+        training.display.print(table)
+    scores = training.state.best_scores or dict.fromkeys(training.task.headlines, math.nan)
+    training.events.emit(contract.DONE, seconds=seconds, **scores, best=str(training.run_dir / "best.pt"))
+    if not training.events.launched:  # a launcher prints this with paths of its own machine
+        titled = ((title, scores[key]) for key, title in training.task.headlines.items())
+        scored = "".join(f"   {title} {score:.3f}" for title, score in titled if math.isfinite(score))
+        training.display.print(
+            f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {training.run_dir / 'best.pt'}"
+        )

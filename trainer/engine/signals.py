@@ -1,0 +1,69 @@
+"""Stop signals: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C stop the run after a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+# Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+_KEY = "stop"
+
+
+class Stopped(Exception):
+    """A signal stopped the run after its checkpoint was written."""
+
+    def __init__(self, by: int) -> None:
+        self.signal = signal.Signals(by)
+        super().__init__(self.signal.name)
+
+
+class StopSignals:
+    """Signals of this rank: within `handled`, a signal is only stored; a second Ctrl-C raises KeyboardInterrupt."""
+
+    def __init__(self, store: Any = None) -> None:
+        """`store` is the process group's, None for a single rank."""
+        self.received = 0
+        self._store = store
+
+    def handled(self) -> AbstractContextManager[None]:
+        """Store the signals inside the context."""
+        return _handlers(self._handle)
+
+    def received_anywhere(self) -> bool:
+        """Return whether any rank has received a signal, through the store instead of a collective."""
+        if self._store is None:
+            return bool(self.received)
+        if self.received:
+            self._store.set(_KEY, str(self.received))
+        elif self._store.check([_KEY]):
+            self.received = int(self._store.get(_KEY))
+        return bool(self.received)
+
+    def stopped(self) -> Stopped:
+        """Return the exception to raise after the checkpoint, also on a rank that received no signal."""
+        return Stopped(self.received or signal.SIGTERM)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def ignored() -> AbstractContextManager[None]:
+    """Ignore the signals in processes started inside: a scheduler signals the whole process group."""
+    return _handlers(signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _handlers(handler: Any) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,1 +1,0 @@
-"""The training of a model: its course, its state, and what it tells of itself."""

@@ -1,0 +1,176 @@
+"""Checkpoints and run folders: plain tensors and values, written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import contract
+from trainer.errors import TrainerError
+from trainer.weights import download, official
+
+FORMAT = 1
+KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
+
+
+def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_ok: bool) -> Path:
+    """Return the launcher's run folder, else create project/name, name2, name3, ..."""
+    given = environment.get(contract.RUN_DIR)
+    if given:
+        path = Path(given)
+        if not path.is_dir():
+            raise TrainerError(f"{contract.RUN_DIR} {path}: no such folder", "the launcher must create or mount it")
+        check_writable(path)
+        return path
+    parent = Path(project)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / (name if number == 1 else f"{name}{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(exist_ok=exist_ok)
+                break
+            if exist_ok:
+                raise TrainerError(f"{path} is a file, not a folder")
+            number += 1
+    except OSError as error:
+        raise TrainerError(
+            f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}",
+            "choose another folder with --project",
+        ) from error
+    check_writable(path)
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Raise TrainerError, which names the owner, if the folder `path` is not writable."""
+    try:
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise TrainerError(
+            f"{path}: cannot write there: {error.strerror}{_ownership(path)}",
+            "make the folder writable for that user, or run as its owner",
+        ) from error
+
+
+def _ownership(path: Path) -> str:
+    """Describe this process's uid and the owner of the nearest existing folder: in a container they often differ."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    uid = os.getuid() if hasattr(os, "getuid") else "?"
+    return f" (we are uid {uid}, {path} belongs to uid {path.stat().st_uid})"
+
+
+def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> None:
+    """Write a checkpoint atomically: a reader sees the old or the new one, and `path` exists at every moment.
+
+    The old one is kept as `previous`, if given.
+    """
+    missing = [key for key in KEYS if key not in content]
+    if missing:
+        raise ValueError(f"a checkpoint needs {missing}")
+    try:
+        with download.replacing(path) as temporary:
+            with temporary.open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if previous and path.exists():
+                _keep(path, previous)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError with a full disk's OSError as its context
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Hard-link the file at `path` to `previous`, or copy it on a file system without hard links."""
+    # After a kill between two renames `previous` is a link to the same file, and rename(2) leaves both names.
+    with download.replacing(previous) as temporary:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file atomically."""
+    with download.replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def copied(content: Any) -> Any:
+    """Copy nested content, with its tensors on the CPU."""
+    if isinstance(content, torch.Tensor):
+        return content.detach().to("cpu", copy=True)
+    if isinstance(content, dict):
+        return {k: copied(v) for k, v in content.items()}
+    return [copied(v) for v in content] if isinstance(content, list) else content
+
+
+def load(weights: str) -> dict[str, Any]:
+    """Load a checkpoint of this trainer or of YOLOv5 on the CPU, without running code from the file.
+
+    `weights` is a path, a release file's name or a URL (trainer/weights/download.py). YOLOv5's have no optimizer.
+    """
+    path = download.locate(weights)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise TrainerError(
+            f"--weights {weights}: no such file",
+            f"the names that are downloaded are {', '.join(download.NAMES)}; '' starts from scratch",
+        ) from None
+    except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
+        return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
+    except Exception as error:  # an unpickler can raise anything on arbitrary bytes
+        raise _foreign(weights) from error
+    if not isinstance(content, dict) or any(key not in content for key in KEYS):
+        raise _foreign(weights)
+    if content["format"] > FORMAT:
+        raise TrainerError(f"--weights {weights}: written by a newer version of this trainer", "update this one")
+    return content
+
+
+def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = "") -> None:
+    """Raise TrainerError for a checkpoint of another task; `hint` replaces the default hint."""
+    trained = content.get("task", "detect")
+    if trained != task:
+        raise TrainerError(
+            f"--weights {weights}: trained with --task {trained}, not {task}",
+            hint or f"use --task {trained}, or weights of a {task} model",
+        )
+
+
+def _foreign(weights: str) -> TrainerError:
+    return TrainerError(
+        f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged",
+        "give a best.pt or last.pt that one of them wrote, or '' to start from scratch",
+    )
+
+
+def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:
+    """Copy the tensors with equal shapes; return their number and the model's. Other class counts exclude the head."""
+    own = model.state_dict()  # shares memory with the model
+    fitting = [k for k, v in state.items() if k in own and own[k].shape == v.shape]
+    if len(fitting) < len(own) / 2:
+        raise TrainerError(
+            f"--weights {where}: only {len(fitting)} of {len(own)} tensors fit this model",
+            "use the --cfg that the checkpoint was trained with (leave --cfg out)",
+        )
+    for key in fitting:  # not load_state_dict: torchvision's hooks need the file's version metadata
+        own[key].copy_(state[key])
+    return len(fitting), len(own)
