@@ -67,18 +67,33 @@ wait "$srun" 2>/dev/null # again, if both happened at once: 127 means that the c
 last=$?
 [ "$last" = 127 ] || code=$last
 
+# The exit code of the node $1, or `nothing`. Waits $2 s for it.
+ended() {
+    local code until=$((SECONDS + $2))
+    until read -r code _ 2>/dev/null < "$out/node-$1.exit"; do
+        [ "$SECONDS" -lt "$until" ] || { echo nothing; return; }
+        sleep 0.2
+    done
+    echo "$code"
+}
 # Requeue after a checkpoint, or if a node has no exit code (7x: its script failed before the agent).
 again=
 for rank in $(seq 0 $((nodes - 1))); do
-    read -r ended _ 2>/dev/null < "$out/node-$rank.exit" || ended=nothing
+    ended=$(ended "$rank" 0)
+    if [ "$ended" = nothing ] && [ -z "$stopped" ]; then
+        case $code in
+            0 | 7?) ;;
+            *)
+                # Wait until Slurm detects a dead node. Before that it would assign the same node again. On a live node the
+                # script is still ending: srun does not wait for it after another node's failure.
+                timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true || sleep 900
+                ended=$(ended "$rank" 10) ;;
+        esac
+    fi
     case $ended:$code in
         75:*) again=${again:-75} ;;
         nothing:0 | nothing:7?) ;;
-        nothing:*)
-            again="nothing from ${hosts[$rank]}"
-            # Wait until Slurm detects the dead node. Before that it would assign the same node again.
-            [ -n "$stopped" ] || timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true ||
-                sleep 900 ;;
+        nothing:*) again="nothing from ${hosts[$rank]}" ;;
     esac
 done
 # A job that was cancelled is not requeued.

@@ -55,13 +55,15 @@ nodes() {
         echo
     done
 }
-# Prints why the node $1 is in the state $2: a full disk, or the error of the runtime or script before the agent started.
+# Prints why the node $1 is in the state $2: a full disk, or the error of the runtime or script. The agent has written no
+# status, or it could not write it.
 why() {
     local room
     room=$(no_room "$1")
     case $room:$2 in
         ?*:*) ;;
-        :gone | ":exit 7"* | ":exit 12"[567]*) room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
+        :gone | ":exit 73 "*) room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
+        *) [ -e "$1.json" ] || room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
     esac
     echo "$room"
 }

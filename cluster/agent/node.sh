@@ -60,19 +60,31 @@ forward() {
     [ "$(type -t signal_pid)" != function ] || target=$(signal_pid)
     kill -s "$1" "${target:-$child}" 2>/dev/null
 }
-trap '' USR2
-"${enter[@]}" "${options[@]}" "${arguments[@]}" 2> "$out/$CLUSTER_NODE.err" &
-child=$!
-trap 'forward TERM' TERM INT
-trap 'forward USR2' USR2
-wait "$child"
-code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child has ended
+# Runs the node, and sets `code`.
+run() {
+    local last
+    trap '' USR2
+    "${enter[@]}" "${options[@]}" "${arguments[@]}" 2> "$out/$CLUSTER_NODE.err" &
+    child=$!
+    trap 'stopped=yes; forward TERM' TERM INT
+    trap 'forward USR2' USR2
     wait "$child"
     code=$?
-done
-wait "$child" 2>/dev/null # again, if both happened at once: 127 means that the code is known
-last=$?
-[ "$last" = 127 ] || code=$last
+    while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child has ended
+        wait "$child"
+        code=$?
+    done
+    wait "$child" 2>/dev/null # again, if both happened at once: 127 means that the code is known
+    last=$?
+    [ "$last" = 127 ] || code=$last
+}
+stopped=
+run
+# A runtime may fail for a moment, for example while it mounts the image for another job. The agent did not start.
+if [ "$code" = "${start_failure:-}" ] && [ -z "$stopped" ] && [ ! -e "$out/$CLUSTER_NODE.json" ]; then
+    echo "$runtime: exit code $code, once more: $(tail -n 1 "$out/$CLUSTER_NODE.err")" >> "$out/$CLUSTER_NODE.log"
+    sleep 1
+    [ -n "$stopped" ] || run
+fi
 [ -z "${alive:-}" ] || kill -KILL "$alive" 2>/dev/null
 end "$code"

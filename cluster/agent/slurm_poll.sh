@@ -26,5 +26,7 @@ date +%s.%N
 echo "$line"
 head -n 1 "$folder/attempt" 2>/dev/null || echo
 head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
-grep '^error: ' "$folder/slurm.log" 2>/dev/null | tail -n 1 | tr -d '\n'; echo
+for error in '^error: ' '^srun: error: .*Exited with exit code'; do
+    grep "$error" "$folder/slurm.log" 2>/dev/null && break
+done | tail -n 1 | tr -d '\n'; echo
 nodes "$@"

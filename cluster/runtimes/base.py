@@ -26,7 +26,8 @@ class Runtime(ABC):
     #: Whether its script needs `names`, the variables that the container gets.
     takes_names = False
     #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `prepare` sets `options` on the
-    #: machine, and `signal_pid` prints the pid that gets the signals.
+    #: machine, and `signal_pid` prints the pid that gets the signals. After the exit code `start_failure` without a
+    #: started agent, the node's script tries once more.
     script = ""
     #: The command that prints the version on a node of Slurm, and fails if the runtime is not installed; engines report
     #: their own.

@@ -1,5 +1,6 @@
 """The testbed: three hosts on this machine, each with sshd, a Docker Engine and Slurm, and what can befall them."""
 
+import contextlib
 import os
 import subprocess
 from dataclasses import dataclass
@@ -69,6 +70,18 @@ class Testbed:
     def fault(self, *arguments):
         """One of the commands of testbed/fault.sh: `fault("freeze", "n1")`."""
         script("fault.sh", *arguments)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """Add what the hosts know to the report of a failed test."""
+    report = yield
+    hosts = getattr(item, "funcargs", {}).get("testbed")
+    if report.failed and hosts is not None:
+        logs = "tail -n 40 /var/log/slurmctld.log; cd /shared/ada/clusterctl/runs && tail -n 5 */slurm.log */*/*.err"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            report.sections.append(("Slurm on n0", hosts["n0"].try_run(logs)[1][-6000:]))
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -326,6 +326,45 @@ def test_an_array_is_one_submission_and_each_line_of_the_file_a_job_of_its_own(s
     assert slurm.login.run("squeue -h -u ada") == ""
 
 
+@pytest.fixture
+def broken_apptainer(slurm):
+    """Let Apptainer on n0 fail at its next N starts, with its exit code for every error."""
+
+    def plant(failures):
+        slurm.login.run(
+            f"echo {failures} > /tmp/failures; chmod 666 /tmp/failures; cat > /usr/local/bin/apptainer <<'END'\n"
+            "#!/bin/bash\n"
+            "read -r left < /tmp/failures\n"
+            'if [ "$2" = run ] && [ "$left" -gt 0 ]; then\n'
+            "    echo $((left - 1)) > /tmp/failures\n"
+            '    echo "FATAL:   container creation failed: mount: planted" >&2\n'
+            "    exit 255\n"
+            "fi\n"
+            'exec /usr/bin/apptainer "$@"\n'
+            "END\n"
+            "chmod 755 /usr/local/bin/apptainer"
+        )
+
+    yield plant
+    slurm.login.run("rm -f /usr/local/bin/apptainer /tmp/failures")
+
+
+def test_a_container_that_does_not_start_is_tried_once_more(slurm, broken_apptainer):
+    broken_apptainer(1)
+    code, text = slurm.launch("once-more", epochs=1).end()
+    assert code == 0, text
+    assert "apptainer: exit code 255, once more: FATAL:   container creation failed: mount: planted" in slurm.log()
+    assert slurm.login.run(f"cat {HOME}/runs/once-more/attempt") == "1 n0 n1"
+
+
+def test_a_container_that_never_starts_is_reported_and_not_requeued(slurm, broken_apptainer):
+    broken_apptainer(9)
+    code, text = slurm.launch("never", "--max-restarts", "0", epochs=1).end()
+    assert code == 1
+    assert "node-0: exit 255: FATAL:   container creation failed: mount: planted" in text
+    assert slurm.left() == ("", {})
+
+
 def test_submitit_runs_a_command_in_containers(slurm, monkeypatch):
     monkeypatch.chdir(slurm.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", slurm.clusterctl.env["CLUSTERCTL_STATE_DIR"])
