@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step
+from cluster.spec.model import SETUP, WORKDIR, Job, Mount, Node, Plan, Step
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -85,7 +85,8 @@ def _script(
     workdir = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
-        mounts = [Mount(run_dir, run_dir, read_only=False), *copy, *mounts]
+        folders = [run_dir, *([_setup_dir(run_dir, job)] if job.setup else [])]
+        mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
     words = [*runtime.run(job, node, mounts, names), *command(job, f"{attempt_dir(plan, node)}/agent.py")]
     enter, arguments = words[:0], words
@@ -119,7 +120,14 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
     }
     if job.secrets:
         values[contract.SECRETS] = ",".join(job.secrets)
+    if job.setup:
+        values |= {contract.SETUP: job.setup, contract.SETUP_DIR: _setup_dir(run_dir, job)}
     return values
+
+
+def _setup_dir(run_dir: str, job: Job) -> str:
+    """Return the folder of the virtual environment of `job.setup`, beside the jobs' run directories."""
+    return f"{run_dir.rpartition('/')[0]}/{SETUP}/{job.setup_key or job.name}"
 
 
 def gpu_environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from cluster.supervisor.report import seconds
 _STYLES: dict[Phase, str] = {
     "pending": "dim",
     "starting": "yellow",
+    "setup": "yellow",
     "joining": "cyan",
     "ready": "green",
     "exited": "dim",

@@ -1,4 +1,4 @@
-"""`clusterctl launch` and `clusterctl plan`."""
+"""`clusterctl launch`, `clusterctl plan` and `clusterctl import`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Annotated
 import typer
 
 from cluster.cli.follow import console, finish, follow, on_interrupt, print_line
-from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options
+from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options, with_job_file
 from cluster.errors import UsageError
-from cluster.spec.request import Request
+from cluster.spec.request import Request, argument, option
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
@@ -24,6 +24,7 @@ _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 @takes_options
 def launch(
     *,
+    context: typer.Context,
     request: Request,
     inventory: NodeOptions,
     array: ArrayOptions,
@@ -36,7 +37,7 @@ def launch(
 ) -> None:
     """Start a job on all nodes, and follow its log to the end.
 
-    Ctrl-C stops the job on every node.
+    The job is described by options, by a job file, or by both. Ctrl-C stops the job on every node.
 
     Exit codes: 0 done, 1 failed, 2 wrong request, 3 a node could not be started, 4 nodes did not join in time, 5 a
     machine or Docker Engine does not answer (the job may be running: attach), 130 interrupted.
@@ -45,6 +46,8 @@ def launch(
     from cluster.store import JobStore
     from cluster.supervisor import launcher
 
+    request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
+    saved = job_text(request, inventory, env_file)
     in_file = read_secrets(env_file)
     request = replace(request, env=[*request.env, *in_file])
     machines = inventory.load(backend=request.backend)
@@ -61,12 +64,16 @@ def launch(
         return
     job, chosen, notes = launcher.resolve(request, machines)
     secrets = secret_values(job.secrets, in_file)
-    if push:
+    in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
+    if request.build:
+        from cluster.images import engine
+
+        engine.build(request.build, job.image)
+    if push and not in_containers:
+        raise UsageError("--push: no remote node of this job needs the image", "omit it; on Slurm: image sif")
+    if in_containers and (push or request.build):
         from cluster.cli.image import push_to
 
-        in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
-        if not in_containers:
-            raise UsageError("--push: no remote node of this job needs the image", "omit it; on Slurm: image sif")
         push_to(in_containers, job.image, out)
     on_interrupt(
         out, "exited before the job stopped; to stop it: clusterctl stop JOB (to list jobs: clusterctl ps --all)"
@@ -77,6 +84,7 @@ def launch(
             job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
         )
     notes += more
+    _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
     if detach:
         from cluster.cli.display import header
 
@@ -92,6 +100,7 @@ def launch(
 @takes_options
 def plan(
     *,
+    context: typer.Context,
     request: Request,
     inventory: NodeOptions,
     array: ArrayOptions,
@@ -103,6 +112,10 @@ def plan(
     agent: Annotated[
         bool, typer.Option("--agent", help="Print the agent, the program that starts the ranks of a node.")
     ] = False,
+    save: Annotated[
+        str, option("--save", metavar="FILE", help="Write the options as a job file, and print no plan.")
+    ] = "",
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of job files, for editors.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the files and commands of a launch, node by node, without launching."""
@@ -111,6 +124,16 @@ def plan(
 
     if agent:
         print(scripts.text("agent/agent.py"), end="")
+        return
+    if schema:
+        from cluster.spec import job_file
+
+        print(json.dumps(job_file.json_schema(), indent=1))
+        return
+    request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
+    if save:
+        launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
+        _write({Path(save): job_text(request, inventory, env_file)})
         return
     if output and as_json:
         raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
@@ -151,14 +174,61 @@ def plan(
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def _write(texts: Mapping[Path, str]) -> None:
+def import_job(
+    source: Annotated[
+        str,
+        argument(metavar="FILE | 'COMMAND'", help="A batch script, a SkyPilot task (*.yaml) or a torchrun command."),
+    ],
+    output: Annotated[str, option("--output", "-o", metavar="FILE", help="Write the job file here.")] = "",
+) -> None:
+    """Convert a batch script, a SkyPilot task or a torchrun command to a job file.
+
+    Lists what it could not take over, as comments at the top.
+    """
+    from cluster.spec import importers
+
+    path = Path(source)
+    if re.search(r"\s", source) and not path.exists():
+        found = importers.command_line(source)
+    else:
+        try:
+            found = importers.read(path.read_text(encoding="utf-8"), source)
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", "not UTF-8 text")
+            raise UsageError(f"{source}: {why}", "expected a file, or 'torchrun OPTIONS PROGRAM'") from error
+    for note in found.notes if output else ():
+        print(f"not taken over: {note}", file=sys.stderr)
+    if output:
+        _write({Path(output): found.text()})
+    else:
+        print(found.text(), end="")
+
+
+def job_text(request: Request, inventory: NodeOptions, env_file: str) -> str:
+    """Return the job file of these options, with absolute paths, so that it works from every folder."""
+    from cluster.spec import job_file
+    from cluster.spec.defaults import ON_THIS_MACHINE
+    from cluster.supervisor import launcher
+
+    more = {key: str(getattr(inventory, key)) for key in ("hosts", "hostfile", "ssh_config", "only")}
+    more |= {"inventory": inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")}
+    more |= {"env_file": env_file}
+    if request.backend in ON_THIS_MACHINE or more["hosts"] or more["hostfile"]:
+        more["inventory"] = ""
+    for key in ("inventory", "hostfile", "ssh_config", "env_file"):
+        more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
+    return job_file.write(launcher.absolute_paths(request), more)
+
+
+def _write(texts: Mapping[Path, str], *, quiet: bool = False) -> None:
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror}", "name another file: -o FILE") from error
-    print(f"wrote {', '.join(map(str, texts))}", file=sys.stderr)
+    if not quiet:
+        print(f"wrote {', '.join(map(str, texts))}", file=sys.stderr)
 
 
 def read_secrets(path: str) -> dict[str, str]:

@@ -139,6 +139,44 @@ class ArrayOptions:
         return jobs, notes
 
 
+def with_job_file(
+    context: typer.Context, request: Request, nodes: NodeOptions, array: ArrayOptions, env_file: str
+) -> tuple[Request, NodeOptions, ArrayOptions, str]:
+    """Return the options with the values of the job file that is the first argument, if one is.
+
+    An option on the command line overrides its key; what may be repeated is added to it. Raises UsageError.
+    """
+    if not request.arguments[:1] or not request.arguments[0].endswith((".yaml", ".yml")):
+        return request, nodes, array, env_file
+    from cluster.spec import job_file
+
+    path, *rest = request.arguments
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "not UTF-8 text")
+        raise UsageError(f"{path}: {why}", "expected a job file: clusterctl launch JOB.yaml") from error
+    values = job_file.read(text, path)
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
+    if "command" in typed:
+        values.pop("arguments", None)
+    elif "command" in values:
+        values["command"] = shlex.join([*shlex.split(values["command"]), *rest])
+        rest = []
+    arguments = [*values.pop("arguments", []), *rest]
+
+    def merged(group: Any) -> Any:
+        found = {each.name: values[each.name] for each in fields(group) if each.name in values}
+        for name in found.keys() & typed:
+            value = getattr(group, name)
+            found[name] = [*found[name], *value] if isinstance(value, list) else value
+        return replace(group, **found)
+
+    request = replace(merged(request), arguments=arguments)
+    return request, merged(nodes), merged(array), env_file or values.get("env_file", "")
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter that is a dataclass of options by its fields, for typer."""
     groups: dict[str, type[Any]] = {}

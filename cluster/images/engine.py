@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
@@ -115,6 +118,18 @@ def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
     if done.code:
         raise LaunchError(f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info")
     return _full(done.out.strip())
+
+
+def build(folder: str, image: str) -> None:
+    """Build an image on this machine with docker, whose progress goes to stderr. Raises UsageError or LaunchError."""
+    if not Path(folder, "Dockerfile").is_file():
+        raise UsageError(f"--build {folder}: no Dockerfile", f"expected at {Path(folder, 'Dockerfile').absolute()}")
+    try:
+        done = subprocess.run(["docker", "build", "--tag", image, folder], stdout=sys.stderr, check=False)
+    except OSError as error:
+        raise UsageError(f"--build {folder}: docker: {error.strerror}", "install Docker, or use --image") from error
+    if done.returncode:
+        raise LaunchError(f"--build {folder}: docker build failed with exit code {done.returncode}")
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:

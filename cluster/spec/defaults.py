@@ -37,6 +37,7 @@ class Here:
     """Facts about the launching machine that the defaults of a job depend on.
 
     `gpus` are the visible GPU ids, `user` is the UID:GID for containers. `exists` and `is_folder` examine a path.
+    `read` returns the content of a file, or b"".
     """
 
     cwd: str
@@ -45,6 +46,7 @@ class Here:
     gpus: tuple[int, ...] = ()
     exists: Callable[[str], bool] = lambda path: False
     is_folder: Callable[[str], bool] = lambda path: False
+    read: Callable[[str], bytes] = lambda path: b""
 
 
 def job(request: Request, here: Here, backend: str, inventory: Inventory | None = None) -> tuple[Job, list[str]]:
@@ -88,6 +90,8 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         python=request.python or (here.python if backend == "local" else "python3"),
         workdir=workdir if request.command or backend == "local" else "",
         copies_workdir=copies,
+        setup=request.setup,
+        setup_key=_setup_key(request.setup, workdir, here),
         env={**(inventory.env if inventory else {}), **env},
         secrets=secrets,
         mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
@@ -105,12 +109,26 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     return (new if request.name else replace(new, name=default_name(new))), notes
 
 
+def absolute_paths(request: Request, here: Here) -> Request:
+    """Return the request with absolute paths of its files and folders. Raise UsageError for an invalid one."""
+    mounts = [mount(text, here.cwd) for text in request.mounts]
+    return replace(
+        request,
+        arguments=_arguments(request, here, mounts)[0],
+        workdir=_workdir(request, here, mounts) if request.command else "",
+        run_root=_absolute(request.run_root or "runs", here.cwd),
+        build=request.build and _absolute(request.build, here.cwd),
+        mounts=[f"{each.source}:{each.target}:{'ro' if each.read_only else 'rw'}" for each in mounts],
+    )
+
+
 def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> None:
     """Raise UsageError for an option that the backend does not support."""
     supported: tuple[tuple[tuple[str, ...], Mapping[str, object]], ...] = (
         (("ssh",), {"--spares": request.spares, f"--nodes {request.nodes}": is_range}),
         (("slurm",), {f"--slurm {name}": True for name in request.for_sbatch()}),
         (("compose", "ssh", "slurm"), {"--image": request.image, "--mount": request.mounts}),
+        (("compose", "ssh"), {"--build": request.build}),
     )
     for backends, options in supported:
         for option, value in options.items():
@@ -207,6 +225,17 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     return path
 
 
+def _setup_key(text: str, workdir: str, here: Here) -> str:
+    """Return a hash of the setup commands and of the files that they name; "" if they name a folder, such as `.`."""
+    digest = hashlib.sha256(text.encode())
+    for word in re.split(r"[\s;&|=]+", text):
+        path = _absolute(word.strip("'\""), workdir)
+        if word and here.is_folder(path):
+            return ""
+        digest.update(here.read(path))
+    return digest.hexdigest()[:16] if text else ""
+
+
 def _command(text: str, arguments: Sequence[str]) -> tuple[str, ...]:
     if arguments:
         raise UsageError("--command and arguments after -- exclude each other", "put all of them into --command '...'")
@@ -237,7 +266,8 @@ def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
     if backend == "local":
         return ""
-    image = request.image or (inventory.image if inventory else "")
+    built = f"{_stem(_absolute(request.build, '/'))}:latest" if request.build else ""
+    image = request.image or built or (inventory.image if inventory else "")
     if queue is None or RUNTIMES[queue.login.runtime].engine:
         return image or DEFAULT_IMAGE
     if queue.login.runtime == "none":

@@ -9,13 +9,15 @@ from typing import Any, Literal
 
 from cluster.errors import UsageError
 
-Phase = Literal["pending", "starting", "joining", "ready", "exited", "lost"]
+Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
 
 #: The pattern of a job's name, which container, network and folder names contain.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 #: The folder of the working directory's copy in a job's run directory.
 WORKDIR = "workdir"
+#: The folder of the virtual environments of `--setup`, beside the jobs' run directories.
+SETUP = ".setup"
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,11 @@ class Job:
 
     `run_root` has one folder per job. `says_ready`: the program writes the contract's events. `secrets` are names of
     variables whose values no plan contains. The program runs in `workdir`; with `copies_workdir` each node has a copy
-    of this machine's folder there. `hosts` are the machines (none: this machine), or `queue` provides them.
-    `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
-    with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer).
-    `stall_timeout_s` without progress is a failure (0: never). Raises UsageError if a field is invalid.
+    of this machine's folder there. `setup` are shell commands that run before it on each node, in a virtual
+    environment that all jobs with the same `setup_key` share ("": the job's own). `hosts` are the machines (none: this
+    machine), or `queue` provides them. `gpus` are this machine's, for all of its nodes together. After a failure the
+    job restarts `max_restarts` times, with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never
+    fewer). `stall_timeout_s` without progress is a failure (0: never). Raises UsageError if a field is invalid.
     """
 
     name: str
@@ -113,6 +116,8 @@ class Job:
     python: str = "python3"
     workdir: str = ""
     copies_workdir: bool = False
+    setup: str = ""
+    setup_key: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()

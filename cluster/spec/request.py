@@ -45,7 +45,10 @@ class Request(SlurmOptions):
 
     arguments: Annotated[
         list[str],
-        argument(metavar="[-- TRAINER ARGUMENTS]", help="For the trainer: -- train --data coco.yaml --epochs 30"),
+        argument(
+            metavar="[JOB.yaml] [-- TRAINER ARGUMENTS]",
+            help="A job file, whose keys are these options. For the trainer: -- train --data coco.yaml --epochs 30",
+        ),
     ] = field(default_factory=list)
     nodes: Annotated[
         str,
@@ -78,6 +81,19 @@ class Request(SlurmOptions):
     ] = "auto"
     image: Annotated[
         str, option("--image", help="The container image; by default the inventory's, else that of `make image`.")
+    ] = ""
+    build: Annotated[
+        str,
+        option("--build", metavar="DIR", help="First build the container image from DIR/Dockerfile, and push it."),
+    ] = ""
+    setup: Annotated[
+        str,
+        option(
+            "--setup",
+            metavar="COMMANDS",
+            help="Shell commands that run once per node before the program: 'pip install -r requirements.txt'. They "
+            "install into a virtual environment, which later jobs with the same commands and files use again.",
+        ),
     ] = ""
     run_root: Annotated[
         str, option("--run-dir", help="The parent of the jobs' run directories; by default ./runs.")

@@ -10,7 +10,7 @@ import ipaddress
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -101,17 +101,22 @@ Text = Annotated[
     str, BeforeValidator(lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None)
 ]
 Options = Annotated[dict[str, Text], AfterValidator(slurm.checked)]
+EnvName = Annotated[str, StringConstraints(pattern=ENV_NAME)]
+Environment = dict[EnvName, Text]
+MountText = Annotated[str, AfterValidator(_mount)]
 if TYPE_CHECKING:
     RuntimeName = str
 else:
     RuntimeName = Literal[tuple(RUNTIMES)]
 
 
-class _Keys(BaseModel):
+class Keys(BaseModel):
+    """A mapping of a YAML file: any other key is an error."""
+
     model_config = ConfigDict(extra="forbid", defer_build=True)
 
 
-class _NodeKeys(_Keys):
+class _NodeKeys(Keys):
     gpus: Gpus | None = None
     run_dir: Folder | None = None
     data_dir: Folder | None = None
@@ -133,7 +138,7 @@ class Machine(_NodeKeys):
     labels: tuple[str, ...] = ()
 
 
-class File(_Keys):
+class File(Keys):
     """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
 
     backend: Literal["ssh", "slurm"] = "ssh"
@@ -141,8 +146,8 @@ class File(_Keys):
     image: str = ""
     device: Device = "cuda"
     ssh_config: str = ""
-    env: dict[Annotated[str, StringConstraints(pattern=ENV_NAME)], Text] = {}
-    mounts: list[Annotated[str, AfterValidator(_mount)]] = []
+    env: Environment = {}
+    mounts: list[MountText] = []
     defaults: Defaults = Field(default_factory=Defaults)
     nodes: Annotated[
         dict[Name, Annotated[Machine, BeforeValidator(_keys, json_schema_input_type=Machine | None)]],
@@ -151,9 +156,12 @@ class File(_Keys):
     ]
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema of cluster.yaml, for editors."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **File.model_json_schema()}
+Keys_ = TypeVar("Keys_", bound=Keys)
+
+
+def json_schema(model: type[Keys] = File) -> dict[str, Any]:
+    """Return the JSON Schema of cluster.yaml, or of another file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
 
 
 class Source:
@@ -213,7 +221,20 @@ def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
-def _translate(error: Any, source: Source) -> UsageError:
+def validate(model: type[Keys_], source: Source, hint: str) -> Keys_:
+    """Return the file's keys and values. Raises one UsageError with every invalid key; `hint` is for an empty file."""
+    if not isinstance(source.data, dict):
+        problem = "it is empty" if source.data is None else "expected keys and values"
+        raise UsageError(f"{source.path}: {problem}", hint)
+    try:
+        return model.model_validate(source.data)
+    except ValidationError as error:
+        found = [_translate(each, model, source) for each in error.errors(include_url=False)]
+        hints = dict.fromkeys(each.hint for each in found if each.hint)
+        raise UsageError("\n       ".join(each.message for each in found), "; ".join(hints)) from None
+
+
+def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     """Convert an error of pydantic: line, key, expected value, and the closest known key."""
     key = tuple(error["loc"])
     if key[-1] == "[key]":
@@ -221,9 +242,11 @@ def _translate(error: Any, source: Source) -> UsageError:
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     raised = context.get("error")
     if isinstance(raised, UsageError):
-        return source.error(key, *(re.sub(r"--(mount|slurm) ", "", text) for text in (raised.message, raised.hint)))
+        return source.error(
+            key, *(re.sub(r"^--(mount|slurm|nodes) ", "", text) for text in (raised.message, raised.hint))
+        )
     if kind == "extra_forbidden":
-        known = list((File if len(key) == 1 else Defaults if key[0] == "defaults" else Machine).model_fields)
+        known = list((model if len(key) == 1 else Defaults if key[0] == "defaults" else Machine).model_fields)
         near = difflib.get_close_matches(str(key[-1]), known, 1)
         return source.error(
             key, "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
@@ -245,15 +268,7 @@ def read(text: str, path: str, cwd: str = "/") -> Inventory:
     `path` is the file's name for errors, relative to `cwd`. Raises one UsageError with every invalid key.
     """
     source = Source(text, path)
-    if not isinstance(source.data, dict):
-        problem = "it is empty" if source.data is None else "expected keys and values"
-        raise UsageError(f"{path}: {problem}", "clusterctl init gpu-a gpu-b writes one")
-    try:
-        file = File.model_validate(source.data)
-    except ValidationError as error:
-        found = [_translate(each, source) for each in error.errors(include_url=False)]
-        hints = dict.fromkeys(each.hint for each in found if each.hint)
-        raise UsageError("\n       ".join(each.message for each in found), "; ".join(hints)) from None
+    file = validate(File, source, "clusterctl init gpu-a gpu-b writes one")
     if file.slurm and file.backend != "slurm":
         hint = "set backend: slurm, with its login node as the only node"
         raise source.error(("slurm",), "only backend slurm supports this key", hint)
@@ -326,9 +341,9 @@ def _refuse_addresses(nodes: Sequence[Node], source: Source) -> None:
 def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[str]) -> str:
     """Return the cluster.yaml of machines that `init` found; `notes` are comments above a node, by its name."""
     text = "".join(f"# {_one_line(line)}\n" for line in head)
-    text += _yaml_text({"device": found.device})
+    text += yaml_text({"device": found.device})
     if found.nodes[0].ssh_config:
-        text += _yaml_text({"ssh_config": found.nodes[0].ssh_config})
+        text += yaml_text({"ssh_config": found.nodes[0].ssh_config})
     text += "nodes:\n"
     for node in found.nodes:
         first = node.gpus == tuple(range(len(node.gpus)))
@@ -338,11 +353,12 @@ def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[s
         if node.login != node.name:
             machine = {"login": node.login, **machine}
         text += "".join(f"  # {_one_line(note)}\n" for note in notes.get(node.name, ()))
-        text += _yaml_text({"nodes": {node.name: machine or None}}).partition("\n")[2]
+        text += yaml_text({"nodes": {node.name: machine or None}}).partition("\n")[2]
     return text
 
 
-def _yaml_text(values: Mapping[str, Any]) -> str:
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Return YAML with the keys in their order."""
     return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**20))
 
 

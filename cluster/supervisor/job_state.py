@@ -14,7 +14,15 @@ from cluster.spec.model import NodeStatus, Phase, Plan
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
 
 #: A phase changes only to a later one.
-_ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "joining": 2, "ready": 3, "exited": 4, "lost": 4}
+_ORDER: dict[Phase, int] = {
+    "pending": 0,
+    "starting": 1,
+    "setup": 2,
+    "joining": 3,
+    "ready": 4,
+    "exited": 5,
+    "lost": 5,
+}
 
 
 @dataclass
@@ -85,7 +93,8 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
         view.note_joined(at)
     for node, status in zip(view.nodes, statuses, strict=True):
         _fold_status(node, status, now)
-    if all(node.phase == "pending" for node in view.nodes):  # in Slurm's queue
+    in_queue = all(node.phase == "pending" for node in view.nodes)
+    if in_queue or any(node.phase == "setup" for node in view.nodes):
         view.timeout_from = now
     view.note_joined(now)
     return view
@@ -184,6 +193,8 @@ def _fold_node_event(node: NodeView, event: Event, now: float, *, ready_on_port:
         node.progress = event
     elif kind == contract.READY:
         _advance(node, "ready", now, f"{event.get('device', '')} x {event.get('local_world_size', '')}".strip(" x"))
+    elif kind == contract.SETTING_UP:
+        _advance(node, "setup", now, "")
     elif kind == contract.JOINING:
         master, why = event.get("master", "the master"), event.get("why")
         if not event.get("reachable"):

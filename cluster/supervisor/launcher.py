@@ -69,6 +69,11 @@ def resolve(request: Request, inventory: Inventory | None) -> tuple[Job, str, li
     return job, chosen, [*([note] if note else []), *notes]
 
 
+def absolute_paths(request: Request) -> Request:
+    """Return the request with absolute paths of its files and folders."""
+    return defaults.absolute_paths(request, _local_machine(replace(request, device="cpu"), "local"))
+
+
 def _local_machine(request: Request, backend: str) -> Here:
     """Return the properties of this machine that a job of this backend depends on."""
     return Here(
@@ -78,7 +83,15 @@ def _local_machine(request: Request, backend: str) -> Here:
         gpus=_visible_gpus() if request.device != "cpu" else (),
         exists=lambda path: Path(path).exists(),
         is_folder=lambda path: Path(path).is_dir(),
+        read=_content,
     )
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError):  # not a file, or not a path
+        return b""
 
 
 def _visible_gpus() -> tuple[int, ...]:

@@ -313,3 +313,51 @@ def test_a_cause_comes_before_an_earlier_consequence():
     ranks = [SimpleNamespace(failure=lambda found=found: found) for found in (lost, cause)]
     found = agent.first_failure(ranks)
     assert (found["rank"], [other["rank"] for other in found["others"]]) == (1, [0])
+
+
+def setup_variables(tmp_path, text):
+    return {"CLUSTER_SETUP": text, "CLUSTER_SETUP_DIR": str(tmp_path / "setup" / "key")}
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Folders of two nodes that share one folder of setups."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_the_setup_runs_once_and_its_packages_are_the_ranks(folders, tmp_path):
+    text = "echo installing; sleep 1; echo >> ../count; cd $VIRTUAL_ENV/lib/python3*/site-packages; echo X=5 > dep.py"
+    program = "import dep, pytest; print('rank', rank, dep.X, sys.prefix)"
+    variables = setup_variables(tmp_path, f"cd {folders[0]}; {text}")
+    nodes = [Node(folder, program, ranks=1, **variables) for folder in folders]
+    outputs = [node.end() for node in nodes]
+    assert [code for code, *_ in outputs] == [0, 0]
+    assert all(f"rank 0 5 {tmp_path}/setup/key" in out for _, out, _ in outputs)
+    assert sorted("setup: installing" in out for _, out, _ in outputs) == [False, True]
+    assert (tmp_path / "count").read_text() == "\n"
+
+
+def test_a_setup_that_fails_ends_the_node_and_the_next_job_runs_it_again(folders, tmp_path):
+    variables = setup_variables(tmp_path, f"echo one; test -e {tmp_path}/there || {{ echo two words >&2; exit 3; }}")
+    code, out, status = Node(folders[0], "print('rank ran')", ranks=1, **variables).end()
+    assert code == agent.EXIT_NODE
+    assert status["failure"]["error"] == "setup: exit code 3: two words"
+    assert "rank ran" not in out
+    (tmp_path / "there").write_text("")
+    assert Node(folders[1], "print('rank ran')", ranks=1, **variables).end()[0] == 0
+
+
+def test_sigterm_ends_a_setup(tmp_path):
+    variables = setup_variables(tmp_path, "echo started; sleep 100; echo never")
+    node = Node(tmp_path, "", ranks=1, **variables)
+    while "setup: started" not in node.process.stdout.readline():
+        pass
+    assert node.status()["phase"] == "setup"
+    node.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code, _, status = node.end()
+    assert code == agent.EXIT_NODE
+    assert status["failure"]["error"] == "setup: stopped"
+    assert time.monotonic() - began < 5

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cluster.cli.main
 import trainer.cli
-from cluster.spec import inventory, schema
+from cluster.spec import inventory, job_file, schema
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -56,7 +56,8 @@ def parse(program: str, words: list[str]) -> None:
         context = command.make_context(name, list(words))
         name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
     command.make_context(name, list(words))
-    if program == "clusterctl" and name in ("launch", "plan") and "--" in words:
+    takes_trainer_arguments = name in ("launch", "plan") and not any(word.endswith(".yaml") for word in words)
+    if program == "clusterctl" and takes_trainer_arguments and "--" in words:
         rest = words[words.index("--") + 1 :]
         parse("trainer", rest if rest[0] in PROGRAMS["trainer"].commands else ["train", *rest])
 
@@ -112,6 +113,8 @@ def test_its_cluster_yaml_is_valid_and_its_plans_are_made(page, tmp_path, monkey
             made = schema.read(text, "cluster.yaml", str(tmp_path))
             Path("cluster.yaml").write_text(text)
             complete = inventory.is_complete(made)
+        if language == "yaml" and text.startswith("# job.yaml"):
+            job_file.read(text, "job.yaml")
         for words in commands(text) if language in SHELL else []:
             if words[:2] == ["clusterctl", "plan"] and "..." not in words and (complete or "--backend" in words):
                 result = CliRunner().invoke(cluster.cli.main.app, words[1:])

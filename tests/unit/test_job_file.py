@@ -1,0 +1,191 @@
+"""Job files: the keys, the options that override them, and the files that other launchers' users have."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from typer.testing import CliRunner
+
+import cluster.cli.main
+from cluster.cli.options import ArrayOptions, NodeOptions
+from cluster.errors import UsageError
+from cluster.spec import importers, job_file
+from cluster.spec.request import Request
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+def clusterctl(*words):
+    result = CliRunner().invoke(cluster.cli.main.app, words)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.stdout
+
+
+def plan(*words):
+    """The plan without the job's own name, which depends on the options."""
+    return json.loads(clusterctl("plan", "--backend", "compose", "--name", "job", "--json", *words))
+
+
+def test_every_option_that_describes_a_job_has_a_key():
+    names = {each.name for group in (Request, NodeOptions, ArrayOptions) for each in fields(group)}
+    keys = {job_file._PARAMETERS.get(key, key) for key in job_file.JobFile.model_fields}
+    # sbatch's options are keys of `slurm`
+    assert names - keys == {"partition", "account", "qos", "time_limit"}
+    assert keys - names == {"secrets", "env_file"}
+
+
+def test_the_schema_describes_every_option():
+    properties = job_file.json_schema()["properties"]
+    assert properties["setup"]["description"].startswith("Shell commands that run once per node")
+    assert json.loads(clusterctl("plan", "--schema"))["properties"].keys() == job_file.JobFile.model_fields.keys()
+
+
+def test_a_file_gives_the_same_plan_as_the_options(folder):
+    (folder / "job.yaml").write_text(
+        "nodes: 2\ngpus: 2\ncommand: [train.py, --name, two words]\nenv: {A: 1, B: x=y}\nsecrets: [KEY]\n"
+        "mounts: ['./data:/data']\nmaster_port: 23456\nmax_restarts: 1\nsetup: pip install x\n"
+    )
+    options = ["--nodes", "2", "--gpus", "2", "--command", "train.py --name 'two words'", "-e", "A=1", "-e", "B=x=y"]
+    options += ["-e", "KEY", "-v", "./data:/data", "--master-port", "23456", "--max-restarts", "1"]
+    assert plan("job.yaml") == plan(*options, "--setup", "pip install x")
+
+
+def test_options_override_keys_and_repeatable_ones_are_added(folder):
+    (folder / "job.yaml").write_text("nodes: 2\ncommand: train.py --lr 1\nenv: {A: 1, B: 2}\nstall_timeout: 7\n")
+    found = plan("job.yaml", "--nodes", "3", "-e", "B=3", "--", "--lr", "2")
+    assert len(found["nodes"]) == 3
+    assert found["command"][1:] == ["train.py", "--lr", "1", "--lr", "2"]
+    text = "".join(found["steps"][0]["files"].values())
+    assert "A: 1" in text
+    assert "B: 3" in text
+    assert plan("job.yaml", "--command", "other.py")["command"][1:] == ["other.py"]
+
+
+def test_arguments_after_the_file_are_the_trainers(folder):
+    (folder / "job.yaml").write_text("args: train --epochs 3\n")
+    assert plan("job.yaml", "--device", "cpu", "--", "--epochs", "5")["command"][1:] == [
+        *("-m", "trainer", "train", "--epochs", "3", "--epochs", "5", "--device", "cpu")
+    ]
+
+
+def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
+    options = ["--nodes", "2", "--command", "train.py", "-e", "A=1", "-e", "KEY", "-v", "data:/data", "--spares", "0"]
+    clusterctl("plan", "--backend", "compose", *options, "--save", "saved.yaml")
+    wanted = plan(*options, "--run-dir", str(folder / "runs"))
+    monkeypatch.chdir("/")
+    assert plan(str(folder / "saved.yaml")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "job.yaml: it is empty"),
+        ("comand: train.py", "job.yaml:1: comand: unknown key"),
+        ("gpus: two", "job.yaml:1: gpus: 'two': input should be a valid integer"),
+        ("nodes: 0", "job.yaml:1: nodes: 0: expected a number, or MIN:MAX"),
+        ("command: {a: b}", "job.yaml:1: command: {'a': 'b'} is not a text or a list of words"),
+        ('command: "\'"', 'job.yaml:1: command: "\'": No closing quotation'),
+        ("env: [A]", "job.yaml:1: env: ['A']: must be keys and values"),
+        ("secrets: [A-B]", "job.yaml:1: secrets.0: 'A-B': expected the name of a variable"),
+        ("slurm:\n  nodes: 2", "job.yaml:1: slurm: nodes=...: clusterctl sets it"),
+        ("gpus: 1\ncommand: a\nargs: b", "job.yaml:3: args: command and args exclude each other"),
+        ("backend: k8s", "job.yaml:1: backend: 'k8s': input should be 'auto', "),
+    ],
+)
+def test_a_wrong_file_is_one_error_with_line_and_key(text, message):
+    with pytest.raises(UsageError) as refused:
+        job_file.read(text, "job.yaml")
+    assert refused.value.message.startswith(message)
+
+
+def test_a_missing_file_is_an_error(folder):
+    with pytest.raises(UsageError, match=r"^none.yaml: No such file"):
+        clusterctl("launch", "none.yaml")
+
+
+SBATCH = """#!/bin/bash
+#SBATCH --job-name=ResNet_50
+#SBATCH -N 2 --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --time 8:00:00 -p gpu
+module load cuda/12.4
+pip install -r requirements.txt
+export NCCL_DEBUG=INFO
+LR=0.1
+export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+srun torchrun --nnodes $SLURM_NNODES --nproc_per_node=4 \\
+    --rdzv_backend c10d --rdzv_endpoint $MASTER_ADDR:29500 \\
+    train.py --lr $LR --out $SCRATCH/out
+"""
+
+
+def test_a_batch_script_is_imported():
+    made = importers.read(SBATCH, "job.sbatch")
+    assert made.keys == {
+        "name": "resnet-50",
+        "nodes": 2,
+        "gpus": 4,
+        "slurm": {"time": "8:00:00", "partition": "gpu"},
+        "backend": "slurm",
+        "setup": "pip install -r requirements.txt",
+        "env": {"NCCL_DEBUG": "INFO"},
+        "command": "train.py --lr 0.1 --out '$SCRATCH/out'",
+    }
+    assert made.notes == ["job.sbatch:6: module load cuda/12.4", "job.sbatch: variables in the command: $SCRATCH"]
+    assert job_file.read(made.text(), "job.yaml")["command"] == made.keys["command"]
+
+
+def test_a_skypilot_task_is_imported():
+    text = (
+        "name: minGPT\nresources: {accelerators: A100:8, image_id: 'docker:acme/torch:2.6', cloud: aws}\nnum_nodes: 2\n"
+        "workdir: .\nenvs: {HF_TOKEN: , SIZE: large}\nsetup: pip install tqdm\nfile_mounts: {/data: s3://b}\n"
+        "run: |\n  MASTER=$(echo $SKYPILOT_NODE_IPS | head -n1)\n"
+        "  torchrun --nnodes=$SKYPILOT_NUM_NODES --node_rank=$SKYPILOT_NODE_RANK -m gpt.train --size $SIZE\n"
+    )
+    made = importers.read(text, "task.yaml")
+    assert made.keys == {
+        "name": "mingpt",
+        "workdir": ".",
+        "setup": "pip install tqdm",
+        "nodes": 2,
+        "secrets": ["HF_TOKEN"],
+        "env": {"SIZE": "large"},
+        "gpus": 8,
+        "image": "acme/torch:2.6",
+        "command": "-m gpt.train --size large",
+    }
+    assert made.notes == ["resources.cloud: aws", "file_mounts: {'/data': 's3://b'}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("torchrun --standalone --nproc-per-node 2 a.py -x 1", {"nodes": 1, "gpus": 2, "command": "a.py -x 1"}),
+        ("python -m torch.distributed.run --nnodes=2:4 -m p.q", {"nodes": "2:4", "command": "-m p.q"}),
+        ("torchrun --max_restarts=3 --no-python ./run.sh", {"max_restarts": 3, "command": "--no-python ./run.sh"}),
+    ],
+)
+def test_a_torchrun_command_is_imported(line, keys):
+    assert importers.command_line(line).keys == keys
+
+
+@pytest.mark.parametrize("text", ["echo hi\n", "srun python train.py\n", "torchrun --nnodes 2\n"])
+def test_a_script_without_torchrun_and_a_program_is_refused(text):
+    with pytest.raises(UsageError, match=r"^a.sh: "):
+        importers.read(text, "a.sh")
+
+
+def test_import_writes_a_file_that_plan_accepts(folder):
+    (folder / "a.sh").write_text("torchrun --nnodes 2 train.py\n")
+    clusterctl("import", "a.sh", "-o", "job.yaml")
+    assert plan("job.yaml")["command"][1:] == ["train.py"]
+    (folder / "task.yaml").write_text("- a\n")
+    with pytest.raises(UsageError, match=r"^task.yaml: not a SkyPilot task"):
+        clusterctl("import", "task.yaml")
