@@ -1,6 +1,7 @@
 """The working directory of a program travels to machines over a real sshd, and what the program writes comes back."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -103,3 +104,39 @@ def test_a_copy_that_fails_leaves_nothing(project, job_name):
     code, text = launch(project, job_name, nodes=2)
     assert (code, f"node-1: {blocked}/{job_name}/workdir cannot be written" in text) == (3, True), text
     assert not (project.folder / "remote" / job_name).exists()
+
+
+def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(project, job_name):
+    (project.folder / "lines.txt").write_text("one\n")
+    (project.folder / "program.py").write_text("import dep\nprint('program has', dep.LINES, flush=True)\n")
+    (project.folder / "setup.sh").write_text(
+        "echo setting up\n"
+        "packages=$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')\n"
+        "echo \"LINES = '$(tr '\\n' ' ' < lines.txt)'\" > $packages/dep.py\n"
+    )
+    job = {"python": sys.executable, "command": "program.py", "setup": "bash setup.sh < lines.txt", "nodes": 1}
+    (project.folder / "job.yaml").write_text(yaml.safe_dump(job))
+    code, text = project.run("launch", "job.yaml", "--name", job_name)
+    assert code == 0, text
+    assert "setup: setting up" in text
+    assert "program has one" in text
+    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-2")
+    assert (code, "setting up" in text) == (0, False), text
+
+    (project.folder / "lines.txt").write_text("one\ntwo\n")
+    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-3", "--backend", "local")
+    assert code == 0, text
+    assert "program has one two" in text
+    code, text = project.run("launch", f"runs/{job_name}-3/job.yaml", "--name", f"{job_name}-4")
+    assert code == 0, text
+    assert "program has one two" in text
+    assert "setting up" not in text
+
+
+def test_a_setup_that_fails_is_reported_on_every_backend_and_leaves_nothing(project, job_name):
+    words = ["--command", "program.py", "--python", sys.executable, "--setup", "echo first; ls nowhere"]
+    for nth, options in enumerate(([], ["--backend", "local"])):
+        code, text = project.run("launch", "--name", f"{job_name}-{nth}", "--nodes", "2", *words, *options)
+        assert code == 1, text
+        assert re.search(r"node-\d: setup: exit code 2: ls: cannot access 'nowhere': No such file or directory", text)
+        assert "no orphans" in project.run("gc", "--job", f"{job_name}-{nth}")[1]
