@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+from trainer.distributed import comm
+
 # Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _KEY = "stop"
@@ -45,13 +47,14 @@ class StopSignals:
         return bool(self.received)
 
     def stopped(self) -> Stopped:
-        """Return the exception to raise after the checkpoint, also on a rank that received no signal."""
-        return Stopped(self.received or signal.SIGTERM)
+        """Return the exception to raise after the checkpoint, also on a rank that received no signal. A collective."""
+        received = comm.all_gather(self.received)
+        return Stopped(self.received or next((number for number in received if number), signal.SIGTERM))
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = number
+        self.received = self.received or number  # the first one is the reason
 
 
 def ignored() -> AbstractContextManager[None]:
