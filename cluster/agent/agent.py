@@ -53,6 +53,10 @@ UNREACHABLE_AFTER_S = 4.0
 REFUSED_AFTER_S = 20.0
 #: A progress bar overwrites its line. Its state is written to the log at this interval.
 PROGRESS_BAR_S = 5.0
+#: A rank that uses less than this share of a core, and prints nothing, makes no progress.
+IDLE_SHARE = 0.05
+#: The signal at which a rank's Python writes its stack: unused by Linux, Python and torch.
+STACK_SIGNAL = 50
 #: Shorter values of secrets are not masked, because they would mask unrelated text.
 SECRET_MIN_LENGTH = 4
 
@@ -84,6 +88,7 @@ class Settings:
         names = [name for name in environment.get("CLUSTER_SECRETS", "").split(",") if name]
         self.secrets = [environment[name] for name in names if environment.get(name)]
         self.folder = os.path.join(self.run_dir, "attempt-" + self.attempt)
+        self.stall_timeout_s = float(environment.get("CLUSTER_STALL_TIMEOUT") or 0)
 
     def path(self, ending: str) -> str:
         """Return the path of a file of this node in the attempt's folder."""
@@ -172,6 +177,7 @@ class Rank:
         self.event: Fields | None = None
         self.stopped_before = False
         self.out_of_memory = False
+        self.output_at = time.monotonic()
         self._record = environment["CLUSTER_RANK_RECORD"]
         self.process = subprocess.Popen(
             command,
@@ -190,6 +196,7 @@ class Rank:
         out = self.process.stdout.fileno()
         pending, written = b"", time.monotonic()
         for chunk in iter(lambda: os.read(out, 1 << 16), b""):
+            self.output_at = time.monotonic()
             *lines, pending = (pending + chunk).split(b"\n")
             if b"\r" in pending and time.monotonic() - written > PROGRESS_BAR_S:
                 bar, _, pending = pending.rpartition(b"\r")
@@ -208,6 +215,23 @@ class Rank:
                 if isinstance(event, dict) and event.get("event") == "failed" and event.get("error"):
                     self.event = event
         log.line(line, self.local_rank)
+
+    def stack(self) -> list[str]:
+        """Return the stack of the rank's main thread, newest call first; [] if it is not Python."""
+        path = self._record + ".stack"
+        with contextlib.suppress(OSError, ValueError), open("/proc/%d/status" % self.process.pid) as file:
+            caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
+            if caught and int(caught.group(1), 16) >> (STACK_SIGNAL - 1) & 1:
+                size = os.stat(path).st_size
+                os.kill(self.process.pid, STACK_SIGNAL)
+                for _ in range(50):
+                    time.sleep(0.02)
+                    with open(path) as dump:
+                        dump.seek(size)
+                        lines = dump.read().splitlines()
+                    if lines and len(lines) > 1:
+                        return [line.strip() for line in lines if line.startswith("  File ")]
+        return []
 
     def exception(self) -> Fields | None:
         """Return the uncaught exception that the rank recorded, or None."""
@@ -372,6 +396,95 @@ def count_memory_kills() -> int:
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
 
 
+def place(stack: list[str]) -> Fields:
+    """Return where a rank waits: `collective` of torch.distributed or "", newest `call`, `place` in the program."""
+    found: Fields = {"collective": "", "call": "", "place": ""}
+    for line in stack:
+        match = re.match(r'File "(.*)", line (\d+) in (.*)', line)
+        if match is None:
+            continue
+        path, number, function = match.groups()
+        is_library = "-packages/" in path or "/lib/python3" in path or path.startswith("<")
+        if "/torch/distributed/" in path or "/torch/nn/parallel/" in path or function == "backward":
+            if function not in ("wrapper", "wait", "forward") and not function.startswith("_"):
+                found["collective"] = function
+        found["call"] = found["call"] or function
+        if not is_library:
+            found["place"] = "%s:%s" % (os.path.basename(path), number)
+            break
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Return a process and its descendants."""
+    found = [pid]
+    for parent in found:
+        with contextlib.suppress(OSError):
+            for thread in os.listdir("/proc/%d/task" % parent):
+                with open("/proc/%d/task/%s/children" % (parent, thread)) as file:
+                    found += [int(child) for child in file.read().split()]
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and its descendants."""
+    ticks = 0
+    for process in descendants(pid):
+        with contextlib.suppress(OSError), open("/proc/%d/stat" % process, "rb") as file:
+            values = file.read().rpartition(b")")[2].split()
+            ticks += int(values[11]) + int(values[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def gpus_are_used() -> bool:
+    """Return whether a GPU of this node computes."""
+    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return False
+    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    query += ["--id=" + os.environ["CUDA_VISIBLE_DEVICES"]]
+    try:
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return any(int(used) > 0 for used in done.stdout.split() if used.isdigit())
+
+
+class StallWatch:
+    """Finds out that the ranks of the node make no progress, and where they wait."""
+
+    def __init__(self, settings: Settings, log: Log, status: Status, ranks: list[Rank]) -> None:
+        self._timeout_s, self._log, self._status, self._ranks = settings.stall_timeout_s, log, status, ranks
+        self._checked = self._active = time.monotonic()
+        self._cpu = 0.0
+
+    def check(self) -> None:
+        """Update the field `stall` of the status; once per stall, write the stacks to the log."""
+        now = time.monotonic()
+        if not self._timeout_s or now - self._checked < HEARTBEAT_S:
+            return
+        running = [rank for rank in self._ranks if rank.code is None]
+        cpu = sum(cpu_seconds(rank.process.pid) for rank in running)
+        if cpu - self._cpu > IDLE_SHARE * (now - self._checked) * len(running):
+            self._active = now
+        self._active = max([self._active, *(rank.output_at for rank in running)])
+        self._cpu, self._checked = cpu, now
+        stalled = now - self._active >= self._timeout_s
+        if stalled and not self._status.fields.get("stall") and gpus_are_used():
+            self._active = now
+        elif stalled != bool(self._status.fields.get("stall")):
+            self._status.write(stall=self._report(running) if stalled else [])
+
+    def _report(self, running: list[Rank]) -> list[Fields]:
+        found = []
+        for rank in running:
+            stack = rank.stack()
+            self._log.message("rank %d: no output and no activity for %d s" % (rank.number, self._timeout_s))
+            for line in stack:
+                self._log.message("rank %d:   %s" % (rank.number, line))
+            found.append(dict(place(stack), rank=rank.number))
+        return found
+
+
 class Setup:
     """The setup commands of a job, run once per node in a virtual environment that later jobs use again."""
 
@@ -507,6 +620,7 @@ class Agent:
             return EXIT_NODE
         threading.Thread(target=watch_master, args=(self._settings, self._log, self._ended), daemon=True).start()
         self._status.write(phase="running")
+        stall = StallWatch(self._settings, self._log, self._status, self._ranks)
         while any(rank.code is None for rank in self._ranks):
             received = signal.sigtimedwait(SIGNALS, HEARTBEAT_S / 2)
             if received is not None and received.si_signo in SIGNALS:  # after SIGCONT the number is not set
@@ -515,6 +629,7 @@ class Agent:
                 self._stop(STOP_GRACE_S, "the node's script outside of the container has died")
             if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._grace_s:
                 self._send(signal.SIGKILL)
+            stall.check()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
                 self._status.write()
         return self._finish()
@@ -639,7 +754,9 @@ def _parent(pid: str) -> int:
 
 
 def record_exceptions() -> None:
-    """Install an excepthook that records this rank's uncaught exception; runs as `sitecustomize`.
+    """Install an excepthook that records this rank's uncaught exception, and a handler that writes its stack.
+
+    It runs as `sitecustomize`.
 
     Only the first Python process of a rank records. The container image's own `sitecustomize` is imported, too.
     """
@@ -656,6 +773,10 @@ def record_exceptions() -> None:
         sys.modules.setdefault("sitecustomize", ours)
     if not path:
         return
+    if os.environ.get("CLUSTER_STALL_TIMEOUT"):
+        import faulthandler
+
+        faulthandler.register(STACK_SIGNAL, open(path + ".stack", "w"), all_threads=False)
     before, main = sys.excepthook, os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -240,7 +240,8 @@ def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatu
     if state["Status"] == "created":
         return NodeStatus(name, "pending")
     if state["Status"] in ("running", "restarting", "paused"):
-        return NodeStatus(name, "starting", detail="its container is paused" if state["Status"] == "paused" else "")
+        detail = "its container is paused" if state["Status"] == "paused" else ""
+        return replace(monitor.status(name, agent, now=0.0), detail=detail)
     detail = "its container ran out of memory" if state.get("OOMKilled") else state.get("Error", "")
     ended_at = datetime.fromisoformat(f"{state['FinishedAt'][:19]}+00:00").timestamp()
     return NodeStatus(name, "exited", state["ExitCode"], detail, ended_at)

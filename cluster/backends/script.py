@@ -120,6 +120,8 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
     }
     if job.secrets:
         values[contract.SECRETS] = ",".join(job.secrets)
+    if job.stall_timeout_s and not job.says_ready:
+        values[contract.STALL_TIMEOUT] = f"{job.stall_timeout_s:g}"
     if job.setup:
         values |= {contract.SETUP: job.setup, contract.SETUP_DIR: _setup_dir(run_dir, job)}
     return values

@@ -19,6 +19,7 @@ from cluster.spec.request import Request
 
 DEFAULT_IMAGE = "trainer:0.1"
 DEFAULT_RESTARTS = 3
+DEFAULT_STALL_TIMEOUT_S = 300.0
 
 #: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
 _AUTO_PORTS = range(20000, 30000)
@@ -76,6 +77,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         command = ("-m", "trainer", *arguments)
     env, secrets = _environment(request.env)
     restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
+    stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
     # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
     shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
     new = Job(
@@ -104,7 +106,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         queue=queue,
         min_nodes=fewest,
         max_restarts=restarts if request.max_restarts is None else request.max_restarts,
-        stall_timeout_s=request.stall_timeout_s,
+        stall_timeout_s=stall_timeout_s if request.stall_timeout_s is None else request.stall_timeout_s,
     )
     return (new if request.name else replace(new, name=default_name(new))), notes
 

@@ -77,7 +77,7 @@ class JobFile(Keys):
     spares: NonNegativeInt = 0
     max_restarts: NonNegativeInt | None = None
     rendezvous_timeout: NonNegativeFloat = 300.0
-    stall_timeout: NonNegativeFloat = 300.0
+    stall_timeout: NonNegativeFloat | None = None
     master_port: Text = "auto"
     run_dir: str = ""
     python: str = ""

@@ -220,6 +220,7 @@ class NodeStatus:
 
     `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
     `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
+    `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
     """
 
     node: str
@@ -230,6 +231,7 @@ class NodeStatus:
     silent: str = ""
     where: str = ""
     failure: Mapping[str, Any] | None = None
+    stall: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -146,5 +146,10 @@ class Request(SlurmOptions):
         ),
     ] = None
     stall_timeout_s: Annotated[
-        float, typer.Option("--stall-timeout", help="Seconds without a step after which the job fails; 0: never.")
-    ] = 300.0
+        float | None,
+        option(
+            "--stall-timeout",
+            help="Seconds without progress after which the job fails, by default 300; 0: never. With --command the "
+            "default is 0, and progress is output or the use of a CPU or GPU.",
+        ),
+    ] = None

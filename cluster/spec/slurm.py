@@ -138,7 +138,8 @@ def statuses(
         elif found is None:
             made.append(NodeStatus(status.node, "lost", detail="squeue does not list the job"))
         elif found.is_active:
-            made.append(NodeStatus(status.node, _PHASES[found.state], detail=_pending_reason(found) or where))
+            detail = _pending_reason(found) or where
+            made.append(NodeStatus(status.node, _PHASES[found.state], detail=detail, stall=status.stall))
         else:
             made.append(_ended(status.node, found, error or where))
     return made

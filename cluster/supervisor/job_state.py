@@ -30,7 +30,7 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent` and `failure` are those of NodeStatus.
+    to the master. `silent`, `failure` and `stall` are those of NodeStatus.
     """
 
     name: str
@@ -43,6 +43,7 @@ class NodeView:
     silent: str = ""
     progress: Event | None = None
     failure: Mapping[str, Any] | None = None
+    stall: tuple[Mapping[str, Any], ...] = ()
     where: str = ""
 
 
@@ -104,13 +105,15 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
     """Return the job's verdict.
 
     `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in Slurm's queue.
-    `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never).
+    `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the ranks of all nodes are idle.
     """
     if failing(view):
         return "failed"
     if all(_succeeded(node) for node in view.nodes):
         return "done"
     if view.joined_after_s is not None:
+        if all(node.stall for node in view.nodes):
+            return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
     if any(node.silent for node in view.nodes):  # it may have joined; `LOST_AFTER_S` decides
@@ -156,7 +159,7 @@ def reconnect(view: JobView, now: float) -> None:
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
-    node.silent = status.silent
+    node.silent, node.stall = status.silent, status.stall
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
+from typing import Any
 
 from cluster import contract
 from cluster.backends.logs import AGENT_PREFIX, Event
 from cluster.spec.model import Plan
+from cluster.supervisor import hints
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary, missing
 
 EXIT_DONE = 0
@@ -65,6 +67,8 @@ def cause(view: JobView, verdict: Verdict) -> str:
         if is_secondary(first) and silent:  # not lost yet, but the only explanation
             return f"{silent[0].name}: {silent[0].silent}"
         return _failure(first)
+    if verdict == "stalled" and view.nodes[0].stall:
+        return _stall([rank for node in view.nodes for rank in node.stall])
     if verdict == "stalled":
         stalled = [node for node in view.nodes if node.phase == "ready"]
         where = (
@@ -80,6 +84,8 @@ def cause(view: JobView, verdict: Verdict) -> str:
 def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the last log lines of the failed or late nodes, other ranks' failures, and the hint of the failure."""
     nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
+    if verdict == "stalled" and view.nodes[0].stall:  # `cause` says where, and the log has the stacks
+        return []
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
@@ -89,8 +95,11 @@ def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str
             ]
             others = (node.failure or {}).get("others", ())
             lines += [f"  then rank {other['rank']}: {other['error'][:100]}" for other in others]
-        if node.failure is not None and node.failure.get("hint"):
-            lines.append(f"hint: {node.failure['hint']}")
+        failure = node.failure or {}
+        if advice := failure.get("hint") or hints.hint(
+            str(failure.get("error", "")), _own_lines(node, tails[node.name])
+        ):
+            lines.append(f"hint: {advice}")
     return lines
 
 
@@ -104,6 +113,27 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
         return EXIT_DONE
     code = failing(view)[0].exit_code
     return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
+
+
+def _stall(ranks: Iterable[Mapping[str, Any]]) -> str:
+    """Return `rank 3 has not entered all_reduce: sleep (train.py:45); ranks 0-2 wait in all_reduce (train.py:40)`."""
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for each in ranks:
+        key = (str(each.get("collective", "")), str(each.get("call", "")), str(each.get("place", "")))
+        places.setdefault(key, []).append(int(each["rank"]))
+    collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
+    parts = []
+    for (collective, call, place), numbers in sorted(places.items(), key=lambda item: bool(item[0][0])):
+        who = f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, sorted(numbers)))}"
+        where = f" ({place})" if place else ""
+        if collective:
+            parts.append(f"{who} {'waits' if len(numbers) == 1 else 'wait'} in {collective}{where}")
+        elif collectives:
+            has = "has" if len(numbers) == 1 else "have"
+            parts.append(f"{who} {has} not entered {collectives[0]}: {call or 'unknown'}{where}")
+        else:
+            parts.append(f"{who}: {call or 'unknown'}{where}")
+    return "no output and no activity: " + "; ".join(parts)
 
 
 def _failure(node: NodeView) -> str:

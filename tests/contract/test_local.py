@@ -283,3 +283,58 @@ def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
 
 def _environment(pid):
     return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+STALLS = """
+import sys, time
+import torch, torch.distributed as dist
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        if dist.get_rank() == 0:
+            time.sleep(1000)
+        return torch.zeros(1)
+
+def sleep():
+    time.sleep(1000)
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+rank, how = dist.get_rank(), sys.argv[1]
+if how == "one rank skips a collective" and rank == 3:
+    sleep()
+if how == "one rank loads data":
+    next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))
+if how == "two collectives" and rank == 0:
+    dist.barrier()
+dist.all_reduce(torch.ones(1))
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        (
+            "one rank skips a collective",
+            "rank 3 has not entered all_reduce: sleep (stalls.py:13); ranks 0, 1, 2 wait in all_reduce (stalls.py:24)",
+        ),
+        (
+            "one rank loads data",
+            "rank 0 has not entered all_reduce: select (stalls.py:21); ranks 1, 2, 3 wait in all_reduce (stalls.py:24)",
+        ),
+        ("two collectives", "rank 0 waits in barrier (stalls.py:23); ranks 1, 2, 3 wait in all_reduce (stalls.py:24)"),
+    ],
+)
+def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_name, how, cause):
+    (clusterctl.folder / "stalls.py").write_text(STALLS.strip())
+    words = ["--nodes", "2", "--gpus", "2", "--stall-timeout", "4", "--device", "cpu"]
+    began = time.monotonic()
+    code, text = clusterctl.run(*launch(f"stalls.py '{how}'", *words))
+    assert code == 1, text
+    assert f"no output and no activity: {cause}\n" in text, text
+    assert "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
+    assert processes_of(job_name) == []
+    print(f"after {time.monotonic() - began:.1f} s")

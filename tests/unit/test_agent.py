@@ -361,3 +361,76 @@ def test_sigterm_ends_a_setup(tmp_path):
     assert code == agent.EXIT_NODE
     assert status["failure"]["error"] == "setup: stopped"
     assert time.monotonic() - began < 5
+
+
+STALL = """
+def outer():
+    inner()
+def inner():
+    time.sleep(100)
+if rank == 0:
+    outer()
+until = time.monotonic() + {busy_s}
+while time.monotonic() < until:
+    pass
+time.sleep(100)
+"""
+
+
+def stall(node, until_s):
+    """Return the status's stall as soon as it has one, or [] after `until_s`."""
+    until = time.monotonic() + until_s
+    while time.monotonic() < until:
+        if node.path("node-0.json").exists() and node.status().get("stall"):
+            return node.status()["stall"]
+        time.sleep(0.1)
+    return []
+
+
+def test_idle_ranks_are_a_stall_with_their_places(tmp_path):
+    node = Node(tmp_path, STALL.format(busy_s=0), CLUSTER_STALL_TIMEOUT="1")
+    found = stall(node, 20)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 143
+    assert found == [
+        {"collective": "", "call": "inner", "place": "program.py:7", "rank": 0},
+        {"collective": "", "call": "<module>", "place": "program.py:13", "rank": 1},
+    ]
+    log = node.path("node-0.log").read_text()
+    assert "agent: rank 0: no output and no activity for 1 s" in log
+    assert 'program.py", line 5 in outer' in log
+
+
+def test_a_busy_or_printing_rank_is_no_stall(tmp_path):
+    node = Node(tmp_path, STALL.format(busy_s=100), CLUSTER_STALL_TIMEOUT="1")
+    assert stall(node, 6) == []
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 143
+
+
+def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
+    node = Node(tmp_path, "os.execvp('sleep', ['sleep', '100'])", ranks=1, CLUSTER_STALL_TIMEOUT="1")
+    found = stall(node, 20)
+    node.process.send_signal(signal.SIGTERM)
+    node.end()
+    assert found == [{"collective": "", "call": "", "place": "", "rank": 0}]
+
+
+SITE = "/x/site-packages/torch"
+STACKS = {
+    "all_reduce": ([f"{SITE}/distributed/distributed_c10d.py", "9", "all_reduce"], ["/a/t.py", "3", "step"]),
+    "backward": (
+        [f"{SITE}/autograd/graph.py", "9", "_run"],
+        [f"{SITE}/_tensor.py", "9", "backward"],
+        ["/a/t.py", "3", "f"],
+    ),
+    "": (["/usr/lib/python3.11/queue.py", "9", "get"], [f"{SITE}/utils/data/a.py", "8", "next"], ["/a/t.py", "3", "f"]),
+}
+
+
+@pytest.mark.parametrize("collective", list(STACKS))
+def test_the_place_is_the_programs_newest_line(collective):
+    stack = ['File "{}", line {} in {}'.format(*frame) for frame in STACKS[collective]]
+    found = agent.place([*stack, 'File "/a/t.py", line 99 in main'])
+    assert found == {"collective": collective, "call": STACKS[collective][0][2], "place": "t.py:3"}
+    assert agent.place([]) == {"collective": "", "call": "", "place": ""}

@@ -7,7 +7,7 @@ from cluster.backends import BACKENDS
 from cluster.cli import follow
 from cluster.spec.model import Job, JobRecord, NodeStatus
 from cluster.store import JobStore
-from cluster.supervisor import job_state, report, supervisor
+from cluster.supervisor import hints, job_state, report, supervisor
 from cluster.supervisor.job_state import fold
 
 PLAN = BACKENDS["compose"].plan(Job("job", ("x.py",), 2, 1, "/home/ann/runs"), attempt=1, port=20000)
@@ -100,3 +100,64 @@ def test_ctrl_c_inside_a_print_does_not_swallow_the_last_message(monkeypatch, ca
     with pytest.raises(typer.Exit):
         follow.follow(record, JobStore(tmp_path), out, all_nodes=False, stop_on_interrupt=False)
     assert "detached; job keeps running" in capsys.readouterr().out
+
+
+def test_a_stall_names_the_ranks_outside_of_the_collective_first():
+    waits = {"collective": "all_reduce", "call": "all_reduce", "place": "train.py:40"}
+    sleeps = {"collective": "", "call": "sleep", "place": "train.py:45"}
+    ends = [
+        NodeStatus("node-0", "starting", stall=({"rank": 0, **waits}, {"rank": 1, **waits})),
+        NodeStatus("node-1", "starting", stall=({"rank": 2, **waits}, {"rank": 3, **sleeps})),
+    ]
+    seen = fold(job_state.start(PLAN, 9.0), ends, [], 200.0)
+    seen.joined_after_s = 1.0
+    assert job_state.judge(seen, 201.0, 300.0) == "stalled"
+    assert report.cause(seen, "stalled") == (
+        "no output and no activity: rank 3 has not entered all_reduce: sleep (train.py:45); "
+        "ranks 0, 1, 2 wait in all_reduce (train.py:40)"
+    )
+    assert report.last_lines(seen, "stalled", {"node-0": [], "node-1": []}) == []
+    assert report.exit_code(seen, "stalled") == 1
+    ends[1] = NodeStatus("node-1", "starting")  # it computes again
+    assert job_state.judge(fold(seen, ends, [], 202.0), 202.0, 300.0) == "joined"
+
+
+MESSAGES = {
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.": "expandable_segments",
+    "out of memory: the kernel killed it": "fewer dataloader workers",
+    "RuntimeError: No CUDA GPUs are available": "clusterctl doctor",
+    "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).": "newer NVIDIA driver",
+    "RuntimeError: CUDA error: no kernel image is available for execution on the device": "another torch",
+    "RuntimeError: CUDA error: device-side assert triggered": "CUDA_LAUNCH_BLOCKING",
+    "RuntimeError: CUDA error: an illegal memory access was encountered": "Xid",
+    "RuntimeError: CUDA error: uncorrectable ECC error encountered": "--only",
+    "RuntimeError: CUDA error: invalid device ordinal": "LOCAL_RANK",
+    "DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000": "set_device",
+    "NCCL WARN Bootstrap : no socket interface found": "NCCL_SOCKET_IFNAME",
+    "DistBackendError: ncclSystemError: System call or external library call failed": "/dev/shm",
+    "DistBackendError: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.": "NCCL_DEBUG=INFO",
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)": "--stall-timeout",
+    "what():  [enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 500000 vs 4.": "different collectives",
+    "RuntimeError: Expected to have finished reduction in the prior iteration": "find_unused_parameters",
+    "RuntimeError: No backend type associated with device type cpu": "gloo",
+    "ValueError: Default process group has not been initialized, please call init_process_group": "init_process_group",
+    "RuntimeError: DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that": "/dev/shm",
+    "RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly": "fewer dataloader workers",
+    "OSError: [Errno 24] Too many open files": "file_system",
+    "OSError: [Errno 28] No space left on device": "free some space",
+    "DistNetworkError: The server socket has failed to listen: EADDRINUSE": "--master-port auto",
+    "OSError: [Errno 30] Read-only file system: 'snapshot.pt'": "--mount",
+    "ModuleNotFoundError: No module named 'lightning.pytorch'": "--setup 'pip install lightning'",
+}
+
+
+@pytest.mark.parametrize("message", list(MESSAGES))
+def test_a_known_message_has_a_hint(message):
+    assert MESSAGES[message] in hints.hint(message)
+    assert MESSAGES[message] in hints.hint("exit code 1", ["first", message, "last"])
+
+
+def test_every_known_message_is_tested_and_others_have_no_hint():
+    texts = {hints.hint(message) for message in MESSAGES}
+    assert len(texts) == len(hints.KNOWN) == len(MESSAGES)
+    assert hints.hint("ValueError: invalid literal for int()", ["epoch 1"]) == ""
