@@ -462,6 +462,9 @@ class StallWatch:
         now = time.monotonic()
         if not self._timeout_s or now - self._checked < HEARTBEAT_S:
             return
+        # A longer gap is a time in which this process was suspended, and the ranks were, too.
+        if now - self._checked > 2 * HEARTBEAT_S:
+            self._active += now - self._checked - HEARTBEAT_S
         running = [rank for rank in self._ranks if rank.code is None]
         cpu = sum(cpu_seconds(rank.process.pid) for rank in running)
         if cpu - self._cpu > IDLE_SHARE * (now - self._checked) * len(running):
