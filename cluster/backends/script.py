@@ -135,7 +135,9 @@ def _setup_dir(run_dir: str, job: Job) -> str:
 def gpu_environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:
     """Return the variables that select a node's GPUs; `gpus` are ids in the container."""
     if job.device == "cpu":
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        # accelerate and the Trainer of transformers start no process group on CPUs without it
+        foreign = {} if job.says_ready else {"ACCELERATE_USE_CPU": "true"}
+        return {"CUDA_VISIBLE_DEVICES": "", **foreign}
     if job.device == "cuda" or gpus:
         # nvidia-smi's order. CUDA's default order is fastest first.
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus)}

@@ -125,6 +125,11 @@ KNOWN: tuple[tuple[str, str, str], ...] = (
         "docs/how-to/any-program.md",
     ),
     (
+        r"CERTIFICATE_VERIFY_FAILED",
+        "a proxy has its own certificate: copy it to the working directory, then --env PIP_CERT=FILE",
+        "pip, HTTPS Certificates",
+    ),
+    (
         r"No module named '(?P<name>[^'.]+)",
         "install it: --setup 'pip install {name}', or use an image that has it: --image NAME",
         "docs/how-to/any-program.md",

@@ -147,6 +147,7 @@ MESSAGES = {
     "OSError: [Errno 28] No space left on device": "free some space",
     "DistNetworkError: The server socket has failed to listen: EADDRINUSE": "--master-port auto",
     "OSError: [Errno 30] Read-only file system: 'snapshot.pt'": "--mount",
+    "setup: SSLError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed')": "PIP_CERT",
     "ModuleNotFoundError: No module named 'lightning.pytorch'": "--setup 'pip install lightning'",
 }
 
