@@ -153,6 +153,7 @@ def launch(
     Raises:
         ClusterError: A check failed or a node did not start.
     """
+    _check_program(job)
     code = workdir.scan(job.workdir, without) if job.copies_workdir else None
     check_files(job)
     _check_gpus(job, records)
@@ -233,6 +234,7 @@ def launch_array(
     without: Sequence[str] = (),
 ) -> list[JobRecord]:
     """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
+    _check_program(array[0])
     code = workdir.scan(array[0].workdir, without) if array[0].copies_workdir else None
     check_files(array[0])
     plans, step = array_plan(array, at_once)
@@ -296,6 +298,19 @@ def unusable_spares(job: Job, backend: str) -> list[str]:
     found = survey(with_spares, plan(with_spares, backend), job.spares)
     errors = [error for node in job.spares if (error := found[node.name])]
     return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
+
+
+def _check_program(job: Job) -> None:
+    """Raise UsageError if the script of `--command` does not exist. An absolute path may be one of the image."""
+    if job.says_ready or job.command[0] == "-m":
+        return
+    program = job.command[1] if job.command[0] == "--no-python" and job.command[1:] else job.command[0]
+    is_in_path = job.command[0] == "--no-python" and "/" not in program
+    if not (is_in_path or program.startswith(("-", "/")) or Path(job.workdir, program).exists()):
+        hint = "another folder: --workdir DIR; a module: --command '-m MODULE'; a program: --command '--no-python NAME'"
+        if program in ("python", "python3", "torchrun"):
+            hint = f"omit {program}: --command 'train.py --lr 0.1'"
+        raise UsageError(f"--command: {job.workdir} has no {program}", hint)
 
 
 def _check_gpus(job: Job, records: JobStore) -> None:

@@ -285,6 +285,20 @@ def _environment(pid):
     return Path(f"/proc/{pid}/environ").read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        ("nothere.py --lr 1", "has no nothere.py\nhint: another folder: --workdir DIR"),
+        ("python train.py", "has no python\nhint: omit python: --command 'train.py"),
+        ("--no-python ./run.sh", "has no ./run.sh\nhint: another folder"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_refused(clusterctl, launch, job_name, command, problem):
+    code, text = clusterctl.run(*launch(command))
+    assert (code, problem in text) == (2, True), text
+    assert not (clusterctl.folder / "runs" / job_name).exists()
+
+
 STALLS = """
 import sys, time
 import torch, torch.distributed as dist

@@ -38,6 +38,7 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
     program = clusterctl.folder / "program"
     program.write_text(PROGRAM)
     program.chmod(0o755)
+    (clusterctl.folder / "it.py").touch()
     arguments = ["--nodes", str(HOSTS), "--python", str(program), "--command", "it.py", "--name", job_name, "--detach"]
     try:
         code, text = clusterctl.run("launch", *arguments)
