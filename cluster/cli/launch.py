@@ -84,7 +84,10 @@ def launch(
             job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
         )
     notes += more
-    _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
+    try:
+        _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
+    except UsageError as error:  # the job runs
+        notes.append(error.message)
     if detach:
         from cluster.cli.display import header
 
