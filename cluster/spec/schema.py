@@ -1,4 +1,4 @@
-"""cluster.yaml: pydantic models of its keys, and functions that read and write the file.
+"""cluster.yaml: pydantic models of its keys, reading and writing; the checks of YAML that job.yaml shares.
 
 Every error names the file, the line and the key.
 """

@@ -1,4 +1,4 @@
-"""Batch sampler: assigns images and a shape to each rank's batch of each step, from seeds alone."""
+"""Batch sampler: divides the batch of each step among the ranks, and chooses its images and shape, from seeds alone."""
 
 from __future__ import annotations
 

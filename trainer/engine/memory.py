@@ -1,4 +1,4 @@
-"""Memory: out-of-memory errors, and glibc's allocator settings."""
+"""Memory: the trainer's out-of-memory error with its hint, and glibc's allocator settings."""
 
 from __future__ import annotations
 
