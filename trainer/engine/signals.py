@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from trainer.distributed import comm
-
 # Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 _KEY = "stop"
@@ -48,6 +46,8 @@ class StopSignals:
 
     def stopped(self) -> Stopped:
         """Return the exception to raise after the checkpoint, also on a rank that received no signal. A collective."""
+        from trainer.distributed import comm  # imports torch, which `trainer --help` does not need
+
         received = comm.all_gather(self.received)
         return Stopped(self.received or next((number for number in received if number), signal.SIGTERM))
 
