@@ -437,16 +437,16 @@ def cpu_seconds(pid: int) -> float:
 
 
 def gpus_are_used() -> bool:
-    """Return whether a GPU of this node computes."""
+    """Return whether a GPU of this node computes, or may compute because nvidia-smi does not answer."""
     if not os.environ.get("CUDA_VISIBLE_DEVICES"):
         return False
     query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     query += ["--id=" + os.environ["CUDA_VISIBLE_DEVICES"]]
     try:
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return any(int(used) > 0 for used in done.stdout.split() if used.isdigit())
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True)
+        return any(int(used) > 0 for used in done.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return True
 
 
 class StallWatch:

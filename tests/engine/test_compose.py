@@ -96,3 +96,21 @@ def test_the_plan_runs_without_the_launcher(clusterctl):
     subprocess.run(["docker", "compose", "-p", "ct-plan", "down"], check=True, capture_output=True)
     assert "tick 0: rank 3 of 4 sees the sum 4" in up.stdout, up.stdout + up.stderr
     assert up.stdout.count("exited with code 0") == 2
+
+
+def test_a_job_file_builds_its_image_and_its_setup_runs_in_the_container(clusterctl):
+    (clusterctl.folder / "Dockerfile").write_text("FROM trainer:0.1\nENV MARK=built\n")
+    (clusterctl.folder / "program.py").write_text("import os, dep\nprint(os.environ['MARK'], dep.X, flush=True)\n")
+    (clusterctl.folder / "job.yaml").write_text(
+        "build: .\nbackend: compose\ndevice: cpu\ncommand: program.py\nimage: ct-built:latest\n"
+        "setup: cd $VIRTUAL_ENV/lib/python3*/site-packages; echo X=5 > dep.py\n"
+    )
+    try:
+        code, text = clusterctl.run("launch", "job.yaml", "--name", "ct-built", timeout_s=200)
+        assert code == 0, text
+        assert "built 5" in text
+        code, text = clusterctl.run("launch", "job.yaml", "--name", "ct-built-2", "--build", "nowhere")
+        assert (code, "--build nowhere: no Dockerfile" in text) == (2, True), text
+    finally:
+        docker("image", "rm", "ct-built:latest")
+    assert left_of("ct-built") == []

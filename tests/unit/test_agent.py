@@ -434,3 +434,15 @@ def test_the_place_is_the_programs_newest_line(collective):
     found = agent.place([*stack, 'File "/a/t.py", line 99 in main'])
     assert found == {"collective": collective, "call": STACKS[collective][0][2], "place": "t.py:3"}
     assert agent.place([]) == {"collective": "", "call": "", "place": ""}
+
+
+@pytest.mark.parametrize(("printed", "is_used"), [("echo 0; echo 7", True), ("echo 0", False), ("exit 9", True)])
+def test_a_gpu_that_computes_or_does_not_answer_is_active(tmp_path, monkeypatch, printed, is_used):
+    """Simulate the output of nvidia-smi."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{printed}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert agent.gpus_are_used() is False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert agent.gpus_are_used() is is_used
