@@ -89,6 +89,7 @@ def launch(
     Raises:
         ClusterError: The request is wrong, or a node could not be started.
     """
+    from cluster.errors import UsageError
     from cluster.spec.model import Inventory
     from cluster.spec.request import Request
     from cluster.store import JobStore
@@ -99,6 +100,8 @@ def launch(
         found = discovery.load(inventory or "", backend=backend)
         inventory = discovery.complete(found) if found else None
     request = Request(arguments=list(arguments), nodes=str(nodes), gpus=gpus, backend=backend, **options)  # type: ignore[arg-type]
+    if request.build:
+        raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
     job, chosen, _ = launcher.resolve(request, inventory)
     record, _ = launcher.launch(job, chosen, JobStore(), numbered=not request.name, secrets=secrets)

@@ -47,7 +47,7 @@ def launch(
     from cluster.supervisor import launcher
 
     request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
-    saved = job_text(request, inventory, env_file)
+    saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
     in_file = read_secrets(env_file)
     request = replace(request, env=[*request.env, *in_file])
     machines = inventory.load(backend=request.backend)

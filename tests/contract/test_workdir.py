@@ -124,10 +124,14 @@ def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(pro
     assert (code, "setting up" in text) == (0, False), text
 
     (project.folder / "lines.txt").write_text("one\ntwo\n")
-    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-3", "--backend", "local")
+    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-3")
+    assert code == 0, text
+    assert "setup: setting up" in text
+    assert "program has one two" in text
+    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-4", "--backend", "local")
     assert code == 0, text
     assert "program has one two" in text
-    code, text = project.run("launch", f"runs/{job_name}-3/job.yaml", "--name", f"{job_name}-4")
+    code, text = project.run("launch", f"runs/{job_name}-4/job.yaml")  # under a name of its own
     assert code == 0, text
     assert "program has one two" in text
     assert "setting up" not in text

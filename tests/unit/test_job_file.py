@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 from typer.testing import CliRunner
 
+import cluster
 import cluster.cli.main
 from cluster.cli.options import ArrayOptions, NodeOptions
 from cluster.errors import UsageError
@@ -189,3 +190,8 @@ def test_import_writes_a_file_that_plan_accepts(folder):
     (folder / "task.yaml").write_text("- a\n")
     with pytest.raises(UsageError, match=r"^task.yaml: not a SkyPilot task"):
         clusterctl("import", "task.yaml")
+
+
+def test_the_python_interface_refuses_a_build(folder):
+    with pytest.raises(UsageError, match="build: only clusterctl builds images"):
+        cluster.launch(build=".", backend="local")
