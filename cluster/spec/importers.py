@@ -33,11 +33,11 @@ _SBATCH_SHORT = {
     "-w": "nodelist",
     "-x": "exclude",
 }
-#: Options of sbatch that have no meaning for a job of clusterctl, or that clusterctl sets by itself.
+#: Options of sbatch that have no meaning for a job of clusterctl, or that clusterctl sets.
 _IMPLIED = ("ntasks", "ntasks-per-node", "output", "error", "requeue", "open-mode", "signal", "gpus", "exclusive")
 _LAUNCHERS = re.compile(r"(^|[\s/])(torchrun|torch\.distributed\.(run|launch))\s")
 _ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(\S*|\"[^\"]*\"|'[^']*')")
-#: Lines that print something, or find the master, which clusterctl does by itself.
+#: Lines that print something, or find the master, which clusterctl does, too.
 _IGNORED = re.compile(r"set -|echo |date\b|hostname\b|wait\b|(export )?(MASTER\w*|master\w*|head_node\w*|nodes\w*)=")
 _INSTALLS = re.compile(r"(python3? -m )?(pip3?|uv pip|conda|mamba|apt-get) install ")
 

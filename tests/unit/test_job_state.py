@@ -107,3 +107,15 @@ def test_the_rendezvous_timeout_excludes_the_queue():
     view = fold(view, running(), [], 5010.0)
     assert judge(view, 5059.0, 60) == "waiting"
     assert judge(view, 5061.0, 60) == "late"
+
+
+def test_the_rendezvous_timeout_starts_after_the_last_setup():
+    view = job_state.start(PLAN, 100.0)
+    events = [{"event": "setup", "node": node, "time": 101.0} for node in (0, 1)]
+    view = fold(view, running(), events, 101.0)
+    assert [node.phase for node in view.nodes] == ["setup", "setup"]
+    view = fold(view, running(), [joining(0, 500.0, reachable=True)], 500.0)
+    assert judge(view, 500.0, 60) == "waiting"
+    view = fold(view, running(), [joining(1, 600.0, reachable=True)], 600.0)
+    assert judge(view, 559.0, 60) == "waiting"
+    assert judge(view, 561.0, 60) == "late"
