@@ -359,9 +359,10 @@ def test_a_container_that_does_not_start_is_tried_once_more(slurm, broken_apptai
 
 def test_a_container_that_never_starts_is_reported_and_not_requeued(slurm, broken_apptainer):
     broken_apptainer(9)
-    code, text = slurm.launch("never", "--max-restarts", "0", epochs=1).end()
+    code, text = slurm.launch("never", "--max-restarts", "1", epochs=1).end()
     assert code == 1
     assert "node-0: exit 255: FATAL:   container creation failed: mount: planted" in text
+    assert "again" not in slurm.login.run(f"cat {HOME}/runs/never/slurm.log")  # the launcher restarted it, not Slurm
     assert slurm.left() == ("", {})
 
 
