@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import os
 import signal
@@ -31,6 +32,25 @@ SYSTEM_ERRORS = {
 PEER_HINT = "its own log has the cause; resume from the last checkpoint: --resume"
 
 
+def run() -> NoReturn:
+    """Run the command line and end the process without the interpreter's shutdown.
+
+    torch's part of the shutdown takes 0.9 s, and destructors of a process group can abort or hang while other ranks
+    exit.
+    """
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if code == 0 or not _has_joined():
+        atexit._run_exitfuncs()  # ends dataloader workers, removes temporary folders
+    with contextlib.suppress(OSError):  # a closed pipe
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Run the command line; an error of the user is two lines on stderr, exit 2 and a `failed` event."""
     end_with_parent()
@@ -45,20 +65,15 @@ def main() -> None:
             app()
         finally:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the exit functions
-    except SystemExit as end:  # typer always exits this way
-        if not _has_joined():
-            raise
-        atexit._run_exitfuncs()  # ends dataloader workers, removes temporary folders
-        _exit(end.code if isinstance(end.code, int) else int(end.code is not None))
     except KeyboardInterrupt:
-        _exit(EXIT_INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
     except TrainerError as error:
         _fail(error.message, error.hint, contract.EXIT_BAD_INPUT)
     except Stopped as stop:
         by_hand = stop.signal == signal.SIGINT
         print(f"stopped by {stop} after writing a checkpoint; to continue: --resume", file=sys.stderr)
         _emit_failure(f"stopped by {stop} after a checkpoint", "", contract.EXIT_RUN_ME_AGAIN)
-        _exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
+        sys.exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         if _is_peer_error(error):
@@ -71,7 +86,7 @@ def main() -> None:
             _fail(f"{sys.executable} has no torch", hint, contract.EXIT_BAD_INPUT)
         _emit_failure(f"{type(error).__name__}: {first}", "", 1)  # a defect
         traceback.print_exc()
-        _exit(1)
+        sys.exit(1)
 
 
 def _is_peer_error(error: Exception) -> bool:
@@ -97,15 +112,6 @@ def _fail(message: str, hint: str, code: int, *, echo: bool = False) -> NoReturn
     """Print an error in one or two lines, emit it, and exit."""
     print(f"error: {message}", *([f"hint: {hint}"] if hint else []), sep="\n", file=sys.stderr)
     _emit_failure(message, hint, code, echo=echo)
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit. After a process group, skip its destructors, which can abort or hang while other ranks exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if _has_joined():
-        os._exit(code)
     sys.exit(code)
 
 
@@ -116,4 +122,4 @@ def _emit_failure(error: str, hint: str, exit_code: int, *, echo: bool = False) 
 
 
 if __name__ == "__main__":
-    main()
+    run()
