@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from cluster.errors import ClusterError
-from cluster.spec.model import Job, Node, NodeStatus, Plan
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan
 
 
 class Backend(abc.ABC):
@@ -37,6 +37,13 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Stop all nodes, and wait for their end. Idempotent. Raises ClusterError if something still runs."""
+
+    @abc.abstractmethod
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
+        """Return a machine, and the command there that runs `argv` beside the ranks of a running node.
+
+        With `tty` the command's input and output are a terminal. Raises UsageError if the node does not run.
+        """
 
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

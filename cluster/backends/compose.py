@@ -19,7 +19,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Job, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
+from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
 from cluster.transport import Completed, Shell
 
 #: The mount target of the job's run root.
@@ -98,6 +98,15 @@ class ComposeBackend(Backend):
                 f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}",
                 f"docker rm -f {' '.join(left)}",
             )
+
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
+        """Return `docker exec`."""
+        status = next(each for each in self.observe(record.plan) if each.node == node.name)
+        if status.phase in ("exited", "lost"):
+            raise UsageError(f"{node.name}: its ranks have ended")
+        options = ["--interactive", *(["--tty"] if tty else [])]
+        container = _container(record.plan.job_id, node.name)
+        return node, ["docker", "exec", *options, container, *script.in_setup(record.job, argv)]
 
     def problem(self) -> tuple[str, str] | None:
         """Return why there is no engine with compose on this machine, as (message, hint), or None."""

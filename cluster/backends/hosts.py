@@ -16,7 +16,7 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses, machines
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import Job, Node, NodeStatus, Plan, Step, local_nodes, plan_of
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
 from cluster.transport import Shell, parallel
 
 #: The exit code of agent/start.sh when another job holds a GPU.
@@ -106,6 +106,11 @@ class HostsBackend(Backend):
             parallel.all_of(machines(plan), stop)
         except ClusterError as error:
             raise type(error)(error.message, f"once it answers: clusterctl stop {plan.job_id}") from error
+
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
+        """Return the node, and a script that enters its container."""
+        mounts = monitor.mounts(record.job, node)
+        return node, script.exec_command(record.job, record.plan, node, mounts, argv, tty=tty)
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)

@@ -89,16 +89,36 @@ def _script(
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
     words = [*runtime.run(job, node, mounts, names), *command(job, f"{attempt_dir(plan, node)}/agent.py")]
-    enter, arguments = words[:0], words
-    if scripts.OPTIONS in words:
-        at = words.index(scripts.OPTIONS)
-        enter, arguments = words[:at], words[at + 1 :]
     text = "set -u\n" + scripts.exports(values) + "\n" + finds
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
     text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
-    text += f"enter=({scripts.line(enter)})\narguments=({scripts.line(arguments)})\n\n"
-    return text + scripts.text(*filter(None, [runtime.script]), "agent/node.sh")
+    return text + _entry(words) + scripts.text(*filter(None, [runtime.script]), "agent/node.sh")
+
+
+def _entry(words: Sequence[str]) -> str:
+    """Return lines that set `enter` and `arguments`, the words before and after the machine's options."""
+    at = words.index(scripts.OPTIONS) if scripts.OPTIONS in words else 0
+    enter, arguments = words[:at], words[at + (scripts.OPTIONS in words) :]
+    return f"enter=({scripts.line(enter)})\narguments=({scripts.line(arguments)})\n\n"
+
+
+def exec_command(
+    job: Job, plan: Plan, node: Node, mounts: Sequence[Mount], argv: Sequence[str], *, tty: bool
+) -> list[str]:
+    """Return the command that runs `argv` beside the ranks of a node, on the node's machine."""
+    runtime = RUNTIMES[node.runtime]
+    text = f"runtime={runtime.name}\n" + _entry(runtime.exec(job, node, mounts, tty=tty))
+    text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
+    return ["bash", "-c", text, "exec", attempt_dir(plan, node), node.name, *in_setup(job, argv)]
+
+
+def in_setup(job: Job, argv: Sequence[str]) -> list[str]:
+    """Return a command in the virtual environment of the job's setup, if it has one."""
+    if not job.setup:
+        return list(argv)
+    text = f'VIRTUAL_ENV=${contract.SETUP_DIR} PATH=${contract.SETUP_DIR}/bin:$PATH exec "$@"'
+    return ["sh", "-c", text, "sh", *argv]
 
 
 def command(job: Job, agent: str) -> tuple[str, ...]:

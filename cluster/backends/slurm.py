@@ -19,7 +19,7 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Job, Node, NodeStatus, Plan, Step, plan_of
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
 from cluster.transport import Completed, Shell
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
@@ -27,6 +27,9 @@ INTERVAL_S = 3
 #: Time for Slurm to requeue a job.
 _REQUEUE_S = 120.0
 _END = "END_OF_NODE_SCRIPT"
+#: Runs srun without its message about the exit code of the command, which srun prints despite --quiet.
+_QUIET_STEP = """"$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
+code=$?; wait $!; exit $code"""
 
 
 class SlurmBackend(Backend):
@@ -135,6 +138,20 @@ class SlurmBackend(Backend):
                 f"{', '.join(done.out.splitlines())} of {plan.job_id} is still in the queue after scancel",
                 "squeue --me",
             )
+
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
+        """Return the login node, and a job step on the node's host that enters its container."""
+        plan, login = record.plan, record.plan.nodes[0]
+        found, attempt, hosts, *_ = self._query(plan, login)
+        rank = [each.name for each in plan.nodes].index(node.name)
+        if found is None or found.state != "RUNNING" or rank >= len(hosts):
+            raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
+        step = ["bash", "-c", _QUIET_STEP, "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
+        step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
+        inside = script.exec_command(
+            record.job, replace(plan, attempt=attempt), node, monitor.mounts(record.job, login), argv, tty=tty
+        )
+        return login, [*step, *inside]
 
     def requeued(self, plan: Plan) -> Plan | None:
         """Return the next attempt if Slurm has requeued the job, or None if the job has left the queue.

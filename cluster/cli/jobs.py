@@ -10,7 +10,6 @@ import typer
 
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome
-from cluster.errors import UsageError
 from cluster.spec.request import option
 
 
@@ -150,15 +149,12 @@ def logs(
 ) -> None:
     """Print a job's logs, each line with the name of its node."""
     from cluster.store import JobStore
-    from cluster.supervisor import jobs
+    from cluster.supervisor import jobs, session
 
     record = JobStore().load(job)
-    names = [each.name for each in record.plan.nodes]
-    wanted = f"node-{node}" if node.isdigit() else node
-    if wanted and wanted not in names:
-        raise UsageError(f"--node {node!r}: {job} has {', '.join(names)}")
+    wanted = session.node_named(record, node).name if node else ""
     follower = jobs.Follower(record)
-    width = max(len(name) for name in names)
+    width = max(len(each.name) for each in record.plan.nodes)
     try:
         while True:
             for name, text in follower.step(time.time(), everything=everything):

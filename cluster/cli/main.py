@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import image, jobs
+from cluster.cli import image, jobs, session
 from cluster.cli.doctor import doctor
 from cluster.cli.follow import EXIT_INTERRUPTED
 from cluster.cli.gc import gc
@@ -54,6 +54,11 @@ app.command(
 app.command("import", epilog="Example: clusterctl import train.sbatch -o job.yaml")(import_job)
 for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(command)
+app.command("exec", epilog="Example: clusterctl exec digits --node 1 -- nvidia-smi")(session.exec_)
+app.command(epilog="Example: clusterctl shell digits 1")(session.shell)
+app.command(epilog="Example: clusterctl cp digits:last.pt .")(session.cp)
+app.command(epilog="Example: clusterctl port-forward digits 8888")(session.port_forward)
+app.command(epilog="Example: clusterctl tensorboard digits")(session.tensorboard)
 app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
 app.command(epilog="Example: clusterctl doctor --skip link")(doctor)
 app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)

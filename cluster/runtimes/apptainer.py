@@ -36,6 +36,10 @@ class ApptainerRuntime(Runtime):
             words += ["--mount", scripts.csv([*fields, "ro"] if mount.read_only else fields)]
         return (*words, "--pwd", job.workdir or "/", job.image)
 
+    def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
+        """Return `apptainer exec` with the options of `run`."""
+        return tuple("exec" if word == "run" else word for word in self.run(job, node, mounts, ()))
+
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return `apptainer exec`."""
         return ("apptainer", "--silent", "exec", *_CLEAN, image, *command)

@@ -8,4 +8,4 @@ prepare() {
 start_failure=255
 # Apptainer does not forward signals, but the agent's pid is valid on the host.
 signal_pid() { agent_pid; }
-
+prepare_exec() { prepare; }

@@ -27,7 +27,7 @@ class Runtime(ABC):
     takes_names = False
     #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `prepare` sets `options` on the
     #: machine, and `signal_pid` prints the pid that gets the signals. After the exit code `start_failure` without a
-    #: started agent, the node's script tries once more.
+    #: started agent, the node's script tries once more. agent/exec.sh calls `prepare_exec`.
     script = ""
     #: The command that prints the version on a node of Slurm, and fails if the runtime is not installed; engines report
     #: their own.
@@ -39,6 +39,14 @@ class Runtime(ABC):
 
         agent/node.sh inserts the machine's options at the word `scripts.OPTIONS`.
         """
+
+    def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
+        """Return the words before a command that runs beside the ranks of a running node.
+
+        By default the command gets a container of its own, with the same image and mounts. agent/exec.sh inserts the
+        machine's options at the word `scripts.OPTIONS`.
+        """
+        return self.run(job, node, mounts, ())
 
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return the words that run a command in the image without mounts, for checks; () if a check cannot run it."""

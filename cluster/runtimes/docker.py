@@ -46,6 +46,10 @@ class ContainerRuntime(Runtime):
             words += ["--env", name]
         return (*words, job.image)
 
+    def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
+        """Return `docker exec`."""
+        return (self.name, "exec", "--interactive", *(["--tty"] if tty else []), f"{job.name}-{node.name}")
+
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return `docker run --entrypoint COMMAND ...`."""
         first, *more = command

@@ -36,6 +36,10 @@ class EnrootRuntime(Runtime):
         words.append(job.image)
         return (*words, "sh", "-c", 'cd -- "$0" && exec "$@"', job.workdir) if job.workdir else tuple(words)
 
+    def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
+        """Return `enroot exec PID`."""
+        return ("enroot", "exec", scripts.OPTIONS)
+
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return `enroot start`."""
         return ("enroot", "start", image, *command)

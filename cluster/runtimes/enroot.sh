@@ -6,4 +6,4 @@ prepare() {
 }
 # The agent's pid is valid on the host.
 signal_pid() { agent_pid; }
-
+prepare_exec() { options=("$pid"); }

@@ -1,11 +1,14 @@
-"""Arguments of the `ssh` program for a node, which rsync starts. Pure."""
+"""Arguments of the `ssh` program for a node, for rsync and for sessions of the user. Pure."""
 
 from __future__ import annotations
 
+import base64
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.spec.model import Node
+from cluster.transport.local import MORE_PATH
 
 #: Every remote command prints this line first. Any output before it comes from the login shell.
 BEGIN = "clusterctl begins"
@@ -27,17 +30,38 @@ def remote_shell(node: Node) -> str:
 
     A filter drops the login shell's output up to the line BEGIN.
     """
+    # The login shell's last line may lack its newline, so BEGIN may follow other text.
+    filter_ = (
+        f'set -o pipefail; "$@" | {{ while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done; exec cat; }}'
+    )
+    return shlex.join(["bash", "-c", filter_, "rsh", *_ssh(node)])
+
+
+def command(node: Node, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+    """Return the command that runs `argv` on the node, on a terminal with `tty`; `argv` itself on this machine."""
+    if not node.login:
+        return list(argv)
+    return [*_ssh(node), *(["-t", "-q"] if tty else ["-T"]), "--", destination(node.login), remote_line(argv)]
+
+
+def remote_line(argv: Sequence[str], before: str = "") -> str:
+    """Return a command line for any login shell: it starts a bash that runs `before` and executes the command."""
+    # Base64 has no character that any shell expands. A word of csh has 1024 characters at most.
+    coded = base64.b64encode(shlex.join(argv).encode()).decode()
+    words = " ".join(coded[at : at + 1000] for at in range(0, len(coded), 1000))
+    # A bash below sshd reads ~/.bashrc again unless SHLVL is above 1.
+    begin = f"{before}PATH=$PATH:{MORE_PATH}"
+    return f'exec env SHLVL=3 bash -c \'{begin}; line=$(printf %s "$@" | base64 -d) && eval "exec $line"\' bash {words}'
+
+
+def _ssh(node: Node) -> list[str]:
     words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
     words += ["-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5"]
     if node.ssh_config:
         words += ["-F", str(Path(node.ssh_config).expanduser())]
     if port := port_of(node.login):
         words += ["-p", port]
-    # The login shell's last line may lack its newline, so BEGIN may follow other text.
-    filter_ = (
-        f'set -o pipefail; "$@" | {{ while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done; exec cat; }}'
-    )
-    return shlex.join(["bash", "-c", filter_, "rsh", *words])
+    return words
 
 
 def _split(host: str) -> tuple[str, str]:

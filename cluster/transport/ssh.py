@@ -24,8 +24,8 @@ import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
-from cluster.transport.local import MORE_PATH, Completed
-from cluster.transport.openssh import BEGIN, destination, port_of
+from cluster.transport.local import Completed
+from cluster.transport.openssh import BEGIN, destination, port_of, remote_line
 
 CONNECT_TIMEOUT_S = 8.0
 #: How long to wait for the end of a closed connection's thread.
@@ -252,14 +252,9 @@ def _explain(error: Exception, connection: Connection, command: str) -> tuple[st
 
 
 def _line(argv: Sequence[str]) -> str:
-    """Return a command line for any login shell: it starts a bash that prints the mark and executes the command."""
-    # Base64 has no character that any shell expands. A word of csh has 1024 characters at most.
-    coded = base64.b64encode(shlex.join(argv).encode()).decode()
-    words = " ".join(coded[at : at + 1000] for at in range(0, len(coded), 1000))
+    """Return the command line that prints the mark and executes the command."""
     # csh keeps copies of its stdin and stdout open, so a daemon would delay the end of the output: close them.
-    # A bash below sshd reads ~/.bashrc again unless SHLVL is above 1.
-    begin = f"echo {BEGIN}; echo {BEGIN} >&2; PATH=$PATH:{MORE_PATH}; exec 3>&- 4>&- 5>&- 6>&-"
-    return f'exec env SHLVL=3 bash -c \'{begin}; line=$(printf %s "$@" | base64 -d) && eval "exec $line"\' bash {words}'
+    return remote_line(argv, f"echo {BEGIN}; echo {BEGIN} >&2; exec 3>&- 4>&- 5>&- 6>&-; ")
 
 
 def _after_mark(printed: bytearray) -> tuple[bool, bytearray]:

@@ -1,0 +1,29 @@
+# shellcheck shell=bash disable=SC2154,SC2034
+# Runs a command beside a node's ranks: $1 the attempt's folder, $2 the node, then the command. The lines above set
+# `runtime`, `enter` and `arguments` (the words before the command, before and after the runtime's options), and may
+# define the runtime's functions.
+fail() { echo "error: $node: $1" >&2; exit 71; }
+
+out=$1 node=$2
+shift 2
+status=$(cat -- "$out/$node.json" 2>/dev/null) || fail "its ranks have not started"
+[ "${status##*\"phase\":\"exited\"*}" ] || fail "its ranks have ended"
+pid=$(sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' <<< "$status")
+options=()
+case $runtime in
+docker | podman) ;; # the engine finds the container by its name
+*)
+    # The variables of the agent, whose pid is valid on the host. A container has a PATH of its own.
+    names=()
+    [ -r "/proc/$pid/environ" ] || fail "its agent does not run on $(hostname)"
+    while IFS= read -r -d '' variable; do
+        case $runtime:$variable in
+        none:*) export "${variable?}" 2>/dev/null ;;
+        *:PATH=* | *:LD_LIBRARY_PATH=* | *:HOME=*) ;;
+        *) export "${variable?}" 2>/dev/null && names+=("${variable%%=*}") ;;
+        esac
+    done < "/proc/$pid/environ"
+    [ "$runtime" != none ] || cd -P -- "/proc/$pid/cwd" || exit 72
+    [ "$(type -t prepare_exec)" != function ] || prepare_exec ;;
+esac
+exec "${enter[@]}" "${options[@]}" "${arguments[@]}" "$@"

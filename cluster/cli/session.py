@@ -1,0 +1,159 @@
+"""Commands for sessions with a running job: exec, shell, cp, port-forward, tensorboard."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli import options
+from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
+from cluster.errors import UsageError
+from cluster.spec.request import option
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cluster.spec.model import JobRecord, Node
+
+NodeName = Annotated[str, option("--node", help="The node: node-1, or 1. By default the first.")]
+
+
+def exec_(
+    job: options.JobName,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
+    node: NodeName = "0",
+    on_all: Annotated[bool, typer.Option("--all", "-a", help="On all nodes at once, without input.")] = False,
+) -> None:
+    """Run a command beside the ranks of a running job, in the node's container.
+
+    The command has the job's variables and starts in its working directory. The exit code is the command's; with
+    --all it is the first one that is not 0.
+    """
+    if not on_all:
+        raise typer.Exit(_run(job, node, command))
+    from cluster.store import JobStore
+    from cluster.supervisor import session
+
+    record = JobStore().load(job)
+    width = max(len(each.name) for each in record.plan.nodes)
+    raise typer.Exit(
+        session.run_on_all(record, command, lambda name, line: print(f"{name:<{width}} | {line}", flush=True))
+    )
+
+
+def shell(
+    job: options.JobName,
+    node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0",
+) -> None:
+    """Open a shell in the container of a node of a running job.
+
+    The shell is bash if the container has it, else sh. The exit code is the shell's.
+    """
+    raise typer.Exit(_run(job, node, ["sh", "-c", 'exec "$(command -v bash || echo sh)"']))
+
+
+def _run(job: str, node: str, argv: Sequence[str]) -> int:
+    """Run a command with this process's input and output, on a terminal if both are one."""
+    from cluster.supervisor import session
+
+    record, machine = _target(job, node)
+    words = session.command(record, machine, argv, tty=sys.stdin.isatty() and sys.stdout.isatty())
+    process = subprocess.Popen(words)
+    while True:  # a terminal sends Ctrl-C to both processes
+        try:
+            code = process.wait()
+            return code if code >= 0 else 128 - code
+        except KeyboardInterrupt:
+            continue
+
+
+def cp(
+    source: Annotated[str, typer.Argument(metavar="JOB:PATH", help="PATH is in the job's run directory, or absolute.")],
+    into: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of this machine.")] = Path(),
+    node: NodeName = "0",
+) -> None:
+    """Copy a file or a folder of a job to this machine."""
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from cluster.supervisor import session
+
+    job, _, path = source.partition(":")
+    if not path:
+        raise UsageError(f"{source}: expected JOB:PATH", f"for example: clusterctl cp {job}:last.pt .")
+    record, machine = _target(job, node)
+    out = console()
+    columns = (TextColumn(f"{machine.name}:{path}"), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        task = progress.add_task("")
+        target = session.copy(record, machine, path, into, lambda read: progress.update(task, completed=read))
+    print_line(out, f"copied to {target}")
+
+
+def port_forward(
+    job: options.JobName,
+    ports: Annotated[str, typer.Argument(metavar="[LOCAL:]REMOTE", help="The port here, and the port on the node.")],
+    node: NodeName = "0",
+) -> None:
+    """Forward a port of this machine to a port of a running job, until Ctrl-C.
+
+    The program on the node may listen on localhost only.
+    """
+    from cluster.supervisor import session
+
+    local, _, remote = ports.rpartition(":")
+    numbers = [int(text) if text.isdigit() else 0 for text in (local or remote, remote)]
+    if not all(0 < number < 65536 for number in numbers):
+        raise UsageError(
+            f"{ports}: expected LOCAL:REMOTE or one port", f"for example: clusterctl port-forward {job} 6006"
+        )
+    record, machine = _target(job, node)
+    out = console()
+    here, there = numbers
+    with session.forwarded(record, machine, here, there, lambda text: print_line(out, text)) as port:
+        print_line(out, f"http://localhost:{port} is port {remote} of {machine.name} (Ctrl-C to end)")
+        _wait_for_interrupt()
+
+
+def tensorboard(
+    job: options.JobName,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port of this machine.")] = 6006,
+    node: NodeName = "0",
+) -> None:
+    """Show a job's curves in TensorBoard, until Ctrl-C.
+
+    TensorBoard runs in the node's container; after the job's end it runs on this machine.
+    """
+    from cluster.supervisor import session
+
+    record, machine = _target(job, node)
+    if record.outcome:
+        words = [sys.executable, "-m", "tensorboard.main", "--logdir", record.plan.run_dir, "--port", str(port)]
+        os.execv(sys.executable, words)
+    out = console()
+    with (
+        session.tensorboard(record, machine) as remote,
+        session.forwarded(record, machine, port, remote, lambda text: print_line(out, text)) as local,
+    ):
+        print_line(out, f"TensorBoard of {job}: http://localhost:{local} (Ctrl-C to end)")
+        _wait_for_interrupt()
+
+
+def _target(job: str, node: str) -> tuple[JobRecord, Node]:
+    from cluster.store import JobStore
+    from cluster.supervisor import session
+
+    record = JobStore().load(job)
+    return record, session.node_named(record, node)
+
+
+def _wait_for_interrupt() -> None:
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None

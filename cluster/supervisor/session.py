@@ -1,0 +1,203 @@
+"""Sessions with a running job: commands beside the ranks of a node, copies of files, forwarded ports, TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import socketserver
+import subprocess
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from cluster import contract
+from cluster.backends import BACKENDS
+from cluster.errors import ClusterError, UsageError
+from cluster.spec.model import JobRecord, Node
+from cluster.transport import openssh, parallel
+
+#: Connects its standard input and output to a port of the node.
+_RELAY = """
+import os, socket, sys, threading
+try: port = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+except OSError as error: sys.exit("port %s: %s" % (sys.argv[1], error.strerror))
+def send():
+    for data in iter(lambda: os.read(0, 65536), b""): port.sendall(data)
+    port.shutdown(socket.SHUT_WR)
+threading.Thread(target=send, daemon=True).start()
+for data in iter(lambda: port.recv(65536), b""): sys.stdout.buffer.write(data); sys.stdout.flush()
+"""
+#: TensorBoard on a free port, until the session's input ends: a closed connection does not end a remote program.
+_TENSORBOARD = f"""
+exec 3<&0
+"$0" -m tensorboard.main --logdir "${contract.RUN_DIR}" --host localhost --port 0 2>&1 &
+child=$!
+{{ cat <&3; kill "$child"; }} > /dev/null 2>&1 &
+wait "$child"
+"""
+_TAR = f'cd -- "${contract.RUN_DIR}" && cd -- "$(dirname -- "$1")" && exec tar -cf - -- "$(basename -- "$1")"'
+
+
+def node_named(record: JobRecord, text: str) -> Node:
+    """Return the job's node with this name or number. Raises UsageError."""
+    names = [node.name for node in record.plan.nodes]
+    wanted = f"node-{text}" if text.isdigit() and f"node-{text}" in names else text
+    if text.isdigit() and wanted not in names and int(text) < len(names):
+        wanted = names[int(text)]
+    if wanted not in names:
+        raise UsageError(f"--node {text!r}: {record.plan.job_id} has {', '.join(names)}")
+    return record.plan.nodes[names.index(wanted)]
+
+
+def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+    """Return the command that runs `argv` in the container of a running node, from this machine.
+
+    Raises UsageError if the job or the node has ended.
+    """
+    _refuse_ended(record)
+    machine, words = BACKENDS[record.plan.backend].exec(record, node, argv, tty=tty)
+    return openssh.command(machine, words, tty=tty)
+
+
+def _refuse_ended(record: JobRecord) -> None:
+    if record.outcome:
+        raise UsageError(f"{record.plan.job_id} has ended: {record.outcome}", f"its files: {record.plan.run_dir}")
+
+
+def run_on_all(record: JobRecord, argv: Sequence[str], show: Callable[[str, str], None]) -> int:
+    """Run a command on all nodes at once; `show` gets (node, line). Return the first exit code that is not 0."""
+    _refuse_ended(record)
+    running: list[subprocess.Popen[str]] = []
+
+    def run(node: Node) -> int:
+        words = command(record, node, argv)
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            running.append(process)
+            for line in cast("IO[str]", process.stdout):
+                show(node.name, line.rstrip("\n"))
+        return process.returncode
+
+    try:
+        codes = parallel.all_of(record.plan.nodes, run)
+    except BaseException:
+        for process in running:
+            process.terminate()
+        raise
+    return next((code for code in codes.values() if code), 0)
+
+
+def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[int], None] = lambda _: None) -> Path:
+    """Copy a file or folder of a job to the folder `into` of this machine, and return its path there.
+
+    A relative `path` is in the job's run directory, an absolute one in the node's container. `count` gets the bytes
+    read so far. Raises UsageError if `into` is no folder or has the name already, ClusterError if the copy fails.
+    """
+    job_id, target = record.plan.job_id, into / Path(path).name
+    if not into.is_dir():
+        raise UsageError(f"{into}: no such folder")
+    if not Path(path).name or target.exists():
+        raise UsageError(f"{target}: already exists" if Path(path).name else f"{path!r}: expected a file or a folder")
+    with tempfile.TemporaryDirectory(dir=into, prefix=".clusterctl-") as partial:
+        if record.outcome:
+            source = Path(record.plan.run_dir, path)
+            if not source.exists() or Path(path).is_absolute():
+                raise UsageError(f"{job_id} has ended, and {record.plan.run_dir} has no {path}")
+            copied = Path(partial, target.name)
+            shutil.copytree(source, copied) if source.is_dir() else shutil.copy2(source, copied)
+        else:
+            _unpack(node.name, command(record, node, ["sh", "-c", _TAR, "sh", path]), partial, count)
+        Path(partial, target.name).rename(target)
+    return target
+
+
+def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int], None]) -> None:
+    """Unpack the archive that a command prints."""
+    with tempfile.TemporaryFile() as errors:
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+            read, failure = 0, ""
+            try:
+                with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                    for entry in archive:
+                        archive.extract(entry, folder, filter="data")
+                        read += entry.size
+                        count(read)
+            except (tarfile.TarError, OSError) as error:
+                failure = str(error)
+            assert process.stdout is not None
+            process.stdout.close()
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    if process.returncode or failure:
+        printed = [line for line in lines if line.startswith(("tar: ", "error: "))] or lines[-1:]
+        raise ClusterError(f"{name}: {printed[0].partition(': ')[2] if process.returncode and printed else failure}")
+
+
+@contextmanager
+def forwarded(record: JobRecord, node: Node, local: int, remote: int, note: Callable[[str], None]) -> Iterator[int]:
+    """Forward a port of this machine (0: a free one) to a port of a node while the block runs; yield its number.
+
+    Each connection runs a relay in the node's container, so the program may listen on localhost only. `note` gets
+    errors of connections. Raises UsageError if the local port is taken.
+    """
+    words = command(record, node, [record.job.python, "-c", _RELAY, str(remote)])
+    running: set[subprocess.Popen[str]] = set()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with subprocess.Popen(
+                words, stdin=self.request, stdout=self.request, stderr=subprocess.PIPE, text=True
+            ) as process:
+                running.add(process)
+                _, errors = process.communicate()
+                running.discard(process)
+            if process.returncode > 0:
+                note(f"{node.name}: {(errors.strip().splitlines() or ['the connection broke'])[-1]}")
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = daemon_threads = True
+
+    try:
+        server = Server(("127.0.0.1", local), Handler)
+    except OSError as error:
+        raise UsageError(f"port {local} of this machine: {error.strerror}", "choose another: LOCAL:REMOTE") from error
+    with server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            for process in list(running):
+                process.terminate()
+
+
+@contextmanager
+def tensorboard(record: JobRecord, node: Node) -> Iterator[int]:
+    """Run TensorBoard on a node while the block runs; yield its port there. Raises ClusterError if it cannot start."""
+    words = command(record, node, ["sh", "-c", _TENSORBOARD, record.job.python])
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            last = ""
+            for line in cast("IO[str]", process.stdout):
+                if found := re.search(r" at http://\S+:(\d+)/", line):
+                    threading.Thread(target=cast("IO[str]", process.stdout).read, daemon=True).start()
+                    yield int(found[1])
+                    return
+                last = line.strip() or last
+            raise ClusterError(
+                f"{node.name}: TensorBoard: {last}", "install it for the job: --setup 'pip install tensorboard'"
+            )
+        finally:
+            with contextlib.suppress(OSError):
+                cast("IO[str]", process.stdin).close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+            process.terminate()
