@@ -1,6 +1,7 @@
 """What a user does with a running job, on any backend: exec, shell, cp, port-forward. Each check is one function."""
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -36,6 +37,23 @@ def check_exec(clusterctl, job, nodes):
     done = subprocess.run(words, input=data, capture_output=True, cwd=clusterctl.folder, env=clusterctl.env, check=True)
     assert done.stdout.strip() == b"256000"
     assert b"wrong" in done.stderr
+
+
+def check_top(clusterctl, job, nodes):
+    until = time.time() + 20
+    while True:
+        code, text = clusterctl.run("top", job, "--json")
+        assert code == 0, text
+        samples = [node["usage"] for node in json.loads(text)["nodes"]]
+        if all(samples):
+            break
+        assert time.time() < until, text
+        time.sleep(0.5)
+    assert [row["rank"] for usage in samples for row in usage["ranks"]] == [0, 1]
+    assert all(row["rss"] > 1 << 20 for usage in samples for row in usage["ranks"])
+    code, text = clusterctl.run("top", job)
+    assert code == 0, text
+    assert [line.split()[:2] for line in text.splitlines()[2:]] == [[nodes[0], "0"], [nodes[1], "1"]]
 
 
 def check_cp(clusterctl, job, nodes):
@@ -129,8 +147,11 @@ class Terminal:
 def check_shell(clusterctl, job):
     """The window's size and its changes, Ctrl-C and the exit code are those of the shell on the node."""
     terminal = Terminal(clusterctl, "shell", job, "1")
-    terminal.type("PS1='$ '; echo rank-$PET_NODE_RANK size-$(stty size | tr ' ' x)\n")
-    terminal.wait_for(r"rank-1 size-33x101")
+    terminal.type("PS1='$ '; echo rank-$PET_NODE_RANK\n")
+    terminal.wait_for(r"rank-1")
+    # docker sets the size a moment after the start
+    terminal.type("until [ $(stty size | tr ' ' x) = 33x101 ]; do sleep 0.1; done; echo sized-$((6 * 7))\n")
+    terminal.wait_for(r"sized-42")
     terminal.resize(40, 90)
     time.sleep(1)
     terminal.type("echo now-$(stty size | tr ' ' x)\n")

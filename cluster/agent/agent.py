@@ -426,27 +426,90 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and its descendants."""
-    ticks = 0
+def resources(pid: int) -> tuple[float, int]:
+    """Return the CPU time in seconds and the resident memory in bytes of a process and its descendants."""
+    ticks = pages = 0
     for process in descendants(pid):
         with contextlib.suppress(OSError), open("/proc/%d/stat" % process, "rb") as file:
             values = file.read().rpartition(b")")[2].split()
             ticks += int(values[11]) + int(values[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            pages += int(values[21])
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def gpus_are_used() -> bool:
-    """Return whether a GPU of this node computes, or may compute because nvidia-smi does not answer."""
-    if not os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return False
-    query = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
-    query += ["--id=" + os.environ["CUDA_VISIBLE_DEVICES"]]
+def query_gpus(visible: str) -> list[Fields] | None:
+    """Return the use of the GPUs in CUDA_VISIBLE_DEVICES, in its order; None if nvidia-smi does not answer.
+
+    `use` (in percent) and `memory` are None for a GPU that does not report them, such as a MIG device.
+    """
+    names = visible.split(",")
+    query = ["nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total"]
     try:
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True)
-        return any(int(used) > 0 for used in done.stdout.split())
+        done = subprocess.run(
+            [*query, "--format=csv,noheader,nounits"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=10,
+            check=True,
+        )
+        rows = [[field.strip() for field in line.split(",")] for line in done.stdout.decode().splitlines()]
+        found = {}
+        for index, uuid, *values in rows:
+            use, memory, total = (int(value) if value.isdigit() else None for value in values)
+            found[index] = found[uuid] = {
+                "gpu": index,
+                "use": use,
+                "memory": None if memory is None else memory << 20,
+                "memory_total": None if total is None else total << 20,
+            }
+        return [found.get(name) or {"gpu": name, "use": None, "memory": None, "memory_total": None} for name in names]
     except (OSError, ValueError, subprocess.SubprocessError):
-        return True
+        return None
+
+
+class Usage:
+    """CPU, memory and GPU use of the node's ranks, sampled at every heartbeat."""
+
+    def __init__(self, ranks: list[Rank], ended: threading.Event) -> None:
+        self._ranks, self._at = ranks, time.monotonic()
+        self._cpu: dict[int, float] = {}
+        self._gpus: list[Fields] | None = []
+        self._visible, self._ended = os.environ.get("CUDA_VISIBLE_DEVICES", ""), ended
+        self.cpu = 0.0
+        if self._visible:
+            threading.Thread(target=self._watch_gpus, daemon=True).start()
+
+    def _watch_gpus(self) -> None:
+        while True:
+            self._gpus = query_gpus(self._visible)
+            if self._ended.wait(HEARTBEAT_S):
+                return
+
+    @property
+    def gpus_are_active(self) -> bool:
+        """Whether a GPU computes, or may compute because nvidia-smi does not report it."""
+        return self._gpus is None or any(gpu["use"] is None or gpu["use"] > 0 for gpu in self._gpus)
+
+    def sample(self) -> Fields:
+        """Return the field `usage` of the status, and set `cpu`, the cores that the ranks use together."""
+        now = time.monotonic()
+        elapsed, self._at = max(0.1, now - self._at), now
+        rows: list[Fields] = []
+        gpus = self._gpus or []
+        self.cpu = 0.0
+        for rank in self._ranks:
+            if rank.code is not None:
+                continue
+            seconds, memory = resources(rank.process.pid)
+            cores = max(0.0, seconds - self._cpu.get(rank.number, 0.0)) / elapsed
+            self._cpu[rank.number] = seconds
+            self.cpu += cores
+            gpu = gpus[rank.local_rank % len(gpus)] if gpus else {}
+            rows.append(dict(gpu, rank=rank.number, cpu=round(cores, 2), rss=memory))
+        with open("/proc/meminfo") as file:
+            sizes = dict(re.findall(r"^(MemTotal|MemAvailable):\s+(\d+)", file.read(), re.MULTILINE))
+        host = {"free": int(sizes["MemAvailable"]) << 10, "total": int(sizes["MemTotal"]) << 10}
+        return {"ranks": rows, "host": host}
 
 
 class StallWatch:
@@ -455,24 +518,22 @@ class StallWatch:
     def __init__(self, settings: Settings, log: Log, status: Status, ranks: list[Rank]) -> None:
         self._timeout_s, self._log, self._status, self._ranks = settings.stall_timeout_s, log, status, ranks
         self._checked = self._active = time.monotonic()
-        self._cpu = 0.0
 
-    def check(self) -> None:
-        """Update the field `stall` of the status; once per stall, write the stacks to the log."""
+    def check(self, usage: Usage) -> None:
+        """Update the field `stall` of the status after a sample; once per stall, write the stacks to the log."""
         now = time.monotonic()
-        if not self._timeout_s or now - self._checked < HEARTBEAT_S:
+        if not self._timeout_s:
             return
         # A longer gap is a time in which this process was suspended, and the ranks were, too.
         if now - self._checked > 2 * HEARTBEAT_S:
             self._active += now - self._checked - HEARTBEAT_S
+        self._checked = now
         running = [rank for rank in self._ranks if rank.code is None]
-        cpu = sum(cpu_seconds(rank.process.pid) for rank in running)
-        if cpu - self._cpu > IDLE_SHARE * (now - self._checked) * len(running):
+        if usage.cpu > IDLE_SHARE * len(running):
             self._active = now
         self._active = max([self._active, *(rank.output_at for rank in running)])
-        self._cpu, self._checked = cpu, now
         stalled = now - self._active >= self._timeout_s
-        if stalled and not self._status.fields.get("stall") and gpus_are_used():
+        if stalled and not self._status.fields.get("stall") and usage.gpus_are_active:
             self._active = now
         elif stalled != bool(self._status.fields.get("stall")):
             self._status.write(stall=self._report(running) if stalled else [])
@@ -623,6 +684,7 @@ class Agent:
             return EXIT_NODE
         threading.Thread(target=watch_master, args=(self._settings, self._log, self._ended), daemon=True).start()
         self._status.write(phase="running")
+        usage = Usage(self._ranks, self._ended)
         stall = StallWatch(self._settings, self._log, self._status, self._ranks)
         while any(rank.code is None for rank in self._ranks):
             received = signal.sigtimedwait(SIGNALS, HEARTBEAT_S / 2)
@@ -632,9 +694,9 @@ class Agent:
                 self._stop(STOP_GRACE_S, "the node's script outside of the container has died")
             if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._grace_s:
                 self._send(signal.SIGKILL)
-            stall.check()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
-                self._status.write()
+                self._status.write(usage=usage.sample())
+                stall.check(usage)
         return self._finish()
 
     def _start(self, command: list[str], environment: Mapping[str, str], hooks: str) -> str:

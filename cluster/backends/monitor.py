@@ -292,7 +292,7 @@ def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why
         )
     if agent and now - float(agent["heartbeat"]) > HEARTBEAT_TIMEOUT_S:
         return NodeStatus(name, "lost", detail=f"no heartbeat of its agent for {now - float(agent['heartbeat']):.0f} s")
-    return NodeStatus(name, "starting", stall=tuple(agent.get("stall") or ()))
+    return NodeStatus(name, "starting", stall=tuple(agent.get("stall") or ()), usage=agent.get("usage"))
 
 
 def stop(shell: Shell, machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:

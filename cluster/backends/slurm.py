@@ -144,7 +144,8 @@ class SlurmBackend(Backend):
         plan, login = record.plan, record.plan.nodes[0]
         found, attempt, hosts, *_ = self._query(plan, login)
         rank = [each.name for each in plan.nodes].index(node.name)
-        if found is None or found.state != "RUNNING" or rank >= len(hosts):
+        # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
+        if found is None or not found.is_active or rank >= len(hosts):
             raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
         step = ["bash", "-c", _QUIET_STEP, "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -27,6 +29,10 @@ _STYLES: dict[Phase, str] = {
     "exited": "dim",
     "lost": "bold red",
 }
+#: The values that a sparkline shows, and its characters.
+_SPARKS, _BARS = 30, "▁▂▃▄▅▆▇█"
+#: The live display shows the use of nodes up to this number.
+_MOST_NODES = 16
 
 
 def header(plan: Plan) -> str:
@@ -90,6 +96,65 @@ def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
     return line
 
 
+class UsageTable:
+    """CPU, memory and GPU use of a job's ranks, with the values of the last polls."""
+
+    def __init__(self) -> None:
+        self._past: dict[object, deque[float]] = {}
+
+    def add(self, view: JobView) -> None:
+        """Add the newest sample of each node."""
+        for node in view.nodes:
+            ranks = (node.usage or {}).get("ranks", ())
+            for row in ranks:
+                self._append(row["rank"], row["use"] if row.get("use") is not None else 100 * row["cpu"])
+            if ranks:
+                self._append(node.name, sum(self._past[row["rank"]][-1] for row in ranks))
+        if view.progress is not None:
+            self._append("images_per_s", number(view.progress, "images_per_s"))
+
+    def _append(self, key: object, value: float) -> None:
+        self._past.setdefault(key, deque(maxlen=_SPARKS)).append(value)
+
+    def spark(self, key: object) -> str:
+        """Return the last values as bars: the highest is that of the largest value."""
+        past = self._past.get(key, ())
+        most = max([*past, 1e-9])
+        return "".join(_BARS[min(len(_BARS) - 1, int(len(_BARS) * value / most))] for value in past)
+
+    def table(self, view: JobView, *, by_rank: bool = True) -> Table:
+        """Return a table with a row per rank, or per node. `host` is the memory in use on the machine."""
+        samples = [(node, node.usage or {}) for node in view.nodes]
+        has_gpus = any("gpu" in row for _, usage in samples for row in usage.get("ranks", ()))
+        titles = [*(["rank"] if by_rank else []), "cpu", "memory", "host", *(["gpu", "gpu memory"] if has_gpus else [])]
+        table = Table("  node", box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
+        for title in titles:
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("last minute", no_wrap=True)
+        for node, usage in samples:
+            ranks = usage.get("ranks", [])
+            if not ranks:
+                table.add_row(f"  {node.name}", *[""] * len(titles), Text(node.phase, "dim"))
+            for rows in [[row] for row in ranks] if by_rank else [ranks] if ranks else []:
+                cells = [str(rows[0]["rank"])] if by_rank else []
+                cells += [f"{sum(row['cpu'] for row in rows):.1f}", decimal(sum(row["rss"] for row in rows))]
+                cells.append(share(usage["host"]["total"] - usage["host"]["free"], usage["host"]["total"]))
+                if has_gpus:
+                    uses = [row["use"] for row in rows if row.get("use") is not None]
+                    held = [row for row in rows if row.get("memory") is not None]
+                    cells.append(f"{sum(uses) / len(uses):.0f} %" if uses else "")
+                    cells.append(
+                        share(*(sum(row[key] for row in held) for key in ("memory", "memory_total"))) if held else ""
+                    )
+                table.add_row(f"  {node.name}", *cells, self.spark(rows[0]["rank"] if by_rank else node.name))
+        return table
+
+
+def share(used: int, total: int) -> str:
+    """Format bytes of a total: `12.1/80.0 GB`."""
+    return f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"
+
+
 class LiveDisplay(Display):
     """Draws a job on the console. `is_attached` shows only the end of earlier output."""
 
@@ -119,12 +184,14 @@ class LiveDisplay(Display):
         self._plan, self._clock = plan, AwakeClock()
         self._printed: dict[str, str] = {}
         self._has_joined = False
+        self._usage = UsageTable()
         self._view: JobView | None = None
         self._width = max(len(node.name) for node in plan.nodes)
 
     def show(self, view: JobView, lines: Sequence[tuple[str, str]]) -> None:
         """Print the changes, and redraw."""
         self._view = view
+        self._usage.add(view)
         if not self._live.is_started:
             self._print_changes(view)
         if view.joined_after_s is not None and not self._has_joined:
@@ -158,4 +225,5 @@ class LiveDisplay(Display):
         silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
         if self._view.progress is None or self._view.done is not None:
             return Group(*silent)
-        return Group(*silent, progress_line(self._view.progress, self._console.width))
+        usage = [self._usage.table(self._view, by_rank=False)] if len(self._view.nodes) <= _MOST_NODES else []
+        return Group(*silent, *usage, progress_line(self._view.progress, self._console.width))

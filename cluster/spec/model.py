@@ -221,6 +221,7 @@ class NodeStatus:
     `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
     `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
     `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
+    `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
     """
 
     node: str
@@ -232,6 +233,7 @@ class NodeStatus:
     where: str = ""
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

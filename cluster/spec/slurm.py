@@ -139,7 +139,7 @@ def statuses(
             made.append(NodeStatus(status.node, "lost", detail="squeue does not list the job"))
         elif found.is_active:
             detail = _pending_reason(found) or where
-            made.append(NodeStatus(status.node, _PHASES[found.state], detail=detail, stall=status.stall))
+            made.append(replace(status, phase=_PHASES[found.state], detail=detail))
         else:
             made.append(_ended(status.node, found, error or where))
     return made

@@ -30,7 +30,7 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure` and `stall` are those of NodeStatus.
+    to the master. `silent`, `failure`, `stall` and `usage` are those of NodeStatus.
     """
 
     name: str
@@ -45,6 +45,7 @@ class NodeView:
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
     where: str = ""
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -159,7 +160,7 @@ def reconnect(view: JobView, now: float) -> None:
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
-    node.silent, node.stall = status.silent, status.stall
+    node.silent, node.stall, node.usage = status.silent, status.stall, status.usage
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return

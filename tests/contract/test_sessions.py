@@ -16,6 +16,7 @@ def test_sessions_with_a_running_job(clusterctl, backend, start, job_name, reque
     request.addfinalizer(lambda: clusterctl.run("stop", job_name))
     sessions.wait_until_it_runs(clusterctl, job_name)
     sessions.check_exec(clusterctl, job_name, NODES)
+    sessions.check_top(clusterctl, job_name, NODES)
     sessions.check_cp(clusterctl, job_name, NODES)
     sessions.check_port_forward(clusterctl, job_name, NODES, python)
     sessions.check_shell(clusterctl, job_name)

@@ -22,6 +22,7 @@ def check(clusterctl, job, nodes):
     try:
         sessions.wait_until_it_runs(clusterctl, job)
         sessions.check_exec(clusterctl, job, nodes)
+        sessions.check_top(clusterctl, job, nodes)
         sessions.check_cp(clusterctl, job, nodes)
         sessions.check_port_forward(clusterctl, job, nodes, "python3")
         sessions.check_shell(clusterctl, job)

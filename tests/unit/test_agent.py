@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,13 +437,54 @@ def test_the_place_is_the_programs_newest_line(collective):
     assert agent.place([]) == {"collective": "", "call": "", "place": ""}
 
 
-@pytest.mark.parametrize(("printed", "is_used"), [("echo 0; echo 7", True), ("echo 0", False), ("exit 9", True)])
-def test_a_gpu_that_computes_or_does_not_answer_is_active(tmp_path, monkeypatch, printed, is_used):
+GPUS = """0, GPU-aa, 7, 1024, 81920
+1, GPU-bb, 0, 3, 81920"""
+
+
+@pytest.mark.parametrize(
+    ("visible", "printed", "is_active", "uses"),
+    [
+        ("0,1", f"cat <<'END'\n{GPUS}\nEND", True, [7, 0]),
+        ("GPU-bb", f"cat <<'END'\n{GPUS}\nEND", False, [0]),
+        ("1,0", f"cat <<'END'\n{GPUS}\nEND", True, [0, 7]),
+        ("MIG-cc", f"cat <<'END'\n{GPUS}\nEND", True, [None]),
+        ("0", "echo '0, GPU-aa, [N/A], [N/A], [N/A]'", True, [None]),
+        ("0,1", "exit 9", True, None),
+        ("0,1", "echo unexpected", True, None),
+    ],
+)
+def test_a_gpu_that_computes_or_does_not_answer_is_active(tmp_path, monkeypatch, visible, printed, is_active, uses):
     """Simulate the output of nvidia-smi."""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{printed}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert agent.gpus_are_used() is False
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert agent.gpus_are_used() is is_used
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = agent.query_gpus(visible)
+    assert (None if found is None else [gpu["use"] for gpu in found]) == uses
+    ended = threading.Event()
+    usage = agent.Usage([], ended)
+    until = time.monotonic() + 10
+    while usage._gpus == []:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    ended.set()
+    assert usage.gpus_are_active is is_active
+
+
+def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
+    program = "held = bytearray(300 << 20)\nwhile rank == 0: pass\ntime.sleep(100)"
+    node = Node(tmp_path, program)
+    until = time.monotonic() + 30
+    while not (
+        node.path("node-0.json").exists() and node.status().get("usage", {}).get("ranks", [{}])[0].get("cpu", 0) > 0.3
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    busy, idle = node.status()["usage"]["ranks"]
+    host = node.status()["usage"]["host"]
+    node.process.send_signal(signal.SIGTERM)
+    node.end()
+    assert (busy["rank"], idle["rank"]) == (0, 1)
+    assert idle["cpu"] < 0.3
+    assert 300 << 20 < busy["rss"] < 400 << 20
+    assert 0 < host["free"] < host["total"]
