@@ -475,16 +475,17 @@ def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
     program = "held = bytearray(300 << 20)\nwhile rank == 0: pass\ntime.sleep(100)"
     node = Node(tmp_path, program)
     until = time.monotonic() + 30
-    while not (
-        node.path("node-0.json").exists() and node.status().get("usage", {}).get("ranks", [{}])[0].get("cpu", 0) > 0.3
-    ):
-        assert time.monotonic() < until
+    ranks = []
+    # The first samples of both ranks include the start of the interpreter.
+    while not ranks or ranks[0]["cpu"] < 0.3 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.3:
+        assert time.monotonic() < until, ranks
         time.sleep(0.2)
-    busy, idle = node.status()["usage"]["ranks"]
+        if node.path("node-0.json").exists():
+            ranks = node.status().get("usage", {}).get("ranks", [])
+    busy, idle = ranks
     host = node.status()["usage"]["host"]
     node.process.send_signal(signal.SIGTERM)
     node.end()
     assert (busy["rank"], idle["rank"]) == (0, 1)
-    assert idle["cpu"] < 0.3
-    assert 300 << 20 < busy["rss"] < 400 << 20
+    assert busy["rss"] < 400 << 20
     assert 0 < host["free"] < host["total"]
