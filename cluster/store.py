@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -41,7 +42,8 @@ class JobStore:
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists() and (stored := _load(path)).outcome:
-                record = replace(record, outcome=stored.outcome, detail=stored.detail, exit_code=stored.exit_code)
+                ending = {name: getattr(stored, name) for name in ("outcome", "detail", "exit_code", "ended_at")}
+                record = replace(record, **ending)
             _replace(path, record)
 
     @contextmanager
@@ -56,7 +58,9 @@ class JobStore:
         with _lock(path.with_name(".lock")):
             record = self.load(job_id)
             if not record.outcome:
-                _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code))
+                _replace(
+                    path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
+                )
 
     def load(self, job_id: str) -> JobRecord:
         """Return the record of a job. Raise UsageError with the known names if there is none."""

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154,SC2034
-# Runs a command beside a node's ranks: $1 the attempt's folder, $2 the node, then the command. The lines above set
+# exec and shell: enters a node's container and runs a command beside the ranks: $1 the attempt's folder, $2 the node, then the command. The lines above set
 # `runtime`, `enter` and `arguments` (the words before the command, before and after the runtime's options), and may
 # define the runtime's functions.
 fail() { echo "error: $node: $1" >&2; exit 71; }

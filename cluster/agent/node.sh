@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # The rest of a node's script: it reads secrets, chooses the network device, enters the container, and keeps the exit code.
+# In the container, agent.py runs the setup commands and starts the ranks.
 # The lines above it set `enter` and `arguments` (the command, before and after the runtime's options), and may define the
 # runtime's functions.
 

@@ -1,7 +1,7 @@
 """Backend slurm: batch scripts that submitit renders, submitted on a login node (this machine, or one over SSH).
 
 The cluster needs neither Python nor this project. The batch script (agent/batch.sh) selects the master and its port,
-and requeues itself after a checkpoint. squeue finds a job by its name.
+and requeues itself after a checkpoint. squeue finds a job by its name. Sessions (exec, shell) are job steps of srun.
 """
 
 from __future__ import annotations

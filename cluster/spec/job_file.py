@@ -1,4 +1,4 @@
-"""job.yaml: a job's options as keys of a file, and the option values that a file gives. Pure."""
+"""job.yaml: the keys of a job file, and the Request (request.py) that a file gives. Pure."""
 
 from __future__ import annotations
 

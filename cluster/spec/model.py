@@ -237,12 +237,23 @@ class NodeStatus:
 
 
 @dataclass(frozen=True)
+class PastAttempt:
+    """An attempt that has ended: its number, the names of its nodes, Unix times, and why it ended."""
+
+    attempt: int
+    nodes: tuple[str, ...]
+    started_at: float
+    ended_at: float
+    cause: str
+
+
+@dataclass(frozen=True)
 class JobRecord:
     """The stored state of a job: the plan of its latest attempt, and its outcome ("": not known yet).
 
     `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
-    the plan no longer has. `commit` is that of the working directory, "" outside of git;
-    `withheld` are its files with secrets, which are not copied to nodes.
+    the plan no longer has, and `history` lists those attempts. `commit` is that of the working directory, "" outside of
+    git; `withheld` are its files with secrets, which are not copied to nodes. `ended_at` is a Unix time, 0 before.
     """
 
     plan: Plan
@@ -254,6 +265,8 @@ class JobRecord:
     exit_code: int = 1
     commit: str = ""
     withheld: tuple[str, ...] = ()
+    history: tuple[PastAttempt, ...] = ()
+    ended_at: float = 0.0
 
 
 def plan_of(

@@ -14,6 +14,7 @@ from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
+from cluster.web import page
 
 POLL_S = 0.4
 #: Time between SIGTERM and SIGKILL. After a failure the ranks have nothing left to save.
@@ -150,7 +151,8 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
     problems += monitor.collect(follower.plan)
     record_outcome(follower, records)
-    return records.load(follower.plan.job_id).outcome or "failed", problems
+    record = records.load(follower.plan.job_id)
+    return record.outcome or "failed", problems + _write_page(record)
 
 
 def record_outcome(follower: Follower, records: JobStore) -> None:
@@ -171,7 +173,18 @@ def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
         cancel(record, records, grace_s=STOP_GRACE_S)
     finally:  # also if a machine is unreachable
         problems = monitor.collect(record.plan)
-    return records.load(job_id), problems
+    record = records.load(job_id)
+    return record, problems + _write_page(record)
+
+
+def _write_page(record: JobRecord) -> list[str]:
+    if not Path(record.plan.run_dir).is_dir():  # the job ended before it had files
+        return []
+    try:
+        page.write(record)
+    except OSError as error:
+        return [f"not written: {page.NAME}: {error.strerror}"]
+    return []
 
 
 def cancel(record: JobRecord, records: JobStore, *, grace_s: float) -> None:

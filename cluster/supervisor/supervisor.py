@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.backends import BACKENDS, monitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.spec import defaults
-from cluster.spec.model import JobRecord, Node, Plan
+from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
 from cluster.store import JobStore
 from cluster.supervisor import job_state, jobs, launcher, restarts
 from cluster.supervisor.job_state import JobView
@@ -168,10 +168,14 @@ class Supervisor:
         """Record the next attempt."""
         record = self.record
         retired = [node for node in record.plan.nodes if record.job.hosts and node not in plan.nodes]
+        names = tuple(node.name for node in record.plan.nodes)
+        cause = self.past[-1].why if self.past else ""
+        ended = PastAttempt(record.plan.attempt, names, record.created_at, time.time(), cause)
         self.record = replace(
             record,
             plan=plan,
             created_at=time.time(),
+            history=(*record.history, ended),
             retired=tuple(dict.fromkeys((*record.retired, *retired))),
         )
         self.records.update(self.record)

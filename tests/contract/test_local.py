@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -265,6 +266,8 @@ def test_attach_becomes_the_supervisor_when_the_launcher_is_killed(clusterctl, l
     assert "restart 1 of 1" in text
     assert "done in" in text
     assert processes_of(job_name) == []
+    page = (clusterctl.folder / "runs" / job_name / "report.html").read_text()
+    assert re.findall(r"attempt \d<td>node-0, node-1, [^<]*: (?:rank \d|done)", page), page
 
 
 def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):

@@ -1,4 +1,4 @@
-"""Checkpoints and run folders: plain tensors and values, written atomically."""
+"""Run folders and checkpoint files, written atomically. engine/checkpoints.py decides when and what to write."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Pages about jobs. `page` writes the report of a job that has ended, which needs no server."""

@@ -1,0 +1,80 @@
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from cluster.backends import BACKENDS
+from cluster.spec.model import Job, JobRecord, PastAttempt
+from cluster.web import page
+
+SCRIPT = "<script>alert('&')</script>"
+
+
+class Tags(HTMLParser):
+    """The tags, attributes and text that a browser finds."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def record(tmp_path):
+    job = Job("job", ("train.py", "--note", SCRIPT), 2, 1, str(tmp_path), image="trainer:0.1")
+    plan = BACKENDS["compose"].plan(job, attempt=2, port=20000)
+    history = (PastAttempt(1, ("node-0", "node-1"), 1000.0, 1030.0, f"rank 1: {SCRIPT}"),)
+    (tmp_path / "job" / "attempt-2").mkdir(parents=True)
+    return JobRecord(plan, 1032.0, job, outcome="failed", detail=f"no {SCRIPT}", history=history, ended_at=5000.0)
+
+
+def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
+    folder = tmp_path / "job"
+    (folder / "attempt-2" / "node-0.log").write_text(f"epoch 1\n{SCRIPT}\n")
+    (folder / "results.csv").write_text(f"epoch,ap_{SCRIPT}_loss\n1,0.5\n2,0.25\n")
+    (folder / "<img onerror=x>.png").write_bytes(b"")
+    shown = Tags(page.write(record).read_text())
+    assert not {"script", "iframe", "object", "link"} & set(shown.tags)
+    assert not [name for name, _ in shown.attributes if name.startswith("on")]
+    assert shown.text.count(SCRIPT) == 5  # command, detail, both attempts, log
+    assert f"ap_{SCRIPT}_loss 0.25" in shown.text
+    assert ("src", "%3Cimg%20onerror%3Dx%3E.png") in shown.attributes
+    assert not [value for _, value in shown.attributes if value and ":" in value and "//" in value]
+    assert [path.name for path in folder.glob("report*")] == ["report.html"]
+
+
+def test_attempts_have_their_nodes_times_and_causes(record):
+    shown = Tags(page.render(replace(record, detail="rank 0: exit code 1")))
+    assert f"attempt 1node-0, node-1, 30 s: rank 1: {SCRIPT}" in shown.text
+    assert "attempt 2node-0, node-1, 1 h 06 min: rank 0: exit code 1" in shown.text
+    assert [value for name, value in shown.attributes if name == "width"] == ["0.75", "99.20"]
+
+
+def test_a_long_curve_keeps_its_extremes(record, tmp_path):
+    rows = [f"{epoch},{0.5 if epoch != 77_777 else 9},nan" for epoch in range(100_000)]
+    (tmp_path / "job" / "results.csv").write_text("\n".join(["epoch,box_loss,obj_loss", *rows, "100000,", "x,1"]))
+    text = page.render(record)
+    assert len(text) < 30_000
+    points = re.search('points="([^"]*)"', text)[1].split()
+    assert 200 <= len(points) <= 400
+    assert min(float(point.split(",")[1]) for point in points) == 6  # the top of the chart
+    assert "box_loss 0.5" in text
+    assert "obj_loss" not in text
+
+
+def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):
+    path = tmp_path / "job" / "attempt-2" / "node-1.log"
+    path.write_bytes(b"\xff\n" * 5 + b"".join(b"line %d\n" % number for number in range(100_000)))
+    shown = Tags(page.render(record))
+    assert "node-1: the last 200 lines" in shown.text
+    assert "line 99999" in shown.text
+    assert "line 99799\n" not in shown.text
+    assert ("href", "attempt-2/node-1.log") in shown.attributes
