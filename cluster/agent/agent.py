@@ -440,10 +440,10 @@ def resources(pid: int) -> tuple[float, int]:
 def query_gpus(visible: str) -> list[Fields] | None:
     """Return the use of the GPUs in CUDA_VISIBLE_DEVICES, in its order; None if nvidia-smi does not answer.
 
-    `use` (in percent) and `memory` are None for a GPU that does not report them, such as a MIG device.
+    `use` (in percent), memory (bytes) and `temperature` (°C) are None if the GPU does not report them, as a MIG device.
     """
     names = visible.split(",")
-    query = ["nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu"]
     try:
         done = subprocess.run(
             [*query, "--format=csv,noheader,nounits"],
@@ -455,14 +455,16 @@ def query_gpus(visible: str) -> list[Fields] | None:
         rows = [[field.strip() for field in line.split(",")] for line in done.stdout.decode().splitlines()]
         found = {}
         for index, uuid, *values in rows:
-            use, memory, total = (int(value) if value.isdigit() else None for value in values)
+            use, memory, total, temperature = (int(value) if value.isdigit() else None for value in values)
             found[index] = found[uuid] = {
                 "gpu": index,
                 "use": use,
                 "memory": None if memory is None else memory << 20,
                 "memory_total": None if total is None else total << 20,
+                "temperature": temperature,
             }
-        return [found.get(name) or {"gpu": name, "use": None, "memory": None, "memory_total": None} for name in names]
+        unknown = dict.fromkeys(("use", "memory", "memory_total", "temperature"))
+        return [found.get(name) or dict(unknown, gpu=name) for name in names]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster import contract
@@ -53,7 +53,7 @@ class JobView:
     """The observed state of an attempt.
 
     `joined_after_s` is the duration of the rendezvous, `timeout_from` the time from which its timeout counts, and
-    `progress_at` the time of the last step.
+    `progress_at` the time of the last step. `metrics` has the metric event of each epoch.
     """
 
     nodes: list[NodeView]
@@ -62,10 +62,15 @@ class JobView:
     joined_after_s: float | None = None
     ready: Event | None = None
     progress: Event | None = None
-    metric: Event | None = None
+    metrics: list[Event] = field(default_factory=list)
     done: Event | None = None
     progress_at: float | None = None
     timeout_from: float = 0.0
+
+    @property
+    def metric(self) -> Event | None:
+        """The newest metric event."""
+        return self.metrics[-1] if self.metrics else None
 
     @property
     def ready_count(self) -> int:
@@ -186,7 +191,7 @@ def _fold_event(view: JobView, event: Event, now: float) -> None:
     elif kind == contract.PROGRESS and index == 0:
         view.progress = event
     elif kind == contract.METRIC:
-        view.metric = event
+        view.metrics.append(event)
     elif kind == contract.DONE:
         view.done = event
 

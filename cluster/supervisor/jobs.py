@@ -12,9 +12,8 @@ from cluster.backends import BACKENDS, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
-from cluster.supervisor import job_state, report
+from cluster.supervisor import job_state, page, report
 from cluster.supervisor.job_state import JobView, Verdict
-from cluster.web import page
 
 POLL_S = 0.4
 #: Time between SIGTERM and SIGKILL. After a failure the ranks have nothing left to save.
@@ -126,17 +125,21 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
     return kept
 
 
-def state(record: JobRecord) -> tuple[str, JobView]:
-    """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view."""
-    follower = Follower(record)
+def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, JobView]:
+    """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view.
+
+    The `follower` of an earlier call reads only what is new.
+    """
+    follower = follower or Follower(record)
     now = time.time()
     if record.outcome and not Path(record.plan.attempt_dir).exists():
         return record.outcome, follower.view
     follower.step(now)
     if record.outcome:
         return record.outcome, follower.view
-    states = {"done": "done", "failed": "failed", "joined": "running", "waiting": "joining", "late": "joining"}
-    return states[job_state.judge(follower.view, now, record.plan.timeout_s)], follower.view
+    states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
+    verdict = job_state.judge(follower.view, now, record.plan.timeout_s)
+    return states.get(verdict, verdict), follower.view
 
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
@@ -152,7 +155,7 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     problems += monitor.collect(follower.plan)
     record_outcome(follower, records)
     record = records.load(follower.plan.job_id)
-    return record.outcome or "failed", problems + _write_page(record)
+    return record.outcome or "failed", problems + _write_page(record, follower.view)
 
 
 def record_outcome(follower: Follower, records: JobStore) -> None:
@@ -177,11 +180,11 @@ def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
     return record, problems + _write_page(record)
 
 
-def _write_page(record: JobRecord) -> list[str]:
+def _write_page(record: JobRecord, view: JobView | None = None) -> list[str]:
     if not Path(record.plan.run_dir).is_dir():  # the job ended before it had files
         return []
     try:
-        page.write(record)
+        page.write(record, view)
     except OSError as error:
         return [f"not written: {page.NAME}: {error.strerror}"]
     return []

@@ -1,1 +1,1 @@
-"""Pages about jobs. `page` writes the report of a job that has ended, which needs no server."""
+"""The pages of `clusterctl serve`: all jobs, one job, and the log of a node, live in a browser."""

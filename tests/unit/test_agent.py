@@ -437,8 +437,8 @@ def test_the_place_is_the_programs_newest_line(collective):
     assert agent.place([]) == {"collective": "", "call": "", "place": ""}
 
 
-GPUS = """0, GPU-aa, 7, 1024, 81920
-1, GPU-bb, 0, 3, 81920"""
+GPUS = """0, GPU-aa, 7, 1024, 81920, 41
+1, GPU-bb, 0, 3, 81920, 38"""
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ GPUS = """0, GPU-aa, 7, 1024, 81920
         ("GPU-bb", f"cat <<'END'\n{GPUS}\nEND", False, [0]),
         ("1,0", f"cat <<'END'\n{GPUS}\nEND", True, [0, 7]),
         ("MIG-cc", f"cat <<'END'\n{GPUS}\nEND", True, [None]),
-        ("0", "echo '0, GPU-aa, [N/A], [N/A], [N/A]'", True, [None]),
+        ("0", "echo '0, GPU-aa, [N/A], [N/A], [N/A], [N/A]'", True, [None]),
         ("0,1", "exit 9", True, None),
         ("0,1", "echo unexpected", True, None),
     ],

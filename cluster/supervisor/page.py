@@ -1,0 +1,312 @@
+"""A job as an HTML page: outcome, nodes, attempts, curves and images. `write` makes report.html, which has logs too.
+
+All text of the job is escaped, so a name or a log line is shown and never run. Images and logs are links to the files
+beside the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cluster.backends.logs import number
+from cluster.spec.model import JobRecord, PastAttempt, Plan
+from cluster.supervisor.job_state import JobView
+from cluster.supervisor.report import seconds
+
+NAME = "report.html"
+#: The last lines of each log, and the bytes of its end, that the page contains.
+_LOG_LINES, _LOG_BYTES = 200, 1 << 16
+#: Points of a curve; longer ones are reduced to the extremes of equal parts.
+_MOST_POINTS = 400
+_WIDTH, _HEIGHT = 480, 200
+#: Titles of charts, and the ends of the names of their columns in results.csv.
+_CHARTS = (
+    ("loss", ("_loss",)),
+    ("score", ("map50", "map", "precision", "recall", "top1", "top5", "miou", "accuracy")),
+    ("images/s", ("images_per_s",)),
+    ("learning rate", ("lr",)),
+)
+_IMAGES = ("*.png", "*.jpg")
+#: Classes of the phases' colours, and the number of ranks whose table is open at first.
+_PHASES = {"ready": "running", "lost": "failed", "joining": "joining", "setup": "joining", "starting": "joining"}
+_MOST_RANKS = 16
+
+STYLE = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: #0550ae;
+ --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7 }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem }
+h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+a { color: var(--link) } table { border-collapse: collapse; width: 100% }
+td, th { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top }
+tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem } td { overflow-wrap: anywhere }
+.wide { overflow-x: auto } .wide td { overflow-wrap: normal } .wide th { min-width: 0 } .number { text-align: right }
+code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
+.done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
+.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
+figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
+.bar { display: block; fill: #0072b2; width: 100%; height: .5rem; margin: .25rem 0 } summary { cursor: pointer }
+svg text { fill: currentColor; font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }
+.s0 { stroke: var(--c0) } .s1 { stroke: var(--c1) } .s2 { stroke: var(--c2) } .s3 { stroke: var(--c3) }
+.k0 { color: var(--c0) } .k1 { color: var(--c1) } .k2 { color: var(--c2) } .k3 { color: var(--c3) }
+progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0) } nav, #link { font-size: .9rem }
+[type=search] { font: inherit; width: 100%; max-width: 30rem; box-sizing: border-box } #log { max-height: 75vh }
+@media (prefers-color-scheme: dark) {
+ :root { --link: #79b8ff; --c0: #56b4e9; --c1: #ff9a52; --c2: #3ddba4; --c3: #e8a6c8 }
+ .done, .running { color: #3fb950 } .failed, .unreachable { color: #ff7b72 } .stopped, .joining { color: #d29922 } }
+"""
+
+
+def write(record: JobRecord, view: JobView | None = None) -> Path:
+    """Write the report of a job that has ended into its run directory. Raises OSError."""
+    path = Path(record.plan.run_dir, NAME)
+    partial = path.with_suffix(".tmp")
+    try:
+        partial.write_text(report(record, view), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def report(record: JobRecord, view: JobView | None = None) -> str:
+    """Return the page of a job that has ended, from its record, its last view and the files in its run directory."""
+    plan = record.plan
+    logs = (_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
+    body = "\n".join([sections(record, record.outcome, view, record.ended_at), "<h2>Logs</h2>", *logs])
+    return document(f"{plan.job_id}: {record.outcome}", f"<style>{STYLE}</style>", body)
+
+
+def document(title: str, head: str, body: str) -> str:
+    """Return an HTML document. `head` and `body` are HTML, `title` is text."""
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    return f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>{head}\n{body}\n</html>\n'
+
+
+def sections(record: JobRecord, state: str, view: JobView | None, now: float, *, log_links: bool = False) -> str:
+    """Return all of a job's page except its logs. `view`: that of the last poll, if any."""
+    plan, run_dir = record.plan, Path(record.plan.run_dir)
+    names, count = [node.name for node in plan.nodes], len(plan.nodes)
+    # Of a running job, the time since its last restart is not recorded.
+    last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or state)
+    attempts = [*record.history, last]
+    begin = attempts[0].started_at
+    ended = f" to {_clock(record.ended_at)}" if record.outcome else ""
+    facts = [
+        ("command", f"<code>{escape(shlex.join(plan.command))}</code>"),
+        ("nodes", f"{count} x {plan.world_size // count} processes, {escape(plan.backend)}"),
+        ("image", escape(plan.image)),
+        ("duration", f"{_clock(begin)}{ended} ({seconds(max(0.0, now - begin))})"),
+        ("commit", escape(record.commit)),
+        ("files", f"<code>{escape(plan.run_dir)}</code>"),
+    ]
+    if (run_dir / "job.yaml").exists():
+        facts.append(("repeat", f"<code>{escape(shlex.join(['clusterctl', 'launch', f'{run_dir}/job.yaml']))}</code>"))
+    parts = [
+        f'<h1>{escape(plan.job_id)}: <span class="{state}">{state}</span></h1>',
+        f"<p>{escape(record.detail)}</p>" if record.detail else "",
+        _progress(view) if view and not record.outcome else "",
+        _table(facts),
+        _nodes(plan, view, log_links=log_links) if view or log_links else "",
+        "<h2>Attempts</h2>" + _attempts(attempts),
+        _section("Curves", _curves(_rows(run_dir / "results.csv") or (view.metrics if view else []))),
+        _section("Images", (_image(path.name) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _progress(view: JobView) -> str:
+    """Return a progress bar of the epoch."""
+    progress = view.progress
+    if not progress or view.done:
+        return ""
+    epoch, epochs, step, steps, eta_s = (
+        number(progress, name) for name in ("epoch", "epochs", "step", "steps", "eta_s")
+    )
+    return (
+        f"<p>epoch {epoch:.0f} of {epochs:.0f}, step {step:.0f} of {steps:.0f}, "
+        f"loss {number(progress, 'loss'):.3f}, {number(progress, 'images_per_s'):.0f} images/s, "
+        f"epoch ends in {seconds(eta_s)}<br>"
+        f'<progress aria-label="progress of the epoch" max="{max(steps, 1):.0f}" value="{step:.0f}"></progress></p>'
+    )
+
+
+def _nodes(plan: Plan, view: JobView | None, *, log_links: bool) -> str:
+    """Return a table of the nodes, and one of the ranks with the newest sample of their use."""
+    rows, ranks, has_gpus = [], [], False
+    for index, node in enumerate(plan.nodes):
+        seen = view.nodes[index] if view else None
+        name = escape(node.name)
+        cells = [f'<a href="logs/{name}">{name}</a>' if log_links else name]
+        if seen:
+            note = seen.silent or seen.note
+            step = f"{number(seen.progress, 'epoch'):.0f}/{number(seen.progress, 'step'):.0f}" if seen.progress else ""
+            cells += [f'<span class="{_PHASES.get(seen.phase, "")}">{seen.phase}</span>', step, escape(note)]
+        rows.append(cells)
+        usage = (seen.usage if seen else None) or {}
+        host = usage.get("host")
+        for row in usage.get("ranks", ()):
+            has_gpus = has_gpus or "gpu" in row
+            gpu = [
+                f"{row['use']} %" if row.get("use") is not None else "",
+                f"{row['memory'] / 1e9:.1f}/{row['memory_total'] / 1e9:.1f} GB"
+                if row.get("memory") is not None
+                else "",
+                f"{row['temperature']} °C" if row.get("temperature") is not None else "",
+            ]
+            free = f"{(host['total'] - host['free']) / 1e9:.1f}/{host['total'] / 1e9:.1f} GB" if host else ""
+            ranks.append([str(row["rank"]), name, f"{row['cpu']:.1f}", f"{row['rss'] / 1e9:.2f} GB", free, *gpu])
+    titles = ["node", "phase", "epoch/step", "note"] if view else ["log"]
+    text = "<h2>Nodes</h2>" + _wide(titles, rows)
+    slowest = view.metric.get("slowest_rank") if view and view.metric else None
+    if isinstance(slowest, int):
+        text += f"<p>slowest rank of the last epoch: {slowest}</p>"
+    if ranks:
+        titles = [
+            "rank",
+            "node",
+            "cores",
+            "memory",
+            "host memory",
+            *(["GPU", "GPU memory", "temp."] if has_gpus else []),
+        ]
+        table = _wide(titles, [row[: len(titles)] for row in ranks])
+        shown = " open" if len(ranks) <= _MOST_RANKS else ""
+        text += f'<details id="ranks"{shown}><summary>{len(ranks)} ranks</summary>{table}</details>'
+    return text
+
+
+def _wide(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table with a row of titles, which scrolls sideways on a narrow screen. Cells are HTML."""
+    head = "".join(f"<th>{title}" for title in titles)
+    body = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows)
+    return f'<div class="wide" tabindex="0"><table><tr>{head}{body}</table></div>'
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    return "<table>" + "".join(f"<tr><th>{name}<td>{text}" for name, text in rows if text) + "</table>"
+
+
+def _section(title: str, figures: Iterable[str]) -> str:
+    text = "".join(figures)
+    return f'<h2>{title}</h2><div class="grid">{text}</div>' if text else ""
+
+
+def _attempts(attempts: Sequence[PastAttempt]) -> str:
+    """Return a time line with a bar for each attempt, and how it ended."""
+    begin, end = attempts[0].started_at, attempts[-1].ended_at
+    total = max(end - begin, 1e-9)
+    rows = []
+    for each in attempts:
+        x, width = 100 * (each.started_at - begin) / total, 100 * max(each.ended_at - each.started_at, 0) / total
+        bar = (
+            '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
+            f'aria-label="from {x:.0f} % to {x + width:.0f} % of the time">'
+            f'<rect x="{x:.2f}" width="{max(width, 0.5):.2f}" height="6"/></svg>'
+        )
+        nodes = escape(", ".join(each.nodes))
+        text = f"{nodes}, {seconds(max(0.0, each.ended_at - each.started_at))}: {escape(each.cause)}{bar}"
+        rows.append((f"attempt {each.attempt}", text))
+    return _table(rows)
+
+
+def _rows(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        with path.open(newline="") as file:
+            return list(csv.DictReader(file))
+    except (OSError, csv.Error):
+        return []
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a chart for each group of columns that has values. The rows are those of results.csv, or events."""
+    charts = []
+    for title, ends in _CHARTS:
+        columns = [name for name in (rows[0] if rows else ()) if name and name.endswith(ends)]
+        lines = {name: line for name in columns if (line := _points(rows, name))}
+        if lines:
+            charts.append(_chart(title, lines))
+    return charts
+
+
+def _points(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[float, float]]:
+    """Return (epoch, value) pairs; of many, the extremes of equal parts."""
+    found = []
+    for row in rows:
+        try:
+            point = (float(row["epoch"]), float(row[column]))
+        except (KeyError, TypeError, ValueError):
+            continue
+        if all(map(math.isfinite, point)):
+            found.append(point)
+    if len(found) <= _MOST_POINTS:
+        return found
+    size = math.ceil(2 * len(found) / _MOST_POINTS)
+    parts = [found[at : at + size] for at in range(0, len(found), size)]
+    return [point for part in parts for point in sorted({min(part, key=_value), max(part, key=_value)})]
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
+    points = [point for line in lines.values() for point in line]
+    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
+    right, high = max(right, left + 1e-9), max(high, low + 1e-9)
+    left_px, top, width, height = 60, 6, _WIDTH - 66, _HEIGHT - 26
+
+    def place(point: tuple[float, float]) -> str:
+        x, y = (point[0] - left) / (right - left), (point[1] - low) / (high - low)
+        return f"{left_px + width * x:.1f},{top + height * (1 - y):.1f}"
+
+    bottom = top + height
+    drawn = "".join(
+        f'<polyline class="s{k % 4}" points="{" ".join(map(place, line))}"/>' for k, line in enumerate(lines.values())
+    )
+    axes = f'<path d="M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
+    texts = (
+        f'<text x="{left_px - 4}" y="{top + 8}" text-anchor="end">{high:.3g}</text>'
+        f'<text x="{left_px - 4}" y="{bottom}" text-anchor="end">{low:.3g}</text>'
+        f'<text x="{left_px}" y="{_HEIGHT - 4}">epoch {left:.0f}</text>'
+        f'<text x="{left_px + width}" y="{_HEIGHT - 4}" text-anchor="end">{right:.0f}</text>'
+    )
+    names = ", ".join(
+        f'<span class="k{k % 4}">{escape(name)} {line[-1][1]:.4g}</span>'
+        for k, (name, line) in enumerate(lines.items())
+    )
+    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} over the epochs">'
+    return f"<figure>{head}{axes}{drawn}{texts}</svg><figcaption>{title}: {names}</figcaption></figure>"
+
+
+def _image(name: str) -> str:
+    link, text = quote(name), escape(name)
+    image = f'<a href="{link}"><img src="{link}" alt="{text}" loading="lazy"></a>'
+    return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
+
+
+def _log(run_dir: Path, name: str) -> str:
+    """Return the last lines of a log, and a link to the whole."""
+    try:
+        with (run_dir / name).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    shown = [line for line in lines if "::cluster {" not in line][-_LOG_LINES:]
+    node, link = escape(Path(name).stem), quote(name)
+    return (
+        f"<details><summary>{node}: the last {len(shown)} lines</summary><pre>{escape(chr(10).join(shown))}</pre>"
+        f'<a href="{link}">{escape(name)}</a></details>'
+    )
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -1,0 +1,172 @@
+"""`clusterctl serve` over a real job: what a browser receives, and what it is refused."""
+
+import http.client
+import json
+import re
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+
+from tests.contract.sshd import TICKS
+from tests.contract.test_backends import Local
+
+
+@contextmanager
+def serving(clusterctl, *arguments):
+    """Yield the URL of a server; it must end with 130 after Ctrl-C."""
+    process = clusterctl.start("serve", "--port", "0", *arguments)
+    try:
+        line = process.stdout.readline()
+        yield re.search(r"http://\S+", line)[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=20)
+    assert (process.returncode, text) == (130, "")
+
+
+class Events:
+    """The server-sent events of a page, collected by a thread."""
+
+    def __init__(self, url):
+        self.messages = []
+        self._answer = urllib.request.urlopen(url, timeout=30)
+        assert self._answer.headers["Content-Type"] == "text/event-stream"
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self):
+        try:
+            for line in self._answer:
+                if line.startswith(b"data: "):
+                    self.messages.append(json.loads(line[6:]))
+        except (OSError, ValueError, http.client.HTTPException):
+            pass
+
+    def wait_for(self, is_there, timeout_s=30):
+        until = time.time() + timeout_s
+        while not any(map(is_there, self.messages)):
+            assert time.time() < until, self.messages[-1:]
+            time.sleep(0.1)
+
+
+def fetch(url, **headers):
+    """Return (status, headers, text), without following a redirect."""
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    connection.putrequest("GET", url.removeprefix(f"http://{parts.netloc}") or "/", skip_host="Host" in headers)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.headers, answer.read().decode(errors="replace")
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def job(clusterctl, job_name):
+    """A job of two ranks that restarts once."""
+    shutil.copy(TICKS, clusterctl.folder)
+    command = ["launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--max-restarts", "1", "--detach"]
+    code, text = clusterctl.run(*command, "--command", "ticks.py --ticks-later 15")
+    assert code == 0, text
+    clusterctl.wait_for(job_name, "tick 1", node="node-1")
+    yield job_name
+    clusterctl.run("stop", job_name)
+
+
+def test_pages_follow_a_job_through_a_restart_to_its_end(clusterctl, job):
+    supervisor = clusterctl.start("wait", job)
+    with serving(clusterctl) as url:
+        assert fetch(url)[0] == 200
+        listed, page = Events(f"{url}events"), Events(f"{url}jobs/{job}/events")
+        log = Events(f"{url}jobs/{job}/logs/node-1/events?q=RANK%201")
+        listed.wait_for(lambda body: f'href="jobs/{job}/"' in body and ">running<" in body)
+        page.wait_for(lambda body: ">ready<" in body and "attempt 1" in body)
+        page.wait_for(lambda body: "2 ranks" in body)
+        log.wait_for(lambda lines: "tick 1: rank 1 of 2" in lines)
+        Local().kill_node(job, 1)
+        killed = time.time()
+        page.wait_for(lambda body: "node-1: exit 137 (killed)" in body, 10)
+        print(f"shown {time.time() - killed:.1f} s after the kill")
+        page.wait_for(lambda body: f'{job}: <span class="done">' in body)
+        listed.wait_for(lambda body: ">done<" in body)
+        log.wait_for(lambda lines: "tick 14: rank 1 of 2" in lines)
+        seen = [line for lines in log.messages for line in lines]
+        assert seen.count("tick 0: rank 1 of 2") == 2
+        assert all("rank 1" in line for line in seen)
+    assert supervisor.wait(20) == 0
+    supervisor.stdout.close()
+
+
+def test_files_of_the_run_directory_and_no_others(clusterctl, job):
+    folder = clusterctl.folder / "runs" / job
+    (folder / "<script>.png").write_bytes(b"\x89PNG")
+    (folder / "page.html").write_text("<script>alert(1)</script>")
+    (clusterctl.folder / "secret").write_text("secret")
+    (folder / "link.csv").symlink_to(clusterctl.folder / "secret")
+    with serving(clusterctl) as url:
+        base = f"{url}jobs/{job}/"
+        assert '<img src="%3Cscript%3E.png" alt="&lt;script&gt;.png"' in fetch(base)[2]
+        assert fetch(f"{base}%3Cscript%3E.png")[1]["Content-Type"] == "image/png"
+        status, headers, text = fetch(f"{base}attempt-1/node-0.log")
+        assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
+        assert "tick 1: rank 0 of 2" in text
+        status, headers, _ = fetch(f"{base}page.html")
+        assert (status, headers["Content-Type"]) == (200, "application/octet-stream")
+        assert "sandbox" in headers["Content-Security-Policy"]
+        for path in ("../../secret", "%2e%2e/%2e%2e/secret", "link.csv", "%00", "attempt-1", "/etc/passwd", "none.png"):
+            assert fetch(base + path)[0] == 404, path
+        for path in ("jobs/none/", "jobs/none/events", "jobs/..%2fx/", f"jobs/{job}/logs/node-9", "none"):
+            assert fetch(url + path)[0] == 404, path
+
+
+def test_no_text_of_a_job_becomes_a_tag_and_no_script_without_the_nonce_runs(clusterctl, job_name, request):
+    hostile = "<script>alert(1)</script>"
+    (clusterctl.folder / "hostile.py").write_text("import sys, time\nprint(sys.argv[1], flush=True)\ntime.sleep(60)\n")
+    command = ["launch", "--backend", "local", "--name", job_name, "--detach", "--command", f"hostile.py '{hostile}'"]
+    code, text = clusterctl.run(*command)
+    assert code == 0, text
+    request.addfinalizer(lambda: clusterctl.run("stop", job_name))
+    with serving(clusterctl) as url:
+        _, headers, text = fetch(f"{url}jobs/{job_name}/")
+        nonce = re.search(r"script-src 'nonce-([\w-]+)'", headers["Content-Security-Policy"])[1]
+        assert re.findall(r"<script[^>]*>", text) == [f'<script nonce="{nonce}">']
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+        assert f"'nonce-{nonce}'" not in fetch(f"{url}jobs/{job_name}/")[1]["Content-Security-Policy"]
+        log = Events(f"{url}jobs/{job_name}/logs/node-0/events")
+        log.wait_for(lambda lines: hostile in lines)  # JSON, which the page shows as text
+        assert not re.search(r"(https?:)?//[a-z]", fetch(url)[2])
+
+
+def test_another_site_cannot_read_the_pages_through_its_own_name(clusterctl):
+    with serving(clusterctl) as url:
+        assert fetch(url, Host="evil.example")[0] == 403
+        assert fetch(url, Host="localhost:9999")[0] == 200
+
+
+def test_an_address_for_other_machines_needs_the_token(clusterctl):
+    with serving(clusterctl, "--host", "127.0.0.2") as url:
+        base, token = url.split("?token=")
+        for path in ("", "events", "?token=wrong"):
+            assert fetch(base + path)[0] == 401
+        status, headers, _ = fetch(url)
+        assert (status, headers["Location"]) == (303, "/")
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert fetch(base, Cookie=cookie.split(";")[0])[0] == 200
+        assert fetch(base, Cookie=f"clusterctl={token[:-1]}")[0] == 401
+
+
+def test_a_port_in_use_is_one_error(clusterctl):
+    with serving(clusterctl) as url:
+        port = url.rstrip("/").rpartition(":")[2]
+        code, text = clusterctl.run("serve", "--port", port)
+    assert (code, text.splitlines()[0]) == (2, f"error: cannot listen on localhost:{port}: Address already in use")
