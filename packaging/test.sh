@@ -42,12 +42,13 @@ test_on_another_python() {
     echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
 }
 
-# The tests start sshd on loopback addresses.
-if ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "test: installing openssh-server and rsync (apt-get)"
+# The tests start sshd on loopback addresses, and open pages in Chromium.
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null &&
+    { ! PATH=$PATH:/usr/sbin command -v sshd >/dev/null || ! command -v chromium >/dev/null; }; then
+    echo "test: installing openssh-server, rsync and chromium (apt-get)"
     apt-get -qq update || true
     DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends \
-        openssh-server rsync >/dev/null
+        openssh-server rsync chromium >/dev/null
 fi
 
 missing=

@@ -47,13 +47,14 @@ h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1
 a { color: var(--link) } table { border-collapse: collapse; width: 100% }
 td, th { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top }
 tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem } td { overflow-wrap: anywhere }
-.wide { overflow-x: auto } .wide td { overflow-wrap: normal } .wide th { min-width: 0 } .number { text-align: right }
+.wide { overflow-x: auto } .wide td { white-space: nowrap } .wide th { min-width: 0 } .number { text-align: right }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
 .done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
 .bar { display: block; fill: #0072b2; width: 100%; height: .5rem; margin: .25rem 0 } summary { cursor: pointer }
 svg text { fill: currentColor; font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }
+polyline { stroke-linecap: round }
 .s0 { stroke: var(--c0) } .s1 { stroke: var(--c1) } .s2 { stroke: var(--c2) } .s3 { stroke: var(--c3) }
 .k0 { color: var(--c0) } .k1 { color: var(--c1) } .k2 { color: var(--c2) } .k3 { color: var(--c3) }
 progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0) } nav, #link { font-size: .9rem }
@@ -90,8 +91,16 @@ def document(title: str, head: str, body: str) -> str:
     return f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>{head}\n{body}\n</html>\n'
 
 
-def sections(record: JobRecord, state: str, view: JobView | None, now: float, *, log_links: bool = False) -> str:
-    """Return all of a job's page except its logs. `view`: that of the last poll, if any."""
+def sections(record: JobRecord, state: str, view: JobView | None, now: float, *, is_live: bool = False) -> str:
+    """Return the sections of a job's page, all but its logs, as HTML.
+
+    Args:
+        record: The job.
+        state: Its state in one word.
+        view: The view of the last poll, if any.
+        now: A Unix time; of a job that has ended, its end.
+        is_live: Link to the pages of `cluster.web.server`.
+    """
     plan, run_dir = record.plan, Path(record.plan.run_dir)
     names, count = [node.name for node in plan.nodes], len(plan.nodes)
     # Of a running job, the time since its last restart is not recorded.
@@ -114,12 +123,12 @@ def sections(record: JobRecord, state: str, view: JobView | None, now: float, *,
         f"<p>{escape(record.detail)}</p>" if record.detail else "",
         _progress(view) if view and not record.outcome else "",
         _table(facts),
-        _nodes(plan, view, log_links=log_links) if view or log_links else "",
+        _nodes(plan, view, is_live=is_live) if view or is_live else "",
         "<h2>Attempts</h2>" + _attempts(attempts),
         _section("Curves", _curves(_rows(run_dir / "results.csv") or (view.metrics if view else []))),
-        _section("Images", (_image(path.name) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
+        _section("Images", (_image(path, is_live) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
     ]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(f"<section>{part}</section>" for part in parts)
 
 
 def _progress(view: JobView) -> str:
@@ -138,13 +147,13 @@ def _progress(view: JobView) -> str:
     )
 
 
-def _nodes(plan: Plan, view: JobView | None, *, log_links: bool) -> str:
+def _nodes(plan: Plan, view: JobView | None, *, is_live: bool) -> str:
     """Return a table of the nodes, and one of the ranks with the newest sample of their use."""
     rows, ranks, has_gpus = [], [], False
     for index, node in enumerate(plan.nodes):
         seen = view.nodes[index] if view else None
         name = escape(node.name)
-        cells = [f'<a href="logs/{name}">{name}</a>' if log_links else name]
+        cells = [f'<a href="logs/{name}">{name}</a>' if is_live else name]
         if seen:
             note = seen.silent or seen.note
             step = f"{number(seen.progress, 'epoch'):.0f}/{number(seen.progress, 'step'):.0f}" if seen.progress else ""
@@ -269,7 +278,8 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
 
     bottom = top + height
     drawn = "".join(
-        f'<polyline class="s{k % 4}" points="{" ".join(map(place, line))}"/>' for k, line in enumerate(lines.values())
+        f'<polyline class="s{k % 4}" points="{" ".join(map(place, line if len(line) > 1 else 2 * line))}"/>'
+        for k, line in enumerate(lines.values())
     )
     axes = f'<path d="M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
     texts = (
@@ -286,9 +296,10 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
     return f"<figure>{head}{axes}{drawn}{texts}</svg><figcaption>{title}: {names}</figcaption></figure>"
 
 
-def _image(name: str) -> str:
-    link, text = quote(name), escape(name)
-    image = f'<a href="{link}"><img src="{link}" alt="{text}" loading="lazy"></a>'
+def _image(path: Path, is_live: bool) -> str:
+    link, text = quote(path.name), escape(path.name)
+    version = f"?{path.stat().st_mtime_ns}" if is_live else ""  # the browser loads an image again once it changes
+    image = f'<a href="{link}"><img src="{link}{version}" alt="{text}" loading="lazy"></a>'
     return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
 
 

@@ -45,12 +45,25 @@ const live = document.getElementById("live"), link = document.getElementById("li
 const source = new EventSource(live.dataset.events)
 source.onopen = () => link.textContent = ""
 source.onerror = () => link.textContent = "no connection to clusterctl serve; trying again"
+const opened = new Map()  // whether the user has opened or closed a <details>
+let last = []
 source.onmessage = event => {
-  const open = new Map([...live.querySelectorAll("details")].map(each => [each.id, each.open]))
+  const page = document.createElement("template")
+  page.innerHTML = JSON.parse(event.data)
   const focus = document.activeElement?.getAttribute("href")
-  live.innerHTML = JSON.parse(event.data)
-  for (const each of live.querySelectorAll("details")) if (open.has(each.id)) each.open = open.get(each.id)
-  if (focus) live.querySelector(`[href="${CSS.escape(focus)}"]`)?.focus()
+  const sections = [...page.content.children], texts = sections.map(each => each.outerHTML)
+  while (live.children.length > sections.length) live.lastElementChild.remove()
+  sections.forEach((section, index) => {
+    const old = live.children[index]
+    if (!old) live.append(section)
+    else if (texts[index] !== last[index]) {
+      for (const each of old.querySelectorAll("details")) opened.set(each.id, each.open)
+      for (const each of section.querySelectorAll("details")) each.open = opened.get(each.id) ?? each.open
+      old.replaceWith(section)
+    }
+  })
+  last = texts
+  if (focus && document.activeElement === document.body) live.querySelector(`[href="${CSS.escape(focus)}"]`)?.focus()
 }
 """
 
@@ -103,8 +116,8 @@ class Watch:
         while True:
             try:
                 body = self._poll()
-            except ClusterError as error:
-                body = f"<p class=failed>{escape(error.message)}</p>"
+            except (ClusterError, OSError) as error:
+                body = f'<section class="failed">{escape(str(error))}</section>'
             with self._changed:
                 if body != self.body or not self.version:
                     self.body, self.version = body, self.version + 1
@@ -158,7 +171,7 @@ class _Job:
     def body(self) -> str:
         """Poll, and return the content of the job's page."""
         self.poll()
-        return page.sections(self.record, self.state, self.view, self.ended_at, log_links=True)
+        return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True)
 
     def row(self) -> str:
         """Poll, and return the job's row of the list."""
@@ -209,10 +222,12 @@ class Server(ThreadingHTTPServer):
     def _list(self) -> str:
         names = [record.plan.job_id for record in self.store]
         if not names:
-            return "<h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p>"
+            return (
+                "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
+            )
         rows = "".join(self.job(name).row() for name in reversed(names))
         titles = "".join(f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", ""))
-        return f'<h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div>'
+        return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
 
     def log_lines(self, job_id: str, node: str, query: str) -> Iterator[list[str]]:
         """Yield the lines of a node's log that have `query`, over all attempts: the last ones, then new ones.
@@ -323,7 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _live_page(self, title: str, watch: Watch, nav: str) -> None:
         with watch:
             watch.wait(0, 5.0)
-            body = watch.body or "<p>waiting for the nodes to answer</p>"
+            body = watch.body or "<section>waiting for the nodes to answer</section>"
         self._page(
             title, f'{nav}<p id="link" role="status"></p><main id="live" data-events="events">{body}</main>', _LIVE
         )

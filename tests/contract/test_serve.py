@@ -4,30 +4,19 @@ import http.client
 import json
 import re
 import shutil
-import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 
 import pytest
+from playwright.sync_api import expect
 
+from tests.browser import chromium, page, serving
 from tests.contract.sshd import TICKS
 from tests.contract.test_backends import Local
 
-
-@contextmanager
-def serving(clusterctl, *arguments):
-    """Yield the URL of a server; it must end with 130 after Ctrl-C."""
-    process = clusterctl.start("serve", "--port", "0", *arguments)
-    try:
-        line = process.stdout.readline()
-        yield re.search(r"http://\S+", line)[0]
-    finally:
-        process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=20)
-    assert (process.returncode, text) == (130, "")
+__all__ = ["chromium", "page"]
 
 
 class Events:
@@ -113,7 +102,7 @@ def test_files_of_the_run_directory_and_no_others(clusterctl, job):
     (folder / "link.csv").symlink_to(clusterctl.folder / "secret")
     with serving(clusterctl) as url:
         base = f"{url}jobs/{job}/"
-        assert '<img src="%3Cscript%3E.png" alt="&lt;script&gt;.png"' in fetch(base)[2]
+        assert re.search(r'<img src="%3Cscript%3E.png\?\d+" alt="&lt;script&gt;.png"', fetch(base)[2])
         assert fetch(f"{base}%3Cscript%3E.png")[1]["Content-Type"] == "image/png"
         status, headers, text = fetch(f"{base}attempt-1/node-0.log")
         assert (status, headers["Content-Type"]) == (200, "text/plain; charset=utf-8")
@@ -143,6 +132,32 @@ def test_no_text_of_a_job_becomes_a_tag_and_no_script_without_the_nonce_runs(clu
         log = Events(f"{url}jobs/{job_name}/logs/node-0/events")
         log.wait_for(lambda lines: hostile in lines)  # JSON, which the page shows as text
         assert not re.search(r"(https?:)?//[a-z]", fetch(url)[2])
+
+
+def test_a_browser_shows_hostile_text_and_finds_lines_of_the_log(clusterctl, job_name, page, request):
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(2)>"
+    lines = f"import sys, time\nfor n in range(5000): print('line', n)\nprint({hostile!r}, flush=True)\n"
+    (clusterctl.folder / "hostile.py").write_text(lines + "while True: time.sleep(1); print('later', flush=True)\n")
+    command = ["launch", "--backend", "local", "--name", job_name, "--detach", "--command", f"hostile.py '{hostile}'"]
+    assert clusterctl.run(*command)[0] == 0
+    request.addfinalizer(lambda: clusterctl.run("stop", job_name))
+    folder = clusterctl.folder / "runs" / job_name
+    (folder / "results.csv").write_text(f"epoch,{hostile}_loss\n1,0.5\n2,0.25\n")
+    (folder / "<img src=x onerror=alert(3)>.png").write_bytes(
+        bytes.fromhex("89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63")
+        + bytes.fromhex("6460f85f0f0002870180eb47ba920000000049454e44ae426082")
+    )
+    with serving(clusterctl) as url:
+        page.goto(f"{url}jobs/{job_name}/")
+        expect(page.locator("code").first).to_contain_text(hostile)
+        expect(page.locator("figcaption").first).to_have_text(f"loss: {hostile}_loss 0.25")
+        expect(page.get_by_alt_text("<img src=x onerror=alert(3)>.png")).to_be_visible()
+        page.get_by_role("link", name="node-0").click()
+        log = page.locator("#log")
+        expect(log).to_contain_text(hostile)
+        expect(log).to_contain_text("later")
+        page.get_by_role("searchbox").fill("LINE 42")
+        expect(log).to_have_text("\n".join(f"line {n}" for n in [42, *range(420, 430), *range(4200, 4300)]) + "\n")
 
 
 def test_another_site_cannot_read_the_pages_through_its_own_name(clusterctl):

@@ -1,0 +1,49 @@
+"""A page of headless Chromium, and the server whose pages it opens."""
+
+import os
+import re
+import shutil
+import signal
+from contextlib import contextmanager
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+
+@contextmanager
+def serving(clusterctl, *arguments):
+    """Yield the URL of `clusterctl serve`, which must end with 130 after Ctrl-C."""
+    process = clusterctl.start("serve", "--port", "0", *arguments)
+    try:
+        line = process.stdout.readline()
+        yield re.search(r"http://\S+", line)[0]
+    finally:
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=20)
+    assert (process.returncode, text) == (130, "")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = shutil.which("chromium")
+    if not path:
+        assert os.environ.get("CI") != "true", "no chromium in PATH"
+        pytest.skip("no chromium in PATH (apt-get install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """A page, in which each error, message and request to another address fails the test."""
+    problems = []
+    page = chromium.new_page(viewport={"width": 380, "height": 800})
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("dialog", lambda dialog: problems.append(f"dialog: {dialog.message}"))
+    page.on("request", lambda request: "//localhost:" in request.url or problems.append(request.url))
+    yield page
+    page.close()
+    assert problems == []
