@@ -8,6 +8,8 @@
     first-line  the command until the script of rank 0 runs on two hosts; base: ssh and torchrun without clusterctl
     hosts       `clusterctl launch --detach` on 64 hosts; base: on one host
     epoch       `trainer train` of one epoch of the digits; base: the seconds that the epoch itself takes
+    page        first paint in Chromium of a job's page with 64 x 8 ranks after 100,000 steps; base: 2 x 2 ranks after
+                100 steps. Statuses and logs are simulated, and each paint is from a new server
 
 The hosts are addresses of one real sshd on this machine, without containers. Both ends of each connection and the
 programs of all nodes share its processors. Commands take turns within a round.
@@ -18,14 +20,17 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,7 +180,70 @@ def epoch(bench: Bench) -> Iterator[list[Row]]:
     yield [("trainer train, one epoch", lambda: bench.seconds(*train), inside, "+5 s")]
 
 
-PARTS = {"start": start, "plan": plan, "first-line": first_line, "hosts": hosts, "epoch": epoch}
+@contextmanager
+def page(bench: Bench) -> Iterator[list[Row]]:
+    """Row of the page of a large job."""
+    from playwright.sync_api import sync_playwright
+
+    from cluster.backends import BACKENDS
+    from cluster.spec.model import Job, JobRecord, NodeStatus
+    from cluster.store import JobStore
+    from cluster.web.server import Server
+
+    store, backend = JobStore(bench.folder / "jobs"), BACKENDS["local"]
+    backend.observe = lambda plan: [  # type: ignore[method-assign]
+        NodeStatus(node.name, "starting", usage=_usage(rank, plan.world_size // len(plan.nodes)))
+        for rank, node in enumerate(plan.nodes)
+    ]
+    for nodes, ranks, steps in ((64, 8, 100_000), (2, 2, 100)):
+        job = Job(f"job-{nodes}", ("train.py",), nodes, ranks, str(bench.cwd), image="trainer:0.1")
+        plan = backend.plan(job, attempt=1, port=20000)
+        store.reserve(JobRecord(plan, time.time(), job))
+        _write_logs(Path(plan.attempt_dir), [node.name for node in plan.nodes], steps)
+
+    def first_paint(job_id: str) -> float:
+        server = Server(("localhost", 0), store)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://localhost:{server.server_address[1]}/jobs/{job_id}/")
+        page.get_by_text("ranks", exact=False).first.wait_for()
+        paint_ms = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        page.close()
+        server.shutdown()
+        server.server_close()
+        return paint_ms / 1000
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield [("first paint, 64 x 8 ranks", lambda: first_paint("job-64"), lambda: first_paint("job-2"), "1 s")]
+        browser.close()
+
+
+def _usage(node: int, ranks: int) -> dict[str, object]:
+    """Return a simulated sample of the use of a node with GPUs."""
+    gpu = {"use": 97, "memory": 40 << 30, "memory_total": 80 << 30, "temperature": 61}
+    rows = [dict(gpu, gpu=str(k), rank=node * ranks + k, cpu=1.25, rss=4 << 30) for k in range(ranks)]
+    return {"ranks": rows, "host": {"free": 900 << 30, "total": 1000 << 30}}
+
+
+def _write_logs(folder: Path, names: list[str], steps: int) -> None:
+    """Write the nodes' logs: on each node 1,000 progress events, on the first the metrics of `steps` / 100 epochs."""
+    folder.mkdir(parents=True)
+    for index, name in enumerate(names):
+        with (folder / f"{name}.log").open("w") as log:
+            events = [{"event": "ready", "node": index, "device": "cuda", "world_size": 8 * len(names)}]
+            for step in range(0, steps, 100):
+                progress = {"event": "progress", "node": index, "epoch": step // 100 + 1, "step": 99, "steps": 100}
+                events.append(progress | {"epochs": steps // 100, "loss": 1.5, "images_per_s": 20_000, "eta_s": 1})
+                if index == 0:
+                    scores = {"map50": 0.5 + step % 700 / 1e4, "map": 0.4, "images_per_s": 20_000 + step % 900}
+                    events.append(
+                        {"event": "metric", "epoch": step // 100 + 1, "box_loss": 100 / (step + 100)} | scores
+                    )
+            log.writelines(f"::cluster {json.dumps(event)}\n" for event in events)
+
+
+PARTS = {"start": start, "plan": plan, "first-line": first_line, "hosts": hosts, "epoch": epoch, "page": page}
 
 
 def main() -> None:

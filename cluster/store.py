@@ -52,15 +52,15 @@ class JobStore:
         with _lock(self._path(job_id).with_suffix(".lock"), blocking=False) as is_held:
             yield is_held
 
-    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> None:
-        """Record the outcome of a job. A recorded outcome does not change."""
+    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> bool:
+        """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded."""
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):
             record = self.load(job_id)
-            if not record.outcome:
-                _replace(
-                    path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
-                )
+            if record.outcome:
+                return False
+            _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time()))
+            return True
 
     def load(self, job_id: str) -> JobRecord:
         """Return the record of a job. Raise UsageError with the known names if there is none."""

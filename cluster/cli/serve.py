@@ -13,20 +13,26 @@ from cluster.errors import UsageError
 def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen on. 0.0.0.0 needs a token.")] = "localhost",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="The port; 0 takes a free one.")] = 8265,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Also /metrics, in Prometheus' text format.")] = False,
 ) -> None:
     """Show all jobs in a browser, live and read-only, until Ctrl-C.
 
     From another machine: ssh -L 8265:localhost:8265 THIS-MACHINE. With another --host, the printed URL has a token
-    that each browser needs once; the connection is not encrypted.
+    that each browser needs once, and Prometheus as its bearer token; the connection is not encrypted.
     """
     import secrets
 
     from cluster.store import JobStore
     from cluster.web.server import LOOPBACK, Server
 
+    if metrics:
+        try:
+            import prometheus_client  # noqa: F401
+        except ImportError:
+            raise UsageError("--metrics needs prometheus-client", "pip install 'clusterctl[metrics]'") from None
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     try:
-        server = Server((host, port), JobStore(), token)
+        server = Server((host, port), JobStore(), token, has_metrics=metrics)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", "another --port, or --port 0") from error
     shown = f"[{host}]" if ":" in host else host

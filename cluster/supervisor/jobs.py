@@ -12,7 +12,7 @@ from cluster.backends import BACKENDS, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
-from cluster.supervisor import job_state, page, report
+from cluster.supervisor import job_state, page, report, webhook
 from cluster.supervisor.job_state import JobView, Verdict
 
 POLL_S = 0.4
@@ -153,16 +153,19 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
     problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
     problems += monitor.collect(follower.plan)
-    record_outcome(follower, records)
+    problems += record_outcome(follower, records)
     record = records.load(follower.plan.job_id)
     return record.outcome or "failed", problems + _write_page(record, follower.view)
 
 
-def record_outcome(follower: Follower, records: JobStore) -> None:
-    """Record the outcome of a job's last attempt."""
+def record_outcome(follower: Follower, records: JobStore) -> list[str]:
+    """Record the outcome of a job's last attempt, and report it to the webhook. Return a sentence for each failure."""
     view, verdict = follower.view, follower.verdict
     outcome: Outcome = "done" if verdict == "done" else "failed"
-    records.end(follower.plan.job_id, outcome, report.cause(view, verdict), report.exit_code(view, verdict))
+    cause = report.cause(view, verdict)
+    if records.end(follower.plan.job_id, outcome, cause, report.exit_code(view, verdict)):
+        return webhook.post(follower.plan, outcome, cause)
+    return []
 
 
 def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:

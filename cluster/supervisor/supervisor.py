@@ -14,7 +14,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hin
 from cluster.spec import defaults
 from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
 from cluster.store import JobStore
-from cluster.supervisor import job_state, jobs, launcher, restarts
+from cluster.supervisor import job_state, jobs, launcher, restarts, webhook
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.restarts import Failure
@@ -76,11 +76,14 @@ class Supervisor:
             except ClusterError as error:
                 refused = _not_restarted(error)
             if refused:  # recorded before another process may become the supervisor
-                jobs.record_outcome(follower, self.records)
+                for text in jobs.record_outcome(follower, self.records):
+                    self.show.note(text)
                 return follower, refused
             plan = self.record.plan
             names = ", ".join(node.name for node in plan.nodes)
             self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
+            for text in webhook.post(plan, "restarted", self.past[-1].why):
+                self.show.note(text)
             follower = None
 
     def _has_ended(self, follower: Follower) -> bool:

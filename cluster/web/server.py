@@ -134,7 +134,7 @@ class Watch:
             return self.version
 
 
-class _Job:
+class PolledJob:
     """Polls one job, over all its attempts, for the list and for the job's own page."""
 
     def __init__(self, job_id: str, store: JobStore) -> None:
@@ -196,22 +196,28 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], store: JobStore, token: str = "") -> None:
-        self.store, self.token = store, token
+    def __init__(
+        self, address: tuple[str, int], store: JobStore, token: str = "", *, has_metrics: bool = False
+    ) -> None:
+        self.store, self.token, self.has_metrics = store, token, has_metrics
         self.is_local = address[0] in LOOPBACK
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, PolledJob] = {}
         self._watches: dict[str, Watch] = {}
         self._lock = threading.Lock()
         super().__init__(address, _Handler)
 
-    def job(self, job_id: str) -> _Job:
+    def job(self, job_id: str) -> PolledJob:
         """Return the poller of a job. Raise UsageError if there is none."""
         with self._lock:
             if job_id not in self._jobs:
-                self._jobs[job_id] = _Job(job_id, self.store)
+                self._jobs[job_id] = PolledJob(job_id, self.store)
             return self._jobs[job_id]
+
+    def jobs(self) -> list[PolledJob]:
+        """Return the pollers of all jobs, newest first."""
+        return [self.job(record.plan.job_id) for record in reversed(list(self.store))]
 
     def watch(self, job_id: str = "") -> Watch:
         """Return the watch of a job, or of the list of jobs."""
@@ -220,12 +226,12 @@ class Server(ThreadingHTTPServer):
             return self._watches.setdefault(job_id, Watch(poll))
 
     def _list(self) -> str:
-        names = [record.plan.job_id for record in self.store]
-        if not names:
+        found = self.jobs()
+        if not found:
             return (
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
-        rows = "".join(self.job(name).row() for name in reversed(names))
+        rows = "".join(job.row() for job in found)
         titles = "".join(f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", ""))
         return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
 
@@ -296,6 +302,9 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         if not self.server.token:
             return True
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(bearer.encode(), self.server.token.encode()):
+            return True
         given = parse_qs(query).get("token", [""])[0]
         if hmac.compare_digest(given.encode(), self.server.token.encode()):
             self.send_response(HTTPStatus.SEE_OTHER)
@@ -317,6 +326,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._live_page("Jobs", self.server.watch(), "")
         elif path == "/events":
             self._stream(_bodies(self.server.watch()))
+        elif path == "/metrics" and self.server.has_metrics:
+            from cluster.web import metrics
+
+            text = metrics.render(self.server.jobs())
+            self._head("text/plain; version=0.0.4; charset=utf-8", "default-src 'none'", len(text))
+            self.wfile.write(text)
         elif not (found := re.fullmatch(r"/jobs/([^/]+)/(.*)", path)):
             self._refuse(HTTPStatus.NOT_FOUND, "no such page")
         else:

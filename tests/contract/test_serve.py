@@ -1,12 +1,17 @@
 """`clusterctl serve` over a real job: what a browser receives, and what it is refused."""
 
+import contextlib
 import http.client
+import http.server
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
 import threading
 import time
-import urllib.error
+import urllib.parse
 import urllib.request
 
 import pytest
@@ -178,6 +183,79 @@ def test_an_address_for_other_machines_needs_the_token(clusterctl):
         assert "SameSite=Strict" in cookie
         assert fetch(base, Cookie=cookie.split(";")[0])[0] == 200
         assert fetch(base, Cookie=f"clusterctl={token[:-1]}")[0] == 401
+
+
+def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_path):
+    prometheus = shutil.which("prometheus")
+    if not prometheus:
+        assert os.environ.get("CI") != "true", "no prometheus in PATH"
+        pytest.skip("no prometheus in PATH (apt-get install prometheus)")
+    with serving(clusterctl, "--metrics", "--host", "127.0.0.2") as url:
+        base, token = url.split("/?token=")
+        assert fetch(f"{base}/metrics")[0] == 401
+        config = {"job_name": "clusterctl", "scrape_interval": "1s", "static_configs": [{"targets": [base[7:]]}]}
+        config["authorization"] = {"credentials": token}
+        (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [config]}))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            listen = f"127.0.0.1:{probe.getsockname()[1]}"
+        words = [prometheus, f"--config.file={tmp_path}/prometheus.yml", f"--web.listen-address={listen}"]
+        process = subprocess.Popen(
+            [*words, f"--storage.tsdb.path={tmp_path}/data"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+
+            def found(query):
+                with contextlib.suppress(OSError):
+                    answer = fetch(f"http://{listen}/api/v1/query?query={urllib.parse.quote(query)}")[2]
+                    return {
+                        tuple(
+                            row["metric"].get(name) for name in ("job", "exported_job", "node", "rank", "state")
+                        ): row["value"][1]
+                        for row in json.loads(answer)["data"]["result"]
+                    }
+                return {}
+
+            until = time.time() + 30
+            while len(memory := found("clusterctl_rank_memory_bytes")) < 2:
+                assert time.time() < until, memory
+                time.sleep(0.5)
+            assert set(memory) == {("clusterctl", job, f"node-{rank}", str(rank), None) for rank in (0, 1)}
+            assert all(float(value) > 1 << 20 for value in memory.values())
+            assert found("clusterctl_job_state") == {("clusterctl", job, None, None, "running"): "1"}
+            assert found("clusterctl_job_nodes_ready") == {("clusterctl", job, None, None, None): "2"}
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def test_the_webhook_receives_the_restart_and_the_end(clusterctl, job_name):
+    received = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    shutil.copy(TICKS, clusterctl.folder)
+    command = ["launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--max-restarts", "1"]
+    command += ["--command", "ticks.py --ticks-later 2 --fail-at 1"]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        clusterctl.env["CLUSTERCTL_WEBHOOK"] = f"http://127.0.0.1:{server.server_address[1]}/SECRET"
+        code, text = clusterctl.run(*command)
+        server.shutdown()
+    assert code == 1, text
+    assert [(each["event"], each["attempt"]) for each in received] == [("restarted", 2), ("failed", 2)]
+    assert received[1]["text"] == f"{job_name}: failed: node-1: rank 1: ValueError: this rank fails on purpose"
+    code, text = clusterctl.run("launch", "--backend", "local", "--command", "ticks.py --ticks 1")
+    assert code == 0, text
+    assert "CLUSTERCTL_WEBHOOK: not sent: done: [Errno 111] Connection refused" in text
+    assert "SECRET" not in text
 
 
 def test_a_port_in_use_is_one_error(clusterctl):

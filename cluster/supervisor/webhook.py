@@ -1,0 +1,39 @@
+"""Webhook: reports the end and the restarts of a job to the URL in CLUSTERCTL_WEBHOOK."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import urllib.parse
+import urllib.request
+from typing import Literal
+
+from cluster.spec.model import Plan
+
+#: A URL, which may contain a secret: it is read from the environment only, and never printed.
+VARIABLE = "CLUSTERCTL_WEBHOOK"
+_TIMEOUT_S = 10.0
+
+
+def post(plan: Plan, event: Literal["done", "failed", "stopped", "restarted"], detail: str) -> list[str]:
+    """Post an event as JSON, if CLUSTERCTL_WEBHOOK is set. Slack and Mattermost show its field `text`.
+
+    Returns:
+        A sentence if it could not be sent.
+    """
+    url = os.environ.get(VARIABLE, "")
+    if not url:
+        return []
+    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        return [f"{VARIABLE}: expected a URL with http:// or https://; not sent: {event}"]
+    text = f"{plan.job_id}: {event}" + (f": {detail}" if detail else "")
+    fields = {"text": text, "job": plan.job_id, "event": event, "attempt": plan.attempt, "detail": detail}
+    request = urllib.request.Request(
+        url, json.dumps(fields).encode(), {"Content-Type": "application/json", "User-Agent": "clusterctl"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+            return []
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return [f"{VARIABLE}: not sent: {event}: {getattr(error, 'reason', None) or type(error).__name__}"]

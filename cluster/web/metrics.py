@@ -1,0 +1,77 @@
+"""State, progress and resource use of jobs in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from cluster.backends.logs import number
+from cluster.supervisor.report import SCORES
+
+if TYPE_CHECKING:
+    from cluster.web.server import PolledJob
+
+#: Fields of progress events, and of a rank's sample: metric, help, factor.
+_PROGRESS = {
+    "epoch": ("epoch", "Epoch of the last reported step, from 1."),
+    "step": ("step", "Last reported step of the epoch."),
+    "loss": ("loss", "Training loss at the last reported step."),
+    "images_per_s": ("images_per_second", "Training speed."),
+}
+_RANK = {
+    "cpu": ("rank_cpu_cores", "Cores that a rank and its workers use.", 1.0),
+    "rss": ("rank_memory_bytes", "Resident memory of a rank and its workers.", 1.0),
+    "use": ("rank_gpu_utilization_ratio", "Utilization of the rank's GPU.", 0.01),
+    "memory": ("rank_gpu_memory_bytes", "Memory in use on the rank's GPU.", 1.0),
+    "temperature": ("rank_gpu_temperature_celsius", "Temperature of the rank's GPU.", 1.0),
+}
+
+
+def render(jobs: Iterable[PolledJob]) -> bytes:
+    """Poll the jobs that run, and return the metrics of all jobs."""
+    registry = CollectorRegistry()
+    registry.register(_Jobs(jobs))
+    return generate_latest(registry)
+
+
+class _Jobs(Collector):
+    def __init__(self, jobs: Iterable[PolledJob]) -> None:
+        self._jobs = jobs
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Return nothing, so that `register` does not collect."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield all metrics."""
+        families: dict[str, GaugeMetricFamily] = {}
+
+        def gauge(name: str, text: str, value: float, **labels: object) -> None:
+            family = families.setdefault(name, GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels)))
+            family.add_metric([str(label) for label in labels.values()], value)
+
+        for each in self._jobs:
+            each.poll()
+            job, plan = each.record.plan.job_id, each.record.plan
+            gauge("job_state", "1 for the job's state.", 1, job=job, backend=plan.backend, state=each.state)
+            gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
+            gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
+            if each.record.outcome or not each.view:
+                continue
+            gauge("job_nodes_ready", "Nodes that have joined.", each.view.ready_count, job=job)
+            for key, (name, text) in _PROGRESS.items():
+                if each.view.progress and key in each.view.progress:
+                    gauge(f"job_{name}", text, number(each.view.progress, key), job=job)
+            for key in SCORES:
+                if each.view.metric and key in each.view.metric:
+                    gauge("job_score", "Score of the last epoch.", number(each.view.metric, key), job=job, score=key)
+            for node in each.view.nodes:
+                for row in (node.usage or {}).get("ranks", ()):
+                    for key, (name, text, factor) in _RANK.items():
+                        if row.get(key) is not None:
+                            gauge(name, text, factor * row[key], job=job, node=node.name, rank=row["rank"])
+        yield from families.values()
