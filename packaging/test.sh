@@ -42,7 +42,7 @@ test_on_another_python() {
     echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
 }
 
-# The tests start sshd on loopback addresses. Those that need Chromium or Prometheus are skipped without it, but not in CI.
+# The tests start sshd on loopback addresses. Those that need Chromium, Prometheus or MLflow are skipped without it, but not in CI.
 packages="openssh-server rsync"
 [ "${CI:-}" != true ] || packages="$packages chromium prometheus"
 # shellcheck disable=SC2086  # several words
@@ -52,6 +52,17 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! dpkg -s $packages >/
     DEBIAN_FRONTEND=noninteractive apt-get -qq -o DPkg::Lock::Timeout=300 install --no-install-recommends \
         $packages >/dev/null
 fi
+
+# MLflow's server and the trackers' clients, over the packages of .venv.
+install_trackers() {
+    [ ! -x .make/trackers/bin/mlflow ] || return 0
+    echo "test: installing mlflow and wandb into .make/trackers"
+    .venv/bin/python -m venv .make/trackers
+    .make/trackers/bin/pip install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0
+    packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+    .venv/bin/python -c "$packages" >"$(.make/trackers/bin/python -c "$packages")/venv.pth"
+}
+[ "${CI:-}" != true ] || [ "${2:-}" = real ] || install_trackers
 
 missing=
 if [ "${ENGINE:-yes}" = no ]; then

@@ -182,6 +182,11 @@ class Settings:
         least=0,
     )
     log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.")
+    track: str = option(
+        "",
+        "Log each epoch to mlflow or wandb too; a resumed run is continued. TensorBoard's file is always written.",
+        known=("", "mlflow", "wandb"),
+    )
     callback: str = option("", "Your subclass of trainer.Callback as package.module:Class.")
     project: str = option("runs", "Folder that holds the run's folder. Under clusterctl the job's folder replaces it.")
     name: str = option("train", "Name of the run's folder; if it exists, name2, name3, ...")

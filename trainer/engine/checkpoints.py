@@ -27,7 +27,7 @@ _PER_MACHINE = {"data", "cfg", "weights", "device", "workers", "project", "name"
 # Settings that may change on resume, because they do not affect the results. `data` may have moved; its fingerprint
 # is checked.
 FREE = _PLACEMENT | {"data", "callback", "patience", "val_period", "save_every", "save_period", "stall_timeout"}
-FREE |= {"log_steps", "on_nan", "allow_bad_labels"}
+FREE |= {"log_steps", "track", "on_nan", "allow_bad_labels"}
 
 
 def write(folder: Path, content: dict[str, Any]) -> Path:

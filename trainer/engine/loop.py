@@ -25,6 +25,7 @@ from trainer.engine.events import Events
 from trainer.engine.run_logger import RunLogger
 from trainer.engine.signals import StopSignals, ignored
 from trainer.engine.state import NotFinite
+from trainer.engine.trackers import Tracker
 from trainer.engine.trainer import Trainer
 from trainer.engine.watchdog import Watchdog
 from trainer.errors import TrainerError
@@ -153,8 +154,24 @@ class TrainLoop:
             training.logger = RunLogger(training.run_dir, training.task, training.state.epoch + 1)
             if not content:
                 training.logger.begin()
+        if s.track:
+            self._open_tracker()
         if s.on_nan == "skip":
             self.last = checkpoint_file.copied(training.state_dict())
+
+    def _open_tracker(self) -> None:
+        """Start or continue the run of --track on rank 0. Raise TrainerError on all ranks. A collective."""
+        training, s = self.training, self.training.settings
+        kind, run_id = training.state.tracker
+        problem = None
+        if training.world.rank == 0:
+            try:
+                run_id = run_id if kind == s.track else ""
+                training.tracker = Tracker(s, training.run_dir, run_id, len(training.history))
+            except TrainerError as error:
+                problem = error
+        comm.raise_on_all_ranks(problem)
+        training.state.tracker = s.track, comm.broadcast(training.tracker.id if training.tracker else "")
 
     def _take_folder(self, resumes: bool) -> None:
         """Create the folder, choose its writer, and rename the checkpoints of an earlier run in it. A collective."""

@@ -43,6 +43,8 @@ def report(training: Trainer, losses: list[float], scores: Scores | None, shares
     if not training.logger:
         return
     training.logger.epoch(epoch + 1, row, training.samples)
+    if training.tracker and (problem := training.tracker.log(training.history)):
+        training.display.print(problem)
     slow = slowest_rank(shares)
     training.events.emit(
         contract.METRIC,
@@ -87,6 +89,8 @@ def finish(training: Trainer, seconds: float) -> None:
     table = training.logger.finish(training.state.epoch)
     if table:
         training.display.print(table)
+    if training.tracker and (problem := training.tracker.finish(training.history)):
+        training.display.print(problem)
     scores = training.state.best_scores or dict.fromkeys(training.task.headlines, math.nan)
     training.events.emit(contract.DONE, seconds=seconds, **scores, best=str(training.run_dir / "best.pt"))
     if not training.events.launched:  # a launcher prints this with paths of its own machine

@@ -24,6 +24,7 @@ class TrainState:
     best_epoch: int = -1
     best_scores: dict[str, float] = field(default_factory=dict)  # the task's headlines
     skipped: tuple[int, ...] = ()  # steps left out because their loss was not finite
+    tracker: tuple[str, str] = ("", "")  # of --track: its name and the run's ID
     averaged: bool = False  # whether batch norm's statistics were averaged over the ranks after this epoch
 
 

@@ -29,6 +29,7 @@ from trainer.engine.state import (
     statistics_of,
 )
 from trainer.engine.timing import StepTimer
+from trainer.engine.trackers import Tracker
 from trainer.errors import TrainerError
 from trainer.models import freeze
 from trainer.models.precision import full_fp32, native_bf16, pick_dtype
@@ -88,6 +89,7 @@ class Trainer:
         self.history: list[dict[str, float]] = []  # one row per finished epoch
         self.class_map: list[float] | None = None  # of the last validation, for --image-weights
         self.logger: RunLogger | None = None  # rank 0 only
+        self.tracker: Tracker | None = None  # rank 0 only
         self.samples: Sequence[Any] = ()  # validation images with their predictions
         self.metric = self.task.metric()  # of the last validation; on rank 0 merged over the ranks
 

@@ -1,0 +1,129 @@
+"""`trainer train --track` with a real MLflow server, and with Weights & Biases offline."""
+
+import csv
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.unit.trainer_process import TINY
+from tests.unit.yolo_folder import squares
+
+PYTHON = ROOT / ".make" / "trackers" / "bin" / "python"  # packaging/test.sh makes it
+EPOCHS = 6
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Start a training of six short epochs with --track."""
+    if not PYTHON.exists():
+        assert os.environ.get("CI") != "true", f"no {PYTHON}"
+        pytest.skip(f"no {PYTHON} (CI=true make test installs it)")
+    data = squares(tmp_path / "squares", train=26)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_EXPERIMENT_NAME": "squares"}
+    words = ["train", "--data", str(data), "--cfg", TINY, "--imgsz", "64", "--batch", "5", "--epochs", str(EPOCHS)]
+    words += ["--device", "cpu", "--project", str(tmp_path), "--name", "run"]
+
+    def start(*more, **variables):
+        return subprocess.Popen(
+            [PYTHON, "-m", "trainer", *words, *more],
+            cwd=tmp_path,
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start
+
+
+def epochs_of(folder):
+    path = folder / "run" / "results.csv"
+    return len(list(csv.DictReader(path.read_text().splitlines()))) if path.exists() else 0
+
+
+def kill_and_resume(train, folder, *more, flush_s=0, **variables):
+    """Kill a training in its third epoch, and resume it to its end."""
+    process = train(*more, **variables)
+    until = time.time() + 120
+    run = folder / "run"
+    while epochs_of(folder) < 2 or (run / "results.csv").stat().st_mtime > (run / "last.pt").stat().st_mtime:
+        assert process.poll() is None, process.stdout.read()
+        assert time.time() < until
+        time.sleep(0.02)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(flush_s)
+    process.kill()
+    process.communicate()
+    text, _ = train(*more, "--resume", str(folder / "run"), **variables).communicate(timeout=200)
+    assert "resuming in epoch" in text
+    assert epochs_of(folder) == EPOCHS, text
+    return text
+
+
+def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    words = [PYTHON.with_name("mlflow"), "server", "--host", "127.0.0.1", "--port", address.partition(":")[2]]
+    words += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--workers", "1"]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stdout=log, stderr=log)
+    try:
+        until = time.time() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://{address}/health", timeout=5).close()
+                break
+            except OSError:
+                assert time.time() < until, (tmp_path / "server.log").read_text()
+                time.sleep(0.5)
+        kill_and_resume(train, tmp_path, "--track", "mlflow", MLFLOW_TRACKING_URI=f"http://{address}")
+        read = (
+            "import mlflow; c = mlflow.MlflowClient()\n"
+            "runs = c.search_runs([c.get_experiment_by_name('squares').experiment_id])\n"
+            "for r in runs: print(r.info.status, r.data.params['batch'], "
+            "[m.step for m in c.get_metric_history(r.info.run_id, 'box_loss')])\n"
+        )
+        env = {**os.environ, "MLFLOW_TRACKING_URI": f"http://{address}"}
+        found = subprocess.run([PYTHON, "-c", read], env=env, capture_output=True, text=True, check=True).stdout
+        print(f"MLflow: {found}")
+        assert found == f"FINISHED 5 {list(range(1, EPOCHS + 1))}\n"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(20)
+    process = train("--track", "mlflow", "--exist-ok", MLFLOW_TRACKING_URI=f"http://{address}")
+    text, _ = process.communicate(timeout=200)
+    assert process.returncode == 2, text
+    assert text.splitlines()[-2].startswith("error: --track mlflow: ")
+    assert "Traceback" not in text
+
+
+def test_wandb_offline_has_one_run_with_each_epoch_once(train, tmp_path):
+    kill_and_resume(
+        train, tmp_path, "--track", "wandb", flush_s=20, WANDB_MODE="offline"
+    )  # its client writes every few seconds
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(files) == 2
+    assert len({path.name for path in files}) == 1  # the same ID, which `wandb sync` makes one run
+    read = (
+        "import pathlib, sys\nfrom wandb.proto import wandb_internal_pb2\n"
+        "def records(data, at=7, whole=b''):\n"  # LevelDB's log format, after a header of 7 bytes
+        "    while at < len(data):\n"
+        "        if 32768 - at % 32768 < 7: at += 32768 - at % 32768; continue\n"
+        "        size, kind = int.from_bytes(data[at + 4:at + 6], 'little'), data[at + 6]\n"
+        "        whole += data[at + 7:at + 7 + size]; at += 7 + size\n"
+        "        if kind in (1, 4): yield whole; whole = b''\n"
+        "for path in sys.argv[1:]:\n"
+        "    for data in records(pathlib.Path(path).read_bytes()):\n"
+        "        record = wandb_internal_pb2.Record.FromString(data)\n"
+        "        if record.WhichOneof('record_type') == 'history': print(record.history.step.num)\n"
+    )
+    found = subprocess.run([PYTHON, "-c", read, *files], capture_output=True, text=True, check=False)
+    print(f"W&B: {found.stdout.split()}")
+    assert [int(step) for step in found.stdout.split()] == list(range(1, EPOCHS + 1)), found.stderr

@@ -1,0 +1,145 @@
+"""Experiment trackers: log each epoch to MLflow or Weights & Biases, through the tracker's own client.
+
+The run's ID is in the checkpoints, so a resumed training continues the run. The clients read the address and the
+account of the tracker from their own environment variables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainer import contract
+from trainer.config import Settings
+from trainer.errors import TrainerError
+
+_PROJECT = "trainer"
+_HINT = "its packages: pip install 'clusterctl[track]'; its address and account are environment variables"
+Row = Mapping[str, float]
+
+
+class Client(Protocol):
+    """A tracker's run. `id` continues it later; `logged` is the last epoch that it has, 0 if it is unknown."""
+
+    id: str
+    logged: int
+
+    def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        """Start a run, or continue `run_id`."""
+
+    def log(self, epoch: int, values: Row) -> None:
+        """Log the values of an epoch (from 1)."""
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+
+
+class MLflow:
+    """A run of the server in MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        # By default the client repeats a request for minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        import mlflow
+
+        self._client, self._api = mlflow.MlflowClient(), mlflow.entities
+        if run_id:
+            self._client.update_run(run_id, status="RUNNING")
+            self.logged = max((metric.step for metric in self._client.get_metric_history(run_id, "lr")), default=0)
+        else:
+            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+            found = self._client.get_experiment_by_name(experiment)
+            experiment_id = found.experiment_id if found else self._client.create_experiment(experiment)
+            run_id = self._client.create_run(experiment_id, run_name=name).info.run_id
+            parameters = [self._api.Param(key, str(value)[:500]) for key, value in config.items()]
+            self._client.log_batch(run_id, params=parameters)
+            self.logged = 0
+        self.id = run_id
+
+    def log(self, epoch: int, values: Row) -> None:
+        """Log an epoch in one request."""
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self.id, [self._api.Metric(k, v, now_ms, epoch) for k, v in values.items()])
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self.id)
+
+
+class Wandb:
+    """A run of Weights & Biases. With WANDB_MODE=offline, `wandb sync` uploads the parts of a resumed run as one."""
+
+    def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self.id = run_id or secrets.token_hex(4)
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            id=self.id,
+            name=name,
+            dir=folder,
+            config=dict(config),
+            resume="allow",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.logged = max(0, self._run.step - 1) if self._run.resumed else 0
+
+    def log(self, epoch: int, values: Row) -> None:
+        """Log an epoch."""
+        self._run.log(dict(values), step=epoch, commit=True)  # not together with the next epoch
+
+    def finish(self) -> None:
+        """Mark the run as finished, and wait until it is uploaded."""
+        self._run.finish()
+
+
+CLIENTS: dict[str, type[Client]] = {"mlflow": MLflow, "wandb": Wandb}
+
+
+class Tracker:
+    """Logs the rows of results.csv. An epoch that could not be logged is logged with the next one."""
+
+    def __init__(self, settings: Settings, folder: Path, run_id: str, epochs: int) -> None:
+        """Start a run, or continue `run_id`, which has `epochs` epochs if the tracker itself cannot say.
+
+        Raises:
+            TrainerError: The tracker's package is missing, or its server refuses.
+        """
+        self.kind = settings.track
+        name = os.environ.get(contract.JOB_ID) or folder.name
+        config = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("resume", "track")}
+        try:
+            self._client = CLIENTS[self.kind](run_id, name, folder, config)
+        except Exception as error:  # each client has exceptions of its own
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise TrainerError(f"--track {self.kind}: {lines[0]}", _HINT) from error
+        self.id = self._client.id
+        self._logged = self._client.logged or (epochs if run_id else 0)
+
+    def log(self, rows: Sequence[Row]) -> str:
+        """Log the epochs that are not logged yet. Return why that failed, or ""."""
+        try:
+            for row in rows:
+                epoch = int(row["epoch"])
+                if epoch > self._logged:
+                    self._client.log(epoch, {k: v for k, v in row.items() if k != "epoch" and math.isfinite(v)})
+                    self._logged = epoch
+        except Exception as error:  # a training must not end because of its tracker
+            return f"--track {self.kind}: epoch {epoch} not logged, next attempt after the next epoch: {error}"
+        return ""
+
+    def finish(self, rows: Sequence[Row]) -> str:
+        """Log the remaining epochs and mark the run as finished. Return why that failed, or ""."""
+        problem = self.log(rows)
+        try:
+            self._client.finish()
+        except Exception as error:
+            return problem or f"--track {self.kind}: not marked as finished: {error}"
+        return problem
