@@ -26,6 +26,10 @@ class NameTakenError(UsageError):
     """A job of this name exists."""
 
 
+class GpusHeldError(UsageError):
+    """Another job holds the GPUs."""
+
+
 class LaunchError(ClusterError):
     """A node could not be started; all others were stopped."""
 

@@ -20,15 +20,22 @@ no_room() {
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# The folder of this user's GPU locks. The processes of a node's script hold them until the last one has ended.
-locks() { printf '%s\n' "${TMPDIR:-/tmp}/clusterctl-$(id -u)"; }
+# The folder of the GPU locks of all users. The processes of a node's script hold them until the last one has ended.
+locks() { printf '%s\n' "${CLUSTERCTL_LOCKS:-/tmp/clusterctl-gpus}"; }
+make_locks() { [ -d "$1" ] || mkdir -m 1777 -- "$1" 2>/dev/null || [ -d "$1" ]; }
+
+# Creates the lock file $1, which all users may write. A kernel may forbid O_CREAT on another user's file (fs.protected_regular).
+make_lock() {
+    [ -e "$1" ] || (umask 0 && set -o noclobber && : > "$1") 2>/dev/null
+    [ -f "$1" ] && [ ! -L "$1" ]
+}
 
 # A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
 holders() {
     local id lock
     for id in ${1//,/ }; do
         lock="$(locks)/gpu-$id.lock"
-        [ ! -e "$lock" ] || flock --nonblock --shared "$lock" true || echo "held $(cat "$lock") $id"
+        [ ! -e "$lock" ] || flock --nonblock --shared 9 9< "$lock" || echo "held $(cat "$lock") $id"
     done
 }
 

@@ -9,9 +9,9 @@ mapfile -n "$6" lines && printf %s "${lines[@]}" > "$1/agent.py.$2" && mv -- "$1
 cat > "$1/$2.sh" || exit 1
 chmod 755 -- "$1"
 folder=$(locks)
-[ -z "$4" ] || (umask 077 && mkdir -p -- "$folder") || exit 1
+[ -z "$4" ] || make_locks "$folder" || exit 1
 for id in ${4//,/ }; do
-    exec {lock}<> "$folder/gpu-$id.lock" || exit 1
+    make_lock "$folder/gpu-$id.lock" && exec {lock}< "$folder/gpu-$id.lock" || exit 1
     held=$(cat "$folder/gpu-$id.lock")
     # An earlier attempt of the same job may still be ending.
     [ "$held" = "$3" ] && patience=10 || patience=0
@@ -20,6 +20,6 @@ for id in ${4//,/ }; do
         echo "$held"
         exit 74
     fi
-    printf '%s\n' "$3" > "$folder/gpu-$id.lock"
+    printf '%s\n' "$3" | dd of="$folder/gpu-$id.lock" conv=nocreat status=none
 done
 env "CLUSTER_JOB_ID=$3" setsid bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" &

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.errors import NameTakenError, PortTakenError, UsageError
+from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
 from cluster.runtimes import ARCHITECTURES, short_id
 from cluster.spec.model import Node, Plan
 
@@ -103,17 +103,17 @@ def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
     )
 
 
-def gpus_held(where: str, job: str) -> UsageError:
+def gpus_held(where: str, job: str) -> GpusHeldError:
     """Return the error for a node whose GPUs another job holds."""
-    return UsageError(
+    return GpusHeldError(
         f"{where}: its GPUs are held by the job {job}",
-        f"clusterctl stop {job}, other nodes (--only a,b), or wait for it: clusterctl wait {job}",
+        f"clusterctl stop {job}, other nodes (--only a,b), or wait: clusterctl launch --wait 2h ...",
     )
 
 
 def refuse(problems: Sequence[UsageError], conflicts: Sequence[UsageError]) -> None:
     """Raise the errors of all nodes as one: the problems, else the conflicts of one kind. A taken port comes last."""
-    kinds = (NameTakenError, UsageError, PortTakenError)
+    kinds = (NameTakenError, GpusHeldError, PortTakenError)
     by_kind = [[error for error in conflicts if type(error) is kind] for kind in kinds]
     for errors in (problems, *by_kind):
         if errors:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,9 @@ from cluster.cli.follow import console, finish, follow, on_interrupt, print_line
 from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options, with_job_file
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Job, JobRecord
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
@@ -31,6 +34,12 @@ def launch(
     env_file: EnvFile = "",
     logs: Logs = "master",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all nodes are started.")] = False,
+    wait: Annotated[
+        str,
+        typer.Option(
+            "--wait", metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h."
+        ),
+    ] = "",
     push: Annotated[
         bool, typer.Option("--push", help="First copy the container image to the nodes that lack it.")
     ] = False,
@@ -53,6 +62,8 @@ def launch(
     machines = inventory.load(backend=request.backend)
     records, out = JobStore(), console()
     without = [os.path.abspath(env_file)] if env_file else []  # noqa: PTH100 (resolve() would follow links)
+    if array.array and wait:
+        raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
     if array.array:
         jobs, notes = array.jobs(request, machines)
         submitted = launcher.launch_array(
@@ -80,9 +91,18 @@ def launch(
     )
     notes += launcher.unusable_spares(job, chosen)
     with progress(console(stderr=True)) as report:
-        record, more = launcher.launch(
-            job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
-        )
+
+        def start(job: Job) -> tuple[JobRecord, list[str]]:
+            return launcher.launch(
+                job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
+            )
+
+        if wait:
+            record, more = launcher.launch_in_turn(
+                request, machines, records, _seconds(wait), lambda text: print_line(out, text), start
+            )
+        else:
+            record, more = start(job)
     notes += more
     try:
         _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
@@ -98,6 +118,14 @@ def launch(
         record, records, out, all_nodes=logs == "all", stop_on_interrupt=True, notes=[*notes, ""], values=secrets
     )
     raise typer.Exit(finish(follower, refusal, records, out))
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of `90s`, `30m` or `2h`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h)", text)
+    if not match:
+        raise UsageError(f"--wait {text!r}: expected a time", "for example: --wait 90s, --wait 30m, --wait 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
 @takes_options

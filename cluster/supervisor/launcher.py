@@ -6,13 +6,15 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from cluster.backends import BACKENDS, SLURM
 from cluster.errors import (
     ClusterError,
+    GpusHeldError,
     LaunchError,
     NameTakenError,
     PortTakenError,
@@ -25,11 +27,12 @@ from cluster.spec.defaults import Here
 from cluster.spec.model import Inventory, Job, JobRecord, Node, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
-from cluster.supervisor import jobs
+from cluster.supervisor import gpu_queue, jobs
 from cluster.transport import files, parallel, rsync, workdir
 from cluster.transport.local import LocalShell
 
 _PORT_TRIES = 20
+T = TypeVar("T")
 
 
 def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str, str]:
@@ -58,14 +61,18 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     return "local", f"no containers: the nodes are process groups here (--backend compose makes this an error): {why}"
 
 
-def resolve(request: Request, inventory: Inventory | None) -> tuple[Job, str, list[str]]:
-    """Return the job of a request, its backend, and notes for the user.
+def resolve(
+    request: Request, inventory: Inventory | None, gpus: Sequence[int] | None = None
+) -> tuple[Job, str, list[str]]:
+    """Return the job of a request, its backend, and notes for the user. `gpus` are the usable ones of this machine.
 
     Raises:
         UsageError: The request is contradictory.
     """
     chosen, note = choose_backend(request.backend, inventory)
-    job, notes = defaults.job(request, _local_machine(request, chosen), chosen, inventory)
+    here = _local_machine(request, chosen)
+    here = here if gpus is None else replace(here, gpus=tuple(gpus))
+    job, notes = defaults.job(request, here, chosen, inventory)
     return job, chosen, [*([note] if note else []), *notes]
 
 
@@ -314,19 +321,64 @@ def _check_program(job: Job) -> None:
 
 
 def _check_gpus(job: Job, records: JobStore) -> None:
-    """Raise UsageError if a running job on this machine uses one of the GPUs."""
-    for record in records if job.gpus else ():
-        held = sorted(set(job.gpus) & set(record.job.gpus))
+    """Raise GpusHeldError if a running job on this machine uses one of the GPUs."""
+    held = gpus_in_use(records) if job.gpus else {}
+    for name in dict.fromkeys(held[gpu] for gpu in job.gpus if gpu in held):
+        ids = ", ".join(str(gpu) for gpu in sorted(job.gpus) if held.get(gpu) == name)
+        raise GpusHeldError(
+            f"this machine: GPU {ids} is held by the job {name}",
+            "choose others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait: clusterctl launch --wait 2h ...",
+        )
+
+
+def gpus_in_use(records: JobStore) -> dict[int, str]:
+    """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
+    held: dict[int, str] = {}
+    for record in records:
         try:
-            runs = bool(held) and not record.outcome and jobs.state(record)[0] in ("joining", "running")
+            if record.job.gpus and not record.outcome and jobs.state(record)[0] in ("joining", "running"):
+                held |= dict.fromkeys(record.job.gpus, record.plan.job_id)
         except ClusterError:  # its Docker Engine is down, and so are its containers
             continue
-        if runs:
-            name, ids = record.plan.job_id, ", ".join(str(gpu) for gpu in held)
-            raise UsageError(
-                f"this machine: GPU {ids} is held by the job {name}",
-                f"choose others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait: clusterctl wait {name}",
-            )
+    return held
+
+
+def launch_in_turn(
+    request: Request,
+    inventory: Inventory | None,
+    records: JobStore,
+    wait_s: float,
+    note: Callable[[str], None],
+    start: Callable[[Job], T],
+) -> T:
+    """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
+
+    Args:
+        request: The request, as for `resolve`.
+        inventory: The machines; the job gets the first ones with enough free GPUs.
+        records: Of the jobs on this machine.
+        wait_s: How long to wait.
+        note: Gets a sentence for the user when the reason for waiting changes.
+        start: Starts a job. On GpusHeldError the launcher keeps its place and waits again.
+
+    Raises:
+        LaunchError: There were not enough free GPUs in time.
+    """
+    job, backend, _ = resolve(request, inventory)
+    nodes = gpu_queue.candidates(job, backend, inventory, _local_machine(request, backend).gpus)
+    until = time.time() + wait_s
+    in_use: Callable[[], dict[int, str]] = dict if job.hosts else lambda: gpus_in_use(records)
+    with gpu_queue.GpuQueue(job.name, nodes, in_use) as queue:
+        while True:
+            free = queue.wait(job, until, note)
+            if job.hosts and inventory:
+                job, _, _ = resolve(request, replace(inventory, nodes=tuple(free)))
+            else:
+                job, _, _ = resolve(request, inventory, free[0].gpus)
+            try:
+                return start(job)
+            except GpusHeldError as error:  # by a launcher without --wait, at the same moment
+                note(error.message)
 
 
 def _check_run_dir(plan: Plan) -> None:

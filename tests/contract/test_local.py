@@ -47,7 +47,7 @@ def test_nodes_that_do_not_join_in_time_are_named_and_stopped(clusterctl, job_na
 
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
     """Simulate the GPUs in the output of nvidia-smi."""
-    first, second = f"{job_name}-first", f"{job_name}-second"
+    first, second, third = (f"{job_name}-{nth}" for nth in ("first", "second", "third"))
     smi = clusterctl.folder / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(
@@ -56,6 +56,7 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
     )
     smi.chmod(0o755)
     clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "2,1"}
+    clusterctl.env["CLUSTERCTL_LOCKS"] = str(clusterctl.folder / "locks")
     (clusterctl.folder / "show.py").write_text(
         "import os, time\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
     )
@@ -65,12 +66,25 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
         clusterctl.wait_for(first, "sees 2")
         code, text = clusterctl.run(*launch("show.py", "--gpus", "1", name=second))
         assert (code, f"GPU 2 is held by the job {first}" in text) == (2, True), text
+        code, text = clusterctl.run(*launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=third))
+        assert code == 0, text
+        clusterctl.wait_for(third, "sees 1")
+        code, text = clusterctl.run(*launch("show.py", "--wait", "1s", "--gpus", "1", name=second))
+        assert (code, f"held by {first}, {third}" in text) == (3, True), text
+        waiting = clusterctl.start(*launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=second))
+        assert waiting.stdout.readline() == f"waiting for 1 GPU: held by {first}, {third}\n"
+        assert clusterctl.run("stop", first)[0] == 0
+        text, _ = waiting.communicate(timeout=60)
+        assert waiting.returncode == 0, text
+        clusterctl.wait_for(second, "sees 2")
+        assert [clusterctl.run("stop", name)[0] for name in (second, third)] == [0, 0]
+        second = f"{job_name}-uuid"
         clusterctl.env["CUDA_VISIBLE_DEVICES"] = "GPU-11"
         code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name=second))
         assert code == 0, text
         clusterctl.wait_for(second, "sees 1")
     finally:
-        for name in (first, second):
+        for name in (first, second, third):
             clusterctl.run("stop", name)
 
 

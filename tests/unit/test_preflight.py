@@ -6,7 +6,7 @@ import pytest
 
 from cluster.agent import scripts
 from cluster.backends import BACKENDS, preflight
-from cluster.errors import NameTakenError, PortTakenError, UsageError
+from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
 from cluster.spec.model import Job, Node
 from cluster.transport.local import LocalShell
 
@@ -60,7 +60,7 @@ def test_nodes_with_another_image_are_named():
 @pytest.mark.parametrize(
     ("line", "kind", "message"),
     [
-        ("held other 1", UsageError, "b: its GPUs are held by the job other"),
+        ("held other 1", GpusHeldError, "b: its GPUs are held by the job other"),
         ("exists /r/job", NameTakenError, "b: /r/job already exists"),
         ("runs process 7", NameTakenError, "b: a job job already exists: process 7"),
         ("port taken by pid 7", PortTakenError, "b: port 20000 is taken by pid 7"),
