@@ -197,7 +197,7 @@ def _node(job: Job) -> dict[str, Any]:
         "configs": [{"source": "agent", "target": AGENT}],
         "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
         "init": True,
-        "shm_size": "2gb",
+        "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
         "stop_grace_period": "30s",
         "labels": {contract.JOB_ID: job.name},
     }
