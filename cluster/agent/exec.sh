@@ -9,7 +9,7 @@ shift 2
 status=$(cat -- "$out/$node.json" 2>/dev/null) || fail "its ranks have not started"
 [ "${status##*\"phase\":\"exited\"*}" ] || fail "its ranks have ended"
 pid=$(sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' <<< "$status")
-options=()
+options=() site=()
 case $runtime in
 docker | podman) ;; # the engine finds the container by its name
 *)

@@ -49,6 +49,12 @@ if [ -n "$device" ]; then
     export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$device}" NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-=$device}"
 fi
 
+# The site's variables enter the container, too: those whose names begin with a word of `passed`.
+site=()
+for prefix in "${passed[@]:-}"; do
+    [ -z "$prefix" ] || mapfile -t -O "${#site[@]}" site < <(compgen -e "$prefix")
+done
+
 # The runtime's options that depend on the machine
 options=()
 [ "$(type -t prepare)" != function ] || prepare

@@ -92,6 +92,8 @@ def _script(
     text = "set -u\n" + scripts.exports(values) + "\n" + finds
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
+    if job.pass_env and not runtime.inside:
+        text += f"passed=({scripts.line([pattern.rstrip('*') for pattern in job.pass_env])})\n"
     text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
     return text + _entry(words) + scripts.text(*filter(None, [runtime.script]), "agent/node.sh")
 

@@ -2,7 +2,7 @@
 # Only the variables `names` enter the container, and no value is on a command line.
 prepare() {
     local name
-    for name in "${names[@]}"; do [ -z "${!name+set}" ] || export "APPTAINERENV_$name=${!name}"; done
+    for name in "${names[@]}" "${site[@]}"; do [ -z "${!name+set}" ] || export "APPTAINERENV_$name=${!name}"; done
 }
 # The exit code if Apptainer cannot start the container
 start_failure=255

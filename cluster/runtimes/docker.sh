@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # The functions of docker and podman.
 prepare() {
-    local rootless='' rights gpu gpus
+    local rootless='' rights gpu gpus name
     options=(--user "$(id -u):$(id -g)")
     if [ "$runtime" = podman ]; then
         [ "$(id -u)" = 0 ] || { rootless=yes; options+=(--userns keep-id); }
@@ -16,6 +16,7 @@ prepare() {
     if [ -z "$rootless" ] && [ $((0x${rights:-0} >> 24 & 1)) = 1 ]; then
         options+=(--ulimit memlock=-1 --ulimit stack=67108864)
     fi
+    for name in "${site[@]}"; do options+=(--env "$name"); done
     # The GPUs that Slurm assigned: a container numbers them from 0.
     if [ -n "${GIVEN_GPUS:-}" ]; then
         IFS=, read -r -a gpus <<< "$GIVEN_GPUS"

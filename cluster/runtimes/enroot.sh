@@ -2,7 +2,7 @@
 # Only the variables `names` enter the container, and no value is on a command line.
 prepare() {
     local name
-    for name in "${names[@]}"; do [ -z "${!name+set}" ] || options+=(--env "$name"); done
+    for name in "${names[@]}" "${site[@]}"; do [ -z "${!name+set}" ] || options+=(--env "$name"); done
 }
 # The agent's pid is valid on the host.
 signal_pid() { agent_pid; }

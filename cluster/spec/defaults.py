@@ -14,7 +14,7 @@ from typing import cast
 
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import Device, Inventory, Job, Mount, Node, Queue
+from cluster.spec.model import PASS_ENV, Device, Inventory, Job, Mount, Node, Queue
 from cluster.spec.request import Request
 
 DEFAULT_IMAGE = "trainer:0.1"
@@ -95,6 +95,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         setup=request.setup,
         setup_key=_setup_key(request.setup, workdir, here),
         env={**(inventory.env if inventory else {}), **env},
+        pass_env=inventory.pass_env if inventory else PASS_ENV,
         secrets=secrets,
         mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
         port=_port(request.master_port),

@@ -30,6 +30,10 @@ class Mount:
     synced: bool = False
 
 
+#: Patterns of the variables of NCCL, libfabric, UCX and Open MPI, by which a site configures its network.
+PASS_ENV = ("NCCL_*", "FI_*", "UCX_*", "OMPI_*")
+
+
 @dataclass(frozen=True)
 class Node:
     """A machine, or one of several nodes on this machine.
@@ -87,6 +91,7 @@ class Inventory:
     image: str = ""
     device: Device = "cuda"
     env: Mapping[str, str] = field(default_factory=dict)
+    pass_env: tuple[str, ...] = PASS_ENV
     mounts: tuple[Mount, ...] = ()
     path: str = ""
 
@@ -98,10 +103,11 @@ class Job:
     `run_root` has one folder per job. `says_ready`: the program writes the contract's events. `secrets` are names of
     variables whose values no plan contains. The program runs in `workdir`; with `copies_workdir` each node has a copy
     of this machine's folder there. `setup` are shell commands that run before it on each node, in a virtual
-    environment that all jobs with the same `setup_key` share ("": the job's own). `hosts` are the machines (none: this
-    machine), or `queue` provides them. `gpus` are this machine's, for all of its nodes together. After a failure the
-    job restarts `max_restarts` times, with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never
-    fewer). `stall_timeout_s` without progress is a failure (0: never). Raises UsageError if a field is invalid.
+    environment that all jobs with the same `setup_key` share ("": the job's own). Containers get the variables of the
+    node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
+    `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
+    with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer). `stall_timeout_s` without
+    progress is a failure (0: never). Raises UsageError if a field is invalid.
     """
 
     name: str
@@ -119,6 +125,7 @@ class Job:
     setup: str = ""
     setup_key: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
+    pass_env: tuple[str, ...] = PASS_ENV
     secrets: tuple[str, ...] = ()
     mounts: tuple[Mount, ...] = ()
     port: int = 0

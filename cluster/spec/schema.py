@@ -28,16 +28,18 @@ from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import inventory, slurm
 from cluster.spec.defaults import ENV_NAME, mount
-from cluster.spec.model import Device, Inventory, Node
+from cluster.spec.model import PASS_ENV, Device, Inventory, Node
 
 _Key = tuple[str | int, ...]
 
 _ABSOLUTE = r"^(/|~/)"
+_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*\*?$"
 _USER = r"^[^\s@:/-][^\s@:/]*$"
 #: The expected value in errors, by pattern.
 _EXPECTED = {
     _ABSOLUTE: "an absolute path, or one below ~/, for example /data/runs",
     _USER: "a user name without '@', ':' and '/'",
+    _PATTERN: "the name of a variable, or the beginning of one and *, for example NCCL_*",
     ENV_NAME: "the name of a variable: letters, digits and '_'",
     inventory.NAME: "a node's name: letters, digits, '.', '_' and '-', 100 at most, a letter or digit first",
 }
@@ -147,6 +149,7 @@ class File(Keys):
     device: Device = "cuda"
     ssh_config: str = ""
     env: Environment = {}
+    pass_env: list[Annotated[str, StringConstraints(pattern=_PATTERN)]] = list(PASS_ENV)
     mounts: list[MountText] = []
     defaults: Defaults = Field(default_factory=Defaults)
     nodes: Annotated[
@@ -290,6 +293,7 @@ def read(text: str, path: str, cwd: str = "/") -> Inventory:
         image=file.image,
         device=file.device,
         env=file.env,
+        pass_env=tuple(file.pass_env),
         mounts=tuple(mount(text, folder) for text in file.mounts),
         path=path,
     )

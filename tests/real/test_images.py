@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cluster import images
 from cluster.spec.model import Node
@@ -234,3 +235,23 @@ def test_unreadable_layers_send_the_whole_image(make_image, testbed, monkeypatch
     assert pushed["n0"].sent >= 5 << 20
     assert notes[0].startswith("this machine: cannot read single layers (")
     assert image.id_on(testbed["n0"]) == image.ids[0]
+
+
+def test_the_sites_network_variables_enter_the_container_unless_forbidden(clusterctl, testbed, image_on_hosts):
+    node = {"address": testbed["n1"].address, "runtime": "docker", "run_dir": "/data/runs", "data_dir": "/data/files"}
+    inventory = {"ssh_config": str(testbed.ssh_config), "device": "cpu", "nodes": {"n1": node}}
+    (clusterctl.folder / "show.py").write_text(
+        "import os\nprint(sorted(n for n in os.environ if n[:4] in ('NCCL', 'UCX_')))"
+    )
+    testbed["n1"].run("cp .bashrc .bashrc.kept; sed -i '1i export NCCL_IB_HCA=mlx5 UCX_TLS=tcp SITE=x' .bashrc")
+    try:
+        for more, names in (
+            ({}, "['NCCL_IB_HCA', 'NCCL_SOCKET_IFNAME', 'UCX_TLS']"),
+            ({"pass_env": []}, "['NCCL_SOCKET_IFNAME']"),
+        ):
+            (clusterctl.folder / "cluster.yaml").write_text(yaml.safe_dump(inventory | more))
+            code, text = clusterctl.run("launch", "--command", "show.py")
+            assert code == 0, text
+            assert names in text
+    finally:
+        testbed["n1"].run("mv .bashrc.kept .bashrc")
