@@ -53,6 +53,7 @@ SLOW = frozenset(
         "test_shards_give_the_gradients_of_one_device",
         "test_uneven_shares_of_a_batch_train_as_one_rank_does",
         "test_verify_finds_the_gradients_of_ranks_equal",
+        "test_compiled_ranks_have_the_losses_of_uncompiled_ones",
         "test_every_strategy_resumes_from_the_checkpoint_of_another",
         "test_workers_exit_with_a_killed_trainer",
     }

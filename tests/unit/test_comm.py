@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_process import Ended, ranks, start, wait
+from trainer.distributed import comm
 from trainer.distributed.comm import (
     World,
     default_workers,
@@ -105,6 +106,22 @@ def test_each_rank_has_its_own_gpu_or_all_ranks_of_the_node_fail() -> None:
         assert gpu_of([4, 5, 6, 7], world) == 4 + rank
         with pytest.raises(TrainerError, match="4 processes on this node but 2 GPUs"):
             gpu_of([0, 1], world)
+
+
+def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Simulate the device file of a GPU, as with a driver that is too old."""
+    monkeypatch.setattr(comm, "_DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_numbers("") == []
+    (tmp_path / "nvidia0").touch()
+    with pytest.raises(TrainerError, match="a GPU that torch cannot use: ") as error:
+        gpu_numbers("")
+    assert "--device cpu" in error.value.hint
+    assert gpu_numbers("cpu") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_numbers("") == []
 
 
 def run_ranks(program: str, environments: list[dict[str, str]], folder: Path) -> list[Ended]:

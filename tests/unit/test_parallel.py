@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18
 
 from tests.unit.test_resume import content
-from tests.unit.trainer_process import Ended, call, ranks, run, start, wait
+from tests.unit.trainer_process import TINY, Ended, call, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
 from trainer.bench.processes import request_of
 from trainer.config import Settings, preset_for
@@ -239,6 +239,24 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 def shapes(optimizer: dict[str, Any]) -> dict[int, dict[str, torch.Size]]:
     return {k: {name: value.shape for name, value in state.items()} for k, state in optimizer["state"].items()}
+
+
+def test_compiled_ranks_have_the_losses_of_uncompiled_ones(data: Path, tmp_path: Path) -> None:
+    found = []
+    for name, more in (("eager", []), ("compiled", ["--compile"])):
+        ended = wait(
+            start(
+                *(tmp_path, ranks(2), "train", "--data", str(data), "--cfg", TINY, "--imgsz", "64", "--batch", "6"),
+                *("--epochs", "1", "--device", "cpu", "--precision", "fp32", "--log-steps", "--noval"),
+                *("--project", ".", "--name", name, *more),
+            ),
+            timeout_s=240,
+        )
+        assert codes(ended) == [0, 0], ended
+        rows = (tmp_path / name / "steps.csv").read_text().splitlines()[1:]
+        found.append(torch.tensor([[float(value) for value in row.split(",")] for row in rows]))
+    assert len(found[0]) == 2
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-6)
 
 
 def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None:

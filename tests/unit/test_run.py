@@ -1,6 +1,7 @@
 """What a run is made of before its first step: the weights that it takes over, and what it tells of the loaders."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
+from trainer.models.precision import set_algorithms
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.weights import checkpoint_file
 
@@ -52,6 +54,38 @@ def test_fp32_that_was_asked_for_is_not_tf32(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
         made(data, precision=precision)
         assert torch.backends.cudnn.allow_tf32 is tf32
+
+
+def test_tf32_is_allowed_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    try:
+        made(squares(tmp_path / "set", train=6), precision="fp32", tf32=True)
+        assert torch.backends.cudnn.allow_tf32
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_cudnn_is_fast_or_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    set_algorithms(deterministic=False, has_one_shape=True)
+    assert torch.backends.cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        set_algorithms(deterministic=True, has_one_shape=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_compile_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(TrainerError, match="this machine has no C"):
+        made(squares(tmp_path / "set", train=6), compile=True)
 
 
 @pytest.mark.parametrize("key", ["cutmix", "randaugment", "pad"])

@@ -110,6 +110,12 @@ class Settings:
         "on a CPU.",
         known=PRECISIONS,
     )
+    tf32: bool = option(False, "With --precision fp32 on a GPU: multiply in TF32, which has 10 of 23 mantissa bits.")
+    deterministic: bool = option(
+        False,
+        "On a GPU: deterministic algorithms only, so that a resumed run equals an uninterrupted one. Slower. On a CPU "
+        "every run is.",
+    )
     compile: bool = option(False, "Compile the network with torch.compile: slower start, faster steps.")
     parallel: str = option(
         "ddp",

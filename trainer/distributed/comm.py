@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer import contract
 from trainer.errors import TrainerError
 
+_DEVICES = Path("/dev")
+
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = datetime.timedelta(minutes=10)
@@ -83,6 +85,8 @@ def gpu_numbers(wanted: str) -> list[int]:
     """Return the GPU numbers of --device, [] for the CPU. "" selects all GPUs, or the CPU if it has none."""
     wanted = wanted.strip().lower()
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not wanted and not have and (problem := _gpu_problem()):
+        raise TrainerError(f"this machine has a GPU that torch cannot use: {problem}", "--device cpu trains without it")
     if wanted == "cpu" or (not wanted and not have):
         return []
     if wanted in ("", "cuda", "gpu"):
@@ -105,6 +109,17 @@ def gpu_numbers(wanted: str) -> list[int]:
         if not 0 <= n < have:
             raise TrainerError(f"--device {wanted}: no GPU {n}, this machine has {have}")
     return numbers
+
+
+def _gpu_problem() -> str:
+    """Return why torch cannot use the GPU that this machine or container has; "" if it has none, or none is visible."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1") or not list(_DEVICES.glob("nvidia[0-9]*")):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # for example: the driver is too old, and its version
+        return str(error).split(". ")[0]
+    return "it finds no device"
 
 
 def devices_of(device: str, ranks: int, strategy: str = "ddp") -> str:

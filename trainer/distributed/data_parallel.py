@@ -26,7 +26,8 @@ class Ddp(Strategy):
         if self._settings.sync_bn and comm.is_distributed():
             synchronise(model, self._device)
         if self._settings.compile:
-            model.compile()
+            # Without `dynamic=False`, a second shape (of a last batch) would make all kernels dynamic.
+            model.compile(dynamic=None if self._settings.multi_scale or self._settings.rect else False)
         self.refresh()
 
     def refresh(self) -> None:
@@ -50,7 +51,8 @@ class Ddp(Strategy):
         images = torch.zeros(2, 3, side, side, device=self._device).to(memory_format=torch.channels_last)
         self._net.train()
         for _ in range(2):  # the second forward pass applies the new order
-            self.step(images, lambda raw: torch.stack([t.float().sum() for t in tree_leaves(raw)]).sum(), sync=True)
+            with torch.compiler.set_stance("force_eager"):  # no compilation for this shape
+                self.step(images, _sum_of_outputs, sync=True)
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -66,6 +68,10 @@ class Ddp(Strategy):
             evaluate(raw).backward()  # type: ignore[no-untyped-call]
         if not skips_sync:
             self._conditions.timer.after_backward()
+
+
+def _sum_of_outputs(raw: Any) -> Tensor:
+    return torch.stack([tensor.float().sum() for tensor in tree_leaves(raw)]).sum()
 
 
 def _sum_gradients(model: DistributedDataParallel, timer: StepTimer, *, compress: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from trainer.engine.timing import StepTimer
 from trainer.engine.trackers import Tracker
 from trainer.errors import TrainerError
 from trainer.models import freeze
-from trainer.models.precision import full_fp32, native_bf16, pick_dtype
+from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, set_tf32
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 
@@ -58,8 +60,12 @@ class Trainer:
             )
         # A rank without bf16 must not fail here, before the rendezvous: the others would wait for it.
         self.dtype = pick_dtype(s.precision, device, s.precision == "bf16" or native_bf16(device))
+        if s.compile and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+            raise TrainerError("--compile: this machine has no C++ compiler", "install g++, or omit --compile")
         if s.precision == "fp32":
-            full_fp32()
+            set_tf32(s.tf32)
+        if device.type == "cuda":
+            set_algorithms(deterministic=s.deterministic, has_one_shape=not (s.multi_scale or s.rect))
         self.task = open_task(s)
         if not len(self.task.val_set) and not s.noval:
             raise TrainerError(f"--data {s.data}: no validation image", "add images to `val`, or use --noval")

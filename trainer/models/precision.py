@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -21,9 +22,17 @@ def native_bf16(device: torch.device) -> bool:
     return bool(flags & ({"avx512_bf16", "amx_bf16"} if platform.machine() in ("x86_64", "AMD64") else {"bf16"}))
 
 
-def full_fp32() -> None:
-    """Disable TF32, torch's default for convolutions since Ampere: it keeps 10 of fp32's 23 mantissa bits."""
-    torch.backends.cudnn.allow_tf32 = False
+def set_tf32(is_allowed: bool) -> None:
+    """Allow or forbid TF32, torch's default for convolutions since Ampere: it keeps 10 of fp32's 23 mantissa bits."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = is_allowed
+
+
+def set_algorithms(*, deterministic: bool, has_one_shape: bool) -> None:
+    """Choose cuDNN's algorithms: the fastest by a test per shape, or only deterministic ones."""
+    torch.backends.cudnn.benchmark = has_one_shape and not deterministic
+    if deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it is initialized
+        torch.use_deterministic_algorithms(True)
 
 
 def pick_dtype(precision: str, device: torch.device, native: bool) -> torch.dtype:

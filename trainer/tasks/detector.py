@@ -12,7 +12,7 @@ from torchvision.ops import batched_nms
 
 from trainer.config import PRECISIONS
 from trainer.errors import TrainerError
-from trainer.models.precision import full_fp32, native_bf16, pick_dtype
+from trainer.models.precision import native_bf16, pick_dtype, set_tf32
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
 from trainer.weights import checkpoint_file
 
@@ -155,7 +155,7 @@ def type_for(precision: str, half: bool, device: torch.device) -> torch.dtype:
     if half:  # also where the device would be slow at it
         return torch.float16 if meant == "fp16" else torch.bfloat16
     if precision == "fp32":
-        full_fp32()
+        set_tf32(False)
     return pick_dtype(precision, device, native_bf16(device))
 
 
