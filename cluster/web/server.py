@@ -232,7 +232,9 @@ class Server(ThreadingHTTPServer):
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
         rows = "".join(job.row() for job in found)
-        titles = "".join(f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", "cause"))
+        titles = "".join(
+            f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", "cause")
+        )
         return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
 
     def log_lines(self, job_id: str, node: str, query: str) -> Iterator[list[str]]:

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from trainer.config import Hyp
-from trainer.losses.aligned import AlignedLoss, Candidates, Matched, match
+from trainer.losses import aligned
+from trainer.losses.aligned import TOP, AlignedLoss, Candidates, Matched
 from trainer.losses.detection import ciou
 
 SIDE = 64  # 8 x 8, 4 x 4 and 2 x 2 points
@@ -12,7 +13,7 @@ def listed(boxes: list[list[float]], images: int = 1) -> Candidates:
     """`boxes` as [image, class, x1, y1, x2, y2] in pixels."""
     t = torch.tensor(boxes).view(-1, 6)
     targets = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
-    return AlignedLoss((8, 16, 32), 16, Hyp()).assign(targets, images, SIDE, SIDE)
+    return AlignedLoss((8, 16, 32), 16, Hyp(), torch.device("cpu")).assign(targets, images, SIDE, SIDE)
 
 
 def places(found: Candidates, box: int = 0) -> list[tuple[float, ...]]:
@@ -39,7 +40,16 @@ def test_against_every_pair_of_many_boxes() -> None:
         ((found.points[None] > boxes[:, None, 2:4]) & (found.points[None] < boxes[:, None, 4:])).all(2).nonzero()
     )  # sorted by box, then by point
     assert torch.equal(torch.stack((found.box, found.point), 1), inside)
-    assert found.first.tolist() == [int((inside[:, 0] < k).sum()) for k in range(40)]
+    boxes_of_pairs = inside[:, 0].tolist()
+    assert found.top.tolist() == [k for k, box in enumerate(boxes_of_pairs) if boxes_of_pairs[:k].count(box) < TOP]
+
+
+def match(found: Candidates, scores: torch.Tensor, boxes: torch.Tensor) -> Matched:
+    """Return the pairs that have a weight."""
+    pairs = aligned.match(found, scores, boxes)
+    has_weight = pairs.weight > 0
+    fields = (pairs.image, pairs.point, pairs.cls, pairs.target, pairs.weight)
+    return Matched(*(values[has_weight] for values in fields))
 
 
 def perfect(found: Candidates) -> torch.Tensor:
@@ -72,11 +82,11 @@ def test_overlap_counts_by_its_sixth_power() -> None:
     overlap = ciou(boxes, perfect(found))
     scores = torch.tensor([0.9, 0.5, 0.5])
     matched = match(found, scores, boxes)
-    aligned = scores**0.5 * overlap**6
-    assert matched.point.tolist() == [found.point[i] for i in aligned.argsort(descending=True).tolist()]
+    alignment = scores**0.5 * overlap**6
+    assert matched.point.tolist() == [found.point[i] for i in alignment.argsort(descending=True).tolist()]
     weights = dict(zip(matched.point.tolist(), matched.weight.tolist(), strict=True))
-    for point, value in zip(found.point.tolist(), aligned.tolist(), strict=True):
-        assert weights[point] == pytest.approx(value / aligned.max().item() * overlap.max().item(), rel=1e-5)
+    for point, value in zip(found.point.tolist(), alignment.tolist(), strict=True):
+        assert weights[point] == pytest.approx(value / alignment.max().item() * overlap.max().item(), rel=1e-5)
 
 
 def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:

@@ -66,11 +66,12 @@ def test_a_image_that_is_not_square_uses_both_sides() -> None:
 
 def test_the_last_box_on_a_cell_owns_it() -> None:
     level = positives([[0, 1, 5.4, 5.4, 4, 4], [0, 2, 5.3, 5.3, 4, 4], [1, 3, 5.3, 5.3, 4, 4]])
-    own = level.owner
+    own = level.own
     assert set(level.cls[own].tolist()) == {2, 3}  # another image's box takes nothing away
     slots = list(zip(*(t[own].tolist() for t in (level.image, level.anchor, level.row, level.column)), strict=True))
     assert len(slots) == len(set(slots)) == 12
-    assert len(own) == 18
+    assert len(level.image) == 18
+    assert level.slot.tolist() == [((i * 3 + a) * 10 + y) * 10 + x for i, a, y, x in slots]
 
 
 def test_a_box_without_width_matches_nothing() -> None:

@@ -28,7 +28,7 @@ def nano(head: str, nc: int) -> Yolo:
 
 def loss_for(head: str, nc: int = 3, **hyp: float) -> Any:
     if head == "anchor-free":
-        return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp))
+        return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp), torch.device("cpu"))
     detect = nano(head, nc).detect
     assert isinstance(detect, Detect)
     return DetectionLoss(detect.anchors, detect.strides, nc, Hyp(**hyp), SIDE)
@@ -113,7 +113,7 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     for image, point, cls, target, weight in zip(
         matched.image, matched.point, matched.cls, matched.target, matched.weight, strict=True
     ):
-        wanted[image, point, cls] = weight
+        wanted[image, point, cls] += weight
         bins = flat[image, point, :64].view(4, BINS)
         x, y = found.points[point].tolist()
         stride = found.strides[point].item()
@@ -129,7 +129,7 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
             dfl += weight.item() * (nll[low] * (low + 1 - steps) + nll[low + 1] * (steps - low)).item() / 4
     cls_sum = F.binary_cross_entropy_with_logits(flat[..., 64:], wanted, reduction="sum").item()
     total = matched.weight.sum().item()
-    assert len(matched.weight) > 15
+    assert int((matched.weight > 0).sum()) > 15
     assert total > 1
     assert late.item() == pytest.approx(total)
     expected = [7.5 * box / total, 0.5 * cls_sum / total, 1.5 * dfl / total]

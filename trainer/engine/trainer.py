@@ -33,6 +33,7 @@ from trainer.engine.state import (
 from trainer.engine.timing import StepTimer
 from trainer.engine.trackers import Tracker
 from trainer.errors import TrainerError
+from trainer.losses import send
 from trainer.models import freeze
 from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, set_tf32
 from trainer.tasks import open_task
@@ -193,7 +194,7 @@ class Trainer:
         counts = assignment.counts
         if not self.strategy.computes_loss:  # another stage counts the same images
             counts = torch.zeros_like(counts)
-        requests = counts.new_tensor([float(stop), float(save)])
+        requests = send(torch.tensor([float(stop), float(save)], dtype=torch.float64), self.device)
         sums = torch.cat((counts, self.unreduced_terms, requests))
         work = comm.start_sum(sums)  # overlaps with the forward pass
         terms = torch.zeros_like(self.unreduced_terms)
@@ -206,7 +207,8 @@ class Trainer:
             with self.timer.spending("sync"):
                 comm.wait(work)
                 comm.wait(late_work)
-            read_requests = _copy_to_host(sums[-REQUESTS:])  # before backward, so that reading does not wait for it
+            if comm.is_distributed():  # before backward, so that reading does not wait for it
+                read_requests = _copy_to_host(sums[-REQUESTS:])
             terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
             # Gradients are summed over the ranks, not averaged.
             return self.scaler.scale(terms.sum() * self.task.weight(sums[0].float()))
@@ -214,7 +216,8 @@ class Trainer:
         self.strategy.step(images, evaluate, updates)
         with self.timer.spending("sync"):
             comm.wait(work)  # a stage without the outputs has not called `evaluate`
-        read_requests = read_requests or _copy_to_host(sums[-REQUESTS:])
+        if comm.is_distributed():
+            read_requests = read_requests or _copy_to_host(sums[-REQUESTS:])
         self.reduced_terms, self.reduced_step = sums[len(counts) : -REQUESTS], self.unreduced_step
         self._record_nonfinite(self.reduced_terms, self.reduced_step)
         if updates:
@@ -225,7 +228,7 @@ class Trainer:
         self.unreduced_terms, self.unreduced_step = terms.detach().double(), step
         state.images += batch.global_size
         state.step += 1
-        to_stop, to_save = read_requests()
+        to_stop, to_save = read_requests() if read_requests else (stop, save)
         return StepResult(bool(to_stop), bool(to_save), updates)
 
     def _update_weights(self, step: int, rates: Any) -> None:

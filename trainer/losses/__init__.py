@@ -3,7 +3,13 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values of the host to a device. The host does not wait for a GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 class Loss(ABC):
@@ -19,7 +25,8 @@ class Loss(ABC):
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Any:
         """Assign the targets of `images` images of height x width px.
 
-        The result has `counts` float64 (c,): this rank's part of what the loss divides by, the images first.
+        The targets may be on the CPU; the result is on the loss's device. It has `counts` float64 (c,): this rank's
+        part of what the loss divides by, the images first.
         """
 
     def match(self, raw: Any, assigned: Any, /) -> tuple[Any, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.config import Hyp
 from trainer.errors import TrainerError
-from trainer.losses import Loss
+from trainer.losses import Loss, send
 from trainer.losses.detection import bce, ciou
 
 ALPHA, BETA = 0.5, 6.0  # alignment = score^ALPHA * overlap^BETA
@@ -27,14 +27,14 @@ HIGHEST = 2**31 - 1
 class Candidates:
     """The k pairs of a box and a point strictly inside it, sorted by box, then by point.
 
-    `box`, `point` are int64 (k,): rows of `targets` and numbers of points, which count through the levels;
-    `first` (n,) is where each box's pairs begin. `targets` (n, 4) is centre x, y, w, h in pixels, `cls` and
+    `box`, `point` are int64 (k,): rows of `targets` and numbers of points, which count through the levels. `top` int64
+    (m,) are the places of each box's first `TOP` pairs. `targets` (n, 4) is centre x, y, w, h in pixels, `cls` and
     `image` (n,) int64; `points` (p, 2) in pixels, `strides` (p,). `counts` float64 (1,) is the images.
     """
 
     box: Tensor
     point: Tensor
-    first: Tensor
+    top: Tensor
     targets: Tensor
     cls: Tensor
     image: Tensor
@@ -46,9 +46,10 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Matched:
-    """The m points that answer for a box: `image`, `point`, `cls` int64 (m,), `target` (m, 4) in pixels.
+    """The m best pairs of a box and a point: `image`, `point`, `cls` int64 (m,), `target` (m, 4) in pixels.
 
-    `weight` (m,) is the soft target in 0..1: the class score that is wanted there, and the pair's weight.
+    `weight` (m,) is the soft target in 0..1: the wanted class score, and the weight of the pair. It is 0 if the
+    pair is not aligned, or another box got the point: m depends on the targets alone, so no host waits for it.
     """
 
     image: Tensor
@@ -63,7 +64,7 @@ class AlignedLoss(Loss):
 
     terms = ("box", "cls", "dfl")
 
-    def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp) -> None:
+    def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp, device: torch.device) -> None:
         if hyp.label_smoothing:
             raise TrainerError(
                 "label smoothing: the anchor-free head's class targets are soft already",
@@ -71,11 +72,13 @@ class AlignedLoss(Loss):
             )
         self.strides, self.bins, self.hyp = strides, bins, hyp
         self.gains = (hyp.dfl_box, hyp.dfl_cls, hyp.dfl)
+        self._device = device
+        self._points: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # points and strides by height and width
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Candidates:
-        """List the points inside each box. `targets` (n, 6) is [image, class, cx, cy, w, h] normalised."""
-        device = targets.device
-        grids = torch.tensor([[width // s, height // s] for s in self.strides], device=device)  # (levels, 2)
+        """List the points inside each box, on the CPU. `targets` (n, 6) is [image, class, cx, cy, w, h] normalised."""
+        targets = targets.cpu()
+        grids = torch.tensor([[width // s, height // s] for s in self.strides])  # (levels, 2)
         stride = targets.new_tensor(self.strides)[:, None]
         boxes = targets[:, 2:] * targets.new_tensor([width, height, width, height])
         low_corner, high_corner = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
@@ -85,33 +88,43 @@ class AlignedLoss(Loss):
         span = (high - low + 1).clamp_(min=0).flatten(0, 1)
         number = span.prod(1)  # of each box on each level
         row = torch.repeat_interleave(number)
-        offset = torch.arange(len(row), device=device) - (number.cumsum(0) - number)[row]
+        offset = torch.arange(len(row)) - (number.cumsum(0) - number)[row]
         levels = len(self.strides)
         level = row % levels
         column = low.flatten(0, 1)[row, 0] + offset % span[row, 0]
         line = low.flatten(0, 1)[row, 1] + offset // span[row, 0]
         cells = grids.prod(1)
         per_box = number.view(-1, levels).sum(1)
-        points = []
-        for s in self.strides:
-            y, x = torch.arange(height // s, device=device), torch.arange(width // s, device=device)
-            points.append((torch.cartesian_prod(y, x).flip(1) + 0.5) * s)
+        box, first = row // levels, per_box.cumsum(0) - per_box
+        point = (cells.cumsum(0) - cells)[level] + line * grids[level, 0] + column
+        top = (torch.arange(len(box)) - first[box] < TOP).nonzero()[:, 0]
+        if (height, width) not in self._points:
+            grid = [torch.cartesian_prod(torch.arange(height // s), torch.arange(width // s)) for s in self.strides]
+            points = torch.cat([(each.flip(1) + 0.5) * s for each, s in zip(grid, self.strides, strict=True)])
+            self._points[height, width] = (
+                send(points, self._device),
+                send(stride[:, 0].repeat_interleave(cells), self._device),
+            )
+        columns = (box, point, top, targets[:, 1].long(), targets[:, 0].long())
+        sent = torch.split(send(torch.cat(columns), self._device), [len(column) for column in columns])
+        box, point, top, cls, image = sent
+        points, strides = self._points[height, width]
         return Candidates(
-            box=row // levels,
-            point=(cells.cumsum(0) - cells)[level] + line * grids[level, 0] + column,
-            first=per_box.cumsum(0) - per_box,
-            targets=boxes,
-            cls=targets[:, 1].long(),
-            image=targets[:, 0].long(),
-            points=torch.cat(points),
-            strides=stride[:, 0].repeat_interleave(cells),
+            box=box,
+            point=point,
+            top=top,
+            targets=send(boxes, self._device),
+            cls=cls,
+            image=image,
+            points=points,
+            strides=strides,
             images=images,
-            counts=torch.tensor([images], dtype=torch.float64, device=device),
+            counts=torch.full((1,), images, dtype=torch.float64, device=self._device),
         )
 
     @torch.no_grad()
     def match(self, raw: Sequence[Tensor], found: Candidates) -> tuple[tuple[Candidates, Matched], Tensor]:
-        """The points that answer for a box, and float64 (1,): the sum of this rank's soft targets."""
+        """The best pairs of a box and a point, and float64 (1,): the sum of this rank's soft targets."""
         flat, image = _flat(raw), found.image[found.box]
         picked = flat[image, found.point]
         scores = picked.gather(1, 4 * self.bins + found.cls[found.box][:, None])[:, 0].float().sigmoid()
@@ -130,7 +143,8 @@ class AlignedLoss(Loss):
         share = (1 / counts[1].clamp(min=1)).float()
         logits = flat[..., 4 * self.bins :].float()
         wanted = torch.zeros_like(logits)
-        wanted[matched.image, matched.point, matched.cls] = matched.weight
+        # Of the pairs of a point, one has a weight above 0.
+        wanted.index_put_((matched.image, matched.point, matched.cls), matched.weight, accumulate=True)
         cls = bce(logits, wanted, self.hyp.cls_pw, self.hyp.fl_gamma).sum()
 
         picked = flat[matched.image, matched.point, : 4 * self.bins].float()
@@ -140,8 +154,7 @@ class AlignedLoss(Loss):
         half = matched.target[:, 2:] / 2
         sides = torch.cat((point - matched.target[:, :2] + half, matched.target[:, :2] + half - point), 1)
         dfl = (self._distribution(picked, sides / stride[:, None]) * matched.weight).sum()
-        terms = torch.stack((box, cls, dfl)) * share
-        return terms * terms.new_tensor(self.gains)
+        return torch.stack([term * share * gain for term, gain in zip((box, cls, dfl), self.gains, strict=True)])
 
     def _boxes(self, raw: Tensor, point: Tensor, stride: Tensor) -> Tensor:
         """Raw distances (m, 4 * bins) at points (m, 2) px -> centre x, y, w, h (m, 4) in pixels."""
@@ -175,26 +188,22 @@ def match(found: Candidates, scores: Tensor, boxes: Tensor) -> Matched:
     pixels. The best `TOP` points of a box are chosen; of the boxes that choose the same point, that with
     the largest overlap gets it. weight = alignment / the box's best alignment * the box's best overlap.
     """
-    k, n = len(found.box), len(found.targets)
+    n = len(found.targets)
     overlap = ciou(boxes, found.targets[found.box]).clamp(min=0)
     aligned = scores**ALPHA * overlap**BETA
     # One sort for all boxes: the bits of floats that are not negative are ordered as they are. Ties go to the first.
     order = ((found.box << 32) - _bits(aligned)).argsort(stable=True)
-    rank = torch.arange(k, device=order.device) - found.first[found.box]
-    best = order[rank < TOP]
-    best = best[aligned[best] > 0]
-
+    best = order[found.top]
     box, point, aligned, overlap = found.box[best], found.point[best], aligned[best], overlap[best]
     image = found.image[box]
     slot = image * len(found.points) + point
-    claim = (_bits(overlap) << 32) + (HIGHEST - box)  # equal overlaps: the first box
+    claim = ((_bits(overlap) << 32) + (HIGHEST - box)) * (aligned > 0)  # equal overlaps: the first box
     largest = claim.new_zeros(found.images * len(found.points)).scatter_reduce_(0, slot, claim, "amax")
-    won = largest[slot] == claim
-    box, point, image, aligned, overlap = (t[won] for t in (box, point, image, aligned, overlap))
-
+    won = (largest[slot] == claim) & (aligned > 0)
+    aligned, overlap = aligned * won, overlap * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
-    weight = aligned / most_aligned[box] * most_overlap[box]
+    weight = torch.where(won, aligned / most_aligned[box] * most_overlap[box], 0)
     return Matched(image, point, found.cls[box], found.targets[box], weight)
 
 

@@ -30,7 +30,7 @@ class ClassificationLoss(Loss):
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Labels:
         """Classes (b,) or shares (b, nc) of `images` images -> the targets, and this rank's count."""
-        return Labels(targets, torch.tensor([images], dtype=torch.float64, device=targets.device))
+        return Labels(targets, torch.full((1,), images, dtype=torch.float64, device=targets.device))
 
     def __call__(self, raw: Tensor, labels: Labels, counts: Tensor) -> Tensor:
         """This rank's share of the mean cross-entropy, (1,) float32 with gradients; `raw` logits (b, nc)."""
@@ -45,7 +45,7 @@ class SegmentationLoss(ClassificationLoss):
         """Masks uint8 (b, h, w) of `images` images -> classes (b h w,), and this rank's images and counted pixels."""
         classes = targets.flatten().long()
         counted = (classes != IGNORED).sum(dtype=torch.float64)
-        return Labels(classes, torch.stack((counted.new_tensor(images), counted)))
+        return Labels(classes, torch.stack((torch.full_like(counted, images), counted)))
 
     def __call__(self, raw: Tensor, labels: Labels, counts: Tensor) -> Tensor:
         """This rank's share of the mean cross-entropy, (1,) float32 with gradients; `raw` logits (b, nc, h, w).

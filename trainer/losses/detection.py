@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
-from trainer.losses import Loss
+from trainer.losses import Loss, send
 
 BALANCE = {3: (4.0, 1.0, 0.4)}  # weight of each level's objectness
 BALANCE_ELSE = (4.0, 1.0, 0.25, 0.06, 0.02)
@@ -30,8 +30,9 @@ class Level:
     """The positives of one level, p of them.
 
     `image`, `anchor`, `row`, `column`, `cls` are int64 (p,); `box` (p, 4) is the target in grid units: the
-    centre relative to the cell, then width and height; `anchor_wh` (p, 2) is in grid units; `owner` (p,) is
-    False where a later positive stands on the same cell and decides its objectness.
+    centre relative to the cell, then width and height; `anchor_wh` (p, 2) is in grid units. `own` int64 (q,) are the
+    positives that decide the objectness of their cells: the last on each; `slot` int64 (q,) are those cells, counted
+    over images, anchors, rows and columns.
     """
 
     image: Tensor
@@ -41,7 +42,16 @@ class Level:
     cls: Tensor
     box: Tensor
     anchor_wh: Tensor
-    owner: Tensor
+    own: Tensor
+    slot: Tensor
+
+    def to(self, device: torch.device) -> Level:
+        """Copy it to a device, in one copy of its integers and one of its floats."""
+        columns = (self.image, self.anchor, self.row, self.column, self.cls, self.own, self.slot)
+        sent = torch.split(send(torch.cat(columns), device), [len(column) for column in columns])
+        box, anchor_wh = torch.split(send(torch.cat((self.box, self.anchor_wh), 1), device), [4, 2], 1)
+        image, anchor, row, column, cls, own, slot = sent
+        return Level(image, anchor, row, column, cls, box, anchor_wh, own, slot)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,9 @@ class DetectionLoss(Loss):
 
     def __init__(self, anchors: Tensor, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
         levels = len(strides)
-        self.anchors, self.strides, self.nc, self.hyp = anchors.float(), strides, nc, hyp
+        self.strides, self.nc, self.hyp = strides, nc, hyp
+        self._anchors, self._device = anchors, anchors.device
+        self.anchors: Tensor | None = None  # on the CPU; read at the first step, because a resumed run loads others
         self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
         self.gains = (
@@ -69,13 +81,18 @@ class DetectionLoss(Loss):
         )
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
-        """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts."""
+        """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts.
+
+        On the CPU: the numbers of positives depend on the targets, and a GPU's host would have to wait for them.
+        """
+        if self.anchors is None:
+            self.anchors = self._anchors.float().cpu()
         levels = [
-            assign_level(targets, anchors, height // stride, width // stride, self.hyp.anchor_t)
+            assign_level(targets.cpu(), anchors, height // stride, width // stride, self.hyp.anchor_t)
             for anchors, stride in zip(self.anchors, self.strides, strict=True)
         ]
-        counts = [images, *(len(level.image) for level in levels)]
-        return Assignment(levels, torch.tensor(counts, dtype=torch.float64, device=targets.device))
+        counts = torch.tensor([images, *(len(level.image) for level in levels)], dtype=torch.float64)
+        return Assignment([level.to(self._device) for level in levels], send(counts, self._device))
 
     def __call__(self, raw: Sequence[Tensor], assignment: Assignment, counts: Tensor) -> Tensor:
         """This rank's share of (box, obj, cls), gains included: (3,) float32 with gradients.
@@ -84,36 +101,32 @@ class DetectionLoss(Loss):
         `counts`. Summed over the ranks the shares are the batch's mean loss; every output
         takes part with at least a zero, so that no parameter is ever without a gradient.
         """
-        images = counts[0].float()
-        objectness = raw[0].new_zeros((), dtype=torch.float32)
-        scores, boxes, weights = [], [], []
-        for i, (t, level) in enumerate(zip(raw, assignment.levels, strict=True)):
-            picked = t[level.image, level.anchor, level.row, level.column].float()  # (p, nc + 5)
-            centre = picked[:, :2].sigmoid() * 2 - 0.5
-            size = (picked[:, 2:4].sigmoid() * 2) ** 2 * level.anchor_wh
-            quality = ciou(torch.cat((centre, size), 1), level.box)
-            weights.append((1 / counts[1 + i].clamp(min=1)).float().expand(len(picked)))
-            scores.append((picked[:, 5:], level.cls))
-            boxes.append(quality)
+        images, levels = counts[0].float(), assignment.levels
+        picked = torch.cat(
+            [t[level.image, level.anchor, level.row, level.column] for t, level in zip(raw, levels, strict=True)]
+        ).float()  # (p, nc + 5) of all levels
+        centre = picked[:, :2].sigmoid() * 2 - 0.5
+        size = (picked[:, 2:4].sigmoid() * 2) ** 2 * torch.cat([level.anchor_wh for level in levels])
+        quality = ciou(torch.cat((centre, size), 1), torch.cat([level.box for level in levels]))
+        numbers = [len(level.image) for level in levels]
+        per_level = (1 / counts[1:].clamp(min=1)).float()
+        weight = torch.cat([share.expand(number) for share, number in zip(per_level, numbers, strict=True)])
+        box = ((1 - quality) * weight).sum()
 
+        objectness = raw[0].new_zeros((), dtype=torch.float32)
+        reached = torch.split(quality.detach().clamp(min=0), numbers)
+        for t, level, values, balance in zip(raw, levels, reached, self.balance, strict=True):
             wanted = torch.zeros(t.shape[:4], device=t.device)
-            own = level.owner
-            wanted[level.image[own], level.anchor[own], level.row[own], level.column[own]] = quality.detach()[
-                own
-            ].clamp(min=0)
+            wanted.view(-1)[level.slot] = values[level.own]
             cells = t.shape[1] * t.shape[2] * t.shape[3] * images
-            objectness = objectness + bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum() * (
-                self.balance[i] / cells
-            )
-        weight = torch.cat(weights)
-        box = ((1 - torch.cat(boxes)) * weight).sum()
-        logits, cls = torch.cat([s for s, _ in scores]), torch.cat([c for _, c in scores])
+            loss = bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum()
+            objectness = objectness + loss * (balance / cells)
+        logits, cls = picked[:, 5:], torch.cat([level.cls for level in levels])
         if self.nc > 1:
             classes = (self._classes(logits, cls) * weight).sum() / self.nc
         else:  # a single class has no class loss; the zero keeps the parameters in the graph
             classes = logits.sum() * 0
-        terms = torch.stack((box, objectness, classes))
-        return terms * terms.new_tensor(self.gains)
+        return torch.stack([term * gain for term, gain in zip((box, objectness, classes), self.gains, strict=True)])
 
     def _classes(self, logits: Tensor, cls: Tensor) -> Tensor:
         """Summed class BCE of each positive: (p, nc), (p,) -> (p,)."""
@@ -150,6 +163,8 @@ def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: f
 
     image = targets[box, 0].long()
     column, row = cell.unbind(1)
+    slot = ((image * len(anchors) + anchor) * ny + row) * nx + column
+    own = _owners(slot).nonzero()[:, 0]
     return Level(
         image=image,
         anchor=anchor,
@@ -158,7 +173,8 @@ def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: f
         cls=targets[box, 1].long(),
         box=torch.cat((centre - cell, wh[box]), 1),
         anchor_wh=anchors[anchor],
-        owner=_owners(((image * len(anchors) + anchor) * ny + row) * nx + column),
+        own=own,
+        slot=slot[own],
     )
 
 
@@ -199,7 +215,7 @@ def ciou(a: Tensor, b: Tensor) -> Tensor:
 def bce(logits: Tensor, wanted: Tensor, positive_weight: float = 1.0, gamma: float = 0.0) -> Tensor:
     """Element-wise binary cross entropy in float32, focal (Lin et al. 2017) when gamma is above 0."""
     logits = logits.float()
-    weight = None if positive_weight == 1 else logits.new_tensor(positive_weight)
+    weight = None if positive_weight == 1 else torch.full((), positive_weight, device=logits.device)
     loss = F.binary_cross_entropy_with_logits(logits, wanted, pos_weight=weight, reduction="none")
     if gamma > 0:
         p = logits.sigmoid()

@@ -113,8 +113,8 @@ class Detection(Task):
         return ValLoader(self.val_set, imgsz=self._settings.imgsz, batch=self._settings.batch, **share)
 
     def move(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device: images in 0..1, and targets."""
-        return to_device(batch.images, device), batch.targets.to(device, non_blocking=True)
+        """Move a batch's images to the device, in 0..1. The loss assigns the targets on the CPU."""
+        return to_device(batch.images, device), batch.targets
 
     def evaluate(
         self, model: Yolo, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
@@ -133,7 +133,7 @@ def loss_of(model: Yolo, hyp: Hyp, imgsz: int) -> Loss:
     head = model.detect
     if isinstance(head, Detect):
         return DetectionLoss(head.anchors, head.strides, head.nc, hyp, imgsz)
-    return AlignedLoss(head.strides, head.bins, hyp)
+    return AlignedLoss(head.strides, head.bins, hyp, next(model.parameters()).device)
 
 
 def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
