@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer.config.inference import PredictSettings
 from trainer.data.augment import letterbox
 from trainer.data.dataset import Image
 from trainer.data.detection_loader import check_imgsz
@@ -30,34 +31,6 @@ from trainer.tasks.detector import Detections, Detector, Limits, load_trained, t
 from trainer.weights import checkpoint_file
 
 _DRAWN_PX = 700  # side of an image that gets lines and text of size 1
-
-
-@dataclass(frozen=True)
-class PredictSettings:
-    """Settings of `trainer predict`."""
-
-    weights: str
-    sources: tuple[str, ...]
-    imgsz: int | None = None  # None: that of the training
-    device: str = ""
-    confidence: float = 0.25
-    iou: float = 0.45
-    max_det: int = 1000
-    classes: tuple[str, ...] = ()  # names or numbers; empty: all
-    precision: str = "auto"
-    half: bool = False
-    save: bool = True  # drawn images
-    save_txt: bool = False
-    save_conf: bool = False
-    save_json: bool = False
-    project: str = "runs"
-    name: str = "predict"
-    exist_ok: bool = False
-    cfg: str = ""  # of a user's own model
-
-    def __post_init__(self) -> None:
-        if self.save_conf and not self.save_txt:
-            raise TrainerError("--save-conf: no labels are written", "add --save-txt")
 
 
 @dataclass
@@ -87,10 +60,12 @@ def entry_of(source: Path, frame: int | None, image: Image, found: Detections, n
     }
 
 
-def class_numbers(classes: tuple[str, ...], names: list[str]) -> tuple[int, ...] | None:
+def class_numbers(classes: str, names: list[str]) -> tuple[int, ...] | None:
     """Return the numbers of the given classes, or None for all classes."""
     numbers = []
-    for word in classes:
+    # Numbers may be separated by spaces, as in YOLOv5; names may contain spaces.
+    words = classes.split() if classes.replace(" ", "").isdecimal() else classes.split(",")
+    for word in filter(None, map(str.strip, words)):
         if word in names:
             numbers.append(names.index(word))
         elif word.isdecimal() and int(word) < len(names):
@@ -101,7 +76,7 @@ def class_numbers(classes: tuple[str, ...], names: list[str]) -> tuple[int, ...]
     return tuple(numbers) or None
 
 
-def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
+def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) -> Predictions:
     """Detect objects in all sources and write the files that the settings name.
 
     Print one line per source, or with `as_json` one line of JSON per image. Unreadable sources are printed on stderr.
@@ -111,14 +86,14 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
         raise TrainerError("predict runs in one process", "start it without torchrun")
     device = comm.pick_device(s.device, comm.World())
     comm.limit_threads(comm.World())
-    paths = find_sources(s.sources)
+    paths = find_sources(sources)
     trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     check_imgsz(imgsz, trained.stride)
-    limits = Limits(s.confidence, s.iou, s.max_det, class_numbers(s.classes, trained.names))
+    limits = Limits(s.conf, s.iou, s.max_det, class_numbers(s.classes, trained.names))
     dtype = type_for(s.precision, s.half, device)
     detector = Detector(trained.model, device, dtype, limits)
-    writes = s.save or s.save_txt or s.save_json
+    writes = not s.nosave or s.save_txt or s.save_json
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     done = Predictions(folder, trained.names)
     entries: list[dict[str, Any]] = []  # for predictions.json
@@ -192,7 +167,7 @@ class _Files:
             file = folder / "labels" / (f"{self._stem}.txt" if frame is None else f"{self._stem}_{frame}.txt")
             size = (image.shape[0], image.shape[1])
             write_labels(file, found.boxes, found.scores, found.classes, size, s.save_conf)
-        if folder and s.save:
+        if folder and not s.nosave:
             scale = max(0.8, max(image.shape[:2]) / _DRAWN_PX)
             draw_boxes(image, found.boxes, found.scores, found.classes, self._names, scale)
             if frame is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import cv2
@@ -17,7 +17,7 @@ from trainer.errors import TrainerError
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"})
 
 
-def find_sources(sources: tuple[str, ...]) -> list[Path]:
+def find_sources(sources: Sequence[str]) -> list[Path]:
     """Return the images and videos of files, folders (without subfolders), patterns and .txt lists of paths."""
     if not sources:
         raise TrainerError("--source: not given", "use images, videos, folders, patterns or a .txt list")
