@@ -126,16 +126,19 @@ class BatchSampler:
     """Batch sampler of one rank: a permutation of the dataset per epoch, split into steps and ranks."""
 
     count: int  # images of the dataset
-    steps: int
+    batch: int  # images of a step on all ranks together
     rank: int
     world: int
     seed: int
-    epochs: float
-    sides: range
-    stride: int
-    aspects: Floats | None = None  # (count,), with --rect
-    weights: ImageWeights | None = None
+    epochs: float  # length of the run
+    sides: range  # of the images in pixels; each step draws one
+    stride: int  # the model's largest stride in pixels
+    aspects: Floats | None = None  # (count,): height / width of each image, for batches of similar aspect
+    weights: ImageWeights | None = None  # draw the images with these weights
     class_map: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        self.steps = steps_per_epoch(self.count, self.batch, self.world)
 
     def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
         """Yield this rank's batch specs from a step of `epoch` to the end of the run.

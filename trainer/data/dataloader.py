@@ -14,14 +14,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec, Floats, ImageWeights, steps_per_epoch
+from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec
 from trainer.errors import TrainerError
 
 BatchType = TypeVar("BatchType")
@@ -42,6 +42,9 @@ class Pinnable:
 
 class Collate(Generic[BatchType]):
     """Map-style dataset of batches whose keys are batch specs; runs in this process or in a worker."""
+
+    channels: ClassVar = 3  # bytes of a pixel in a batch
+    extra: ClassVar = 0  # images that each rank's batch holds in addition to its own
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -132,9 +135,10 @@ class _Sampler:
 class BatchLoader(Generic[BatchType]):
     """DataLoader over batch specs with persistent workers, sized to the shared memory."""
 
-    def __init__(self, collate: Collate[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
-        """Open the loader; `batch_bytes` is the size of a rank's largest batch, `local_size` the ranks of this node."""
+    def __init__(self, collate: Collate[BatchType], workers: int, batch_pixels: int, local_size: int) -> None:
+        """Open the loader; `batch_pixels` are those of a rank's largest batch, `local_size` the ranks of this node."""
         self._collate: Any = collate
+        batch_bytes = batch_pixels * collate.channels
         self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable_shm_bytes())
         self.notes = [warning] if warning else []
         self._specs = _Sampler()
@@ -218,47 +222,17 @@ class EpochLoader(BatchLoader[BatchType]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Collate[BatchType],
-        *,
-        sides: range,
-        batch: int,
-        rank: int,
-        world: int,
-        seed: int,
-        epochs: float,
-        stride: int,
-        workers: int,
-        local_size: int,
-        channels: int = 3,
-        extra: int = 0,
-        aspects: Floats | None = None,
-        weights: ImageWeights | None = None,
+        self, dataset: Any, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any
     ) -> None:
-        """Open the loader.
-
-        Args:
-            sides: sides of the images in pixels; each step draws one.
-            batch: images of a step on all ranks together.
-            epochs: length of the run.
-            stride: the model's largest stride in pixels.
-            local_size: ranks of this node.
-            channels: bytes of a pixel in a batch.
-            extra: images that each rank's batch holds in addition to its own.
-            aspects: height / width of each image (n,), for batches of similar aspect.
-            weights: draw the images with these weights.
-        """
-        count = len(dataset)
-        self.steps = steps_per_epoch(count, batch, world)
+        """Open the loader; `local_size` are the ranks of this node, `sampling` the fields of BatchSampler."""
         self._dataset = dataset
-        self._sampler = BatchSampler(
-            count, self.steps, rank, world, seed, epochs, sides, stride, aspects=aspects, weights=weights
-        )
+        self._sampler = sampler = BatchSampler(len(dataset), **sampling)
+        self.steps, sides = sampler.steps, sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
         # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
-        self.fewest_cells = count // self.steps // world * (sides[0] // stride)
-        super().__init__(collate, workers, (-(-batch // world) + extra) * sides[-1] ** 2 * channels, local_size)
+        self.fewest_cells = len(dataset) // self.steps // sampler.world * (sides[0] // sampler.stride)
+        images = -(-sampler.batch // sampler.world) + collate.extra
+        super().__init__(collate, workers, images * sides[-1] ** 2, local_size)
 
     def __len__(self) -> int:
         return self.steps
@@ -288,13 +262,10 @@ class EpochLoader(BatchLoader[BatchType]):
 class EvalLoader(BatchLoader[BatchType]):
     """Validation dataloader of one rank: the same batches in every pass."""
 
-    def __init__(
-        self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int, channels: int = 3
-    ) -> None:
-        """Open the loader; `channels` are the bytes of a pixel in a batch."""
+    def __init__(self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int) -> None:
         self._all = specs
         largest = max((len(spec.ids) * spec.shape[0] * spec.shape[1] for spec in specs), default=1)
-        super().__init__(collate, workers, largest * channels, local_size)
+        super().__init__(collate, workers, largest, local_size)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -303,29 +274,6 @@ class EvalLoader(BatchLoader[BatchType]):
         self.start(self._all)
         while (batch := self.take()) is not None:
             yield batch
-
-
-class SquareValLoader(EvalLoader[BatchType]):
-    """Validation dataloader of images with side `imgsz`, in order, each on exactly one rank."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Collate[BatchType],
-        *,
-        imgsz: int,
-        batch: int,
-        rank: int,
-        world: int,
-        local_size: int,
-        workers: int,
-        stride: int,
-        channels: int = 3,
-    ) -> None:
-        """Open the loader; `batch` is the number of images of a rank's batch."""
-        mine = np.array_split(np.arange(len(dataset)), world)[rank]
-        specs = [BatchSpec(mine[k : k + batch], (imgsz, imgsz)) for k in range(0, len(mine), batch)]
-        super().__init__(collate, specs, workers, local_size, channels)
 
 
 @contextlib.contextmanager

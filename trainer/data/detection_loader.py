@@ -156,7 +156,6 @@ class TrainLoader(EpochLoader[Batch]):
         rect: bool = False,
         image_weights: bool = False,
         stride: int = STRIDE,
-        local_size: int = 1,
         **options: Any,
     ) -> None:
         """Open the loader.
@@ -176,7 +175,6 @@ class TrainLoader(EpochLoader[Batch]):
             seed=seed,
             epochs=epochs,
             stride=stride,
-            local_size=local_size,
             aspects=aspects_of(dataset) if rect else None,
             weights=ImageWeights(dataset) if image_weights else None,
             **options,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.config import Settings, gathered, preset_for
 from trainer.config.settings import option_of
+from trainer.data.torchvision_loaders import SquareCollate, SquareLoader, SquareValLoader
 from trainer.errors import TrainerError
 from trainer.losses import Loss
 from trainer.models.torchvision_nets import OWN_WEIGHTS, Classifier, own_weights
@@ -102,7 +103,7 @@ class TorchvisionTask(Task):
     default_cfg: str
     hyp_keys: tuple[str, ...]  # hyper-parameters with an effect
     loss_type: type[Any]
-    loaders: tuple[type[Any], type[Any]]  # training and validation
+    collate_type: type[SquareCollate[Any]]
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -157,12 +158,12 @@ class TorchvisionTask(Task):
         """Return the loader of augmented batches."""
         s = self._settings
         own: dict[str, Any] = {"imgsz": s.imgsz, "batch": s.batch, "seed": s.seed, "hyp": s.hyp, "epochs": s.epochs}
-        return self.loaders[0](self.train_set, **own, **share)
+        return SquareLoader(self.collate_type, self.train_set, **own, **share)
 
     def val_loader(self, share: Mapping[str, Any]) -> Any:
         """Return the loader of validation images, with the batch size of training."""
         batch = -(-self._settings.batch // share["world"])
-        return self.loaders[1](self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
+        return SquareValLoader(self.collate_type, self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
 
     def evaluate(
         self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype

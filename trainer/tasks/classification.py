@@ -10,12 +10,7 @@ from torch import Tensor
 
 from trainer.config import Settings
 from trainer.data.classification import open_classification
-from trainer.data.classification_loader import (
-    ClassificationBatch,
-    ClassificationLoader,
-    ClassificationValLoader,
-    mix_batch,
-)
+from trainer.data.torchvision_loaders import ClassificationBatch, ClassificationCollate, mix_batch
 from trainer.errors import TrainerError
 from trainer.losses.cross_entropy import ClassificationLoss
 from trainer.metrics.confusion import Accuracy, TopK
@@ -40,7 +35,7 @@ class Classification(TorchvisionTask):
     default_cfg = "resnet18"
     hyp_keys = (*COMMON_HYP, "flipud", "fliplr", "mixup", "cutmix", "randaugment", "pad")
     loss_type = ClassificationLoss
-    loaders = (ClassificationLoader, ClassificationValLoader)
+    collate_type = ClassificationCollate
     stride = 32  # of nearly all torchvision models
 
     def __init__(self, settings: Settings) -> None:

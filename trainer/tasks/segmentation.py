@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.config import Settings
 from trainer.data.segmentation import open_segmentation
-from trainer.data.segmentation_loader import SegmentationBatch, SegmentationLoader, SegmentationValLoader
+from trainer.data.torchvision_loaders import SegmentationBatch, SegmentationCollate
 from trainer.errors import TrainerError
 from trainer.losses.cross_entropy import SegmentationLoss
 from trainer.metrics.confusion import Confusion, Overlap
@@ -34,7 +34,7 @@ class Segmentation(TorchvisionTask):
     default_cfg = "lraspp_mobilenet_v3_large"  # small enough for a CPU
     hyp_keys = (*COMMON_HYP, "scale", "flipud", "fliplr")
     loss_type = SegmentationLoss
-    loaders = (SegmentationLoader, SegmentationValLoader)
+    collate_type = SegmentationCollate
     stride = 16  # of the coarsest normalised feature map
     least_side = 64
 
