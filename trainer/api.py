@@ -85,13 +85,15 @@ def train(
     if not events.done:
         raise TrainerError("the ranks ended without a result")
     best = Path(events.done["best"]).resolve()
+    with best.with_name("results.csv").open(newline="", encoding="utf-8") as file:
+        history = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
     return Result(
         folder=best.parent,
         best=best,
         last=best.with_name("last.pt"),
         scores={k: v for k, v in events.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
         seconds=events.done["seconds"],
-        history=_history(best.with_name("results.csv")),
+        history=history,
     )
 
 
@@ -187,8 +189,3 @@ class _EventReader:
 def _number(value: Any) -> Any:
     """Return nan for null: JSON has no nan."""
     return math.nan if value is None else value
-
-
-def _history(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

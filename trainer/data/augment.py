@@ -95,11 +95,6 @@ def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.r
     return tiles
 
 
-def _single_tile(dataset: Dataset, index: int, width: int, height: int) -> list[_Tile]:
-    w, h = _fit(dataset.size(index), max(width, height))
-    return [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
-
-
 def _move(matrix: Floats, points: Floats) -> Floats:
     """Return `points` (..., 2) transformed by `matrix` (3, 3)."""
     moved = points @ matrix[:, :2].T + matrix[:, 2]
@@ -292,7 +287,8 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
         tiles = _mosaic_tiles(dataset, index, near, side, rng)
         matrix, scale = random_affine(2 * result, result, hyp, rng)
     else:
-        tiles = _single_tile(dataset, index, width, height)
+        w, h = _fit(dataset.size(index), side)
+        tiles = [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
         matrix, scale = random_affine(result, result, hyp, rng)
     objects = _objects_of(dataset, tiles)
     originals = len(objects.classes)

@@ -67,15 +67,11 @@ def empty_images(shape: tuple[int, ...]) -> torch.Tensor:
     return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]
 
 
-def usable_shm_bytes() -> int | None:
-    """Return the bytes of /dev/shm that batches may use; None on a system without it."""
-    return int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
-
-
 def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int | None) -> tuple[int, int, str]:
     """Return (workers per rank, prefetch factor, warning if workers were reduced) that fit into /dev/shm.
 
-    Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers.
+    Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers. `bytes_free`
+    is None on a system without /dev/shm.
     """
     if not workers or bytes_free is None:
         return workers, PREFETCH, ""
@@ -84,12 +80,11 @@ def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int
         return workers, min(PREFETCH, batches // workers), ""
     fewer = max(0, batches)
     needed = (workers + _IN_TRANSIT) * local_size * batch_bytes
-    return (
-        fewer,
-        1,
+    warning = (
         f"/dev/shm has room for {bytes_free >> 20} MiB, {workers} workers on each of {local_size} ranks need "
-        f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host",
+        f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host"
     )
+    return fewer, 1, warning
 
 
 def start_forkserver(wanted: bool) -> None:
@@ -139,7 +134,8 @@ class BatchLoader(Generic[BatchType]):
         """Open the loader; `batch_pixels` are those of a rank's largest batch, `local_size` the ranks of this node."""
         self._collate: Any = collate
         batch_bytes = batch_pixels * collate.channels
-        self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable_shm_bytes())
+        usable = int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
+        self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable)
         self.notes = [warning] if warning else []
         self._specs = _Sampler()
         self._pins = False

@@ -22,6 +22,7 @@ from trainer import contract
 from trainer.errors import TrainerError
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NUMBERS = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK")  # in the order of the fields of World
 ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = datetime.timedelta(minutes=10)
 JOIN_WARNING_S = 60.0  # until a rank reports that it waits for the others
@@ -52,19 +53,12 @@ def world_of(environment: Mapping[str, str]) -> World:
             f"start with torchrun, or unset {', '.join(present)} to train in one process",
         )
     values = {}
-    for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for field, name in zip(("rank", "local_rank", "size", "local_size", "node"), NUMBERS, strict=True):
         try:
-            values[name] = int(environment.get(name, "0"))
+            values[field] = int(environment.get(name, "0"))
         except ValueError:
             raise TrainerError(f"{name} is {environment[name]!r} in the environment, not a number") from None
-    world = World(
-        rank=values["RANK"],
-        local_rank=values["LOCAL_RANK"],
-        size=values["WORLD_SIZE"],
-        local_size=values["LOCAL_WORLD_SIZE"],
-        node=values["GROUP_RANK"],
-        launched=True,
-    )
+    world = World(**values, launched=True)
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
         raise TrainerError(
             f"RANK {world.rank} of WORLD_SIZE {world.size}, LOCAL_RANK {world.local_rank} of "
@@ -253,16 +247,11 @@ def is_rank_zero() -> bool:
 
 def raise_on_all_ranks(error: TrainerError | None) -> None:
     """Raise on all ranks the error of the first rank that has one. A collective."""
-    if not is_distributed():
-        if error:
-            raise error
-        return
-    found: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (error.message, error.hint) if error else None)
+    found = all_gather((error.message, error.hint) if error else None)
     if any(found):
         # Without the barrier, a rank that exits closes connections that another rank still reads.
         with contextlib.suppress(RuntimeError):
-            dist.barrier()
+            barrier()
     if error:
         raise error
     for rank, other in enumerate(found):

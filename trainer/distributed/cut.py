@@ -113,7 +113,10 @@ class _Profiler(fx.Interpreter):
         """Run one operation, and return its result detached."""
         with torch.enable_grad():
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            inputs = fx.node.map_aggregate((args, kwargs), _leaf)
+            inputs = fx.node.map_aggregate(
+                (args, kwargs),
+                lambda v: v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v,
+            )
             begin = self._now()
             result = getattr(self, n.op)(n.target, *inputs)
             made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
@@ -128,12 +131,6 @@ class _Profiler(fx.Interpreter):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
 
 
 def measure(model: nn.Module, graph: fx.Graph, images: Tensor) -> tuple[list[float], list[float]]:

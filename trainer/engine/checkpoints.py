@@ -60,11 +60,6 @@ def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
     return content["step"], content["epoch"], content.get("attempt", 1)
 
 
-def is_requested(resume: str, environment: Mapping[str, str]) -> bool:
-    """Return whether to resume: with --resume, or if a launcher restarts the job."""
-    return bool(resume) or environment.get(contract.ATTEMPT, "1") not in ("", "0", "1")
-
-
 def find(path: str, project: str) -> Path:
     """Return the folder of `--resume PATH`: a checkpoint's, the folder itself, or the newest in `project` ("last")."""
     if path == "last":
@@ -164,13 +159,6 @@ def set_aside(folder: Path) -> str:
     return f"{name}.pt"
 
 
-def discard_unfinished(folder: Path) -> None:
-    """Remove temporary files of a killed process."""
-    for pattern in (".*.pt.*.tmp", ".common-*"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
-
-
 def is_writer(folder: Path, world: comm.World) -> bool:
     """Return whether this process writes the checkpoints of `folder`. A collective.
 
@@ -222,12 +210,6 @@ def share_best(path: Path, best_epoch: int, writes: bool) -> None:
         content = comm.broadcast(path.read_bytes() if mine == best_epoch else None, source)
         if lacks:
             checkpoint_file.write_bytes(path, content)
-
-
-def copy_best(source: Path, folder: Path) -> None:
-    """Copy a run's best checkpoint to its new folder, if this node has one."""
-    with contextlib.suppress(FileNotFoundError):
-        checkpoint_file.write_bytes(folder / BEST, (source / BEST).read_bytes())
 
 
 def discard_after(path: Path, number: int) -> None:

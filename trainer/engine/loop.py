@@ -131,7 +131,7 @@ class TrainLoop:
         training, s = self.training, self.training.settings
         checkpoints.check_same_everywhere(s)
         self.data = _check_same_data(training)
-        resumes = checkpoints.is_requested(s.resume, os.environ)
+        resumes = bool(s.resume) or os.environ.get(contract.ATTEMPT, "1") not in ("", "0", "1")  # a launcher restarts
         self._take_folder(resumes)
         content = self._checkpoint() if resumes else None
         training.start(resuming=bool(content))
@@ -170,7 +170,8 @@ class TrainLoop:
             text = f"{folder} exists on rank {world.rank}, but is new on rank 0's machine"
             comm.raise_on_all_ranks(TrainerError(text, "choose another --name") if is_other_run else None)
         if self.writes:
-            checkpoints.discard_unfinished(folder)
+            for path in (*folder.glob(".*.pt.*.tmp"), *folder.glob(".common-*")):  # of a killed process
+                path.unlink(missing_ok=True)
             if not resumes and (kept := checkpoints.set_aside(folder)):
                 training.display.print(f"{folder}: new run; the previous run's last checkpoint is now {kept}")
 
@@ -182,8 +183,9 @@ class TrainLoop:
             content = checkpoints.newest_of_all(Path(s.resume))
             if not content:
                 raise TrainerError(f"--resume {s.resume}: no complete checkpoint", "start without --resume")
-            if self.writes:
-                checkpoints.copy_best(Path(s.resume), training.run_dir)
+            best = Path(s.resume, checkpoints.BEST)
+            if self.writes and best.is_file():
+                checkpoint_file.write_bytes(training.run_dir / checkpoints.BEST, best.read_bytes())
         if content:
             checkpoints.check_same(content, s, self.data)
         else:
@@ -272,7 +274,10 @@ class TrainLoop:
             except (RuntimeError, MemoryError) as error:
                 if not memory.is_out_of_memory(error):
                     raise
-                raise memory.step_error(training, batch) from None
+                count, height, width = batch.images.shape[:3]
+                rank = f"rank {training.world.rank}: " if training.world.size > 1 else ""
+                where = f"on {training.device} with {count} images of {width} x {height} px"
+                raise TrainerError(f"{rank}out of memory {where}", memory.HINT) from None
             self.watchdog.step(training.global_step)
             if self._is_readback_step():
                 training.check_finite()

@@ -154,8 +154,9 @@ def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[in
 
 def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) -> None:
     """Add the detections and the ground truth of an image to the metric."""
-    labels = dataset.labels(image_id)
-    truth = pixel_corners(labels[:, 1:], *dataset.size(image_id))
+    labels, (height, width) = dataset.labels(image_id), dataset.size(image_id)
+    centre, half = labels[:, 1:3], labels[:, 3:] / 2
+    truth = np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
     metric.update(image_id, found.boxes, found.scores, found.classes, truth, labels[:, 0])
 
 
@@ -164,9 +165,3 @@ def sure_of(dataset: Dataset, image_id: int, found: Detections) -> Shown:
     sure = found.scores >= SHOWN_CONFIDENCE
     boxes, scores, classes = (part[sure].numpy() for part in (found.boxes, found.scores, found.classes))
     return dataset.image(image_id), boxes, scores, classes
-
-
-def pixel_corners(boxes: Any, height: int, width: int) -> Any:
-    """Convert normalised cx, cy, w, h (n, 4) to x1, y1, x2, y2 in pixels, as NumPy arrays."""
-    centre, half = boxes[:, :2], boxes[:, 2:4] / 2
-    return np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
