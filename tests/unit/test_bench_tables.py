@@ -9,10 +9,19 @@ import cv2
 import pytest
 
 from trainer.bench.measure import Measurement
-from trainer.bench.plot import curves_of, plot_scaling
 from trainer.bench.processes import NoMemory
 from trainer.bench.scaling import Outcome, Point, Row, points_of, rows_of, settings_at
-from trainer.bench.tables import clock, csv_text, detail_table, notes_of, thread_table, values_of, yolov5_table
+from trainer.bench.tables import (
+    clock,
+    csv_text,
+    curves_of,
+    detail_table,
+    notes_of,
+    plot_scaling,
+    thread_table,
+    values_of,
+    yolov5_table,
+)
 from trainer.cli.bench import settings_of
 from trainer.distributed.comm import devices_of
 from trainer.errors import TrainerError

@@ -157,7 +157,6 @@ def scaling(context: typer.Context, **options: Any) -> None:
     """
     from trainer.bench import tables
     from trainer.bench.measure import measure
-    from trainer.bench.plot import plot_scaling
     from trainer.bench.processes import run_here
     from trainer.bench.scaling import measure_rounds, points_of, rows_of, settings_at
     from trainer.weights.checkpoint_file import write_bytes
@@ -183,7 +182,7 @@ def scaling(context: typer.Context, **options: Any) -> None:
         if markdown:
             write_bytes(markdown, f"{text}\n".encode())
         if plot:
-            plot_scaling(rows, plot)
+            tables.plot_scaling(rows, plot)
     if not complete:
         raise KeyboardInterrupt
 

@@ -16,10 +16,11 @@ from trainer import contract
 from trainer.config.inference import ValSettings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import ValLoader
-from trainer.data.progress import WaitTimer, track
+from trainer.data.progress import track
 from trainer.data.registry import open_dataset
 from trainer.distributed import comm
 from trainer.engine.events import Events
+from trainer.engine.timing import StepTimer
 from trainer.inference.formats import CocoTruth, coco_results, image_id, unique_stems, write_labels
 from trainer.inference.score import check_names
 from trainer.metrics import BoxMAP, BoxScores
@@ -70,13 +71,13 @@ def validate(settings: ValSettings) -> Validation | None:
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     detector = Detector(trained.model, device, dtype, Limits(s.conf, s.iou, s.max_det))
     own = _RankResult(s, trained.names, truth)
-    waits = WaitTimer()
-    batches = waits.timing(loader)
+    timer = StepTimer(device)
+    batches = timer.waiting(iter(loader))
     if world.rank == 0:
         batches = track(batches, len(loader), "validating")
     for index, found in detect(detector, batches):
         own.add(dataset, index, found)
-    seconds = (waits.seconds, detector.network_s, detector.nms_s)
+    seconds = (timer.spent["data"], detector.network_s, detector.nms_s)
     parts = comm.gather((own, [1000 * part / max(1, detector.images) for part in seconds]))
     result = None
     if parts:

@@ -12,9 +12,17 @@ import numpy.typing as npt
 from trainer.data.dataset import Dataset, Image
 from trainer.data.detection_loader import Batch
 from trainer.metrics import BoxMAP
-from trainer.plots.charts import plot_confusion, plot_over_confidence, plot_precision_recall
+from trainer.plots.charts import (
+    BLUE,
+    class_bars,
+    figure,
+    plot_confusion,
+    plot_over_confidence,
+    plot_precision_recall,
+    style_axes,
+    write,
+)
 from trainer.plots.drawing import draw_boxes, scaled, write_grid
-from trainer.plots.figure import BLUE, class_bars, figure, style_axes, write
 
 _CELL_PX = 420  # longer side of an image in the grid
 _MOST_IMAGES = 16  # of a training batch
