@@ -1,7 +1,5 @@
 """Entry point: runs the command line and reports errors."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno

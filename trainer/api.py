@@ -1,7 +1,5 @@
 """Python interface of the trainer: `train` starts the ranks and returns their result."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import dataclasses
@@ -50,11 +48,7 @@ class Result:
 
 
 def train(
-    *,
-    device: str | int | Sequence[int] = "",
-    ranks: int | None = None,
-    callback: str | Callback = "",
-    **options: Any,
+    *, device: str | int | Sequence[int] = "", ranks: int | None = None, callback: str | Callback = "", **options: Any
 ) -> Result:
     """Train like `trainer train`, with its options as keywords (`cos_lr=True`, `batch=64`), and return the result.
 

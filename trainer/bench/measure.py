@@ -1,7 +1,5 @@
 """Measurement of one benchmark point: steps and validation of a real training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

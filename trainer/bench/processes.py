@@ -1,7 +1,5 @@
 """Processes of a measurement's ranks: on this machine, or in the ranks of a launcher's job."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

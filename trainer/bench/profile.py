@@ -1,7 +1,5 @@
 """Profile of a few training steps: a trace for Perfetto, and torch's table of the most expensive operators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

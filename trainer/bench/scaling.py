@@ -1,7 +1,5 @@
 """Scaling benchmark: points of batch size, ranks, precision and strategy, measured in interleaved rounds."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence

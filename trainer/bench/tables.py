@@ -1,7 +1,5 @@
 """Tables of a benchmark as Markdown and CSV, and its charts."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -39,9 +39,7 @@ class BenchSettings:
     warmup: int = option(3, "Untimed steps before those of each point.", least=1)
     rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
     threads: int | None = option(
-        None,
-        "CPU threads per rank, the same at each point. (default: the cores divided by the most ranks)",
-        least=1,
+        None, "CPU threads per rank, the same at each point. (default: the cores divided by the most ranks)", least=1
     )
     json: bool = option(False, "Print one JSON object in place of the tables.")
 

@@ -1,7 +1,5 @@
 """`trainer export`: exports a detector to ONNX or TorchScript."""
 
-from __future__ import annotations
-
 import dataclasses
 import json as json_format
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`trainer info`: prints a model file's layers, parameters and FLOPs."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 
@@ -33,8 +31,7 @@ def info(
     content = load_cfg(cfg)
     if "import" in content:
         raise TrainerError(
-            f"--cfg {cfg}: a model of Python code has no layers to list",
-            "use a model file, for example yolov5n.yaml",
+            f"--cfg {cfg}: a model of Python code has no layers to list", "use a model file, for example yolov5n.yaml"
         )
     with torch.device("meta"):  # only shapes are needed
         model = build_yolo(content, nc=int(content["nc"]), where=cfg)

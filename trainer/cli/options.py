@@ -1,7 +1,5 @@
 """Options of a command, made from the fields of its settings."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import typing

@@ -1,7 +1,5 @@
 """`trainer predict`: detects objects in images and videos."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

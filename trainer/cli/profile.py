@@ -1,7 +1,5 @@
 """`trainer profile`: traces training steps and lists the most expensive operators."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`trainer train`: trains a model. Its options are the fields of Settings."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

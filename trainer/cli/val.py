@@ -1,7 +1,5 @@
 """`trainer val`: scores trained weights on a dataset."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """Settings of `trainer val` and `trainer predict`: one table of their options each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +24,10 @@ class InferenceSettings:
     """Settings of an inference. The constructor checks all that needs no file and no device."""
 
     weights: str = option(
-        REQUIRED,
-        "Weights: best.pt of a run, or any weights that `train` accepts. `predict` takes those of a detector.",
+        REQUIRED, "Weights: best.pt of a run, or any weights that `train` accepts. `predict` takes those of a detector."
     )
     imgsz: int | None = option(
-        None,
-        "Longer side of the scaled images, in pixels. (default: that of the training)",
-        *("--imgsz", "--img"),
+        None, "Longer side of the scaled images, in pixels. (default: that of the training)", *("--imgsz", "--img")
     )
     device: str = option(
         "",

@@ -1,7 +1,5 @@
 """Hyper-parameters, and the presets with the defaults of each task and dataset."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

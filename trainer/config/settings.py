@@ -1,7 +1,5 @@
 """Settings of a training: one table of its options. Defaults that depend on the data are in presets.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -106,15 +104,11 @@ class Settings:
         least=1,
     )
     imgsz: int = option(
-        PRESET,
-        "Side of the square images in pixels, a multiple of 32." + _defaults("imgsz"),
-        *("--imgsz", "--img"),
+        PRESET, "Side of the square images in pixels, a multiple of 32." + _defaults("imgsz"), *("--imgsz", "--img")
     )
     optimizer: str = option(PRESET, "SGD, Adam or AdamW." + _defaults("optimizer"), known=OPTIMIZERS)
     schedule: str = option(
-        PRESET,
-        "Learning rate after the warm-up: linear, cosine or one-cycle." + _defaults("schedule"),
-        known=SCHEDULES,
+        PRESET, "Learning rate after the warm-up: linear, cosine or one-cycle." + _defaults("schedule"), known=SCHEDULES
     )
     device: str = option(
         "",
@@ -143,9 +137,7 @@ class Settings:
         metavar="[ddp|dp|fsdp|pipeline]",
     )
     stages: int = option(
-        0,
-        "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.",
-        least=0,
+        0, "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.", least=0
     )
     micro_batches: int = option(
         0,
@@ -153,9 +145,7 @@ class Settings:
         least=0,
     )
     grad_compress: str = option(
-        "none",
-        "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.",
-        known=("none", "bf16"),
+        "none", "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.", known=("none", "bf16")
     )
     sync_bn: bool = option(False, "Compute batch norm over the images of all ranks, not of each rank.")
     noautoanchor: bool = option(False, "Keep the model file's anchors even if they fit few boxes.")

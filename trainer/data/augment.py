@@ -6,8 +6,6 @@ the result is not decoded. A single image may have a rectangular result, whose l
 Coordinates are continuous: pixel k covers k to k + 1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache

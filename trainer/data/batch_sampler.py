@@ -1,7 +1,5 @@
 """Batch sampler: divides the batch of each step among the ranks, and chooses its images and shape, from seeds alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Dataset check (`trainer data check`): all faults of both splits, and statistics of the classes."""
 # ruff: noqa: PTH118, PTH123, PTH202
 
-from __future__ import annotations
-
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Classification datasets: class folders, CIFAR, and the embedded digits."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Dataloader: batches made in this process or in worker processes, across epochs."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing

@@ -1,7 +1,5 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,16 +13,7 @@ import torch
 
 from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_image
-from trainer.data.batch_sampler import (
-    IMAGE,
-    WINDOW,
-    BatchSpec,
-    ImageWeights,
-    Ints,
-    aspects_of,
-    rect_shape,
-    scales,
-)
+from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
 from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.image_cache import Exchange, cache_images

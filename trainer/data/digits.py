@@ -3,8 +3,6 @@
 Nothing is downloaded. A page depends on its split, index and size alone. Training and validation use different scans.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Download of a dataset's archive, named by `download` in data.yaml: once per node; scripts are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@
 together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
@@ -89,13 +87,7 @@ def image_folders(data: str) -> list[Path]:
 
 
 def cache_images(
-    dataset: Dataset,
-    min_side: int,
-    kind: str,
-    folders: list[Path],
-    world: World,
-    exchange: Exchange,
-    threads: int,
+    dataset: Dataset, min_side: int, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int
 ) -> CachedImages:
     """Decode the images of `dataset` once per node, into memory (`ram`) or the first of `folders` with space (`disk`).
 

@@ -5,8 +5,6 @@ Only folders and lists are read, no images and labels, so it is fast enough for 
 # ruff: noqa: PTH100, PTH112, PTH114, PTH116, PTH118, PTH120, PTH122, PTH208
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

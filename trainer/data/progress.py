@@ -1,7 +1,5 @@
 """Progress bars."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

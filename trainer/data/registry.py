@@ -1,7 +1,5 @@
 """Registry of detection datasets: by name, by data.yaml or by import path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal

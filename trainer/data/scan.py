@@ -5,8 +5,6 @@ Reference counts would copy a list of a million objects into every worker proces
 # ruff: noqa: PTH113, PTH118, PTH202
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

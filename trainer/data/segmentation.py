@@ -1,7 +1,5 @@
 """Segmentation datasets: folders of images and masks, and the embedded digits."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Dataloaders of classification and segmentation: whole images and masks, augmented by torchvision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

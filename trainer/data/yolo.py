@@ -4,8 +4,6 @@ All labels are read and checked when the dataset is opened, before training star
 """
 # ruff: noqa: PTH118
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Process group: rank and world size from the environment, device, threads, and collectives."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import inspect

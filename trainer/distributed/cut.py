@@ -1,7 +1,5 @@
 """Split of a model into pipeline stages: traced operations, their cost, and the parts."""
 
-from __future__ import annotations
-
 import math
 import operator
 import time

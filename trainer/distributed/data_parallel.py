@@ -1,6 +1,5 @@
 """--parallel ddp (DistributedDataParallel, also used by a single process) and --parallel dp (DataParallel)."""
 
-# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """--parallel fsdp: sharded data parallelism with fully_shard."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

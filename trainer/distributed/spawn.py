@@ -1,7 +1,5 @@
 """Processes of the ranks of one machine: start, output, stop."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Table of the strategies of --parallel."""
 
-from __future__ import annotations
-
 from trainer.distributed.data_parallel import Ddp, Dp
 from trainer.distributed.fsdp import Fsdp
 from trainer.distributed.pipeline import Pipeline

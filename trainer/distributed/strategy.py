@@ -1,7 +1,5 @@
 """Strategy: the interface of one kind of parallelism, and its data-parallel defaults."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence

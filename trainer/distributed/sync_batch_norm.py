@@ -3,8 +3,6 @@
 torch's SyncBatchNorm supports only GPUs; the class here is its CPU version.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Checkpoints of a run: writes last.pt, finds the newest one to resume from, and checks its settings and data."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

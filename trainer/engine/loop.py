@@ -1,7 +1,5 @@
 """Training loop: epochs, validation, checkpoints, stop signals, and non-finite losses."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

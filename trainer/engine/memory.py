@@ -1,7 +1,5 @@
 """Memory: the trainer's out-of-memory error with its hint, and glibc's allocator settings."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Optimization: parameter groups, learning-rate schedule with warm-up, and moving average of the weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Stop signals: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C stop the run after a checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Iterator

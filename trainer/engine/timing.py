@@ -1,7 +1,5 @@
 """Step timer: an epoch's time in loading, transfer, computation, synchronization and validation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Trainer: model, loss, optimizer and dataloaders of one run, its training step, and its state dict."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

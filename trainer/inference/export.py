@@ -1,7 +1,5 @@
 """Export of a detector to ONNX or TorchScript, with a comparison of outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Files of detections: YOLO labels, COCO annotations and results, MP4 videos."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Detection in images and videos, with drawn images, labels and JSON as output."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Evaluation of classifiers and segmentation models on one or more ranks (detectors: validate.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Input images and videos: expands --source and decodes the files."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ different numbers of positives. Here every rank divides by the positives of *all
 ranks then add up to exactly the terms of one process with the whole batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,11 +60,7 @@ class DetectionLoss(Loss):
         self.anchors, self.strides, self.nc, self.hyp = anchors.float(), strides, nc, hyp
         self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
-        self.gains = (
-            hyp.box * 3 / levels,
-            hyp.obj * (imgsz / 640) ** 2 * 3 / levels,
-            hyp.cls * nc / 80 * 3 / levels,
-        )
+        self.gains = (hyp.box * 3 / levels, hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels)
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
         """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts."""

@@ -3,8 +3,6 @@
 Ranks exchange counts, so the result does not depend on their number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Precision, recall and F1 of matched detections over the confidence, and YOLOv5's average precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Base of the scores of a validation: columns of results.csv, and the table by class."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Drawing with OpenCV: boxes, captions, grids of images."""
 
-from __future__ import annotations
-
 import colorsys
 import math
 from collections.abc import Sequence

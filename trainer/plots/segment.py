@@ -1,7 +1,5 @@
 """Plots of segmentation: labels of a dataset, training batches, predictions and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

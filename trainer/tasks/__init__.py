@@ -1,7 +1,5 @@
 """Tasks: each combines a model, its data, its loss and its metric."""
 
-from __future__ import annotations
-
 import pkgutil
 
 from trainer.config import Settings

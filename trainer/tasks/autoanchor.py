@@ -3,8 +3,6 @@
 The search for others is k-means on the boxes, then random mutations that improve the fitness.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bases of the tasks: the data, model, loss and metric of one kind of training."""
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence

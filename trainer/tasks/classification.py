@@ -1,7 +1,5 @@
 """Classification task: one class per image, with any torchvision model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Detection task: a YOLO model, its loss, and mean average precision."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

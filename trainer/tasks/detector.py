@@ -1,7 +1,5 @@
 """Detector: inference of the averaged model, and non-maximum suppression."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Segmentation task: one class per pixel, with torchvision's models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

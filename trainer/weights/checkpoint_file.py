@@ -1,7 +1,5 @@
 """Run folders and checkpoint files, written atomically. engine/checkpoints.py decides when and what to write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Official checkpoints: YOLOv5's .pt files, pickles of Python objects that become inert placeholders."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from collections.abc import Mapping

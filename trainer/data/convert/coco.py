@@ -1,7 +1,5 @@
 """COCO reader: objects with outlines become polygon rows, crowds are left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated as Checked

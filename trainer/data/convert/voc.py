@@ -1,7 +1,5 @@
 """Pascal VOC reader: one XML file per image, boxes in pixels counted from 1."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Writer of converted datasets: images, label files and data.yaml, moved into place by one rename."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
