@@ -18,6 +18,7 @@ from trainer import contract
 from trainer.errors import TrainerError
 
 PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
+STDERR_LINES = 100  # of a failed rank
 STOP_GRACE_S = 60.0  # for ranks to write a checkpoint after SIGTERM
 PARENT_VARIABLE = "TRAINER_RANK_OF_PARENT"  # set for ranks that must end with their parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -115,17 +116,30 @@ def end_with_parent() -> None:
 
 
 def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerError:
-    """Return the error of failed ranks: the bad input that a rank reported in an event.
+    """Return the first error that the ranks reported in an event; without one, that of a rank that ended by itself.
 
-    For any other error, the output of the first failed rank is printed to stderr.
+    Unless it is bad input, the last lines of that rank's stderr are printed.
     """
-    for line in output:
-        if line.text.startswith(contract.EVENT_MARK):
-            event = json.loads(line.text.removeprefix(contract.EVENT_MARK))
-            if event["event"] == contract.FAILED and event["exit_code"] == contract.EXIT_BAD_INPUT:
-                return TrainerError(event["error"], event["hint"])
-    print(*(line.text for line in output if line.rank == min(failed)), sep="\n", file=sys.stderr)
-    return TrainerError(f"rank {min(failed)} failed")
+    marked = [
+        line.text.removeprefix(contract.EVENT_MARK) for line in output if line.text.startswith(contract.EVENT_MARK)
+    ]
+    failures = [event for event in map(json.loads, marked) if event["event"] == contract.FAILED]
+    causes = [event for event in failures if not event["echo"]]
+    first = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]), default=None)
+    if first and first["exit_code"] == contract.EXIT_RUN_ME_AGAIN:
+        return TrainerError("a signal stopped the training after a checkpoint", "to continue, pass resume")
+    if first and first["exit_code"] == contract.EXIT_BAD_INPUT:
+        return TrainerError(first["error"], first["hint"])
+    echoes = {event["rank"] for event in failures}
+    # NCCL's watchdog aborts a rank after another has ended.
+    ended = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
+    rank, code = first["rank"] if first else ended, failed[ended]
+    print(
+        *[line.text for line in output if line.stderr and line.rank == rank][-STDERR_LINES:], sep="\n", file=sys.stderr
+    )
+    if first:
+        return TrainerError(first["error"], first["hint"])
+    return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
 
 
 def free_port() -> int:

@@ -63,17 +63,16 @@ class Unreadable(Exception):
     """An image or video that cannot be decoded."""
 
 
-def frames(path: Path) -> Iterator[tuple[int | None, Image, float]]:
-    """Yield (None, image (h, w, 3) RGB, 0.0), or for each video frame (number from 1, image, frames per second)."""
-    return _frames(path) if is_video(path) else _image(path)
-
-
 def is_video(path: Path) -> bool:
     """Return whether the suffix is that of a video."""
     return path.suffix.lower() in VIDEOS
 
 
-def _image(path: Path) -> Iterator[tuple[None, Image, float]]:
+def frames(path: Path) -> Iterator[tuple[int | None, Image, float]]:
+    """Yield (None, image (h, w, 3) RGB, 0.0), or for each video frame (number from 1, image, frames per second)."""
+    if is_video(path):
+        yield from _frames(path)
+        return
     try:
         image = cv2.imdecode(np.frombuffer(path.read_bytes(), np.uint8), cv2.IMREAD_COLOR)
     except OSError as error:
@@ -91,12 +90,9 @@ def _frames(path: Path) -> Iterator[tuple[int, Image, float]]:
     try:
         fps, expected = video.get(cv2.CAP_PROP_FPS), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
         number = 0
-        while True:
-            more, frame = video.read()
-            if not more:
-                break
+        while (read := video.read())[0]:
             number += 1
-            yield number, np.asarray(cv2.cvtColor(frame, cv2.COLOR_BGR2RGB)), fps if fps > 0 else 30.0
+            yield number, np.asarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB)), fps if fps > 0 else 30.0
         if not number:
             raise Unreadable("not a video that can be decoded")
         if number < 0.9 * expected:  # the header's number may be inexact
