@@ -29,15 +29,7 @@ def option(
     known: Sequence[str] = (),
     metavar: str | None = None,
 ) -> Any:
-    """Declare a setting with its option on the command line.
-
-    Args:
-        help: its text in `--help`
-        names: names of the option; by default that of the field
-        least: smallest valid number
-        known: valid texts
-        metavar: name of the value in `--help`
-    """
+    """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
     return field(
         default=default, metadata={"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
     )

@@ -348,8 +348,7 @@ def training_image(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.r
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
     """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
 
-    Returns:
-        (scale, pad_x, pad_y): out_xy = xy * scale + pad.
+    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
     """
     height, width = image.shape[:2]
     scale = side / max(height, width)

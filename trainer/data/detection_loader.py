@@ -147,12 +147,9 @@ class TrainLoader(EpochLoader[Batch]):
         stride: int = STRIDE,
         **options: Any,
     ) -> None:
-        """Open the loader.
+        """Open the loader; the last `close_mosaic` epochs have no mosaics, with `rect` no epoch has them.
 
-        Args:
-            close_mosaic: last epochs without mosaics; with `rect`, no epoch has them.
-            image_weights: draw images by the classes of their boxes (see `weigh`).
-            options: the other arguments of EpochLoader.
+        `image_weights` draws images by the classes of their boxes (see `weigh`). `options` are those of EpochLoader.
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)

@@ -91,10 +91,7 @@ def cache_images(
 ) -> CachedImages:
     """Decode the images of `dataset` once per node, into memory (`ram`) or the first of `folders` with space (`disk`).
 
-    A collective call: all ranks take part, and all raise TrainerError if one of them fails.
-
-    Args:
-        threads: decoding threads of each rank.
+    A collective: all ranks raise TrainerError if one of them fails. `threads` of each rank decode.
     """
     layout, final, draft = _Layout(dataset, min_side), None, None
     with contextlib.ExitStack() as stack:

@@ -155,9 +155,8 @@ def _check(
 ) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
     """Check `rows` (n, 5).
 
-    Returns:
-        The valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
-        and whether it is only a warning.
+    Returns the valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
+    and whether it is only a warning.
     """
     half = rows[:, 3:] / 2
     low, high = rows[:, 1:3] - half, rows[:, 1:3] + half

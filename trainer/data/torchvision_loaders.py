@@ -122,12 +122,8 @@ def val_transform(imgsz: int) -> v2.Compose:
 def mix_batch(images: Tensor, labels: Tensor, classes: int, seed: int, hyp: Hyp) -> tuple[Tensor, Tensor]:
     """Apply MixUp (Zhang 2018), CutMix (Yun 2019) or neither, as `seed` decides for the whole step.
 
-    Args:
-        images: float (b + 1, 3, h, w); the first is only mixed into the second.
-        labels: int64 (b + 1,).
-
-    Returns:
-        The images (b, 3, h, w) and soft labels (b, nc).
+    Of `images` float (b + 1, 3, h, w) and `labels` int64 (b + 1,), the first is only mixed into the second. Returns the
+    images (b, 3, h, w) and soft labels (b, nc).
     """
     kind = np.random.default_rng(seed).random()
     with torch.random.fork_rng(devices=[]):

@@ -48,15 +48,12 @@ def run_ranks(
 ) -> dict[int, int]:
     """Run `python -m trainer ARGUMENTS` once per rank, and return the exit codes of failed ranks.
 
-    Exit codes are negative for a signal. After a failure, here or by `peer_failed`, the other ranks get PEER_GRACE_S
-    to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and SIGKILL after
-    STOP_GRACE_S. No rank runs any more when this returns or raises.
+    `rank_environments` are each rank's variables, see `local_ranks`. `on_line` receives every line of output. The
+    signals `forwarded` are forwarded to the ranks.
 
-    Args:
-        rank_environments: variables of each rank, see `local_ranks`
-        on_line: receives every line of output
-        forwarded: signals to forward to the ranks
-        peer_failed: whether another machine's rank has failed
+    Exit codes are negative for a signal. After a failure, here or on another machine (`peer_failed`), the other ranks
+    get PEER_GRACE_S to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and
+    SIGKILL after STOP_GRACE_S. No rank runs any more when this returns or raises.
     """
     clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES} | {PARENT_VARIABLE: "1"}
     # Ranks import from the same paths, also from those added at run time.

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from trainer.config import Settings
 from trainer.config.settings import layers
 from trainer.distributed import comm
-from trainer.distributed.strategies import STRATEGIES
-from trainer.distributed.strategy import Conditions
+from trainer.distributed.data_parallel import Ddp, Dp
+from trainer.distributed.fsdp import Fsdp
+from trainer.distributed.pipeline import Pipeline
+from trainer.distributed.strategy import Conditions, Strategy
 from trainer.engine.display import TrainingDisplay
 from trainer.engine.events import Events
 from trainer.engine.optim import CLIP_NORM, Ema, Schedule, build_optimizer, ema_copy, parameter_groups, set_rates
@@ -33,6 +35,7 @@ from trainer.models.precision import full_fp32, native_bf16, pick_dtype
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": Ddp, "dp": Dp, "fsdp": Fsdp, "pipeline": Pipeline}
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up
 NONE = -1  # no step
 REQUESTS = 2  # values appended to each step's all-reduce: ranks with a stop signal, ranks whose checkpoint is due
@@ -156,14 +159,12 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """The next step, counted over the whole run from 0."""
-        step: int = self.state.epoch * self.train_loader.steps + self.state.step
-        return step
+        return int(self.state.epoch * self.train_loader.steps) + self.state.step
 
     @property
     def logged_steps(self) -> int:
         """The number of steps whose loss has been reduced and logged; the last step's follows with the next step."""
-        earlier_epochs: int = self.state.epoch * self.train_loader.steps
-        return max(self.unreduced_step, earlier_epochs)
+        return max(self.unreduced_step, int(self.state.epoch * self.train_loader.steps))
 
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
         """Run forward and backward on a batch, and step the optimizer when enough batches are accumulated.

@@ -45,11 +45,8 @@ def from_coco(
 ) -> Conversion:
     """Read COCO annotations; category ids become 0, 1, ... in their order.
 
-    Args:
-        images: folder of the images.
-        val_annotations: annotations of the val split.
-        val_images: folder of its images, by default `images`.
-        val_share: fraction of the images for val without `val_annotations`, by default 0.1.
+    `val_images` is the folder of the val split's images, by default `images`. Without `val_annotations` the val split
+    is `val_share` of the images, by default 0.1.
     """
     if val_images and not val_annotations:
         raise TrainerError(f"--val-images {val_images}: no annotations of these images", "name them with --val")

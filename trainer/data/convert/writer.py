@@ -53,10 +53,8 @@ class Conversion:
 def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Points | None = None) -> str | None:
     """Return the label row of class `number`, or None if the box has no area or is outside the image.
 
-    Args:
-        box: x1 y1 x2 y2 in pixels; may exceed the image by one pixel.
-        size: (height, width) of the image.
-        outline: polygon (k, 2) in pixels that replaces the box.
+    `box` is x1 y1 x2 y2 in pixels, and may exceed the image of `size` (height, width) by one pixel. The polygon
+    `outline` (k, 2) in pixels replaces the box.
     """
     height, width = size
     x1, y1, x2, y2 = box
