@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.cli.options import takes, typed_options
-from trainer.config import TASKS
+from trainer.config import TASKS, Settings
 from trainer.config.inference import ValSettings
 from trainer.errors import TrainerError
 
@@ -57,7 +57,8 @@ def val(context: typer.Context, *, json: bool, **options: Any) -> None:
 
 def _score(context: typer.Context, kind: str, json: bool, options: dict[str, Any]) -> None:
     """Score a classifier or a segmentation model."""
-    from trainer.inference.score import score, settings_for
+    from trainer.inference.score import score
+    from trainer.weights import checkpoint_file
 
     wrong = sorted(typed_options(context) & BOXES_ONLY)
     if wrong:
@@ -70,7 +71,8 @@ def _score(context: typer.Context, kind: str, json: bool, options: dict[str, Any
         )
     plots = options.pop("plots")
     options = {name: value for name, value in options.items() if name not in BOXES_ONLY}
-    result = score(settings_for(kind, options.pop("weights"), options.pop("data"), **options), plots=plots)
+    imgsz = options.pop("imgsz") or int(checkpoint_file.load(options["weights"])["imgsz"])
+    result = score(Settings(task=kind, imgsz=imgsz, **options), plots=plots)
     if not result:
         return
     if json:

@@ -152,9 +152,14 @@ class BatchSampler:
                 ids = batches[step]
                 begin = ends[step] - len(ids)
                 mine = np.array_split(np.arange(begin, ends[step]), self.world)[self.rank]
+                rng = np.random.default_rng([SIDE, self.seed, epoch, step])
+                side = self.sides[int(rng.integers(len(self.sides)))]
+                shape = (side, side)
+                if self.aspects is not None:
+                    shape = rect_shape(self.aspects[ids], side, self.stride, 0.0)
                 yield BatchSpec(
                     ids=order[mine],
-                    shape=self._shape(epoch, step, ids),
+                    shape=shape,
                     global_size=len(ids),
                     epoch=epoch,
                     step=step,
@@ -165,13 +170,6 @@ class BatchSampler:
             if self.weights:
                 return
             epoch, first_step = epoch + 1, 0
-
-    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
-        side = self.sides[0]
-        if len(self.sides) > 1:
-            rng = np.random.default_rng([SIDE, self.seed, epoch, step])
-            side = self.sides[int(rng.integers(len(self.sides)))]
-        return (side, side) if self.aspects is None else rect_shape(self.aspects[ids], side, self.stride, 0.0)
 
     def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
         """Return the image ids of every step of `epoch` and, with image weights, the repeats of each."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import inspect
 import os
 import sys
 import threading
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from trainer import contract
 from trainer.errors import TrainerError
@@ -275,11 +273,6 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank. A collective."""
-    return any(all_gather(flag))
-
-
 def barrier() -> None:
     """Wait for all ranks."""
     if is_distributed():
@@ -331,16 +324,3 @@ def wait(work: dist.Work | None) -> None:
     """Wait for a sum that start_sum started."""
     if work is not None:
         work.wait()
-
-
-def wrap(model: nn.Module, device: torch.device, *, static: bool) -> DistributedDataParallel:
-    """Return the model in DistributedDataParallel.
-
-    Buffers are not broadcast at every step: batch norm's are averaged before validation instead.
-    `static` is for a training whose every step runs the same graph, without no_sync.
-    """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": static}
-    # torch 2.15 renames the option.
-    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)

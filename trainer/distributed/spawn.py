@@ -84,7 +84,12 @@ def run_ranks(
         with _forward_signals(forwarded, processes):
             failed = _follow(processes, lines, on_line, peer_failed)
     except BaseException:
-        _stop(processes)
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0, deadline - time.monotonic()))
         raise
     finally:
         _kill(processes)
@@ -195,15 +200,6 @@ def _forward_signals(signals: Sequence[signal.Signals], processes: Sequence[subp
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _stop(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + STOP_GRACE_S
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0, deadline - time.monotonic()))
 
 
 def _kill(processes: list[subprocess.Popen[str]]) -> None:

@@ -184,7 +184,7 @@ def newest_of_all(folder: Path) -> dict[str, Any] | None:
     """
     mine = newest(folder)
     positions = comm.all_gather(progress_of(mine) if mine else ())
-    if not max(positions) and comm.any_rank(any((folder / name).exists() for name in (LAST, PREVIOUS))):
+    if not max(positions) and any(comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))):
         raise TrainerError(
             f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not from this trainer",
             "make them readable; to start a new run, move them away",

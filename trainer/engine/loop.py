@@ -219,7 +219,7 @@ class TrainLoop:
                 best=is_best or (s.noval and finished == s.epochs),
                 keep=f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else "",
             )
-            self._stop_if(comm.any_rank(bool(self.signals.received)))
+            self._stop_if(any(comm.all_gather(self.signals.received)))
 
     def _stops_early(self) -> bool:
         """Return whether the score has not improved for --patience epochs."""
@@ -242,7 +242,7 @@ class TrainLoop:
             if training.has_validation:
                 self._save()  # a signal during the validation loses no training step
                 scores = training.validate(self._until_signal(training.val_loader))
-                self._stop_if(comm.any_rank(bool(self.signals.received)))
+                self._stop_if(any(comm.all_gather(self.signals.received)))
             else:
                 scores = None
         return scores, losses.tolist(), rate

@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Hyp, gathered, nominal_batch
 
 CLIP_NORM = 10.0
-Model = TypeVar("Model", bound=nn.Module)
 EMA_DECAY = 0.9999
 
 
@@ -138,18 +136,18 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
             group["momentum"] = rates.momentum
 
 
-def ema_copy(model: Model) -> Model:
+def ema_copy(model: nn.Module) -> nn.Module:
     """Copy a model for its moving average, in evaluation mode and without gradients."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-class Ema(Generic[Model]):
+class Ema:
     """Moving average of every float tensor of a model, including batch norm's running statistics.
 
     decay(u) = 0.9999 (1 - exp(-u / tau)) after u updates.
     """
 
-    def __init__(self, model: Model, tau: float, average: Model | None = None) -> None:
+    def __init__(self, model: nn.Module, tau: float, average: nn.Module | None = None) -> None:
         self.tau = tau
         self.model = ema_copy(model) if average is None else average
         self.updates = 0

@@ -209,7 +209,13 @@ class Trainer:
         self.reduced_terms, self.reduced_step = sums[len(counts) : -REQUESTS], self.unreduced_step
         self._record_nonfinite(self.reduced_terms, self.reduced_step)
         if updates:
-            self._update_weights(step, rates)
+            set_rates(self.optimizer, rates)
+            self.grad_norm = self.strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
+            self.ema.update()
+            state.last_move = step
             if not self.scaler.is_enabled():  # the scaler skips steps with non-finite gradients
                 self._record_nonfinite(self.grad_norm, step)
         self.term_sums += self.reduced_terms
@@ -218,15 +224,6 @@ class Trainer:
         state.step += 1
         to_stop, to_save = read_requests()
         return StepResult(bool(to_stop), bool(to_save), updates)
-
-    def _update_weights(self, step: int, rates: Any) -> None:
-        set_rates(self.optimizer, rates)
-        self.grad_norm = self.strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
-        self.ema.update()
-        self.state.last_move = step
 
     def _record_nonfinite(self, values: Tensor, step: int) -> None:
         """Record the first step with non-finite values, without synchronizing a GPU (`where` would)."""

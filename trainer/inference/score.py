@@ -100,9 +100,3 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
         events.emit(contract.DONE, seconds=time.monotonic() - begin, **headlines)
     comm.leave()
     return result
-
-
-def settings_for(kind: str, weights: str, data: str, **options: Any) -> Settings:
-    """Return the settings to score a checkpoint; without --imgsz, at the side of its training."""
-    imgsz = options.pop("imgsz") or int(checkpoint_file.load(weights)["imgsz"])
-    return Settings(task=kind, data=data, weights=weights, imgsz=imgsz, **options)
