@@ -84,18 +84,15 @@ class Fsdp(Strategy):
 LISTS = (nn.Sequential, nn.ModuleList)
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks(module: nn.Module, in_list: bool = False) -> Iterator[nn.Module]:
     """Yield the modules to shard: the members of the model's outermost lists of layers."""
     for child in module.children():
-        yield from _members(child) if type(child) in LISTS else blocks(child)
-
-
-def _members(layers: nn.Module) -> Iterator[nn.Module]:
-    for member in layers.children():
-        if type(member) in LISTS:
-            yield from _members(member)
-        elif any(True for _ in member.parameters()):
-            yield member
+        if type(child) in LISTS:
+            yield from blocks(child, in_list=True)
+        elif not in_list:
+            yield from blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 @torch.no_grad()

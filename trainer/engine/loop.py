@@ -121,7 +121,7 @@ class TrainLoop:
     def __init__(self, training: Trainer, run_dir: Path, signals: StopSignals, watchdog: Watchdog) -> None:
         self.training, self.signals, self.watchdog = training, signals, watchdog
         training.run_dir = run_dir
-        self.interval = SaveInterval(interval(training.settings.save_every))
+        self.saved = time.monotonic(), -1  # time of the last checkpoint and number of its steps
         self.last: dict[str, Any] | None = None  # the last checkpoint's content, for --on-nan skip
 
     def begin(self) -> None:
@@ -268,7 +268,7 @@ class TrainLoop:
             if training.logger and training.global_step == 0:
                 training.logger.first_batch(batch)
             try:
-                result = training.step(batch, bool(self.signals.received), self.interval.is_due(training.global_step))
+                result = training.step(batch, bool(self.signals.received), self._is_save_due(training.global_step))
             except (RuntimeError, MemoryError) as error:
                 if not memory.is_out_of_memory(error):
                     raise
@@ -304,6 +304,14 @@ class TrainLoop:
                 return
             yield batch
 
+    def _is_save_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after global step `step` (--save-every)."""
+        (seconds, steps), (saved_at, saved_step) = interval(self.training.settings.save_every), self.saved
+        if saved_step < 0:  # the first step of this process
+            saved_step = step
+            self.saved = saved_at, saved_step
+        return 0 < seconds <= time.monotonic() - saved_at or 0 < steps <= step + 1 - saved_step
+
     def _is_readback_step(self) -> bool:
         """Return whether the host reads the loss of the epoch's step."""
         step, every = self.training.state.step, READBACK_EVERY[self.training.device.type]
@@ -336,7 +344,7 @@ class TrainLoop:
         training = self.training
         with self.watchdog.during("checkpoint"):
             content = {**training.state_dict(), "data": self.data}
-            self.interval.reset(training.global_step)
+            self.saved = time.monotonic(), training.global_step
             if training.settings.on_nan == "skip":
                 self.last = checkpoint_file.copied(content)
             if self.writes:
@@ -371,23 +379,3 @@ class TrainLoop:
         if self.writes:
             checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
         training.display.print(f"{message}: back to step {training.global_step}, without that batch")
-
-
-class SaveInterval:
-    """Interval of checkpoints (--save-every), in seconds or steps."""
-
-    def __init__(self, seconds_or_steps: tuple[float, int]) -> None:
-        self._seconds, self._steps = seconds_or_steps
-        self._saved_at, self._saved_step = time.monotonic(), -1
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after global step `step`."""
-        if self._saved_step < 0:
-            self._saved_step = step
-        return (self._seconds > 0 and time.monotonic() - self._saved_at >= self._seconds) or (
-            self._steps > 0 and step + 1 - self._saved_step >= self._steps
-        )
-
-    def reset(self, step: int) -> None:
-        """Start the next interval; a checkpoint holds the first `step` steps."""
-        self._saved_at, self._saved_step = time.monotonic(), step

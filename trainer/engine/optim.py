@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.config import Hyp, gathered, nominal_batch
+from trainer.config.presets import Hyp, gathered, nominal_batch
 
 CLIP_NORM = 10.0
 EMA_DECAY = 0.9999

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Settings, gathered, preset_for
+from trainer.config import Settings, preset_for
+from trainer.config.presets import gathered
 from trainer.config.settings import option_of
 from trainer.data.torchvision_loaders import SquareCollate, SquareLoader, SquareValLoader
 from trainer.errors import TrainerError

@@ -138,7 +138,7 @@ def _read(
     rows: dict[int | str, list[str]] = {number: [] for number in shapes}
     for where, thing in _entries(_Object, content, "annotations", path, conversion.faults):
         if thing.iscrowd:
-            conversion.note("crowd left out")
+            conversion.notes["crowd left out"] += 1
         elif thing.image_id not in images:
             conversion.fault(path, f"{where}: no image has the id {thing.image_id}")
         elif thing.category_id not in categories:
@@ -164,7 +164,7 @@ def _outline(segmentation: Any, conversion: Conversion) -> Points | None:
     except (TypeError, ValueError):
         parts = []
     if not parts or not all(np.isfinite(part).all() for part in parts):
-        conversion.note("mask kept as a box")
+        conversion.notes["mask kept as a box"] += 1
         return None
     ring = parts[0]
     for part in parts[1:]:

@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -39,11 +40,7 @@ class Conversion:
     names: list[str]
     splits: dict[str, list[Annotated]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)  # message -> count
-
-    def note(self, what: str) -> None:
-        """Count one more of `what`."""
-        self.notes[what] = self.notes.get(what, 0) + 1
+    notes: Counter[str] = field(default_factory=Counter)  # messages about omitted entries
 
     def fault(self, file: Path, what: str, line: int = 0) -> None:
         """Add a fault, which --allow-bad-labels leaves out."""
