@@ -443,8 +443,8 @@ def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
     assert pinned.shapes == batch.shapes
 
 
-def test_a_loader_pins_memory_after_pin():
+def test_a_loader_pins_memory_if_a_gpu_is_in_use(monkeypatch):
     loader = train_loader(Digits("train", 64, pages=6))
-    assert not loader._loader.pin_memory
-    loader.pin()
-    assert loader._loader.pin_memory
+    assert not loader._open().pin_memory
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert loader._open().pin_memory

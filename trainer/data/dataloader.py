@@ -136,13 +136,11 @@ class BatchLoader(Generic[BatchType]):
         self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable)
         self.notes = [warning] if warning else []
         self._specs = _Sampler()
-        self._pins = False
-        self._loader = self._open()
+        self._loader: DataLoader[Any] | None = None  # open during and between passes
         self._running: Iterator[Any] = iter(())
         self._exit_handler: Any = None
 
     def _open(self) -> DataLoader[Any]:
-        """Return a DataLoader; its workers start with the first pass."""
         options: dict[str, Any] = {}
         if self._workers:
             options = {
@@ -156,7 +154,7 @@ class BatchLoader(Generic[BatchType]):
             batch_size=None,
             sampler=self._specs,
             num_workers=self._workers,
-            pin_memory=self._pins,
+            pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # by a model on a GPU
             generator=torch.Generator(),  # without it, each epoch would draw from the global generator
             **options,
         )
@@ -164,6 +162,8 @@ class BatchLoader(Generic[BatchType]):
     def start(self, specs: Iterable[BatchSpec]) -> None:
         """Begin a pass over `specs`, whose batches `take` returns in order."""
         self._specs.specs = specs
+        if self._loader is None:
+            self._loader = self._open()
         self._running = iter(self._loader)
         if self._workers and not self._exit_handler:
             # Registered after torch's handler, so it runs first: torch's waits 5 s for each worker that still runs.
@@ -177,11 +177,6 @@ class BatchLoader(Generic[BatchType]):
             raise batch
         return batch
 
-    def pin(self) -> None:
-        """Return batches in pinned memory from the next pass on."""
-        self._pins = True
-        self.close()
-
     def close(self) -> None:
         """Stop the workers; a later pass starts new ones.
 
@@ -189,7 +184,7 @@ class BatchLoader(Generic[BatchType]):
         collection closes the queues first, and torch then waits 10 s for each worker.
         """
         self._running = iter(())
-        self._loader, self._exit_handler = self._open(), None
+        self._loader = self._exit_handler = None
 
 
 def _close(reference: weakref.ref[BatchLoader[Any]]) -> None:

@@ -77,9 +77,6 @@ class Trainer:
         self.train_loader = self.task.train_loader({**share, "rank": number, "world": shares})
         self._check_batch_norm()
         self.val_loader = self.task.val_loader(share)
-        if device.type == "cuda":
-            self.train_loader.pin()
-            self.val_loader.pin()
         for note in dict.fromkeys((*self.train_loader.notes, *self.val_loader.notes)):
             self.display.print(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train_loader.steps, s.batch, s.schedule)

@@ -1,17 +1,20 @@
 """Detection in images and videos, with drawn images, labels and JSON as output."""
 
 import contextlib
+import glob
+import itertools
 import json
 import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 
@@ -19,15 +22,16 @@ from trainer.config.inference import PredictSettings
 from trainer.data.augment import letterbox
 from trainer.data.dataset import Image
 from trainer.data.detection_loader import check_imgsz
+from trainer.data.listing import SUFFIXES
 from trainer.data.progress import bar
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems, write_labels
-from trainer.inference.sources import Unreadable, find_sources, frames, is_video
 from trainer.plots import draw_boxes, write_image
 from trainer.tasks.detector import Detections, Detector, Limits, load_trained, to_original, type_for
 from trainer.weights import checkpoint_file
 
+VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"})
 _DRAWN_PX = 700  # side of an image that gets lines and text of size 1
 
 
@@ -173,3 +177,89 @@ class _Files:
             else:
                 self._video = self._video or self._stack.enter_context(mp4(folder / f"{self._stem}.mp4"))
                 self._video(image, fps)
+
+
+def find_sources(sources: Sequence[str]) -> list[Path]:
+    """Return the images and videos of files, folders (without subfolders), patterns and .txt lists of paths."""
+    if not sources:
+        raise TrainerError("--source: not given", "use images, videos, folders, patterns or a .txt list")
+    found = list(itertools.chain.from_iterable(_expand(source) for source in sources))
+    return list(dict.fromkeys(found))
+
+
+def _expand(source: str) -> list[Path]:
+    where, path = f"--source {source}", Path(source)
+    if (source.isdecimal() and not path.exists()) or "://" in source:
+        raise TrainerError(f"{where}: cameras and URLs are not supported", "save it as an image or video first")
+    if path.suffix.lower() == ".txt" and path.is_file():
+        return _read_list(path, where)
+    if path.is_dir():
+        candidates = list(path.iterdir())
+    elif path.is_file():
+        candidates = [path]
+    elif glob.has_magic(source):
+        candidates = [Path(match) for match in glob.glob(source, recursive=True)]  # noqa: PTH207
+    else:
+        raise TrainerError(f"{where}: no such file or folder", f"the full path is {path.absolute()}")
+    files = sorted(p for p in candidates if p.suffix.lower() in SUFFIXES | VIDEOS and not p.name.startswith("."))
+    if not files:
+        images, videos = (", ".join(sorted(suffixes)) for suffixes in (SUFFIXES, VIDEOS))
+        raise TrainerError(f"{where}: no image or video", f"images end in {images}, videos in {videos}")
+    return files
+
+
+def _read_list(path: Path, where: str) -> list[Path]:
+    """Return the files of a list of paths, which are relative to the list."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainerError(f"{where}: cannot be read: {error}", "expected one path per line, in UTF-8") from None
+    files = {number: path.parent / line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    for number, file in files.items():
+        if not file.is_file():
+            raise TrainerError(f"{path}:{number}: no such file: {file}", "correct or delete the line")
+    if not files:
+        raise TrainerError(f"{where}: the list is empty", "expected one path per line, relative to the list")
+    return list(files.values())
+
+
+class Unreadable(Exception):
+    """An image or video that cannot be decoded."""
+
+
+def is_video(path: Path) -> bool:
+    """Return whether the suffix is that of a video."""
+    return path.suffix.lower() in VIDEOS
+
+
+def frames(path: Path) -> Iterator[tuple[int | None, Image, float]]:
+    """Yield (None, image (h, w, 3) RGB, 0.0), or for each video frame (number from 1, image, frames per second)."""
+    if is_video(path):
+        yield from _frames(path)
+        return
+    try:
+        image = cv2.imdecode(np.frombuffer(path.read_bytes(), np.uint8), cv2.IMREAD_COLOR)
+    except OSError as error:
+        raise Unreadable(error.strerror) from None
+    except cv2.error:
+        image = None
+    if image is None:
+        raise Unreadable("not an image that can be decoded")
+    yield None, np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), 0.0
+
+
+def _frames(path: Path) -> Iterator[tuple[int, Image, float]]:
+    """Yield (number from 1, frame, frames per second)."""
+    video = cv2.VideoCapture(str(path))
+    try:
+        fps, expected = video.get(cv2.CAP_PROP_FPS), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        number = 0
+        while (read := video.read())[0]:
+            number += 1
+            yield number, np.asarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB)), fps if fps > 0 else 30.0
+        if not number:
+            raise Unreadable("not a video that can be decoded")
+        if number < 0.9 * expected:  # the header's number may be inexact
+            raise Unreadable(f"it ends after {number} of {expected} frames")
+    finally:
+        video.release()

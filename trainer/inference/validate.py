@@ -60,8 +60,6 @@ def validate(settings: ValSettings) -> Validation | None:
     share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
     share |= {"workers": workers, "stride": trained.stride}
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
-    if device.type == "cuda":
-        loader.pin()
     for note in loader.notes if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON
     # Before the rendezvous, so that an error of the folder is that of rank 0 alone.
