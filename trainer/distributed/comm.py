@@ -5,6 +5,7 @@ import datetime
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,6 +278,13 @@ def barrier() -> None:
     """Wait for all ranks."""
     if is_distributed():
         dist.barrier()
+
+
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock, after a GPU has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def connect_store() -> Any:

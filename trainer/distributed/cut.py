@@ -2,7 +2,6 @@
 
 import math
 import operator
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed import comm
 from trainer.errors import TrainerError
 
 TOLERANCE = 0.02  # of the model's time: allowed distance of a cut from an equal split, to send fewer bytes
@@ -115,20 +115,15 @@ class _Profiler(fx.Interpreter):
                 (args, kwargs),
                 lambda v: v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v,
             )
-            begin = self._now()
+            begin = comm.now(self._device)
             result = getattr(self, n.op)(n.target, *inputs)
             made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
             if made and n.op not in ("placeholder", "get_attr", "output"):
                 torch.autograd.backward(made, [torch.ones_like(t) for t in made])
-            self.seconds[n.name] = self._now() - begin
+            self.seconds[n.name] = comm.now(self._device) - begin
         sendable = n.op != "get_attr" and isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
         self.bytes[n.name] = result.numel() * result.element_size() if sendable else math.inf
         return fx.node.map_aggregate(result, lambda t: t.detach() if isinstance(t, Tensor) else t)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
 
 
 def measure(model: nn.Module, graph: fx.Graph, images: Tensor) -> tuple[list[float], list[float]]:

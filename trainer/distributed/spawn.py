@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from trainer import contract
 from trainer.errors import TrainerError
@@ -61,6 +61,11 @@ def run_ranks(
     lines: queue.Queue[Line] = queue.Queue()
     processes: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
+
+    def forward(number: int, _frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
     try:
         for rank, own in enumerate(rank_environments):
             process = subprocess.Popen(
@@ -81,7 +86,7 @@ def run_ranks(
                 )
                 reader.start()
                 threads.append(reader)
-        with _forward_signals(forwarded, processes):
+        with signal_handlers(forward, forwarded):
             failed = _follow(processes, lines, on_line, peer_failed)
     except BaseException:
         for process in processes:
@@ -189,17 +194,14 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _forward_signals(signals: Sequence[signal.Signals], processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    def forward(number: int, _frame: object) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in signals}
+def signal_handlers(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Handle the signals by `handler` inside the context."""
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _kill(processes: list[subprocess.Popen[str]]) -> None:

@@ -60,7 +60,7 @@ def train(settings: Settings) -> None:
         with Watchdog(world, settings.stall_timeout, events, store) as watchdog:
             loop = TrainLoop(training, _make_run_dir(settings, world), signals, watchdog)
             loop.begin()
-            _print_summary(training, backend)
+            _print_summary(training, backend, parameters)
             loop.run_epochs()
         comm.barrier()  # rank 0 hosts the store, and may exit once no heartbeat uses it
         if world.rank == 0:  # outside the watchdog, because the other ranks exit meanwhile
@@ -87,8 +87,7 @@ def _make_run_dir(settings: Settings, world: comm.World) -> Path:
     return run_dir or first
 
 
-def _print_summary(training: Trainer, backend: str) -> None:
-    parameters = sum(p.numel() for p in training.model.parameters())
+def _print_summary(training: Trainer, backend: str, parameters: int) -> None:
     size = training.world.size
     ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]

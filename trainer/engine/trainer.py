@@ -51,11 +51,6 @@ class Trainer:
         s = settings
         self.strategy = STRATEGIES[s.parallel](s, world, device)
         number, shares = self.strategy.share
-        if s.batch < shares:
-            raise TrainerError(
-                f"--batch {s.batch} is smaller than the number of ranks, {shares}",
-                f"--batch counts the images of all ranks together: use {shares} or more",
-            )
         # A rank without bf16 must not fail here, before the rendezvous: the others would wait for it.
         self.dtype = pick_dtype(s.precision, device, s.precision == "bf16" or native_bf16(device))
         if s.precision == "fp32":
