@@ -345,11 +345,11 @@ def test_image_weights_prefer_rare_classes_and_low_map():
         return np.bincount(ids % 3, minlength=3) / len(ids)
 
     assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)  # equal by their boxes
-    loader.weigh([0.8, 0.4])  # (0.2 / 0.6)^2
+    loader.sampler.class_map = [0.8, 0.4]  # (0.2 / 0.6)^2
     assert drawn() == pytest.approx([0, 0.1, 0.9], abs=0.06)
-    loader.weigh([0.5, float("nan")])  # not measured: the mean of the others
+    loader.sampler.class_map = [0.5, float("nan")]  # not measured: the mean of the others
     assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)
-    loader.weigh([1.0, 1.0])  # equal weights
+    loader.sampler.class_map = [1.0, 1.0]  # equal weights
     assert drawn() == pytest.approx([1 / 3] * 3, abs=0.06)
 
 

@@ -133,7 +133,7 @@ class BatchSampler:
     stride: int  # the model's largest stride in pixels
     aspects: Floats | None = None  # (count,): height / width of each image, for batches of similar aspect
     weights: ImageWeights | None = None  # draw the images with these weights
-    class_map: list[float] | None = None
+    class_map: Sequence[float] | None = None  # mAP of each class, equal on all ranks; None: not validated yet
 
     def __post_init__(self) -> None:
         self.steps = steps_per_epoch(self.count, self.batch, self.world)

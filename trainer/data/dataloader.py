@@ -215,7 +215,7 @@ class EpochLoader(BatchLoader[BatchType]):
     ) -> None:
         """Open the loader; `local_size` are the ranks of this node, `sampling` the fields of BatchSampler."""
         self._dataset = dataset
-        self._sampler = sampler = BatchSampler(len(dataset), **sampling)
+        self.sampler = sampler = BatchSampler(len(dataset), **sampling)
         self.steps, sides = sampler.steps, sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
         # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
@@ -233,18 +233,18 @@ class EpochLoader(BatchLoader[BatchType]):
         """
         for step in range(first_step, self.steps):
             if self._next != (epoch, step):
-                self.start(self._sampler.specs_from(epoch, step))
+                self.start(self.sampler.specs_from(epoch, step))
             self._next = None  # the pass is unusable if the next line raises
             batch = self.take()
             assert batch is not None
             # Image weights may change between epochs, so nothing is prefetched beyond the last step.
             last = step + 1 == self.steps
-            self._next = None if last and self._sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            self._next = None if last and self.sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
             yield batch
 
     def names_of(self, epoch: int, step: int) -> list[str]:
         """Return the names of a step's images on all ranks."""
-        batches, _ = self._sampler.batches(epoch)
+        batches, _ = self.sampler.batches(epoch)
         return [self._dataset.name(k) for k in batches[step].tolist()]
 
 

@@ -2,7 +2,6 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -149,7 +148,7 @@ class TrainLoader(EpochLoader[Batch]):
     ) -> None:
         """Open the loader; the last `close_mosaic` epochs have no mosaics, with `rect` no epoch has them.
 
-        `image_weights` draws images by the classes of their boxes (see `weigh`). `options` are those of EpochLoader.
+        `image_weights` draws images by the classes of their boxes. `options` are those of EpochLoader.
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
@@ -171,13 +170,6 @@ class TrainLoader(EpochLoader[Batch]):
     def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> None:
         """Decode all images once, before the first epoch (see cache_images). The batches stay the same."""
         self._collate.dataset = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
-
-    def weigh(self, class_map: Sequence[float] | None) -> None:
-        """Draw classes with a low mAP more often in later epochs (with `image_weights`).
-
-        `class_map` (nc,) is each class's mAP in the last validation, equal on all ranks. None: before any validation.
-        """
-        self._sampler.class_map = None if class_map is None else list(class_map)
 
 
 class ValLoader(EvalLoader[ValBatch]):

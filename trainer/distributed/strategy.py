@@ -91,10 +91,6 @@ class Strategy:
         scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(parameters, most)
 
-    def average_(self, tensors: list[Tensor]) -> None:
-        """Average tensors of this rank's part, in place, over the ranks with the same part."""
-        comm.average_(tensors, self.replica_group)
-
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the full tensors of all parts by name, on every rank. A collective."""
         return dict(tensors)

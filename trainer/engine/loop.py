@@ -208,7 +208,7 @@ class TrainLoop:
                 training.state.best, training.state.best_epoch = scores.fitness, training.state.epoch
                 training.state.best_scores = {k: v for k, v in scores.columns().items() if k in training.task.headlines}
             if scores:
-                training.set_image_weights(scores.by_class(training.task.names))
+                training.set_class_map(scores.by_class(training.task.names))
             results.report(training, losses, scores, shares)
             if self.writes:
                 results.write_table(training.history, training.run_dir / "results.csv")

@@ -267,7 +267,7 @@ class Trainer:
             return
         self.state.averaged = True
         for model in (self.local_model, self.ema.model):
-            self.strategy.average_(list(statistics_of(model).values()))
+            comm.average_(list(statistics_of(model).values()), self.strategy.replica_group)
 
     @property
     def has_validation(self) -> bool:
@@ -287,11 +287,9 @@ class Trainer:
             scores = self.metric.compute()
         return comm.broadcast(scores)
 
-    def set_image_weights(self, class_map: list[float] | None) -> None:
+    def set_class_map(self, class_map: list[float] | None) -> None:
         """Store the per-class scores; with --image-weights they set how often a class's images are sampled."""
-        self.class_map = class_map
-        if self.settings.image_weights:
-            self.train_loader.weigh(class_map)
+        self.class_map = self.train_loader.sampler.class_map = class_map
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, the same on every rank: tensors and plain values. A collective.
@@ -357,7 +355,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
         self.history = list(content["history"])
         self.task.cfg = content["cfg"]  # with the fitted anchors
-        self.set_image_weights(content["class_map"])
+        self.set_class_map(content["class_map"])
         ranks, (number, shares) = content["ranks"], self.strategy.share
         is_same_count = len(ranks) == shares
         order = {name: j for j, name in enumerate(filter(is_statistic, self.state_names))}

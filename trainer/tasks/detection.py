@@ -92,19 +92,9 @@ class Detection(Task):
         close_mosaic = s.hyp.close_mosaic
         if close_mosaic is None:
             close_mosaic = 10 if self.terms == AlignedLoss.terms else 0
-        return TrainLoader(
-            self.train_set,
-            imgsz=s.imgsz,
-            batch=s.batch,
-            seed=s.seed,
-            hyp=s.hyp,
-            epochs=s.epochs,
-            close_mosaic=close_mosaic,
-            multi_scale=s.multi_scale,
-            rect=s.rect,
-            image_weights=s.image_weights,
-            **share,
-        )
+        keys = ("imgsz", "batch", "seed", "hyp", "epochs", "multi_scale", "rect", "image_weights")
+        options: dict[str, Any] = {key: getattr(s, key) for key in keys}
+        return TrainLoader(self.train_set, close_mosaic=close_mosaic, **options, **share)
 
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
         """Return the loader of letterboxed batches."""
