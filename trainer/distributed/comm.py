@@ -161,9 +161,12 @@ def usable_cores() -> int:
         return cores
 
 
-def default_workers(device: torch.device, world: World) -> int:
-    """Return the dataloader workers per rank: 0 on the CPU, where they would compete with the training."""
-    return 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
+def share_of(world: World, device: torch.device, workers: int | None, stride: int) -> dict[str, Any]:
+    """Return a loader's arguments that depend on the rank. `workers` is by default 0 on a CPU, which trains itself."""
+    if workers is None:
+        workers = 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
+    place = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
+    return {**place, "workers": workers, "stride": stride}
 
 
 def limit_threads(world: World) -> None:

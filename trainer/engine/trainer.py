@@ -66,9 +66,8 @@ class Trainer:
             which = "all but the head" if numbers == (-1,) else f"layers {', '.join(map(str, numbers))}"
             until = f", for the first {s.unfreeze} epochs" if s.unfreeze else ""
             self.display.print(f"frozen: {which} with {freeze(self.model, numbers):,} parameters{until}")
-        self.workers = comm.default_workers(device, world) if s.workers is None else s.workers
-        share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-        share |= {"workers": self.workers, "stride": self.task.stride}
+        share = comm.share_of(world, device, s.workers, self.task.stride)
+        self.workers: int = share["workers"]
         self.train_loader = self.task.train_loader({**share, "rank": number, "world": shares})
         self._check_batch_norm()
         self.val_loader = self.task.val_loader(share)

@@ -71,9 +71,7 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
             f"--weights {s.weights}: not all tensors fit the model", "use a best.pt or last.pt, and its --imgsz"
         )
     model.to(device)
-    workers = comm.default_workers(device, world) if s.workers is None else s.workers
-    share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-    loader: Any = task.val_loader({**share, "workers": workers, "stride": task.stride})
+    loader: Any = task.val_loader(comm.share_of(world, device, s.workers, task.stride))
     backend = comm.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     batches = track(iter(loader), len(loader), "validating") if world.rank == 0 else loader

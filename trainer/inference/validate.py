@@ -56,9 +56,7 @@ def validate(settings: ValSettings) -> Validation | None:
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **options)  # type: ignore[arg-type]
     check_names(s.data, dataset.names, s.weights, trained.names)
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
-    workers = comm.default_workers(device, world) if s.workers is None else s.workers
-    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-    share |= {"workers": workers, "stride": trained.stride}
+    share = comm.share_of(world, device, s.workers, trained.stride)
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
     for note in loader.notes if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON

@@ -9,8 +9,8 @@ from trainer.tasks.base import Task
 # Imported when needed: each has its own large dependencies.
 TASKS = {
     "detect": "trainer.tasks.detection:Detection",
-    "classify": "trainer.tasks.classification:Classification",
-    "segment": "trainer.tasks.segmentation:Segmentation",
+    "classify": "trainer.tasks.torchvision_tasks:Classification",
+    "segment": "trainer.tasks.torchvision_tasks:Segmentation",
 }
 
 
