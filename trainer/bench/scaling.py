@@ -56,11 +56,7 @@ class Row:
 
 
 def points_of(
-    batches: Sequence[int],
-    ranks: Sequence[int],
-    precisions: Sequence[str],
-    strong: bool,
-    strategies: Sequence[str] = ("ddp",),
+    batches: Sequence[int], ranks: Sequence[int], precisions: Sequence[str], strong: bool, strategies: Sequence[str]
 ) -> list[Point]:
     """Return all combinations, those of a series in sequence. Raises TrainerError for an invalid value.
 

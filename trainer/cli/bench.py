@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -123,11 +123,7 @@ def rank(request: Path, answer: Path) -> None:
     from trainer.engine.memory import HINT, is_out_of_memory
 
     content = json.loads(request.read_text(encoding="utf-8"))
-    records: dict[str, Callable[..., Any]] = {
-        "measure": measure.record,
-        "profile": profile.record,
-        "verify": verify.record,
-    }
+    records: dict[str, Any] = {"measure": measure.record, "profile": profile.record, "verify": verify.record}
     record = records[content.pop("record")]
     try:
         found = record(Settings(**content.pop("settings")), **content)

@@ -22,12 +22,7 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
 def option(
-    default: Any,
-    help: str,
-    *names: str,
-    least: float | None = None,
-    known: Sequence[str] = (),
-    metavar: str | None = None,
+    default: Any, help: str, *names: str, least: float | None = None, known: Sequence[str] = (), metavar: Any = None
 ) -> Any:
     """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
     return field(

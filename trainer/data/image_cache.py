@@ -195,15 +195,9 @@ def _key(dataset: Dataset, layout: _Layout) -> str:
 
 
 def _fill(
-    dataset: Dataset,
-    layout: _Layout,
-    draft: str | None,
-    world: World,
-    local_size: int,
-    exchange: Exchange,
-    threads: int,
+    dataset: Dataset, layout: _Layout, draft: str | None, world: World, ranks: int, exchange: Exchange, threads: int
 ) -> None:
-    """Decode this rank's part of the images into the file `draft` of its node; None if the file is complete."""
+    """Decode this rank's part of the images into the file `draft` of its node with `ranks`; None if it is complete."""
     if not any(_gather(exchange, draft)):
         return
 
@@ -220,7 +214,7 @@ def _fill(
                 end = min(first + _ROUND, len(dataset))
                 error: Exception | None = None
                 try:
-                    list(pool.map(put, range(first + world.local_rank, end, local_size) if draft else ()))
+                    list(pool.map(put, range(first + world.local_rank, end, ranks) if draft else ()))
                     if draft and end == len(dataset):
                         os.fsync(file)
                 except (TrainerError, OSError) as caught:

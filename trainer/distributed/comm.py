@@ -1,13 +1,13 @@
 """Process group: rank and world size from the environment, device, threads, and collectives."""
 
 import contextlib
-import datetime
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer.errors import TrainerError
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NUMBERS = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK")  # in the order of the fields of World
 ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TIMEOUT = datetime.timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 JOIN_WARNING_S = 60.0  # until a rank reports that it waits for the others
 Group = dist.ProcessGroup
 
@@ -295,12 +295,8 @@ def connect_store() -> Any:
     if not is_distributed():
         return None
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=10),
-        )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
     except (RuntimeError, OSError, ValueError, KeyError):
         return None
 

@@ -98,11 +98,8 @@ def build_optimizer(
     named = dict(model.named_parameters())
     biases, scales, weights = ([named[name] for name in group] for group in groups)
     decay = hyp.weight_decay * batch * gathered(hyp, batch) / nominal_batch(hyp, batch)
-    options = [
-        {"params": biases, "weight_decay": 0.0},
-        {"params": scales, "weight_decay": 0.0},
-        {"params": weights, "weight_decay": decay},
-    ]
+    decays = zip((biases, scales, weights), (0.0, 0.0, decay), strict=True)
+    options = [{"params": parameters, "weight_decay": rate} for parameters, rate in decays]
     # Fused: one kernel for all tensors instead of a Python loop. Fused SGD does not support shards.
     is_sharded = any(isinstance(p, DTensor) for p in named.values())
     if name == "SGD":

@@ -42,17 +42,8 @@ from trainer.weights import checkpoint_file
 # Settings of detection only.
 _BOXES_ONLY = ("multi_scale", "rect", "image_weights", "single_cls", "cache", "allow_bad_labels", "noautoanchor")
 # Hyper-parameters with an effect on all models of torchvision.
-_COMMON_HYP: tuple[str, ...] = (
-    "lr0",
-    "lrf",
-    "momentum",
-    "weight_decay",
-    "nbs",
-    "ema_tau",
-    "warmup_epochs",
-    "warmup_momentum",
-)
-_COMMON_HYP += ("warmup_bias_lr", "label_smoothing")
+_COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
+_COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr")
 _SHOWN_IMAGES, _SHOWN_MASKS = 12, 9  # validation images in the plot of predictions
 _MAGNITUDES = 30  # the strongest of torchvision's 31
 
