@@ -143,12 +143,8 @@ class BatchLoader(Generic[BatchType]):
     def _open(self) -> DataLoader[Any]:
         options: dict[str, Any] = {}
         if self._workers:
-            options = {
-                "multiprocessing_context": _context(),
-                "persistent_workers": True,
-                "prefetch_factor": self._prefetch,
-                "worker_init_fn": _init_worker,
-            }
+            options = {"multiprocessing_context": _context(), "worker_init_fn": _init_worker}
+            options |= {"persistent_workers": True, "prefetch_factor": self._prefetch}
         return DataLoader(
             self._collate,
             batch_size=None,

@@ -161,13 +161,8 @@ def local_ranks(count: int) -> list[dict[str, str]]:
     """Return each rank's variables, as torchrun sets them; none for a single process."""
     if count == 1:
         return [{}]
-    shared = {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

@@ -116,14 +116,10 @@ class Trainer:
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.loss = self.task.loss_of(self.model)
         self.state_names, self.group_names = list(self.model.state_dict()), parameter_groups(self.model)
-        conditions = Conditions(
-            self.autocast,
-            self.timer,
-            self.task.least_side,
-            self.task.stride,
-            always_syncs=self.schedule.accumulate == 1,
-            min_share=len(self.task.train_set) // self.train_loader.steps // self.strategy.share[1],
-        )
+        always_syncs = self.schedule.accumulate == 1
+        share = len(self.task.train_set) // self.train_loader.steps // self.strategy.share[1]
+        sides = self.task.least_side, self.task.stride
+        conditions = Conditions(self.autocast, self.timer, *sides, always_syncs=always_syncs, min_share=share)
         self.strategy.setup(self.model, ema_copy(self.model), conditions)
         if self.strategy.summary:
             self.display.print(self.strategy.summary)
@@ -297,13 +293,10 @@ class Trainer:
         need no state: every step seeds them from its number.
         """
         self._record_nonfinite(self.unreduced_terms, self.unreduced_step)
-        mine = {
-            "bad": int(self.first_nonfinite_step),
-            "pending": self.unreduced_terms.cpu(),
-            "statistics": [
-                {k: t.cpu() for k, t in statistics_of(m).items()} for m in (self.local_model, self.ema.model)
-            ],
-        }
+        models = (self.local_model, self.ema.model)
+        statistics = [{k: t.cpu() for k, t in statistics_of(model).items()} for model in models]
+        bad_step = int(self.first_nonfinite_step)
+        mine = {"bad": bad_step, "pending": self.unreduced_terms.cpu(), "statistics": statistics}
         ranks = comm.all_gather(mine)
         bad = [rank["bad"] for rank in ranks if rank["bad"] != NONE]
         if bad:

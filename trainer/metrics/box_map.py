@@ -314,13 +314,8 @@ def _coco(boxes: _Boxes, images: list[int], classes: Ints) -> COCO:
     """Convert boxes to COCO's annotations, numbered from 1."""
     keys = ("id", "image_id", "bbox", "area", "category_id", "score", "iscrowd")
     rows = zip(range(1, len(boxes.score) + 1), *(column.tolist() for column in boxes), strict=True)
-    return COCO(
-        {
-            "images": [{"id": k} for k in images],
-            "categories": [{"id": k} for k in classes.tolist()],
-            "annotations": [dict(zip(keys, row, strict=True)) for row in rows],
-        }
-    )
+    content = {"images": [{"id": k} for k in images], "categories": [{"id": k} for k in classes.tolist()]}
+    return COCO({**content, "annotations": [dict(zip(keys, row, strict=True)) for row in rows]})
 
 
 def _match_yolov5(images: Iterable[tuple[_Boxes, _Boxes]], found: _Boxes, boxes: Ints) -> _Matches:

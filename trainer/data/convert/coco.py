@@ -36,12 +36,7 @@ class _Object(BaseModel):
 
 
 def from_coco(
-    annotations: Path,
-    images: Path,
-    *,
-    val_annotations: Path | None = None,
-    val_images: Path | None = None,
-    val_share: float | None = None,
+    annotations: Path, images: Path, *, val_annotations: Path | None, val_images: Path | None, val_share: float | None
 ) -> Conversion:
     """Read COCO annotations; category ids become 0, 1, ... in their order.
 
