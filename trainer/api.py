@@ -66,11 +66,9 @@ def train(
         raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
     local_callback = callback if isinstance(callback, Callback) else None
     options |= {"device": devices, "callback": "" if local_callback else callback}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")} | {contract.JOB_ID: JOB}
     events = _EventReader(local_callback)
-    failed = run_ranks(
-        ["train", *_arguments(options)], local_ranks(count), {**environment, contract.JOB_ID: JOB}, events.line
-    )
+    failed = run_ranks(["train", *_arguments(options)], local_ranks(count), environment, events.line)
     events.screen.end_epoch()
     if failed:
         raise rank_error(failed, list(events.kept))

@@ -169,9 +169,8 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
         loader = statistics.median(m.loader_images_per_s or 0.0 for m in rounds)
         waiting = statistics.median(m.data_share for m in rounds)
         memory = gigabytes(max(m.host_bytes for m in rounds))
-        rows.append(
-            [str(workers), f"{loader:.1f}", f"{base * statistics.median(ratios):.1f}", f"{waiting:.0%}", memory]
-        )
+        rate = f"{base * statistics.median(ratios):.1f}"
+        rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
     return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)
 
 

@@ -39,7 +39,6 @@ def profile(context: typer.Context, **options: Any) -> None:
     if s.out.is_dir():
         raise TrainerError(f"--out {s.out}: is a folder", "use the path of a file")
     threads = s.threads or max(1, usable_cores() // s.ranks)
-    table = profiling.profile(
-        settings_of(context.args, s.device, ranks=s.ranks), s.ranks, threads, s.steps, s.warmup, s.out
-    )
+    settings = settings_of(context.args, s.device, ranks=s.ranks)
+    table = profiling.profile(settings, s.ranks, threads, s.steps, s.warmup, s.out)
     typer.echo(f"{table}\n{s.out}: {s.steps} steps; open it at https://ui.perfetto.dev")

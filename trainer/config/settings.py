@@ -25,9 +25,8 @@ def option(
     default: Any, help: str, *names: str, least: float | None = None, known: Sequence[str] = (), metavar: Any = None
 ) -> Any:
     """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
-    return field(
-        default=default, metadata={"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
-    )
+    declared = {"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
+    return field(default=default, metadata=declared)
 
 
 def _defaults(name: str) -> str:

@@ -46,9 +46,7 @@ def trace(model: nn.Module) -> fx.Graph:
         if node.target is operator.iadd:
             node.target = operator.add
     called = [node.target for node in graph.nodes if node.op == "call_module"]
-    twice = next(
-        (name for name in called if called.count(name) > 1 and list(model.get_submodule(name).parameters())), ""
-    )
+    twice = next((n for n in called if called.count(n) > 1 and list(model.get_submodule(n).parameters())), "")
     if twice:
         raise TrainerError(
             f"--parallel pipeline: the layer {twice} runs twice, but a layer can be in one stage only",

@@ -34,13 +34,11 @@ class Ddp(Strategy):
         self._net: nn.Module = self.module
         if comm.is_distributed():
             known = inspect.signature(DistributedDataParallel.__init__).parameters
-            # Batch norm's buffers are averaged before validation, not broadcast at every step. torch 2.15 renames the
-            # option.
-            options: dict[str, Any] = {
-                "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
-            }
+            # Batch norm's buffers are averaged before validation, not at every step. torch 2.15 renames the option.
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
             # A static graph does not allow no_sync, which gradient accumulation needs.
-            options |= {"gradient_as_bucket_view": True, "static_graph": self._conditions.always_syncs}
+            options: dict[str, Any] = {buffers: False, "static_graph": self._conditions.always_syncs}
+            options["gradient_as_bucket_view"] = True
             devices = [self._device.index] if self._device.type == "cuda" else None
             net = DistributedDataParallel(self.module, device_ids=devices, **options)
             _sum_gradients(net, self._conditions.timer, compress=self._settings.grad_compress == "bf16")

@@ -81,9 +81,8 @@ def run_ranks(
             processes.append(process)
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
-                reader = threading.Thread(
-                    target=_read, args=(stream, rank, stream is process.stderr, lines), daemon=True
-                )
+                source = (stream, rank, stream is process.stderr, lines)
+                reader = threading.Thread(target=_read, args=source, daemon=True)
                 reader.start()
                 threads.append(reader)
         with signal_handlers(forward, forwarded):
@@ -127,9 +126,8 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
 
     Unless it is bad input, the last lines of that rank's stderr are printed.
     """
-    marked = [
-        line.text.removeprefix(contract.EVENT_MARK) for line in output if line.text.startswith(contract.EVENT_MARK)
-    ]
+    mark = contract.EVENT_MARK
+    marked = [line.text.removeprefix(mark) for line in output if line.text.startswith(mark)]
     failures = [event for event in map(json.loads, marked) if event["event"] == contract.FAILED]
     causes = [event for event in failures if not event["echo"]]
     first = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]), default=None)
@@ -141,9 +139,8 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
     # NCCL's watchdog aborts a rank after another has ended.
     ended = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
     rank, code = first["rank"] if first else ended, failed[ended]
-    print(
-        *[line.text for line in output if line.stderr and line.rank == rank][-STDERR_LINES:], sep="\n", file=sys.stderr
-    )
+    stderr = [line.text for line in output if line.stderr and line.rank == rank]
+    print(*stderr[-STDERR_LINES:], sep="\n", file=sys.stderr)
     if first:
         return TrainerError(first["error"], first["hint"])
     return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))

@@ -155,12 +155,8 @@ class Strategy:
                 state = optimizer.state[parameter]
                 for key, value in kept.items():
                     if key not in state:
-                        is_per_element = value.shape == parameter.shape  # otherwise a step count, not sharded
-                        state[key] = (
-                            torch.zeros_like(parameter, requires_grad=False)
-                            if is_per_element
-                            else torch.zeros_like(value, device=parameter.device)
-                        )
+                        like = parameter if value.shape == parameter.shape else value  # a step count is not sharded
+                        state[key] = torch.zeros_like(like, device=parameter.device, requires_grad=False)
                     self.scatter_(state[key], value)
 
 

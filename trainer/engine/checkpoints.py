@@ -148,7 +148,7 @@ def set_aside(folder: Path) -> str:
     existing = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
     if not existing:
         return ""
-    names = itertools.chain(["before"], (f"before{number}" for number in itertools.count(2)))
+    names = (f"before{number if number > 1 else ''}" for number in itertools.count(1))
     name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
     with contextlib.suppress(FileNotFoundError):
         (folder / BEST).replace(folder / f"{name}-{BEST}")
@@ -212,9 +212,8 @@ def share_best(path: Path, best_epoch: int, writes: bool) -> None:
 
 def discard_after(path: Path, number: int) -> None:
     """Remove the rows after step `number` from a table of steps, because the run repeats them."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
+    if not path.exists():
         return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for k, line in enumerate(lines) if not k or int(line.split(",")[0]) <= number]
     checkpoint_file.write_bytes(path, "".join(kept).encode())

@@ -198,9 +198,8 @@ class TrainLoop:
             except NotFinite as error:
                 self._handle_nonfinite(error.step)
                 continue
-            shares = comm.all_gather(
-                {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
-            )
+            own = {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
+            shares = comm.all_gather(own)
             is_best = scores is not None and scores.fitness > training.state.best
             if scores and is_best:
                 if training.logger:
@@ -226,9 +225,8 @@ class TrainLoop:
         is_scored = not s.noval and state.epoch and not state.step and state.epoch % s.val_period == 0
         if not (s.patience and is_scored and state.epoch - 1 - state.best_epoch >= s.patience):
             return False
-        self.training.display.print(
-            f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
-        )
+        text = f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
+        self.training.display.print(text)
         return True
 
     def _epoch(self) -> tuple[Scores | None, list[float], float]:
@@ -280,9 +278,7 @@ class TrainLoop:
                 training.check_finite()
             self._log(training.reduced_step + 1, training.reduced_terms)
             stopping, saving = stopping or result.stop, saving or result.save
-            saving = saving and not (
-                state.step == steps and training.has_validation
-            )  # saved before the validation anyway
+            saving = saving and not (state.step == steps and training.has_validation)  # then saved before it anyway
             if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
                 self._save()
                 self._stop_if(stopping)
@@ -293,9 +289,8 @@ class TrainLoop:
         return (training.term_sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Any]:
-        batches = self.training.timer.waiting(
-            self.training.train_loader.epoch(self.training.state.epoch, self.training.state.step)
-        )
+        state = self.training.state
+        batches = self.training.timer.waiting(self.training.train_loader.epoch(state.epoch, state.step))
         while True:
             with self.watchdog.during("loading"):
                 batch = next(batches, None)
@@ -351,9 +346,8 @@ class TrainLoop:
                 for name in ([checkpoints.BEST] if best else []) + ([keep] if keep else []):
                     checkpoint_file.save(training.run_dir / name, content)
                 path = checkpoints.write(training.run_dir, content)
-                training.events.emit(
-                    contract.CHECKPOINT, path=str(path), epoch=training.state.epoch, step=training.global_step
-                )
+                at = {"epoch": training.state.epoch, "step": training.global_step}
+                training.events.emit(contract.CHECKPOINT, path=str(path), **at)
             comm.barrier()  # a rank must not exit while others still write
 
     def _stop_if(self, stop: bool) -> None:

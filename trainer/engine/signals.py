@@ -2,7 +2,6 @@
 
 import signal
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 from trainer.distributed.spawn import signal_handlers
@@ -49,7 +48,7 @@ class StopSignals:
         received = comm.all_gather(self.received)
         return Stopped(self.received or next((number for number in received if number), signal.SIGTERM))
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or number  # the first one is the reason

@@ -88,8 +88,7 @@ class StepTimer:
             self._pairs.clear()
         total = max(self.seconds(), 1e-9)
         shares = {k: min(v / total, 1.0) for k, v in self.spent.items()}
-        rest = max(0.0, 1 - sum(shares.values()))
-        shares["compute"] = rest
+        shares["compute"] = max(0.0, 1 - sum(shares.values()))
         return {k: round(shares[k], 4) for k in SHARES}
 
 

@@ -357,9 +357,8 @@ class Trainer:
                 tensor.copy_(values[number] if is_same_count else torch.stack(values).mean(0))
         pending = ranks[number]["pending"] if is_same_count else sum(rank["pending"] for rank in ranks) / shares
         self.unreduced_terms.copy_(pending if self.strategy.computes_loss else torch.zeros_like(self.unreduced_terms))
-        self.unreduced_step = next(
-            (n for n in range(self.global_step - 1, -1, -1) if n not in self.state.skipped), NONE
-        )
+        earlier = range(self.global_step - 1, -1, -1)
+        self.unreduced_step = next((n for n in earlier if n not in self.state.skipped), NONE)
 
 
 def _copy_to_host(values: Tensor) -> Callable[[], list[float]]:

@@ -134,9 +134,8 @@ class _RankResult:
             truth = self._truth
             id_of, categories = (truth.id_of, truth.categories) if truth else (image_id, range(len(self._names)))
             found = [(id_of(dataset.name(k)), *self._found[k]) for k in sorted(self._found)]
-            checkpoint_file.write_bytes(
-                folder / "predictions.json", json.dumps(coco_results(found, categories)).encode()
-            )
+            results = json.dumps(coco_results(found, categories))
+            checkpoint_file.write_bytes(folder / "predictions.json", results.encode())
         if s.save_txt:
             numbers = sorted(self._found)
             for k, stem in zip(numbers, unique_stems([dataset.name(k) for k in numbers]), strict=True):

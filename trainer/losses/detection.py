@@ -92,13 +92,11 @@ class DetectionLoss(Loss):
 
             wanted = torch.zeros(t.shape[:4], device=t.device)
             own = level.owner
-            wanted[level.image[own], level.anchor[own], level.row[own], level.column[own]] = quality.detach()[
-                own
-            ].clamp(min=0)
+            cell = level.image[own], level.anchor[own], level.row[own], level.column[own]
+            wanted[cell] = quality.detach()[own].clamp(min=0)
             cells = t.shape[1] * t.shape[2] * t.shape[3] * images
-            objectness = objectness + bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum() * (
-                self.balance[i] / cells
-            )
+            term = bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum()
+            objectness = objectness + term * (self.balance[i] / cells)
         weight = torch.cat(weights)
         box = ((1 - torch.cat(boxes)) * weight).sum()
         logits, cls = torch.cat([s for s, _ in scores]), torch.cat([c for _, c in scores])

@@ -215,9 +215,7 @@ class BoxMAP:
             precision[i], recall[i] = over_confidence(found.score[rows], matches.hit[rows], count)
         f1 = f1_of(precision, recall)
         confidence = float(CONFIDENCES[peak(f1.mean(0))]) if names else 0.0
-        return BoxCurves(
-            names, matches.ap, matches.precision_at, precision, recall, f1, confidence, confusion=self._confusion
-        )
+        return BoxCurves(names, matches.ap, matches.precision_at, precision, recall, f1, confidence, self._confusion)
 
 
 def _scores(

@@ -159,9 +159,8 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
     """
     content = checkpoint_file.load(weights)
-    checkpoint_file.check_task(
-        content, "detect", weights, "predict and export are for boxes; trainer val takes all weights"
-    )
+    hint = "predict and export are for boxes; trainer val takes all weights"
+    checkpoint_file.check_task(content, "detect", weights, hint)
     names = list(content["names"])
     described = load_cfg(cfg) if cfg else check_cfg(content["cfg"], weights)
     model = build_yolo(described, nc=len(names), where=cfg or weights)
