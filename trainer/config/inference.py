@@ -1,22 +1,9 @@
 """Settings of `trainer val` and `trainer predict`: one table of their options each."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.config.settings import REQUIRED, check_declared, option
 from trainer.errors import TrainerError
-
-
-def _iou(default: float) -> Any:
-    return option(default, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
-
-
-def _max_det(default: int) -> Any:
-    return option(default, "Most boxes per image.")
-
-
-def _name(default: str) -> Any:
-    return option(default, "Name of the result folder; if it exists, name2, name3, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +45,8 @@ class ValSettings(InferenceSettings):
     )
     batch: int = option(32, "Images per batch and rank, at most 32.", "--batch", "--batch-size", least=1)
     conf: float = option(0.001, "Lowest score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
-    iou: float = _iou(0.6)
-    max_det: int = _max_det(300)
+    iou: float = option(0.6, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
+    max_det: int = option(300, "Most boxes per image.")
     workers: int | None = option(None, "Dataloader workers per rank. (default: 0 on a CPU, up to 8 on a GPU)", least=0)
     rect: bool = option(True, "Pad batches of similar images as little as possible, or to squares.", "--rect/--no-rect")
     single_cls: bool = option(False, "Treat all classes as one, for weights trained with --single-cls.")
@@ -70,7 +57,7 @@ class ValSettings(InferenceSettings):
     )
     save_json: bool = option(False, "Write predictions.json in COCO's results format.")
     plots: bool = option(True, "Draw the curves, the confusion matrix and some images.", "--plots/--no-plots")
-    name: str = _name("val")
+    name: str = option("val", "Name of the result folder; if it exists, name2, name3, ...")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +65,9 @@ class PredictSettings(InferenceSettings):
     """Settings of `trainer predict`."""
 
     conf: float = option(0.25, "Lowest score of a box.", "--conf", "--conf-thres")
-    iou: float = _iou(0.45)
-    max_det: int = _max_det(1000)
+    iou: float = option(0.45, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
+    max_det: int = option(1000, "Most boxes per image.")
     classes: str = option("", "Detect only these classes: comma-separated names or numbers. (default: all)")
     nosave: bool = option(False, "Draw nothing.")
     save_json: bool = option(False, "Write all boxes to predictions.json.")
-    name: str = _name("predict")
+    name: str = option("predict", "Name of the result folder; if it exists, name2, name3, ...")

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
@@ -62,9 +64,7 @@ class Fsdp(Strategy):
             raw = self.module(images)
         evaluate(raw).backward()  # type: ignore[no-untyped-call]
 
-    def clip(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
-    ) -> Tensor:
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Clip by the norm over the shards of all ranks."""
         norm = super().clip(scaler, optimizer, parameters, most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
@@ -84,9 +86,7 @@ class Strategy:
         """Run forward and backward. With `sync`, the gradients are summed over the ranks afterwards."""
         raise NotImplementedError
 
-    def clip(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
-    ) -> Tensor:
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Unscale the gradients, clip their norm over all parameters to `most`, and return the norm before."""
         scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(parameters, most)
@@ -118,7 +118,7 @@ class Strategy:
                 if name in state:
                     self.scatter_(own, state[name])
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, own: Names, names: Names) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, own: Names, names: Names) -> dict[str, Any]:
         """Return the state dict of the full model's optimizer. A collective.
 
         `own` are the names of this rank's parameters, `names` those of the full model.
@@ -140,9 +140,7 @@ class Strategy:
         ]
         return {"state": state, "param_groups": groups}
 
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, own: Names, names: Names, content: Mapping[str, Any]
-    ) -> None:
+    def load_optimizer(self, optimizer: Optimizer, own: Names, names: Names, content: Mapping[str, Any]) -> None:
         """Load this rank's part of a full state dict into its optimizer."""
         number = _numbers(names)
         for group, saved, listed in zip(optimizer.param_groups, content["param_groups"], own, strict=True):

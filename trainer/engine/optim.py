@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainer.config.presets import Hyp, gathered, nominal_batch
 
@@ -88,9 +89,7 @@ class Schedule:
         return Rates(self.accumulate, lr, lr, hyp.momentum - (fast + (slow - fast) * turn))
 
 
-def build_optimizer(
-    model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
     """Create SGD (nesterov), Adam or AdamW over three groups of parameter names: biases, norm weights, other weights.
 
     Only the third has weight decay, scaled by the images per optimizer step over the nominal batch.
@@ -125,7 +124,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[str], list[str], list[str]]
     return biases, scales, weights
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+def set_rates(optimizer: Optimizer, rates: Rates) -> None:
     """Set a step's learning rates and momentum in the three groups; the first holds the biases."""
     for i, group in enumerate(optimizer.param_groups):
         group["lr"] = rates.lr_bias if i == 0 else rates.lr

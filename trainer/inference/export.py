@@ -31,7 +31,7 @@ INPUT, OUTPUTS = "images", ("boxes", "scores")
 BOX_TOLERANCE = 1e-4  # of the image's side
 SCORE_TOLERANCE = 1e-3
 
-Arrays = tuple[Any, ...]  # boxes, scores, of NumPy
+Run = Callable[[Tensor], tuple[Any, ...]]  # images -> boxes, scores, of NumPy
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _images(image: str, side: int) -> Any:
     return np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]).astype(np.float32) / 255
 
 
-def _compare(model: Decoded, run: Callable[[Tensor], Arrays], images: Tensor) -> tuple[float, float]:
+def _compare(model: Decoded, run: Run, images: Tensor) -> tuple[float, float]:
     """Return the largest differences of boxes (pixels) and scores between the model and its file."""
     with torch.inference_mode():
         expected = model(images)
@@ -130,9 +130,7 @@ def _compare(model: Decoded, run: Callable[[Tensor], Arrays], images: Tensor) ->
     return box, score
 
 
-def _onnx(
-    model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]
-) -> Callable[[Tensor], Arrays]:
+def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]) -> Run:
     import onnx
     import onnxruntime
 
@@ -154,7 +152,7 @@ def _onnx(
 
 def _torchscript(
     model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]
-) -> Callable[[Tensor], Arrays]:
+) -> Run:
     with torch.inference_mode():
         traced = torch.jit.trace(model, images, check_trace=False)  # type: ignore[no-untyped-call]
     torch.jit.save(traced, str(path), _extra_files=metadata)

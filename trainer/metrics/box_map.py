@@ -218,14 +218,12 @@ class BoxMAP:
         return BoxCurves(names, matches.ap, matches.precision_at, precision, recall, f1, confidence, self._confusion)
 
 
-def _scores(
-    curves: BoxCurves, with_class: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None
-) -> BoxScores:
+def _scores(curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None) -> BoxScores:
     """The scores at the best confidence; (classes,) how many images and boxes each class has."""
     at = int(np.searchsorted(CONFIDENCES, curves.confidence))
     map50, mean = curves.ap[:, 0], curves.ap.mean(1)
     at_peak = curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
-    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, with_class, boxes)), strict=True)
+    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, seen, boxes)), strict=True)
     precision, recall, f1 = (float(column.mean()) for column in at_peak)
     return BoxScores(
         map50=float(map50.mean()),
