@@ -219,10 +219,7 @@ def cpu_name() -> str:
 
 
 def host_bytes() -> int:
-    """Return the peak resident bytes of this process and its dataloader workers, 0 without /proc.
-
-    Shared pages count in each process.
-    """
+    """Return the peak resident bytes of this process and its workers, shared pages in each; 0 without /proc."""
     peaks = []
     for process in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
         with contextlib.suppress(OSError):  # has ended meanwhile

@@ -16,10 +16,7 @@ SHOWN = 10  # operators
 
 
 def profile(settings: Settings, ranks: int, threads: int, steps: int, warmup: int, trace: Path) -> str:
-    """Profile `steps` training steps after `warmup` steps, and write rank 0's `trace` atomically.
-
-    Returns the table of rank 0's operators. Raises TrainerError if a rank fails.
-    """
+    """Profile `steps` training steps after `warmup` steps; write rank 0's `trace`, and return its operators' table."""
     partial = trace.absolute().with_name(f".{trace.name}")  # keeps the suffix: torch compresses .gz
     try:
         partial.touch()

@@ -58,10 +58,7 @@ class Row:
 def points_of(
     batches: Sequence[int], ranks: Sequence[int], precisions: Sequence[str], strong: bool, strategies: Sequence[str]
 ) -> list[Point]:
-    """Return all combinations, those of a series in sequence. Raises TrainerError for an invalid value.
-
-    A single rank has one point for all strategies.
-    """
+    """Return all combinations, those of a series in sequence; a single rank has one point for all strategies."""
     for option, values in (("--batch", batches), ("--ranks", ranks)):
         if not values or min(values) < 1 or len(set(values)) < len(values):
             raise TrainerError(f"{option} {','.join(map(str, values))}: expected distinct numbers, 1 or more")

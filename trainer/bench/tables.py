@@ -228,10 +228,7 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def curves_of(rows: Sequence[Row]) -> tuple[Curves, Curves]:
-    """Return the gains by ranks, and by batch size, without failed points.
-
-    The gain of the fewest ranks is 1 by definition.
-    """
+    """Return the gains by ranks, 1 for the fewest, and by batch size, without failed points."""
     fewest, unit = min(row.point.ranks for row in rows), unit_of(rows)
     more = [row for row in rows if row.point.ranks > fewest]
     kinds = {(row.point.precision, row.point.parallel) for row in more}

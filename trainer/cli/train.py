@@ -56,10 +56,7 @@ def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options:
 
 
 def run_ranks_here(arguments: Sequence[str], count: int) -> int:
-    """Run the command line as several ranks of this machine and return its exit code.
-
-    Equal lines on the ranks' stderr are printed once.
-    """
+    """Run the command line as several ranks; print equal lines of their stderr once, and return the exit code."""
     printed: set[str] = set()
 
     def show(line: Line) -> None:

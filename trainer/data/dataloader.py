@@ -223,10 +223,7 @@ class EpochLoader(BatchLoader[BatchType]):
         return self.steps
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[BatchType]:
-        """Yield this rank's batches of `epoch` from `first_step` on.
-
-        Workers prefetch the next epoch during the last steps and during validation.
-        """
+        """Yield this rank's batches of `epoch` from `first_step` on; workers then prefetch the next epoch."""
         for step in range(first_step, self.steps):
             if self._next != (epoch, step):
                 self.start(self.sampler.specs_from(epoch, step))

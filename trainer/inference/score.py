@@ -50,10 +50,7 @@ def check_names(data: str, names: Sequence[str], weights: str, trained: Sequence
 
 
 def score(settings: Settings, *, plots: bool) -> Scored | None:
-    """Score `settings.weights` on the validation images of `settings.data`; return the result on rank 0, else None.
-
-    With `plots`, write images and diagrams into a new folder of the project.
-    """
+    """Score `settings.weights` on the validation images, with `plots` in a new folder; return None except on rank 0."""
     s, begin = settings, time.monotonic()
     events = Events(os.environ)
     world = comm.world_of(os.environ)

@@ -1,7 +1,4 @@
-"""Scores from confusion matrices: accuracy of a classifier, IoU of a segmentation.
-
-Ranks exchange counts, so the result does not depend on their number.
-"""
+"""Scores from confusion matrices, whose counts ranks exchange: accuracy of a classifier, IoU of a segmentation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -32,10 +32,7 @@ class Task(ABC):
 
     @abstractmethod
     def build(self, say: Callable[[str], None]) -> nn.Module:
-        """Return the network for the classes of the data, with the matching tensors of --weights.
-
-        Its initial weights are equal on all ranks by the caller's seed.
-        """
+        """Return the network with the matching tensors of --weights; the caller's seed makes it equal on all ranks."""
 
     def fit(self, model: Any) -> str:
         """Fit the untrained model to the data and return a message, "" without one."""
