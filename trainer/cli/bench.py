@@ -65,9 +65,7 @@ class ScalingSettings(BenchSettings):
         "ranks together.",
         *("--batch", "--batch-size"),
     )
-    ranks: str = option(
-        "", "Comma-separated numbers of ranks. (default: 1,2,4,8, at most the number of GPUs, else of cores)"
-    )
+    ranks: str = option("", "Comma-separated numbers of ranks. (default: 1,2,4,8, at most the GPUs, else the cores)")
     precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
     parallel: str = option("ddp", f"Comma-separated strategies: {', '.join(PARALLEL)}.")
     strong: bool = option(False, "Strong scaling: --batch counts the images of all ranks together.")

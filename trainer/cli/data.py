@@ -17,9 +17,7 @@ data = typer.Typer(no_args_is_help=True, help="Check, download or convert a data
 
 DataYaml = Annotated[str, typer.Option("--data", help="The path of a data.yaml.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Decode = Annotated[
-    bool, typer.Option("--decode/--headers", help="Decode all images, or read only their headers (faster).")
-]
+Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all images, or read their headers (faster).")]
 
 
 @data.command()

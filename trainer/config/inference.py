@@ -40,9 +40,7 @@ class ValSettings(InferenceSettings):
     """Settings of `trainer val` for a detector."""
 
     data: str = option(REQUIRED, "`digits` or the path of a data.yaml; its classes must be those of the weights.")
-    split: str = option(
-        "val", "Split to score: train, val or test.", "--split", "--task", known=("train", "val", "test")
-    )
+    split: str = option("val", "Split: train, val or test.", "--split", "--task", known=("train", "val", "test"))
     batch: int = option(32, "Images per batch and rank, at most 32.", "--batch", "--batch-size", least=1)
     conf: float = option(0.001, "Lowest score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
     iou: float = option(0.6, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
@@ -52,9 +50,7 @@ class ValSettings(InferenceSettings):
     single_cls: bool = option(False, "Treat all classes as one, for weights trained with --single-cls.")
     allow_bad_labels: bool = option(False, "Omit faulty label rows and images, in place of an error.")
     v5_map: bool = option(False, "Compute mAP as YOLOv5 does; it differs from COCO's mAP.")
-    annotations: str = option(
-        "", "COCO's instances_*.json of these images: its boxes, areas and crowds replace the labels."
-    )
+    annotations: str = option("", "COCO's instances_*.json of the images: its boxes, areas and crowds replace labels.")
     save_json: bool = option(False, "Write predictions.json in COCO's results format.")
     plots: bool = option(True, "Draw the curves, the confusion matrix and some images.", "--plots/--no-plots")
     name: str = option("val", "Name of the result folder; if it exists, name2, name3, ...")

@@ -140,9 +140,7 @@ class Settings:
         "Layers to freeze: `10` the first ten, `0 1 2` or `0,1,2` these, `backbone` all but the head.",
         metavar="N | N N ...",
     )
-    unfreeze: int = option(
-        0, "With --freeze: epochs until all layers are trained; 0: never.", least=0, metavar="EPOCHS"
-    )
+    unfreeze: int = option(0, "With --freeze: epochs until all are trained; 0: never.", least=0, metavar="EPOCHS")
     multi_scale: bool = option(False, "Draw the side of each step from 0.5 to 1.5 times --imgsz, same on all ranks.")
     rect: bool = option(False, "Batch images of similar aspect ratio with little padding, without mosaics.")
     cache: str = option(

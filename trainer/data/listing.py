@@ -69,13 +69,8 @@ def list_split(spec: DataYaml) -> Listing:
             kept.append(k)
     faults += _orphans(paths, files)
     root = os.path.dirname(os.path.abspath(spec.path))
-    return Listing(
-        root,
-        [paths[k].removeprefix(root + os.sep) for k in kept],
-        [files[k].removeprefix(root + os.sep) for k in kept],
-        stamps[kept],
-        faults,
-    )
+    own, labels = ([part[k].removeprefix(root + os.sep) for k in kept] for part in (paths, files))
+    return Listing(root, own, labels, stamps[kept], faults)
 
 
 def label_file(image: str) -> str:

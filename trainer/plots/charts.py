@@ -25,16 +25,10 @@ _COLOURS = (RED, ORANGE, GREEN, PURPLE, SKY, "#8c6d31")
 _MOST_NUMBERED = 24  # a confusion matrix of more classes has no numbers
 _MOST_LABELLED = 100  # and of more than these no names
 BOXES_TITLE = "predicted class for each true class\n(IoU 0.45, confidence 0.25)"
+_LOSSES = [("box_loss", "box", BLUE), ("obj_loss", "object", ORANGE), ("cls_loss", "class", GREEN)]
+_LOSSES += [("dfl_loss", "distribution", PURPLE)]
 _PANELS = [  # title; column of results.csv, label and colour of its lines
-    (
-        "training loss",
-        [
-            ("box_loss", "box", BLUE),
-            ("obj_loss", "object", ORANGE),
-            ("cls_loss", "class", GREEN),
-            ("dfl_loss", "distribution", PURPLE),
-        ],
-    ),
+    ("training loss", _LOSSES),
     ("validation", [("map50", "mAP50", BLUE), ("map", "mAP50-95", RED)]),
     ("validation", [("top1", "top-1", BLUE), ("top5", "top-5", RED)]),
     ("validation", [("miou", "mIoU", BLUE), ("accuracy", "pixel accuracy", RED)]),
