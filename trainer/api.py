@@ -77,14 +77,9 @@ def train(
     best = Path(events.done["best"]).resolve()
     with best.with_name("results.csv").open(newline="", encoding="utf-8") as file:
         history = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    return Result(
-        folder=best.parent,
-        best=best,
-        last=best.with_name("last.pt"),
-        scores={k: v for k, v in events.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
-        seconds=events.done["seconds"],
-        history=history,
-    )
+    names = ("map50", "map", "top1", "top5", "miou", "accuracy")
+    scores = {name: events.done[name] for name in names if name in events.done}
+    return Result(best.parent, best, best.with_name("last.pt"), scores, events.done["seconds"], history)
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Scaling benchmark: points of batch size, ranks, precision and strategy, measured in interleaved rounds."""
 
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -71,13 +72,8 @@ def points_of(
         for name in names:
             if name not in known:
                 raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
-    return [
-        Point(b, r, p, strong, strategy)
-        for p in precisions
-        for b in sorted(batches)
-        for r in sorted(ranks)
-        for strategy in (strategies if r > 1 else ("ddp",))
-    ]
+    series = itertools.product(precisions, sorted(batches), sorted(ranks))
+    return [Point(b, r, p, strong, name) for p, b, r in series for name in (strategies if r > 1 else ("ddp",))]
 
 
 def settings_at(settings: Settings, point: Point) -> Settings:

@@ -157,16 +157,10 @@ class BatchSampler:
                 shape = (side, side)
                 if self.aspects is not None:
                     shape = rect_shape(self.aspects[ids], side, self.stride, 0.0)
-                yield BatchSpec(
-                    ids=order[mine],
-                    shape=shape,
-                    global_size=len(ids),
-                    epoch=epoch,
-                    step=step,
-                    previous=int(ids[int(mine[0] - begin) - 1]),
-                    neighbours=neighbours(order, mine),
-                    repeats=None if repeated is None else repeated[mine],
-                )
+                previous = int(ids[int(mine[0] - begin) - 1])
+                again = None if repeated is None else repeated[mine]
+                near = neighbours(order, mine)
+                yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
             if self.weights:
                 return
             epoch, first_step = epoch + 1, 0

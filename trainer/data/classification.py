@@ -134,10 +134,8 @@ def _cifar(source: str, split: Split) -> Arrays:
 
 
 ClassifiedImages: TypeAlias = Folder | Arrays
-EMBEDDED: dict[str, Callable[[Split], ClassifiedImages]] = {
-    DIGITS: _digits,
-    **{name: partial(_cifar, name) for name in CIFAR},
-}
+EMBEDDED: dict[str, Callable[[Split], ClassifiedImages]] = {DIGITS: _digits}
+EMBEDDED |= {name: partial(_cifar, name) for name in CIFAR}
 
 
 def open_classification(source: str, split: Split) -> ClassifiedImages:

@@ -115,11 +115,8 @@ def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]) from None
     folder = listing.parent.absolute()
-    return [
-        (os.path.normpath(os.path.join(folder, line.strip())), str(listing), number)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    numbered = ((number, line.strip()) for number, line in enumerate(lines, 1))
+    return [(os.path.normpath(os.path.join(folder, path)), str(listing), number) for number, path in numbered if path]
 
 
 def _stamps(images: list[str], files: list[str]) -> npt.NDArray[np.int64]:

@@ -213,10 +213,8 @@ class TrainLoop:
                 results.write_table(training.history, training.run_dir / "results.csv")
             finished = training.state.epoch + 1
             training.begin_epoch()
-            self._save(
-                best=is_best or (s.noval and finished == s.epochs),
-                keep=f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else "",
-            )
+            keep = f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else ""
+            self._save(best=is_best or (s.noval and finished == s.epochs), keep=keep)
             self._stop_if(any(comm.all_gather(self.signals.received)))
 
     def _stops_early(self) -> bool:

@@ -50,16 +50,13 @@ class Predictions:
 def entry_of(source: Path, frame: int | None, image: Image, found: Detections, names: list[str]) -> dict[str, Any]:
     """Return the entry for JSON of an image, or of a video's frame (from 1)."""
     rows = zip(found.boxes.tolist(), found.scores.tolist(), found.classes.tolist(), strict=True)
-    return {
-        "source": str(source),
-        **({} if frame is None else {"frame": frame}),
-        "width": image.shape[1],
-        "height": image.shape[0],
-        "boxes": [
-            {"class": c, "name": names[c], "score": round(score, 6), "xyxy": [round(v, 2) for v in box]}
-            for box, score, c in rows
-        ],
-    }
+    boxes = [
+        {"class": c, "name": names[c], "score": round(score, 6), "xyxy": [round(v, 2) for v in box]}
+        for box, score, c in rows
+    ]
+    number = {} if frame is None else {"frame": frame}
+    size = {"width": image.shape[1], "height": image.shape[0]}
+    return {"source": str(source), **number, **size, "boxes": boxes}
 
 
 def class_numbers(classes: str, names: list[str]) -> tuple[int, ...] | None:

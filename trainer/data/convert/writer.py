@@ -93,10 +93,8 @@ def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[An
     count = sum(fraction(item) < val_share for item in ordered)
     cut = min(max(count, 1), len(items) - 1)  # at least one image in each split
     in_val = {item.name for item in ordered[: max(cut, 0)]}
-    return {
-        "train": [item for item in items if item.name not in in_val],
-        "val": [item for item in items if item.name in in_val],
-    }
+    train = [item for item in items if item.name not in in_val]
+    return {"train": train, "val": [item for item in items if item.name in in_val]}
 
 
 def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) -> None:
