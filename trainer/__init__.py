@@ -1,7 +1,5 @@
 """Trainer for detection, classification and segmentation, under torchrun or as a single process."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

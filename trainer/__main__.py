@@ -1,7 +1,5 @@
 """Entry point: runs the command line and reports errors."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -94,9 +92,8 @@ def _is_peer_error(error: Exception) -> bool:
     if isinstance(error, OSError):  # a file, or a pipe to a process of this rank
         return False
     # Errors of the rendezvous store. Without a process group, torch.distributed may not be loaded.
-    network, store = (
-        getattr(sys.modules.get("torch.distributed"), f"Dist{kind}Error", ()) for kind in ("Network", "Store")
-    )
+    distributed = sys.modules.get("torch.distributed")
+    network, store = (getattr(distributed, f"Dist{kind}Error", ()) for kind in ("Network", "Store"))
     if isinstance(error, network) and os.environ.get("RANK") == "0" and not _has_joined():
         return False  # rank 0 hosts the store: its own port or address is wrong
     first = (str(error).splitlines() or [""])[0]

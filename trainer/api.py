@@ -1,7 +1,5 @@
 """Python interface of the trainer: `train` starts the ranks and returns their result."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import dataclasses
@@ -9,8 +7,6 @@ import difflib
 import json
 import math
 import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +15,7 @@ from typing import Any
 from trainer import contract
 from trainer.config import Settings
 from trainer.config.settings import option_of
-from trainer.distributed.spawn import Line, local_ranks, ranks_of, run_ranks
+from trainer.distributed.spawn import Line, local_ranks, rank_error, ranks_of, run_ranks
 from trainer.engine.callbacks import Callback, dispatch
 from trainer.engine.display import TrainingDisplay
 from trainer.errors import TrainerError
@@ -50,11 +46,7 @@ class Result:
 
 
 def train(
-    *,
-    device: str | int | Sequence[int] = "",
-    ranks: int | None = None,
-    callback: str | Callback = "",
-    **options: Any,
+    *, device: str | int | Sequence[int] = "", ranks: int | None = None, callback: str | Callback = "", **options: Any
 ) -> Result:
     """Train like `trainer train`, with its options as keywords (`cos_lr=True`, `batch=64`), and return the result.
 
@@ -74,25 +66,20 @@ def train(
         raise TrainerError(f"ranks is {ranks}, it must be 1 or more")
     local_callback = callback if isinstance(callback, Callback) else None
     options |= {"device": devices, "callback": "" if local_callback else callback}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")}
-    events = _EventReader(count, local_callback)
-    failed = run_ranks(
-        ["train", *_arguments(options)], local_ranks(count), {**environment, contract.JOB_ID: JOB}, events.line
-    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CLUSTER_")} | {contract.JOB_ID: JOB}
+    events = _EventReader(local_callback)
+    failed = run_ranks(["train", *_arguments(options)], local_ranks(count), environment, events.line)
     events.screen.end_epoch()
     if failed:
-        raise events.failure(failed)
+        raise rank_error(failed, list(events.kept))
     if not events.done:
         raise TrainerError("the ranks ended without a result")
     best = Path(events.done["best"]).resolve()
-    return Result(
-        folder=best.parent,
-        best=best,
-        last=best.with_name("last.pt"),
-        scores={k: v for k, v in events.done.items() if k in ("map50", "map", "top1", "top5", "miou", "accuracy")},
-        seconds=events.done["seconds"],
-        history=_history(best.with_name("results.csv")),
-    )
+    with best.with_name("results.csv").open(newline="", encoding="utf-8") as file:
+        history = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    names = ("map50", "map", "top1", "top5", "miou", "accuracy")
+    scores = {name: events.done[name] for name in names if name in events.done}
+    return Result(best.parent, best, best.with_name("last.pt"), scores, events.done["seconds"], history)
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
@@ -131,27 +118,26 @@ def _import_path(value: Callable[..., Any]) -> str:
 class _EventReader:
     """Reader of the ranks' output: shows it, calls the callback, keeps the result and the failures."""
 
-    def __init__(self, count: int, callback: Callback | None) -> None:
+    def __init__(self, callback: Callback | None) -> None:
         self.screen = TrainingDisplay(enabled=True, launched=False)
         self.done: dict[str, Any] = {}
         self._callback = callback
-        self._failures: list[dict[str, Any]] = []
-        self._stderr = [collections.deque[str](maxlen=100) for _ in range(count)]
+        self.kept = collections.deque[Line](maxlen=1000)  # for the error of a failed rank
         self._epoch = 0
 
     def line(self, line: Line) -> None:
         """Handle one line of a rank."""
         if line.stderr:
-            self._stderr[line.rank].append(line.text)
+            self.kept.append(line)
         elif line.text.startswith(contract.EVENT_MARK):
-            self._event(json.loads(line.text.removeprefix(contract.EVENT_MARK)))
+            self._event(json.loads(line.text.removeprefix(contract.EVENT_MARK)), line)
         else:
             self.screen.print(line.text if line.rank == 0 else f"rank {line.rank}: {line.text}")
 
-    def _event(self, event: dict[str, Any]) -> None:
+    def _event(self, event: dict[str, Any], line: Line) -> None:
         kind = event.pop("event")
         if kind == contract.FAILED:
-            self._failures.append(event)
+            self.kept.append(line)
         if kind == contract.PROGRESS:
             if event["epoch"] != self._epoch:
                 self._epoch = event["epoch"]
@@ -166,29 +152,7 @@ class _EventReader:
         if self._callback:
             dispatch(self._callback, kind, fields)
 
-    def failure(self, failed: Mapping[int, int]) -> TrainerError:
-        """Return the first error of the ranks' events; without one, that of a rank that ended by itself."""
-        causes = [event for event in self._failures if not event["echo"]]
-        if causes:
-            event = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]))
-            if event["exit_code"] == contract.EXIT_RUN_ME_AGAIN:
-                return TrainerError("a signal stopped the training after a checkpoint", "to continue, pass resume")
-            if event["exit_code"] != contract.EXIT_BAD_INPUT:
-                print(*self._stderr[event["rank"]], sep="\n", file=sys.stderr)  # its traceback
-            return TrainerError(event["error"], event["hint"])
-        echoes = {event["rank"] for event in self._failures}
-        # NCCL's watchdog aborts a rank after another has ended.
-        rank = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
-        print(*self._stderr[rank], sep="\n", file=sys.stderr)
-        code = failed[rank]
-        return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
-
 
 def _number(value: Any) -> Any:
     """Return nan for null: JSON has no nan."""
     return math.nan if value is None else value
-
-
-def _history(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

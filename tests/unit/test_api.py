@@ -17,9 +17,8 @@ import pytest
 from tests.unit.trainer_process import FORKING, TINY, processes_in, start
 from tests.unit.yolo_folder import make_yolo_set
 from trainer import Callback, TrainerError, contract, train
-from trainer.api import _EventReader
 from trainer.distributed import spawn
-from trainer.distributed.spawn import Line
+from trainer.distributed.spawn import Line, rank_error
 from trainer.tasks.detector import load_trained
 
 ROOT = Path(__file__).parents[2]
@@ -156,11 +155,11 @@ def test_the_first_failure_comes_before_its_consequences() -> None:
     """NCCL's watchdog aborts a rank after its peer has ended."""
 
     def message(codes: dict[int, int], *events: dict[str, Any]) -> str:
-        reader = _EventReader(2, None)
+        lines = []
         for event in events:
             content = {"event": "failed", "hint": "", "echo": False, **event}
-            reader.line(Line(event["rank"], False, contract.EVENT_MARK + json.dumps(content)))
-        return reader.failure(codes).message
+            lines.append(Line(event["rank"], False, contract.EVENT_MARK + json.dumps(content)))
+        return rank_error(codes, lines).message
 
     defect = {"rank": 1, "error": "KeyError: 3", "exit_code": 1, "time": 2.0}
     lost = {"rank": 0, "error": "another rank ended: Broken pipe", "exit_code": 1, "time": 1.0, "echo": True}

@@ -9,10 +9,19 @@ import cv2
 import pytest
 
 from trainer.bench.measure import Measurement
-from trainer.bench.plot import curves_of, plot_scaling
 from trainer.bench.processes import NoMemory
 from trainer.bench.scaling import Outcome, Point, Row, points_of, rows_of, settings_at
-from trainer.bench.tables import clock, csv_text, detail_table, notes_of, thread_table, values_of, yolov5_table
+from trainer.bench.tables import (
+    clock,
+    csv_text,
+    curves_of,
+    detail_table,
+    notes_of,
+    plot_scaling,
+    thread_table,
+    values_of,
+    yolov5_table,
+)
 from trainer.cli.bench import settings_of
 from trainer.distributed.comm import devices_of
 from trainer.errors import TrainerError
@@ -109,7 +118,7 @@ def test_extrapolated_times_are_marked() -> None:
 
 
 def test_strong_points_share_one_batch() -> None:
-    weak, strong = (points_of([4, 16], [1, 2], ["fp32", "bf16"], kind) for kind in (False, True))
+    weak, strong = (points_of([4, 16], [1, 2], ["fp32", "bf16"], kind, ["ddp"]) for kind in (False, True))
     assert [p.step_batch for p in weak[:4]] == [4, 8, 16, 32]
     assert [p.step_batch for p in strong[:4]] == [4, 4, 16, 16]
     assert len(weak) == 8
@@ -117,9 +126,9 @@ def test_strong_points_share_one_batch() -> None:
     assert [(p.ranks, p.parallel) for p in strategies] == [(1, "ddp"), (2, "ddp"), (2, "fsdp")]
     for batches, ranks in (([4, 4], [1]), ([0], [1]), ([4], [])):
         with pytest.raises(TrainerError, match="expected distinct numbers, 1 or more"):
-            points_of(batches, ranks, ["fp32"], False)
+            points_of(batches, ranks, ["fp32"], False, ["ddp"])
     with pytest.raises(TrainerError, match="fewer images per step than ranks"):
-        points_of([1], [1, 2], ["fp32"], True)
+        points_of([1], [1, 2], ["fp32"], True, ["ddp"])
 
 
 def test_clock_and_devices() -> None:

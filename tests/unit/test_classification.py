@@ -21,14 +21,15 @@ from tests.unit.settings import settings
 from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.config import Hyp
 from trainer.data.classification import Arrays, open_classification
-from trainer.data.classification_loader import (
-    ClassificationLoader,
-    ClassificationValLoader,
+from trainer.data.dataset import Image
+from trainer.data.torchvision_loaders import (
+    ClassificationCollate,
+    SquareLoader,
+    SquareValLoader,
     mix_batch,
     train_transform,
     val_transform,
 )
-from trainer.data.dataset import Image
 from trainer.distributed.comm import World
 from trainer.distributed.strategy import fill
 from trainer.engine.events import Events
@@ -164,7 +165,8 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     def step(world: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         images, shares = [], []
         for rank in range(world):
-            loader = ClassificationLoader(
+            loader = SquareLoader(
+                ClassificationCollate,
                 data,
                 imgsz=32,
                 batch=5,
@@ -252,9 +254,11 @@ def test_files_are_decoded_at_the_size_of_the_transform() -> None:
     share: dict[str, Any] = {"batch": 2, "rank": 0, "world": 1, "local_size": 1, "workers": 0, "stride": 32}
     for imgsz, pad, trained_at, validated_at in ((32, None, 32, 32), (96, None, 192, 110), (96, 4.0, 96, 110)):
         data = Asked()
-        list(ClassificationLoader(data, imgsz=imgsz, seed=0, hyp=Hyp(pad=pad), epochs=1, **share).epoch(0))
+        list(
+            SquareLoader(ClassificationCollate, data, imgsz=imgsz, seed=0, hyp=Hyp(pad=pad), epochs=1, **share).epoch(0)
+        )
         assert data.sides == {trained_at}
-        list(ClassificationValLoader(data, imgsz=imgsz, **share))
+        list(SquareValLoader(ClassificationCollate, data, imgsz=imgsz, **share))
         assert data.sides == {trained_at, validated_at}
 
 

@@ -9,10 +9,10 @@ from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.distributed import comm
 from trainer.distributed.comm import (
     World,
-    default_workers,
     gpu_numbers,
     gpu_of,
     pick_device,
+    share_of,
     thread_count,
     usable_cores,
     world_of,
@@ -74,7 +74,7 @@ def test_nodes_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch, n
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "max 100000")
     monkeypatch.setenv("CLUSTER_NODES_ON_HOST", nodes)
     assert usable_cores() == cores
-    assert default_workers(torch.device("cuda"), World(size=2, local_size=2)) == cores // 2
+    assert share_of(World(size=2, local_size=2), torch.device("cuda"), None, 32)["workers"] == cores // 2
     monkeypatch.setenv("CLUSTER_NODES_ON_HOST", "two")
     with pytest.raises(TrainerError, match="CLUSTER_NODES_ON_HOST is 'two', not a number"):
         usable_cores()

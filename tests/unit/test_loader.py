@@ -345,11 +345,11 @@ def test_image_weights_prefer_rare_classes_and_low_map():
         return np.bincount(ids % 3, minlength=3) / len(ids)
 
     assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)  # equal by their boxes
-    loader.weigh([0.8, 0.4])  # (0.2 / 0.6)^2
+    loader.sampler.class_map = [0.8, 0.4]  # (0.2 / 0.6)^2
     assert drawn() == pytest.approx([0, 0.1, 0.9], abs=0.06)
-    loader.weigh([0.5, float("nan")])  # not measured: the mean of the others
+    loader.sampler.class_map = [0.5, float("nan")]  # not measured: the mean of the others
     assert drawn() == pytest.approx([0, 0.5, 0.5], abs=0.06)
-    loader.weigh([1.0, 1.0])  # equal weights
+    loader.sampler.class_map = [1.0, 1.0]  # equal weights
     assert drawn() == pytest.approx([1 / 3] * 3, abs=0.06)
 
 
@@ -443,8 +443,8 @@ def test_a_batch_is_pinned_with_all_its_tensors(monkeypatch):
     assert pinned.shapes == batch.shapes
 
 
-def test_a_loader_pins_memory_after_pin():
+def test_a_loader_pins_memory_if_a_gpu_is_in_use(monkeypatch):
     loader = train_loader(Digits("train", 64, pages=6))
-    assert not loader._loader.pin_memory
-    loader.pin()
-    assert loader._loader.pin_memory
+    assert not loader._open().pin_memory
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert loader._open().pin_memory

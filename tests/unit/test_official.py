@@ -79,8 +79,8 @@ class models_yolo_Surprise:
     [
         (Call(os.system, "touch sprung"), f"{os.system.__module__}.system"),
         ({"model": Call(os.mkdir, "sprung")}, f"{os.mkdir.__module__}.mkdir"),
-        ({"model": Call(eval, "open('sprung', 'w')")}, "__builtin__.eval"),
-        ({"model": Call(getattr, torch.nn.Conv2d, "forward")}, "__builtin__.getattr"),
+        ({"model": Call(eval, "open('sprung', 'w')")}, "builtins.eval"),
+        ({"model": Call(getattr, torch.nn.Conv2d, "forward")}, "builtins.getattr"),
         ({"ema": torch.nn.Linear(1, 1)}, "torch.nn.modules.linear.Linear"),
         ({"ema": models_yolo_Surprise()}, "tests.unit.test_official.models_yolo_Surprise"),
     ],
@@ -129,7 +129,8 @@ def test_a_broken_file_is_one_line(release: Path, tmp_path: Path) -> None:
 
 def test_a_tensor_cannot_be_larger_than_its_storage(tmp_path: Path) -> None:
     """A few bytes that describe a tensor of terabytes would end the process, not the reading."""
-    content = {"date": torch.zeros(1).expand(1 << 40), "model": models_yolo_Surprise}
-    torch.save(content, tmp_path / "huge.pt")
+    model = torch.nn.Sequential()
+    model.register_buffer("huge", torch.zeros(1).expand(1 << 40))
+    torch.save({"date": torch.zeros(1).expand(1 << 40), "model": model}, tmp_path / "huge.pt")
     with pytest.raises(TrainerError, match="larger than its storage"):
         checkpoint_file.load(str(tmp_path / "huge.pt"))

@@ -20,11 +20,12 @@ from tests.unit.settings import settings
 from tests.unit.trainer_process import ranks, start, wait
 from trainer.config import Hyp
 from trainer.data.segmentation import MaskFolder, open_segmentation
-from trainer.data.segmentation_loader import (
+from trainer.data.torchvision_loaders import (
     SegmentationBatch,
-    SegmentationLoader,
-    SegmentationValLoader,
-    train_transform,
+    SegmentationCollate,
+    SquareLoader,
+    SquareValLoader,
+    mask_transform,
 )
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
@@ -65,9 +66,9 @@ def table(path: Path) -> list[dict[str, float]]:
         return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
-def loader(data: Any, rank: int, world: int, hyp: Hyp) -> SegmentationLoader:
+def loader(data: Any, rank: int, world: int, hyp: Hyp) -> SquareLoader[SegmentationBatch]:
     place: dict[str, Any] = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 16}
-    return SegmentationLoader(data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
+    return SquareLoader(SegmentationCollate, data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
 
 
 def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> None:
@@ -145,7 +146,7 @@ def test_image_and_mask_are_mirrored() -> None:
     source = tv_tensors.Image(torch.arange(64 * 64 * 3).remainder(251).to(torch.uint8).view(3, 64, 64))
     truth = tv_tensors.Mask(torch.arange(64 * 64).remainder(7).to(torch.uint8).view(64, 64))
     for hyp, side in ((Hyp(scale=0.0, fliplr=1.0), -1), (Hyp(scale=0.0, fliplr=0.0, flipud=1.0), -2)):
-        image, mask = train_transform(64, hyp)(source, truth)
+        image, mask = mask_transform(64, hyp)(source, truth)
         assert torch.equal(image, source.flip(side))
         assert torch.equal(mask, truth.flip(side))
 
@@ -163,7 +164,7 @@ def test_validation_has_whole_images_each_on_one_rank(tmp_path: Path) -> None:
     place: dict[str, Any] = {"world": 2, "local_size": 2, "workers": 0, "stride": 16}
     batches: list[SegmentationBatch] = []
     for rank in range(2):
-        batches += SegmentationValLoader(data, imgsz=64, batch=2, rank=rank, **place)
+        batches += SquareValLoader(SegmentationCollate, data, imgsz=64, batch=2, rank=rank, **place)
     assert torch.cat([batch.ids for batch in batches]).tolist() == [0, 1, 2]
     mask = batches[0].masks[0]
     assert (mask[52:] == 255).all()  # 64 x 51 px of it are the image

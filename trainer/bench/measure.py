@@ -1,14 +1,11 @@
 """Measurement of one benchmark point: steps and validation of a real training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
 import multiprocessing
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,7 +171,7 @@ def _time_batches(
     pilot = steps or _rounded_up(max(FEWEST, 2 * run.workers), multiple)
     images, taken, wanted = 0, 0, pilot
     comm.barrier()
-    begun = _now(run)
+    begun = comm.now(run.device)
     run.timer.restart()
     while taken < wanted:
         batch = next(batches)
@@ -182,9 +179,9 @@ def _time_batches(
         use(batch)
         taken += 1
         if taken == pilot and not steps:  # rank 0 decides for all ranks
-            steps_in_time = pilot * SECONDS / (_now(run) - begun)
+            steps_in_time = pilot * SECONDS / (comm.now(run.device) - begun)
             wanted = comm.broadcast(_rounded_up(max(pilot, min(int(steps_in_time), MOST)), multiple))
-    return images / (_now(run) - begun), images, taken
+    return images / (comm.now(run.device) - begun), images, taken
 
 
 def _rounded_up(count: int, multiple: int) -> int:
@@ -201,19 +198,15 @@ def _time_validation(run: Trainer, effort: Effort) -> dict[str, Any]:
         for number, batch in enumerate(run.val_loader, start=1):
             counted += len(batch.images)
             yield batch
-            if number == effort.steps or (not effort.steps and number >= FEWEST and _now(run) - begun > SECONDS):
+            if number == effort.steps or (
+                not effort.steps and number >= FEWEST and comm.now(run.device) - begun > SECONDS
+            ):
                 return
 
     comm.barrier()
-    begun = _now(run)
+    begun = comm.now(run.device)
     run.validate(counting())
-    return {"val_counted": counted, "val_images_per_s": counted / (_now(run) - begun)}
-
-
-def _now(run: Trainer) -> float:
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
-    return time.perf_counter()
+    return {"val_counted": counted, "val_images_per_s": counted / (comm.now(run.device) - begun)}
 
 
 def cpu_name() -> str:
@@ -226,10 +219,7 @@ def cpu_name() -> str:
 
 
 def host_bytes() -> int:
-    """Return the peak resident bytes of this process and its dataloader workers, 0 without /proc.
-
-    Shared pages count in each process.
-    """
+    """Return the peak resident bytes of this process and its workers, shared pages in each; 0 without /proc."""
     peaks = []
     for process in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
         with contextlib.suppress(OSError):  # has ended meanwhile

@@ -1,7 +1,5 @@
 """Processes of a measurement's ranks: on this machine, or in the ranks of a launcher's job."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -104,15 +102,10 @@ class Job:
         world = self.world
         if world.rank >= ranks:
             return None
-        values = {
-            "RANK": world.rank,
-            "LOCAL_RANK": world.local_rank,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": min(world.local_size, ranks - (world.rank - world.local_rank)),
-            "GROUP_RANK": world.node,
-            "MASTER_ADDR": os.environ["MASTER_ADDR"],
-            "MASTER_PORT": port,
-        }
+        local_size = min(world.local_size, ranks - (world.rank - world.local_rank))
+        values: dict[str, Any] = {"RANK": world.rank, "LOCAL_RANK": world.local_rank, "GROUP_RANK": world.node}
+        values |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local_size}
+        values |= {"MASTER_ADDR": os.environ["MASTER_ADDR"], "MASTER_PORT": port}
         own = {name: str(value) for name, value in values.items()} if ranks > 1 else {}
         failure = f"failed/{number}"
         failed, output, answer = _run(request, [own], lambda: bool(self._store.check([failure])))

@@ -1,7 +1,5 @@
 """Profile of a few training steps: a trace for Perfetto, and torch's table of the most expensive operators."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -12,17 +10,13 @@ from trainer.bench.processes import request_of, run_here
 from trainer.config import Settings
 from trainer.data.dataloader import PREFETCH
 from trainer.distributed import comm
-from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 
 SHOWN = 10  # operators
 
 
 def profile(settings: Settings, ranks: int, threads: int, steps: int, warmup: int, trace: Path) -> str:
-    """Profile `steps` training steps after `warmup` steps, and write rank 0's `trace` atomically.
-
-    Returns the table of rank 0's operators. Raises TrainerError if a rank fails.
-    """
+    """Profile `steps` training steps after `warmup` steps; write rank 0's `trace`, and return its operators' table."""
     partial = trace.absolute().with_name(f".{trace.name}")  # keeps the suffix: torch compresses .gz
     try:
         partial.touch()
@@ -41,11 +35,17 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
     """Run one rank of `profile`, and return the table of its operators. Rank 0 writes the trace."""
     run = start_trainer(settings, threads)
     batches = steps_of(run)
+
+    def updates_after(later: int) -> bool:
+        """Whether the step `later` steps after the next one updates the weights."""
+        ends = (run.state.step + later + 1) % run.train_loader.steps == 0
+        return ends or (run.global_step + later - run.state.last_move) % run.schedule.accumulate == 0
+
     # Use up the prefetched batches too. Then continue until the last profiled step updates the weights: steps of
     # gradient accumulation have no optimizer step and no all-reduce.
     for _ in range(warmup + PREFETCH * run.workers):
         run.step(next(batches))
-    while not _updates(run, steps - 1):
+    while not updates_after(steps - 1):
         run.step(next(batches))
     on_gpu = run.device.type == "cuda"
     comm.barrier()
@@ -64,9 +64,3 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
     table = profiler.key_averages().table(sort_by=order, row_limit=SHOWN)
     comm.barrier()
     return str(table)
-
-
-def _updates(run: Trainer, later: int) -> bool:
-    """Whether the step `later` steps after the next one updates the weights."""
-    ends = (run.state.step + later + 1) % run.train_loader.steps == 0
-    return ends or (run.global_step + later - run.state.last_move) % run.schedule.accumulate == 0

@@ -1,7 +1,6 @@
 """Scaling benchmark: points of batch size, ranks, precision and strategy, measured in interleaved rounds."""
 
-from __future__ import annotations
-
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -58,16 +57,9 @@ class Row:
 
 
 def points_of(
-    batches: Sequence[int],
-    ranks: Sequence[int],
-    precisions: Sequence[str],
-    strong: bool,
-    strategies: Sequence[str] = ("ddp",),
+    batches: Sequence[int], ranks: Sequence[int], precisions: Sequence[str], strong: bool, strategies: Sequence[str]
 ) -> list[Point]:
-    """Return all combinations, those of a series in sequence. Raises TrainerError for an invalid value.
-
-    A single rank has one point for all strategies.
-    """
+    """Return all combinations, those of a series in sequence; a single rank has one point for all strategies."""
     for option, values in (("--batch", batches), ("--ranks", ranks)):
         if not values or min(values) < 1 or len(set(values)) < len(values):
             raise TrainerError(f"{option} {','.join(map(str, values))}: expected distinct numbers, 1 or more")
@@ -80,13 +72,8 @@ def points_of(
         for name in names:
             if name not in known:
                 raise TrainerError(f"{option} {name}: unknown", f"use {', '.join(known)}, separated by commas")
-    return [
-        Point(b, r, p, strong, strategy)
-        for p in precisions
-        for b in sorted(batches)
-        for r in sorted(ranks)
-        for strategy in (strategies if r > 1 else ("ddp",))
-    ]
+    series = itertools.product(precisions, sorted(batches), sorted(ranks))
+    return [Point(b, r, p, strong, name) for p, b, r in series for name in (strategies if r > 1 else ("ddp",))]
 
 
 def settings_at(settings: Settings, point: Point) -> Settings:

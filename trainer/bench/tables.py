@@ -1,6 +1,4 @@
-"""Tables of a benchmark as Markdown and CSV."""
-
-from __future__ import annotations
+"""Tables of a benchmark as Markdown and CSV, and its charts."""
 
 import csv
 import dataclasses
@@ -9,6 +7,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +17,11 @@ from trainer.bench.processes import OUT_OF_MEMORY
 from trainer.bench.scaling import UNTIMED, Row
 from trainer.config import Settings
 from trainer.distributed.comm import usable_cores
+from trainer.plots.charts import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, figure, style_axes, write
 
 Cells = Sequence[str]
+COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY)
+Curves = dict[str, dict[int, float]]  # label -> x -> gain
 
 
 def markdown(header: Cells, rows: Iterable[Cells], left: int = 0) -> str:
@@ -167,9 +169,8 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
         loader = statistics.median(m.loader_images_per_s or 0.0 for m in rounds)
         waiting = statistics.median(m.data_share for m in rounds)
         memory = gigabytes(max(m.host_bytes for m in rounds))
-        rows.append(
-            [str(workers), f"{loader:.1f}", f"{base * statistics.median(ratios):.1f}", f"{waiting:.0%}", memory]
-        )
+        rate = f"{base * statistics.median(ratios):.1f}"
+        rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
     return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)
 
 
@@ -224,3 +225,45 @@ def csv_text(records: Sequence[Mapping[str, Any]]) -> str:
     table.writeheader()
     table.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in record.items()} for record in records)
     return out.getvalue()
+
+
+def curves_of(rows: Sequence[Row]) -> tuple[Curves, Curves]:
+    """Return the gains by ranks, 1 for the fewest, and by batch size, without failed points."""
+    fewest, unit = min(row.point.ranks for row in rows), unit_of(rows)
+    more = [row for row in rows if row.point.ranks > fewest]
+    kinds = {(row.point.precision, row.point.parallel) for row in more}
+    by_ranks: Curves = {}
+    by_batch: Curves = {}
+    for row in more:
+        if row.gain is not None:
+            point = row.point
+            kind = f", {point.precision}, {point.parallel}" if len(kinds) > 1 else ""
+            by_ranks.setdefault(f"batch {point.batch}{kind}", {fewest: 1.0})[point.ranks] = row.gain
+            by_batch.setdefault(f"{point.ranks} {unit}s{kind}", {})[point.batch] = row.gain
+    return by_ranks, by_batch
+
+
+def plot_scaling(rows: Sequence[Row], path: Path) -> None:
+    """Write both charts as a PNG atomically."""
+    unit = unit_of(rows)
+    chart = figure(11, 4.2)
+    left, right = chart.subplots(1, 2)
+    counts, batches = (sorted({getattr(row.point, key) for row in rows}) for key in ("ranks", "batch"))
+    left.plot(counts, [n / counts[0] for n in counts], color=GREY, linestyle="--", label="ideal")
+    for axes, curves in zip((left, right), curves_of(rows), strict=True):
+        for k, (label, gains) in enumerate(curves.items()):
+            x = sorted(gains)
+            style = {"color": COLOURS[k % len(COLOURS)], "marker": "o", "markersize": 4, "linewidth": 1.8}
+            axes.plot(x, [gains[each] for each in x], label=label, **style)
+    whose = "" if rows[0].point.strong else f" of each {unit}"
+    style_axes(left, "speed-up", f"{unit}s", f"images/s over {counts[0]} {unit}")
+    style_axes(right, "gain by batch size", f"batch size{whose}", f"images/s over {counts[0]} {unit}")
+    left.set_xticks(counts)
+    right.set_xscale("log", base=2)
+    right.set_xticks(batches, [str(batch) for batch in batches])
+    right.minorticks_off()
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=9)
+    write(chart, path)

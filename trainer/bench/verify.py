@@ -1,7 +1,5 @@
 """Verification: compares losses and gradients of the first steps on several numbers of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import os

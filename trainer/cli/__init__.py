@@ -1,7 +1,5 @@
 """Command line of the trainer: one module per command; torch is imported only when a command runs."""
 
-from __future__ import annotations
-
 from itertools import zip_longest
 from typing import Any
 

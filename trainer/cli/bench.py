@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json as json_format
+import json
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from trainer.cli.options import takes
 from trainer.config import PARALLEL, Settings
+from trainer.config.settings import check_declared, option
 from trainer.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -24,52 +27,60 @@ bench = typer.Typer(no_args_is_help=True)
 TRAIN_OPTIONS = {"allow_extra_args": True, "ignore_unknown_options": True}  # further options are those of `train`
 MOST_DEFAULT_RANKS = 8
 
-Batches = Annotated[
-    str,
-    typer.Option(
-        "--batch",
-        "--batch-size",
-        help="Comma-separated batch sizes, in images per step of **one** rank (weak scaling); with `--strong`, of all "
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """Settings of all benchmarks."""
+
+    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")
+    steps: int | None = option(
+        None, "Timed steps per point, and validation batches. (default: as many as take 5 s)", least=1
+    )
+    warmup: int = option(3, "Untimed steps before those of each point.", least=1)
+    rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
+    threads: int | None = option(
+        None, "CPU threads per rank, the same at each point. (default: the cores divided by the most ranks)", least=1
+    )
+    json: bool = option(False, "Print one JSON object in place of the tables.")
+
+    def effort(self, most_ranks: int, job: Job | None) -> Effort:
+        """Return how to measure each point."""
+        from trainer.bench.measure import Effort
+        from trainer.distributed.comm import usable_cores
+
+        on_machine = job.world.local_size if job else most_ranks
+        return Effort(self.warmup, self.steps or 0, self.threads or max(1, usable_cores() // on_machine))
+
+    def __post_init__(self) -> None:
+        check_declared(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSettings(BenchSettings):
+    """Settings of `trainer bench scaling`."""
+
+    batch: str = option(
+        "16",
+        "Comma-separated batch sizes, in images per step of **one** rank (weak scaling); with `--strong`, of all "
         "ranks together.",
-    ),
-]
-RankCounts = Annotated[
-    str,
-    typer.Option(
-        "--ranks",
-        help="Comma-separated numbers of ranks. (default: 1,2,4,8, at most the number of GPUs, else of cores)",
-    ),
-]
-PrecisionNames = Annotated[
-    str, typer.Option("--precision", help="Comma-separated precisions: fp32, bf16, fp16 or auto.")
-]
-Strategies = Annotated[str, typer.Option("--parallel", help=f"Comma-separated strategies: {', '.join(PARALLEL)}.")]
-Device = Annotated[str, typer.Option(help="cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="Timed steps per point, and validation batches. (default: as many as take 5 s)", show_default=False
-    ),
-]
-Warmup = Annotated[int, typer.Option(help="Untimed steps before those of each point.")]
-Rounds = Annotated[int, typer.Option(help="Measurements per point, each in a round over all points.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="CPU threads per rank, the same at each point. (default: the cores divided by the most ranks)",
-        show_default=False,
-    ),
-]
-Strong = Annotated[
-    bool, typer.Option("--strong", help="Strong scaling: --batch counts the images of all ranks together.")
-]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write all measurements to this CSV file.", show_default=False)]
-Markdown = Annotated[Path | None, typer.Option(help="Write the tables to this Markdown file.", show_default=False)]
-Plot = Annotated[
-    Path | None,
-    typer.Option(help="Plot speed-up by ranks and gain by batch size to this PNG file.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of the tables.")]
+        *("--batch", "--batch-size"),
+    )
+    ranks: str = option("", "Comma-separated numbers of ranks. (default: 1,2,4,8, at most the GPUs, else the cores)")
+    precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
+    parallel: str = option("ddp", f"Comma-separated strategies: {', '.join(PARALLEL)}.")
+    strong: bool = option(False, "Strong scaling: --batch counts the images of all ranks together.")
+    csv: Path | None = option(None, "Write all measurements to this CSV file.")  # noqa: RUF009 (a field)
+    markdown: Path | None = option(None, "Write the tables to this Markdown file.")  # noqa: RUF009 (a field)
+    plot: Path | None = option(None, "Plot speed-up by ranks and gain by batch size to this PNG file.")  # noqa: RUF009 (a field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersSettings(BenchSettings):
+    """Settings of `trainer bench workers`."""
+
+    ranks: int = option(1, "Ranks on this machine.", least=1)
+    workers: str = option("", "Comma-separated numbers of workers per rank. (default: 0,1,2,4,... up to its cores)")
+    rounds: int = option(2, "Measurements per point, each in a round over all points.", least=1)
 
 
 @bench.callback()
@@ -109,12 +120,8 @@ def rank(request: Path, answer: Path) -> None:
     from trainer.distributed import comm
     from trainer.engine.memory import HINT, is_out_of_memory
 
-    content = json_format.loads(request.read_text(encoding="utf-8"))
-    records: dict[str, Callable[..., Any]] = {
-        "measure": measure.record,
-        "profile": profile.record,
-        "verify": verify.record,
-    }
+    content = json.loads(request.read_text(encoding="utf-8"))
+    records: dict[str, Any] = {"measure": measure.record, "profile": profile.record, "verify": verify.record}
     record = records[content.pop("record")]
     try:
         found = record(Settings(**content.pop("settings")), **content)
@@ -128,23 +135,8 @@ def rank(request: Path, answer: Path) -> None:
 
 
 @bench.command(context_settings=TRAIN_OPTIONS)
-def scaling(
-    context: typer.Context,
-    batch: Batches = "16",
-    ranks: RankCounts = "",
-    precision: PrecisionNames = "auto",
-    parallel: Strategies = "ddp",
-    device: Device = "",
-    steps: Steps = None,
-    warmup: Warmup = 3,
-    rounds: Rounds = 3,
-    threads: Threads = None,
-    strong: Strong = False,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    plot: Plot = None,
-    json: Json = False,
-) -> None:
+@takes(ScalingSettings)
+def scaling(context: typer.Context, **options: Any) -> None:
     """Time training and validation on 1, 2, 4, ... ranks, to choose the number of GPUs.
 
     All other options are those of `trainer train`: `--data`, `--cfg`, `--imgsz`, `--cache`, `--workers`, `--noval`, ...
@@ -157,54 +149,39 @@ def scaling(
     """
     from trainer.bench import tables
     from trainer.bench.measure import measure
-    from trainer.bench.plot import plot_scaling
     from trainer.bench.processes import run_here
     from trainer.bench.scaling import measure_rounds, points_of, rows_of, settings_at
     from trainer.weights.checkpoint_file import write_bytes
 
-    job: Job | None = context.obj
-    settings = settings_of(context.args, device, parallel)
-    counts = numbers("--ranks", ranks) if ranks else default_ranks(settings.device, job)
-    points = points_of(numbers("--batch", batch), counts, precision.split(","), strong, parallel.split(","))
-    effort = effort_of(warmup, steps, threads, rounds, max(counts), job)
-    csv, markdown, plot = map(output_file, (csv, markdown, plot))
+    s, job = ScalingSettings(**options), cast("Job | None", context.obj)
+    settings = settings_of(context.args, s.device, s.parallel)
+    counts = numbers("--ranks", s.ranks) if s.ranks else default_ranks(settings.device, job)
+    points = points_of(numbers("--batch", s.batch), counts, s.precision.split(","), s.strong, s.parallel.split(","))
+    effort = s.effort(max(counts), job)
+    csv, markdown, plot = map(output_file, (s.csv, s.markdown, s.plot))
     run = job.run if job else run_here
 
     def measure_point(point: Point) -> Measurement:
         return measure(settings_at(settings, point), 1 if point.parallel == "dp" else point.ranks, effort, run)
 
-    outcomes, complete = measure_rounds(points, rounds, measure_point)
+    outcomes, complete = measure_rounds(points, s.rounds, measure_point)
     if rows := rows_of(outcomes):
-        text = tables.scaling_text(rows, settings, effort.threads, rounds)
+        text = tables.scaling_text(rows, settings, effort.threads, s.rounds)
         records = [tables.values_of(row) for row in rows]
-        typer.echo(json_format.dumps({**tables.machine(rows), "rows": records}) if json else text)
+        typer.echo(json.dumps({**tables.machine(rows), "rows": records}) if s.json else text)
         if csv:
             write_bytes(csv, tables.csv_text(records).encode())
         if markdown:
             write_bytes(markdown, f"{text}\n".encode())
         if plot:
-            plot_scaling(rows, plot)
+            tables.plot_scaling(rows, plot)
     if not complete:
         raise KeyboardInterrupt
 
 
 @bench.command(context_settings=TRAIN_OPTIONS)
-def workers(
-    context: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Ranks on this machine.")] = 1,
-    counts: Annotated[
-        str,
-        typer.Option(
-            "--workers", help="Comma-separated numbers of workers per rank. (default: 0,1,2,4,... up to its cores)"
-        ),
-    ] = "",
-    device: Device = "",
-    steps: Steps = None,
-    warmup: Warmup = 3,
-    rounds: Rounds = 2,
-    threads: Threads = None,
-    json: Json = False,
-) -> None:
+@takes(WorkersSettings)
+def workers(context: typer.Context, **options: Any) -> None:
     """Time the dataloader alone and the training with 0, 1, 2, 4, ... workers.
 
     All other options are those of `trainer train`: `--data`, `--batch`, `--imgsz`, `--cfg`, `--cache`, ... On a CPU the
@@ -216,24 +193,23 @@ def workers(
     from trainer.bench.tables import workers_table
     from trainer.distributed.comm import usable_cores
 
-    check_counts({"--ranks": ranks})
-    cores = max(1, usable_cores() // ranks)
-    tried = numbers("--workers", counts) if counts else [0, *(1 << k for k in range(cores.bit_length()))]
-    job: Job | None = context.obj
-    settings = settings_of(context.args, device, ranks=ranks)
-    effort = dataclasses.replace(effort_of(warmup, steps, threads, rounds, ranks, job), loader=True)
+    s, job = WorkersSettings(**options), cast("Job | None", context.obj)
+    cores, ranks = max(1, usable_cores() // s.ranks), s.ranks
+    tried = numbers("--workers", s.workers) if s.workers else [0, *(1 << k for k in range(cores.bit_length()))]
+    settings = settings_of(context.args, s.device, ranks=ranks)
+    effort = dataclasses.replace(s.effort(ranks, job), loader=True)
     run = job.run if job else run_here
 
     def with_workers(count: int) -> Measurement:
         return measure(dataclasses.replace(settings, workers=count, noval=True), ranks, effort, run)
 
-    outcomes, complete = measure_rounds(tried, rounds, with_workers, " workers")
+    outcomes, complete = measure_rounds(tried, s.rounds, with_workers, " workers")
     failed = {count: each for count, found in outcomes.items() for each in found if isinstance(each, TrainerError)}
     failures = [f"{count} workers: {error.message}" for count, error in failed.items()]
     rates = {k: [m for m in found if isinstance(m, Measurement)] for k, found in outcomes.items() if k not in failed}
-    if rates and json:
+    if rates and s.json:
         rows = {str(k): [dataclasses.asdict(m) for m in found] for k, found in rates.items()}
-        typer.echo(json_format.dumps({"rounds": rows, "failures": failures}))
+        typer.echo(json.dumps({"rounds": rows, "failures": failures}))
     elif rates:
         first = next(iter(rates.values()))[0]
         header = f"{first.device}; {settings.data}, {settings.imgsz} px, batch {settings.batch}, ranks: {ranks}"
@@ -262,13 +238,6 @@ def settings_of(arguments: Sequence[str], device: str, strategies: str = "", ran
     return dataclasses.replace(taken[0], device=device, resume="")
 
 
-def check_counts(values: Mapping[str, int | None]) -> None:
-    """Raise TrainerError for the first option whose value is below 1."""
-    for option, value in values.items():
-        if value is not None and value < 1:
-            raise TrainerError(f"{option} is {value}, it must be 1 or more")
-
-
 def numbers(option: str, text: str) -> list[int]:
     """Return comma-separated numbers as a list."""
     words = text.split(",")
@@ -283,18 +252,6 @@ def default_ranks(device: str, job: Job | None) -> list[int]:
 
     most = job.world.size if job else min(len(comm.gpu_numbers(device)) or comm.usable_cores(), MOST_DEFAULT_RANKS)
     return sorted({most, *(1 << k for k in range(most.bit_length()))})
-
-
-def effort_of(
-    warmup: int, steps: int | None, threads: int | None, rounds: int, most_ranks: int, job: Job | None
-) -> Effort:
-    """Return how to measure each point."""
-    from trainer.bench.measure import Effort
-    from trainer.distributed.comm import usable_cores
-
-    check_counts({"--warmup": warmup, "--steps": steps, "--threads": threads, "--rounds": rounds})
-    on_machine = job.world.local_size if job else most_ranks
-    return Effort(warmup, steps or 0, threads or max(1, usable_cores() // on_machine))
 
 
 def output_file(path: Path | None) -> Path | None:

@@ -11,16 +11,13 @@ import typer
 from trainer.config import DIGITS
 
 if TYPE_CHECKING:
-    from trainer.config.faults import Fault
     from trainer.data.convert.writer import Conversion
 
 data = typer.Typer(no_args_is_help=True, help="Check, download or convert a dataset.")
 
 DataYaml = Annotated[str, typer.Option("--data", help="The path of a data.yaml.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Decode = Annotated[
-    bool, typer.Option("--decode/--headers", help="Decode all images, or read only their headers (faster).")
-]
+Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all images, or read their headers (faster).")]
 
 
 @data.command()
@@ -38,12 +35,10 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
     faults = [fault for fault in found if not fault.warning]
     warnings = [fault for fault in found if fault.warning]
     if as_json:
-        content = {
-            "data": data_yaml,
-            "faults": [_plain(fault) for fault in faults],
-            "warnings": [_plain(fault) for fault in warnings],
-            "splits": {table["split"]: table for table in tables},
-        }
+        keys = ("file", "line", "what", "hint")
+        plain = [[{key: getattr(fault, key) for key in keys} for fault in part] for part in (faults, warnings)]
+        splits = {table["split"]: table for table in tables}
+        content = {"data": data_yaml, "faults": plain[0], "warnings": plain[1], "splits": splits}
         typer.echo(json.dumps(content, indent=1))
     else:
         lines = [str(fault) for fault in faults] + [f"warning: {fault}" for fault in warnings]
@@ -147,10 +142,6 @@ def _write(found: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) 
     for split, items in found.splits.items():
         typer.echo(f"{split}: {_count(len(items), 'image')}, {_count(sum(len(i.rows) for i in items), 'box')}")
     typer.echo(f"{len(found.names)} classes -> {out / 'data.yaml'}")
-
-
-def _plain(fault: Fault) -> dict[str, str | int]:
-    return {"file": fault.file, "line": fault.line, "what": fault.what, "hint": fault.hint}
 
 
 def _count(number: int, noun: str) -> str:

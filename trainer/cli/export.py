@@ -1,14 +1,10 @@
 """`trainer export`: exports a detector to ONNX or TorchScript."""
 
-from __future__ import annotations
-
 import dataclasses
 import json as json_format
 from typing import Annotated
 
 import typer
-
-from trainer.cli.val import Cfg
 
 
 def export(
@@ -30,7 +26,9 @@ def export(
         str, typer.Option(help="Image for the comparison with the model. (default: one of the built-in dataset)")
     ] = "",
     out: Annotated[str, typer.Option(help="File to write. (default: best.onnx next to best.pt)")] = "",
-    cfg: Cfg = "",
+    cfg: Annotated[
+        str, typer.Option(help="package.module:function that builds the model, for weights of your own model.")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Export a detector to ONNX or TorchScript.

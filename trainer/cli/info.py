@@ -1,7 +1,5 @@
 """`trainer info`: prints a model file's layers, parameters and FLOPs."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any
 
@@ -24,6 +22,7 @@ def info(
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
+    from trainer.data.detection_loader import check_imgsz
     from trainer.models.yolo import build_yolo, fuse, load_cfg
 
     def parameters(module: torch.nn.Module) -> int:
@@ -32,15 +31,11 @@ def info(
     content = load_cfg(cfg)
     if "import" in content:
         raise TrainerError(
-            f"--cfg {cfg}: a model of Python code has no layers to list",
-            "use a model file, for example yolov5n.yaml",
+            f"--cfg {cfg}: a model of Python code has no layers to list", "use a model file, for example yolov5n.yaml"
         )
     with torch.device("meta"):  # only shapes are needed
         model = build_yolo(content, nc=int(content["nc"]), where=cfg)
-    largest = max(model.detect.strides)
-    if imgsz < largest or imgsz % largest:
-        near = max(largest, round(imgsz / largest) * largest)
-        raise TrainerError(f"--imgsz {imgsz} is not a multiple of {largest}, {cfg}'s stride", f"use --imgsz {near}")
+    check_imgsz(imgsz, max(model.detect.strides))
     rows: list[dict[str, Any]] = [
         {"layer": n, "from": list(row.sources), "module": row.module, "parameters": parameters(layer)}
         for n, (layer, row) in enumerate(zip(model.model, model.rows, strict=True))

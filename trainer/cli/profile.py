@@ -1,25 +1,31 @@
 """`trainer profile`: traces training steps and lists the most expensive operators."""
 
-from __future__ import annotations
-
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 
-from trainer.cli.bench import Device, Threads, check_counts, settings_of
+from trainer.cli.bench import settings_of
+from trainer.cli.options import takes
+from trainer.config.settings import check_declared, option
 from trainer.errors import TrainerError
 
 
-def profile(
-    context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Trace file to write; .json.gz compresses it.")] = Path("trace.json"),
-    steps: Annotated[int, typer.Option(help="Steps to profile; the last one updates the weights.")] = 3,
-    warmup: Annotated[int, typer.Option(help="Steps before the profiled ones.")] = 3,
-    ranks: Annotated[int, typer.Option(help="Ranks on this machine; rank 0 writes the trace.")] = 1,
-    device: Device = "",
-    threads: Threads = None,
-) -> None:
+@dataclass(frozen=True)
+class ProfileSettings:
+    """Settings of `trainer profile`."""
+
+    out: Path = option(Path("trace.json"), "Trace file to write; .json.gz compresses it.")  # noqa: RUF009 (a field)
+    steps: int = option(3, "Steps to profile; the last one updates the weights.", least=1)
+    warmup: int = option(3, "Steps before the profiled ones.", least=1)
+    ranks: int = option(1, "Ranks on this machine; rank 0 writes the trace.", least=1)
+    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")
+    threads: int | None = option(None, "CPU threads per rank. (default: the cores divided by the ranks)", least=1)
+
+
+@takes(ProfileSettings)
+def profile(context: typer.Context, **options: Any) -> None:
     """Trace training steps and list the ten most expensive operators.
 
     Open the trace at https://ui.perfetto.dev: each step is a span that contains the loading and the training. All other
@@ -28,9 +34,11 @@ def profile(
     from trainer.bench import profile as profiling
     from trainer.distributed.comm import usable_cores
 
-    check_counts({"--steps": steps, "--warmup": warmup, "--ranks": ranks, "--threads": threads})
-    if out.is_dir():
-        raise TrainerError(f"--out {out}: is a folder", "use the path of a file")
-    settings = settings_of(context.args, device, ranks=ranks)
-    table = profiling.profile(settings, ranks, threads or max(1, usable_cores() // ranks), steps, warmup, out)
-    typer.echo(f"{table}\n{out}: {steps} steps; open it at https://ui.perfetto.dev")
+    s = ProfileSettings(**options)
+    check_declared(s)
+    if s.out.is_dir():
+        raise TrainerError(f"--out {s.out}: is a folder", "use the path of a file")
+    threads = s.threads or max(1, usable_cores() // s.ranks)
+    settings = settings_of(context.args, s.device, ranks=s.ranks)
+    table = profiling.profile(settings, s.ranks, threads, s.steps, s.warmup, s.out)
+    typer.echo(f"{table}\n{s.out}: {s.steps} steps; open it at https://ui.perfetto.dev")

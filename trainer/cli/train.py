@@ -1,21 +1,16 @@
 """`trainer train`: trains a model. Its options are the fields of Settings."""
 
-from __future__ import annotations
-
-import dataclasses
-import inspect
 import os
 import signal
 import sys
-import typing
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from trainer import contract
-from trainer.config import PRESETS, Settings
-from trainer.config.settings import PRESET_NAMES, option_of
+from trainer.cli.options import takes, typed_options
+from trainer.config import Settings
 from trainer.distributed.spawn import Line, local_ranks, ranks_of, run_ranks
 from trainer.engine.signals import SIGNALS
 from trainer.errors import TrainerError
@@ -30,6 +25,7 @@ Ranks = Annotated[
 CosLr = Annotated[bool, typer.Option("--cos-lr", help="Same as --schedule cosine, as in YOLOv5.")]
 
 
+@takes(Settings, ranks=(Ranks, None), cos_lr=(CosLr, False))
 def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options: Any) -> None:
     """Train a detector, a classifier or a segmentation model.
 
@@ -59,57 +55,8 @@ def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options:
     (context.obj or run)(settings)  # `trainer bench` passes a function that takes the settings
 
 
-def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _parameter_of(setting: dataclasses.Field[Any], kind: Any) -> inspect.Parameter:
-    """Return the parameter of a setting in the form that typer reads."""
-    declared = setting.metadata
-    if setting.name == "hyp":
-        kind = str  # a file
-    elif setting.default is None:
-        kind = typing.Optional[kind]  # noqa: UP045 (`kind` is a value)
-    option = typer.Option(
-        *(declared["names"] or (option_of(setting.name),)),
-        help=declared["help"] + (_defaults(setting.name) if setting.name in PRESET_NAMES else ""),
-        metavar=declared["metavar"],
-        show_default=setting.default not in (None, ""),
-    )
-    return _parameter(setting.name, Annotated[kind, option], setting.default)
-
-
-def _defaults(name: str) -> str:
-    """Return the defaults of a setting for each task, with the datasets whose presets differ."""
-    tasks = []
-    for task, presets in PRESETS.items():
-        values = {data: getattr(preset, name) for data, preset in presets.items()}
-        usual = values.pop("")
-        named: dict[object, list[str]] = {}
-        for data, value in values.items():
-            if value != usual:
-                named.setdefault(value, []).append(data)
-        others = [f"{' and '.join(sets)} {own}" for own, sets in named.items()]
-        tasks.append(f"{'' if task == 'detect' else f'{task}: '}{', '.join([str(usual), *others])}")
-    return f" (default: {'; '.join(tasks)})"
-
-
-_KINDS = typing.get_type_hints(Settings)
-train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        _parameter("context", typer.Context),
-        *(_parameter_of(setting, _KINDS[setting.name]) for setting in dataclasses.fields(Settings)),
-        _parameter("ranks", Ranks, None),
-        _parameter("cos_lr", CosLr, False),
-    ]
-)
-
-
 def run_ranks_here(arguments: Sequence[str], count: int) -> int:
-    """Run the command line as several ranks of this machine and return its exit code.
-
-    Equal lines on the ranks' stderr are printed once.
-    """
+    """Run the command line as several ranks; print equal lines of their stderr once, and return the exit code."""
     printed: set[str] = set()
 
     def show(line: Line) -> None:
@@ -123,9 +70,3 @@ def run_ranks_here(arguments: Sequence[str], count: int) -> int:
     codes = sorted(run_ranks(arguments, local_ranks(count), os.environ, show, forwarded).values())
     known = [code for code in codes if code in (contract.EXIT_BAD_INPUT, contract.EXIT_RUN_ME_AGAIN)]
     return known[0] if known else int(bool(codes))
-
-
-def typed_options(context: typer.Context) -> frozenset[str]:
-    """Return the names of the settings that the user typed."""
-    typed = {k for k in context.params if (source := context.get_parameter_source(k)) and source.name == "COMMANDLINE"}
-    return frozenset(typed | ({"schedule"} if "cos_lr" in typed else set()))

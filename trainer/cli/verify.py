@@ -1,7 +1,5 @@
 """`trainer verify`: compares losses and gradients of several ranks with those of one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json as json_format
 from dataclasses import replace

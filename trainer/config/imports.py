@@ -1,7 +1,5 @@
 """Import of a user's code by a path, package.module:name."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -28,8 +26,7 @@ def load(path: str, option: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise TrainerError(
-            f"{option} {path}: no module {error.name}",
-            f"searched in {here} and Python's path (PYTHONPATH)",
+            f"{option} {path}: no module {error.name}", f"searched in {here} and Python's path (PYTHONPATH)"
         ) from error
     except Exception as error:  # the user's code can raise anything
         raise TrainerError(

@@ -1,7 +1,5 @@
 """Hyper-parameters, and the presets with the defaults of each task and dataset."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -111,6 +109,7 @@ _DIGITS = Hyp(
 _IMAGES = Hyp(lr0=0.05, momentum=0.9, nbs=0.0, warmup_epochs=1.0, warmup_bias_lr=0.0, mosaic=0.0)
 _CIFAR = Preset(imgsz=32, batch=128, epochs=30, optimizer="SGD", hyp=_IMAGES, schedule="cosine")
 _MASKS = replace(_IMAGES, lr0=0.02, weight_decay=1e-4)
+_DIGIT_MASKS = replace(_MASKS, lr0=0.004, weight_decay=0.01, ema_tau=150.0, scale=0.2, fliplr=0.0)
 
 DIGITS = "digits"  # the demonstration: its presets train within minutes on two CPU cores
 CIFAR = ("cifar10", "cifar100")
@@ -127,14 +126,7 @@ PRESETS: dict[str, dict[str, Preset]] = {
     },
     "segment": {
         "": Preset(imgsz=512, batch=16, epochs=50, optimizer="SGD", hyp=_MASKS, schedule="cosine"),
-        DIGITS: Preset(
-            imgsz=128,
-            batch=16,
-            epochs=5,
-            optimizer="AdamW",
-            hyp=replace(_MASKS, lr0=0.004, weight_decay=0.01, ema_tau=150.0, scale=0.2, fliplr=0.0),
-            schedule="one-cycle",
-        ),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=5, optimizer="AdamW", hyp=_DIGIT_MASKS, schedule="one-cycle"),
     },
 }
 TASKS = tuple(PRESETS)

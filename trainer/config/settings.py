@@ -1,7 +1,5 @@
 """Settings of a training: one table of its options. Defaults that depend on the data are in presets.py."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.presets import DIGITS, TASKS, Hyp, Preset, load_hyp, preset_for
+from trainer.config.presets import DIGITS, PRESETS, TASKS, Hyp, Preset, load_hyp, preset_for
 from trainer.errors import TrainerError
 
 SCHEDULES = ("linear", "cosine", "one-cycle")
@@ -17,31 +15,33 @@ OPTIMIZERS = ("SGD", "Adam", "AdamW")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
 PRESET: Any = None  # the default is the preset's
+REQUIRED: Any = dataclasses.MISSING
 PRESET_NAMES = tuple(each.name for each in dataclasses.fields(Preset) if each.name != "hyp")
 BACKBONE = "backbone"
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
 def option(
-    default: Any,
-    help: str,
-    *names: str,
-    least: float | None = None,
-    known: Sequence[str] = (),
-    metavar: str | None = None,
+    default: Any, help: str, *names: str, least: float | None = None, known: Sequence[str] = (), metavar: Any = None
 ) -> Any:
-    """Declare a setting with its option of `trainer train`.
+    """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
+    declared = {"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
+    return field(default=default, metadata=declared)
 
-    Args:
-        help: its text in `--help`
-        names: names of the option; by default that of the field
-        least: smallest valid number
-        known: valid texts
-        metavar: name of the value in `--help`
-    """
-    return field(
-        default=default, metadata={"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
-    )
+
+def _defaults(name: str) -> str:
+    """Return the defaults of a setting for each task, with the datasets whose presets differ."""
+    tasks = []
+    for task, presets in PRESETS.items():
+        values = {data: getattr(preset, name) for data, preset in presets.items()}
+        usual = values.pop("")
+        named: dict[object, list[str]] = {}
+        for data, value in values.items():
+            if value != usual:
+                named.setdefault(value, []).append(data)
+        others = [f"{' and '.join(sets)} {own}" for own, sets in named.items()]
+        tasks.append(f"{'' if task == 'detect' else f'{task}: '}{', '.join([str(usual), *others])}")
+    return f" (default: {'; '.join(tasks)})"
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,20 @@ class Settings:
         "Smoothing x of the class targets: 1 - x / 2 and x / 2 in place of 1 and 0; classify and segment distribute "
         "x over all classes. (default: that of --hyp)",
     )
-    epochs: int = option(PRESET, "Passes over the training images.", least=1)
+    epochs: int = option(PRESET, "Passes over the training images." + _defaults("epochs"), least=1)
     batch: int = option(
         PRESET,
-        "Images per step on all ranks together; it need not be a multiple of the ranks.",
+        "Images per step on all ranks together; it need not be a multiple of the ranks." + _defaults("batch"),
         *("--batch", "--batch-size"),
         least=1,
     )
-    imgsz: int = option(PRESET, "Side of the square images in pixels, a multiple of 32.", "--imgsz", "--img")
-    optimizer: str = option(PRESET, "SGD, Adam or AdamW.", known=OPTIMIZERS)
-    schedule: str = option(PRESET, "Learning rate after the warm-up: linear, cosine or one-cycle.", known=SCHEDULES)
+    imgsz: int = option(
+        PRESET, "Side of the square images in pixels, a multiple of 32." + _defaults("imgsz"), *("--imgsz", "--img")
+    )
+    optimizer: str = option(PRESET, "SGD, Adam or AdamW." + _defaults("optimizer"), known=OPTIMIZERS)
+    schedule: str = option(
+        PRESET, "Learning rate after the warm-up: linear, cosine or one-cycle." + _defaults("schedule"), known=SCHEDULES
+    )
     device: str = option(
         "",
         "cpu, cuda, or GPU numbers (0,1: one rank each). (default: the first GPU, else the CPU; under a launcher one "
@@ -125,9 +129,7 @@ class Settings:
         metavar="[ddp|dp|fsdp|pipeline]",
     )
     stages: int = option(
-        0,
-        "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.",
-        least=0,
+        0, "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.", least=0
     )
     micro_batches: int = option(
         0,
@@ -135,9 +137,7 @@ class Settings:
         least=0,
     )
     grad_compress: str = option(
-        "none",
-        "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.",
-        known=("none", "bf16"),
+        "none", "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.", known=("none", "bf16")
     )
     sync_bn: bool = option(False, "Compute batch norm over the images of all ranks, not of each rank.")
     noautoanchor: bool = option(False, "Keep the model file's anchors even if they fit few boxes.")
@@ -146,9 +146,7 @@ class Settings:
         "Layers to freeze: `10` the first ten, `0 1 2` or `0,1,2` these, `backbone` all but the head.",
         metavar="N | N N ...",
     )
-    unfreeze: int = option(
-        0, "With --freeze: epochs until all layers are trained; 0: never.", least=0, metavar="EPOCHS"
-    )
+    unfreeze: int = option(0, "With --freeze: epochs until all are trained; 0: never.", least=0, metavar="EPOCHS")
     multi_scale: bool = option(False, "Draw the side of each step from 0.5 to 1.5 times --imgsz, same on all ranks.")
     rect: bool = option(False, "Batch images of similar aspect ratio with little padding, without mosaics.")
     cache: str = option(
@@ -199,13 +197,15 @@ class Settings:
     exist_ok: bool = option(False, "Write into the folder even if it exists.")
 
     def __post_init__(self) -> None:
-        self._check_texts()
+        check_declared(self)
         preset = preset_for(self.data, self.task)
         for name in PRESET_NAMES:
             if getattr(self, name) is PRESET:
                 object.__setattr__(self, name, getattr(preset, name))
         object.__setattr__(self, "hyp", self._hyper_parameters(preset.hyp))
-        self._check_numbers()
+        if self.imgsz < 32 or self.imgsz % 32:
+            near = max(32, round(self.imgsz / 32) * 32)
+            raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
         if (self.stages or self.micro_batches) and self.parallel != "pipeline":
             given = "--stages" if self.stages else "--micro-batches"
             raise TrainerError(f"{given}: --parallel {self.parallel} has none", "add --parallel pipeline")
@@ -215,23 +215,6 @@ class Settings:
             raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
         layers(self.freeze)
         interval(self.save_every)
-
-    def _check_texts(self) -> None:
-        for each in dataclasses.fields(self):
-            text, known = getattr(self, each.name), each.metadata["known"]
-            if known and text is not PRESET and text not in known:
-                raise TrainerError(
-                    f"{option_of(each.name)} {text}: unknown", f"use one of {', '.join(filter(None, known))}"
-                )
-
-    def _check_numbers(self) -> None:
-        for each in dataclasses.fields(self):
-            number, least = getattr(self, each.name), each.metadata["least"]
-            if least is not None and number is not None and number < least:
-                raise TrainerError(f"{option_of(each.name)} is {number:g}, it must be {least} or more")
-        if self.imgsz < 32 or self.imgsz % 32:
-            near = max(32, round(self.imgsz / 32) * 32)
-            raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
 
     def _hyper_parameters(self, base: Hyp) -> Hyp:
         """Return the hyper-parameters of `hyp`: a file's path, "" for `base`, or values, which JSON holds as a dict."""
@@ -244,6 +227,20 @@ class Settings:
         if not 0 <= self.label_smoothing < 1:
             raise TrainerError(f"--label-smoothing is {self.label_smoothing}, it must be 0 or more and below 1")
         return dataclasses.replace(values, label_smoothing=self.label_smoothing)
+
+
+def check_declared(settings: Any) -> None:
+    """Raise TrainerError for the first setting that is not among its `known` texts, or below its `least` number."""
+    for each in dataclasses.fields(settings):
+        value, known, least = getattr(settings, each.name), each.metadata["known"], each.metadata["least"]
+        if value is PRESET:
+            continue
+        if known and value not in known:
+            raise TrainerError(
+                f"{option_of(each.name)} {value}: unknown", f"use one of {', '.join(filter(None, known))}"
+            )
+        if least is not None and value < least:
+            raise TrainerError(f"{option_of(each.name)} is {value:g}, it must be {least} or more")
 
 
 def option_of(name: str) -> str:

@@ -1,7 +1,5 @@
 """YAML files of keys and values, with the line of each key."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection
 from dataclasses import dataclass

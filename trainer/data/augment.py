@@ -6,8 +6,6 @@ the result is not decoded. A single image may have a rectangular result, whose l
 Coordinates are continuous: pixel k covers k to k + 1.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -93,11 +91,6 @@ def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.r
         w, h = _fit(dataset.size(k), side)
         tiles.append(_Tile(k, cx if quarter % 2 else cx - w, cy if quarter // 2 else cy - h, w, h))
     return tiles
-
-
-def _single_tile(dataset: Dataset, index: int, width: int, height: int) -> list[_Tile]:
-    w, h = _fit(dataset.size(index), max(width, height))
-    return [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
 
 
 def _move(matrix: Floats, points: Floats) -> Floats:
@@ -292,7 +285,8 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
         tiles = _mosaic_tiles(dataset, index, near, side, rng)
         matrix, scale = random_affine(2 * result, result, hyp, rng)
     else:
-        tiles = _single_tile(dataset, index, width, height)
+        w, h = _fit(dataset.size(index), side)
+        tiles = [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
         matrix, scale = random_affine(result, result, hyp, rng)
     objects = _objects_of(dataset, tiles)
     originals = len(objects.classes)
@@ -354,8 +348,7 @@ def training_image(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.r
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
     """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
 
-    Returns:
-        (scale, pad_x, pad_y): out_xy = xy * scale + pad.
+    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
     """
     height, width = image.shape[:2]
     scale = side / max(height, width)

@@ -1,7 +1,5 @@
 """Batch sampler: divides the batch of each step among the ranks, and chooses its images and shape, from seeds alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -126,16 +124,19 @@ class BatchSampler:
     """Batch sampler of one rank: a permutation of the dataset per epoch, split into steps and ranks."""
 
     count: int  # images of the dataset
-    steps: int
+    batch: int  # images of a step on all ranks together
     rank: int
     world: int
     seed: int
-    epochs: float
-    sides: range
-    stride: int
-    aspects: Floats | None = None  # (count,), with --rect
-    weights: ImageWeights | None = None
-    class_map: list[float] | None = None
+    epochs: float  # length of the run
+    sides: range  # of the images in pixels; each step draws one
+    stride: int  # the model's largest stride in pixels
+    aspects: Floats | None = None  # (count,): height / width of each image, for batches of similar aspect
+    weights: ImageWeights | None = None  # draw the images with these weights
+    class_map: Sequence[float] | None = None  # mAP of each class, equal on all ranks; None: not validated yet
+
+    def __post_init__(self) -> None:
+        self.steps = steps_per_epoch(self.count, self.batch, self.world)
 
     def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
         """Yield this rank's batch specs from a step of `epoch` to the end of the run.
@@ -151,26 +152,18 @@ class BatchSampler:
                 ids = batches[step]
                 begin = ends[step] - len(ids)
                 mine = np.array_split(np.arange(begin, ends[step]), self.world)[self.rank]
-                yield BatchSpec(
-                    ids=order[mine],
-                    shape=self._shape(epoch, step, ids),
-                    global_size=len(ids),
-                    epoch=epoch,
-                    step=step,
-                    previous=int(ids[int(mine[0] - begin) - 1]),
-                    neighbours=neighbours(order, mine),
-                    repeats=None if repeated is None else repeated[mine],
-                )
+                rng = np.random.default_rng([SIDE, self.seed, epoch, step])
+                side = self.sides[int(rng.integers(len(self.sides)))]
+                shape = (side, side)
+                if self.aspects is not None:
+                    shape = rect_shape(self.aspects[ids], side, self.stride, 0.0)
+                previous = int(ids[int(mine[0] - begin) - 1])
+                again = None if repeated is None else repeated[mine]
+                near = neighbours(order, mine)
+                yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
             if self.weights:
                 return
             epoch, first_step = epoch + 1, 0
-
-    def _shape(self, epoch: int, step: int, ids: Ints) -> Shape:
-        side = self.sides[0]
-        if len(self.sides) > 1:
-            rng = np.random.default_rng([SIDE, self.seed, epoch, step])
-            side = self.sides[int(rng.integers(len(self.sides)))]
-        return (side, side) if self.aspects is None else rect_shape(self.aspects[ids], side, self.stride, 0.0)
 
     def batches(self, epoch: int) -> tuple[list[Ints], Ints | None]:
         """Return the image ids of every step of `epoch` and, with image weights, the repeats of each."""

@@ -1,8 +1,6 @@
 """Dataset check (`trainer data check`): all faults of both splits, and statistics of the classes."""
 # ruff: noqa: PTH118, PTH123, PTH202
 
-from __future__ import annotations
-
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +20,7 @@ SPLITS = ("train", "val")
 
 
 def check(data_yaml: str, *, decode: bool) -> tuple[list[Fault], list[dict[str, Any]]]:
-    """Return the faults of both splits of `data_yaml`, and a table of each readable split.
-
-    With `decode`, decode every image, else read its header only.
-    """
+    """Return the faults of both splits, and a table of each readable one; `decode` images, or read their headers."""
     faults: list[Fault] = []
     sources = []
     for split in SPLITS:

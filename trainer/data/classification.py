@@ -1,7 +1,5 @@
 """Classification datasets: class folders, CIFAR, and the embedded digits."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable
@@ -27,7 +25,10 @@ class Folder:
     """Dataset of class folders: ROOT/train/cat/1.jpg."""
 
     def __init__(self, root: str, split: Split) -> None:
-        self._root = _split_folder(Path(root), split)
+        found = [Path(root, name) for name in _FOLDERS[split] if Path(root, name).is_dir()]
+        if not found:
+            raise TrainerError(f"--data {root}: no folder {' or '.join(_FOLDERS[split])}", "see docs/how-to/train.md")
+        self._root = found[0]
         # Skip hidden names: `.ipynb_checkpoints` is no class, and `._1.jpg` of macOS no image.
         self.names = sorted(path.name for path in self._root.iterdir() if path.is_dir() and path.name[0] != ".")
         paths = [[os.path.relpath(path, self._root) for path in images_below(self._root / name)] for name in self.names]
@@ -133,10 +134,8 @@ def _cifar(source: str, split: Split) -> Arrays:
 
 
 ClassifiedImages: TypeAlias = Folder | Arrays
-EMBEDDED: dict[str, Callable[[Split], ClassifiedImages]] = {
-    DIGITS: _digits,
-    **{name: partial(_cifar, name) for name in CIFAR},
-}
+EMBEDDED: dict[str, Callable[[Split], ClassifiedImages]] = {DIGITS: _digits}
+EMBEDDED |= {name: partial(_cifar, name) for name in CIFAR}
 
 
 def open_classification(source: str, split: Split) -> ClassifiedImages:
@@ -150,11 +149,3 @@ def open_classification(source: str, split: Split) -> ClassifiedImages:
             "per class; in a container, mount the folder",
         )
     return Folder(source, split)
-
-
-def _split_folder(root: Path, split: Split) -> Path:
-    names = _FOLDERS[split]
-    for name in names:
-        if (root / name).is_dir():
-            return root / name
-    raise TrainerError(f"--data {root}: it has no folder {' or '.join(names)}", "see docs/how-to/train.md")

@@ -1,7 +1,5 @@
 """The data.yaml of a YOLO-format dataset: image folders or lists, and class names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

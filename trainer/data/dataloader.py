@@ -1,7 +1,5 @@
 """Dataloader: batches made in this process or in worker processes, across epochs."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing
@@ -14,14 +12,14 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import cv2
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec, Floats, ImageWeights, steps_per_epoch
+from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec
 from trainer.errors import TrainerError
 
 BatchType = TypeVar("BatchType")
@@ -42,6 +40,9 @@ class Pinnable:
 
 class Collate(Generic[BatchType]):
     """Map-style dataset of batches whose keys are batch specs; runs in this process or in a worker."""
+
+    channels: ClassVar = 3  # bytes of a pixel in a batch
+    extra: ClassVar = 0  # images that each rank's batch holds in addition to its own
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -64,15 +65,11 @@ def empty_images(shape: tuple[int, ...]) -> torch.Tensor:
     return images.share_memory_() if get_worker_info() else images  # type: ignore[no-untyped-call]
 
 
-def usable_shm_bytes() -> int | None:
-    """Return the bytes of /dev/shm that batches may use; None on a system without it."""
-    return int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
-
-
 def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int | None) -> tuple[int, int, str]:
     """Return (workers per rank, prefetch factor, warning if workers were reduced) that fit into /dev/shm.
 
-    Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers.
+    Workers that exhaust /dev/shm die with "Bus error". The prefetch factor is reduced before the workers. `bytes_free`
+    is None on a system without /dev/shm.
     """
     if not workers or bytes_free is None:
         return workers, PREFETCH, ""
@@ -81,12 +78,11 @@ def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int
         return workers, min(PREFETCH, batches // workers), ""
     fewer = max(0, batches)
     needed = (workers + _IN_TRANSIT) * local_size * batch_bytes
-    return (
-        fewer,
-        1,
+    warning = (
         f"/dev/shm has room for {bytes_free >> 20} MiB, {workers} workers on each of {local_size} ranks need "
-        f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host",
+        f"{(needed >> 20) + 1} MiB: starting {fewer}. Start the container with --shm-size=8g or --ipc=host"
     )
+    return fewer, 1, warning
 
 
 def start_forkserver(wanted: bool) -> None:
@@ -132,33 +128,29 @@ class _Sampler:
 class BatchLoader(Generic[BatchType]):
     """DataLoader over batch specs with persistent workers, sized to the shared memory."""
 
-    def __init__(self, collate: Collate[BatchType], workers: int, batch_bytes: int, local_size: int) -> None:
-        """Open the loader; `batch_bytes` is the size of a rank's largest batch, `local_size` the ranks of this node."""
+    def __init__(self, collate: Collate[BatchType], workers: int, batch_pixels: int, local_size: int) -> None:
+        """Open the loader; `batch_pixels` are those of a rank's largest batch, `local_size` the ranks of this node."""
         self._collate: Any = collate
-        self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable_shm_bytes())
+        batch_bytes = batch_pixels * collate.channels
+        usable = int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
+        self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable)
         self.notes = [warning] if warning else []
         self._specs = _Sampler()
-        self._pins = False
-        self._loader = self._open()
+        self._loader: DataLoader[Any] | None = None  # open during and between passes
         self._running: Iterator[Any] = iter(())
         self._exit_handler: Any = None
 
     def _open(self) -> DataLoader[Any]:
-        """Return a DataLoader; its workers start with the first pass."""
         options: dict[str, Any] = {}
         if self._workers:
-            options = {
-                "multiprocessing_context": _context(),
-                "persistent_workers": True,
-                "prefetch_factor": self._prefetch,
-                "worker_init_fn": _init_worker,
-            }
+            options = {"multiprocessing_context": _context(), "worker_init_fn": _init_worker}
+            options |= {"persistent_workers": True, "prefetch_factor": self._prefetch}
         return DataLoader(
             self._collate,
             batch_size=None,
             sampler=self._specs,
             num_workers=self._workers,
-            pin_memory=self._pins,
+            pin_memory=torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]  # by a model on a GPU
             generator=torch.Generator(),  # without it, each epoch would draw from the global generator
             **options,
         )
@@ -166,6 +158,8 @@ class BatchLoader(Generic[BatchType]):
     def start(self, specs: Iterable[BatchSpec]) -> None:
         """Begin a pass over `specs`, whose batches `take` returns in order."""
         self._specs.specs = specs
+        if self._loader is None:
+            self._loader = self._open()
         self._running = iter(self._loader)
         if self._workers and not self._exit_handler:
             # Registered after torch's handler, so it runs first: torch's waits 5 s for each worker that still runs.
@@ -179,11 +173,6 @@ class BatchLoader(Generic[BatchType]):
             raise batch
         return batch
 
-    def pin(self) -> None:
-        """Return batches in pinned memory from the next pass on."""
-        self._pins = True
-        self.close()
-
     def close(self) -> None:
         """Stop the workers; a later pass starts new ones.
 
@@ -191,7 +180,7 @@ class BatchLoader(Generic[BatchType]):
         collection closes the queues first, and torch then waits 10 s for each worker.
         """
         self._running = iter(())
-        self._loader, self._exit_handler = self._open(), None
+        self._loader = self._exit_handler = None
 
 
 def _close(reference: weakref.ref[BatchLoader[Any]]) -> None:
@@ -218,83 +207,47 @@ class EpochLoader(BatchLoader[BatchType]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        collate: Collate[BatchType],
-        *,
-        sides: range,
-        batch: int,
-        rank: int,
-        world: int,
-        seed: int,
-        epochs: float,
-        stride: int,
-        workers: int,
-        local_size: int,
-        channels: int = 3,
-        extra: int = 0,
-        aspects: Floats | None = None,
-        weights: ImageWeights | None = None,
+        self, dataset: Any, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any
     ) -> None:
-        """Open the loader.
-
-        Args:
-            sides: sides of the images in pixels; each step draws one.
-            batch: images of a step on all ranks together.
-            epochs: length of the run.
-            stride: the model's largest stride in pixels.
-            local_size: ranks of this node.
-            channels: bytes of a pixel in a batch.
-            extra: images that each rank's batch holds in addition to its own.
-            aspects: height / width of each image (n,), for batches of similar aspect.
-            weights: draw the images with these weights.
-        """
-        count = len(dataset)
-        self.steps = steps_per_epoch(count, batch, world)
+        """Open the loader; `local_size` are the ranks of this node, `sampling` the fields of BatchSampler."""
         self._dataset = dataset
-        self._sampler = BatchSampler(
-            count, self.steps, rank, world, seed, epochs, sides, stride, aspects=aspects, weights=weights
-        )
+        self.sampler = sampler = BatchSampler(len(dataset), **sampling)
+        self.steps, sides = sampler.steps, sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
         # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
-        self.fewest_cells = count // self.steps // world * (sides[0] // stride)
-        super().__init__(collate, workers, (-(-batch // world) + extra) * sides[-1] ** 2 * channels, local_size)
+        self.fewest_cells = len(dataset) // self.steps // sampler.world * (sides[0] // sampler.stride)
+        images = -(-sampler.batch // sampler.world) + collate.extra
+        super().__init__(collate, workers, images * sides[-1] ** 2, local_size)
 
     def __len__(self) -> int:
         return self.steps
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[BatchType]:
-        """Yield this rank's batches of `epoch` from `first_step` on.
-
-        Workers prefetch the next epoch during the last steps and during validation.
-        """
+        """Yield this rank's batches of `epoch` from `first_step` on; workers then prefetch the next epoch."""
         for step in range(first_step, self.steps):
             if self._next != (epoch, step):
-                self.start(self._sampler.specs_from(epoch, step))
+                self.start(self.sampler.specs_from(epoch, step))
             self._next = None  # the pass is unusable if the next line raises
             batch = self.take()
             assert batch is not None
             # Image weights may change between epochs, so nothing is prefetched beyond the last step.
             last = step + 1 == self.steps
-            self._next = None if last and self._sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
+            self._next = None if last and self.sampler.weights else (epoch + 1, 0) if last else (epoch, step + 1)
             yield batch
 
     def names_of(self, epoch: int, step: int) -> list[str]:
         """Return the names of a step's images on all ranks."""
-        batches, _ = self._sampler.batches(epoch)
+        batches, _ = self.sampler.batches(epoch)
         return [self._dataset.name(k) for k in batches[step].tolist()]
 
 
 class EvalLoader(BatchLoader[BatchType]):
     """Validation dataloader of one rank: the same batches in every pass."""
 
-    def __init__(
-        self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int, channels: int = 3
-    ) -> None:
-        """Open the loader; `channels` are the bytes of a pixel in a batch."""
+    def __init__(self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int) -> None:
         self._all = specs
         largest = max((len(spec.ids) * spec.shape[0] * spec.shape[1] for spec in specs), default=1)
-        super().__init__(collate, workers, largest * channels, local_size)
+        super().__init__(collate, workers, largest, local_size)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -303,29 +256,6 @@ class EvalLoader(BatchLoader[BatchType]):
         self.start(self._all)
         while (batch := self.take()) is not None:
             yield batch
-
-
-class SquareValLoader(EvalLoader[BatchType]):
-    """Validation dataloader of images with side `imgsz`, in order, each on exactly one rank."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Collate[BatchType],
-        *,
-        imgsz: int,
-        batch: int,
-        rank: int,
-        world: int,
-        local_size: int,
-        workers: int,
-        stride: int,
-        channels: int = 3,
-    ) -> None:
-        """Open the loader; `batch` is the number of images of a rank's batch."""
-        mine = np.array_split(np.arange(len(dataset)), world)[rank]
-        specs = [BatchSpec(mine[k : k + batch], (imgsz, imgsz)) for k in range(0, len(mine), batch)]
-        super().__init__(collate, specs, workers, local_size, channels)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Datasets of detection: their protocol, how an image file is decoded, and fingerprints of the files."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Protocol

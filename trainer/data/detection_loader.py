@@ -1,10 +1,7 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +12,7 @@ import torch
 
 from trainer.config import Hyp
 from trainer.data.augment import letterbox, training_image
-from trainer.data.batch_sampler import (
-    IMAGE,
-    WINDOW,
-    BatchSpec,
-    ImageWeights,
-    Ints,
-    aspects_of,
-    rect_shape,
-    scales,
-)
+from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
 from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.image_cache import Exchange, cache_images
@@ -156,15 +144,11 @@ class TrainLoader(EpochLoader[Batch]):
         rect: bool = False,
         image_weights: bool = False,
         stride: int = STRIDE,
-        local_size: int = 1,
         **options: Any,
     ) -> None:
-        """Open the loader.
+        """Open the loader; the last `close_mosaic` epochs have no mosaics, with `rect` no epoch has them.
 
-        Args:
-            close_mosaic: last epochs without mosaics; with `rect`, no epoch has them.
-            image_weights: draw images by the classes of their boxes (see `weigh`).
-            options: the other arguments of EpochLoader.
+        `image_weights` draws images by the classes of their boxes. `options` are those of EpochLoader.
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
@@ -176,7 +160,6 @@ class TrainLoader(EpochLoader[Batch]):
             seed=seed,
             epochs=epochs,
             stride=stride,
-            local_size=local_size,
             aspects=aspects_of(dataset) if rect else None,
             weights=ImageWeights(dataset) if image_weights else None,
             **options,
@@ -187,13 +170,6 @@ class TrainLoader(EpochLoader[Batch]):
     def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> None:
         """Decode all images once, before the first epoch (see cache_images). The batches stay the same."""
         self._collate.dataset = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
-
-    def weigh(self, class_map: Sequence[float] | None) -> None:
-        """Draw classes with a low mAP more often in later epochs (with `image_weights`).
-
-        `class_map` (nc,) is each class's mAP in the last validation, equal on all ranks. None: before any validation.
-        """
-        self._sampler.class_map = None if class_map is None else list(class_map)
 
 
 class ValLoader(EvalLoader[ValBatch]):

@@ -3,14 +3,12 @@
 Nothing is downloaded. A page depends on its split, index and size alone. Training and validation use different scans.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import cv2
 import numpy as np
@@ -147,9 +145,7 @@ class Digits:
 
     flips = False
 
-    def __init__(
-        self, split: Literal["train", "val"], imgsz: int, pages: int | None = None, *, masks: bool = False
-    ) -> None:
+    def __init__(self, split: str, imgsz: int, pages: int | None = None, *, masks: bool = False) -> None:
         self.names = [str(digit) for digit in range(10)]
         self._split, self._side, self._masks = split, imgsz, masks
         self._pages: list[_Page | None] = [None] * (PAGES[split] if pages is None else pages)

@@ -1,7 +1,5 @@
 """Download of a dataset's archive, named by `download` in data.yaml: once per node; scripts are refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -23,11 +21,7 @@ _SPLITS = ("train", "val")
 
 
 def fetch_missing(data_yaml: str) -> bool:
-    """Fetch the archive in `download` if images are missing; return whether it was fetched.
-
-    Raises:
-        TrainerError: The download failed; no partial files remain.
-    """
+    """Fetch the archive in `download` if images are missing; return whether it was. An error leaves no files."""
     content = load_data_yaml(Path(data_yaml))
     if not content.values.get("download") or _is_complete(content):
         return False
@@ -112,13 +106,10 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path, named: str) -> None:
-    """Unpack a .zip, .tar or .tar.gz into the new folder `folder`.
+    """Unpack a .zip, .tar or .tar.gz into the new folder `folder`; an error calls the archive `named`.
 
     tarfile's data filter refuses devices, and paths and links outside of the folder. zipfile creates no links, and
     puts each path below the folder.
-
-    Raises:
-        TrainerError: The archive is damaged, or a member was refused. The message calls it `named`.
     """
     packed: Any
     try:

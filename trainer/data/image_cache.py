@@ -5,8 +5,6 @@
 together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
@@ -89,20 +87,11 @@ def image_folders(data: str) -> list[Path]:
 
 
 def cache_images(
-    dataset: Dataset,
-    min_side: int,
-    kind: str,
-    folders: list[Path],
-    world: World,
-    exchange: Exchange,
-    threads: int,
+    dataset: Dataset, min_side: int, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int
 ) -> CachedImages:
     """Decode the images of `dataset` once per node, into memory (`ram`) or the first of `folders` with space (`disk`).
 
-    A collective call: all ranks take part, and all raise TrainerError if one of them fails.
-
-    Args:
-        threads: decoding threads of each rank.
+    A collective: all ranks raise TrainerError if one of them fails. `threads` of each rank decode.
     """
     layout, final, draft = _Layout(dataset, min_side), None, None
     with contextlib.ExitStack() as stack:
@@ -206,15 +195,9 @@ def _key(dataset: Dataset, layout: _Layout) -> str:
 
 
 def _fill(
-    dataset: Dataset,
-    layout: _Layout,
-    draft: str | None,
-    world: World,
-    local_size: int,
-    exchange: Exchange,
-    threads: int,
+    dataset: Dataset, layout: _Layout, draft: str | None, world: World, ranks: int, exchange: Exchange, threads: int
 ) -> None:
-    """Decode this rank's part of the images into the file `draft` of its node; None if the file is complete."""
+    """Decode this rank's part of the images into the file `draft` of its node with `ranks`; None if it is complete."""
     if not any(_gather(exchange, draft)):
         return
 
@@ -231,7 +214,7 @@ def _fill(
                 end = min(first + _ROUND, len(dataset))
                 error: Exception | None = None
                 try:
-                    list(pool.map(put, range(first + world.local_rank, end, local_size) if draft else ()))
+                    list(pool.map(put, range(first + world.local_rank, end, ranks) if draft else ()))
                     if draft and end == len(dataset):
                         os.fsync(file)
                 except (TrainerError, OSError) as caught:

@@ -4,8 +4,6 @@ A file's name is a hash of the paths, sizes and times of images and label files.
 node, one process builds it while the others wait.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -5,8 +5,6 @@ Only folders and lists are read, no images and labels, so it is fast enough for 
 # ruff: noqa: PTH100, PTH112, PTH114, PTH116, PTH118, PTH120, PTH122, PTH208
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -71,13 +69,8 @@ def list_split(spec: DataYaml) -> Listing:
             kept.append(k)
     faults += _orphans(paths, files)
     root = os.path.dirname(os.path.abspath(spec.path))
-    return Listing(
-        root,
-        [paths[k].removeprefix(root + os.sep) for k in kept],
-        [files[k].removeprefix(root + os.sep) for k in kept],
-        stamps[kept],
-        faults,
-    )
+    own, labels = ([part[k].removeprefix(root + os.sep) for k in kept] for part in (paths, files))
+    return Listing(root, own, labels, stamps[kept], faults)
 
 
 def label_file(image: str) -> str:
@@ -122,11 +115,8 @@ def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]) from None
     folder = listing.parent.absolute()
-    return [
-        (os.path.normpath(os.path.join(folder, line.strip())), str(listing), number)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    numbered = ((number, line.strip()) for number, line in enumerate(lines, 1))
+    return [(os.path.normpath(os.path.join(folder, path)), str(listing), number) for number, path in numbered if path]
 
 
 def _stamps(images: list[str], files: list[str]) -> npt.NDArray[np.int64]:

@@ -1,30 +1,12 @@
-"""Progress bars, and a timer of the time that a loop waits for its items."""
-
-from __future__ import annotations
+"""Progress bars."""
 
 import contextlib
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 Item = TypeVar("Item")
-
-
-class WaitTimer:
-    """Total time spent waiting for the items of an iterable."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def timing(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items, adding the time until each arrives to `seconds`."""
-        begin = time.perf_counter()
-        for item in items:
-            self.seconds += time.perf_counter() - begin
-            yield item
-            begin = time.perf_counter()
 
 
 def track(items: Iterable[Item], total: int | None, what: str) -> Iterator[Item]:

@@ -1,7 +1,5 @@
 """Registry of detection datasets: by name, by data.yaml or by import path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -22,14 +20,11 @@ EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {"digit
 def open_dataset(
     source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
 ) -> Dataset:
-    """Open the dataset `source`.
+    """Open the dataset `source`: the name of an embedded one, the path of a data.yaml, or package.module:function.
 
-    Args:
-        source: the name of an embedded dataset, the path of a data.yaml, or the import path
-            package.module:function of a function(split, imgsz).
-        imgsz: side of an embedded dataset's images.
-        single_cls: merge all classes into one, "item".
-        allow_bad_labels: leave out bad rows and images instead of raising BadData (see `left_out`).
+    The function takes (split, imgsz); `imgsz` is the side of an embedded dataset's images. With `single_cls` all
+    classes become one, "item". With `allow_bad_labels` bad rows and images are left out (see `left_out`), in place of
+    BadData.
     """
     is_import = imports.is_import_path(source) and not Path(source).is_file()
     if not is_import and source not in EMBEDDED:

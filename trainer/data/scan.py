@@ -5,8 +5,6 @@ Reference counts would copy a list of a million objects into every worker proces
 # ruff: noqa: PTH113, PTH118, PTH202
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -157,9 +155,8 @@ def _check(
 ) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
     """Check `rows` (n, 5).
 
-    Returns:
-        The valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
-        and whether it is only a warning.
+    Returns the valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
+    and whether it is only a warning.
     """
     half = rows[:, 3:] / 2
     low, high = rows[:, 1:3] - half, rows[:, 1:3] + half

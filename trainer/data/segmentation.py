@@ -1,7 +1,5 @@
 """Segmentation datasets: folders of images and masks, and the embedded digits."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -126,10 +124,8 @@ class DigitMasks(Digits):
 
     def pixels(self) -> Ints:
         """Return the number of pixels of each class (nc,) on all pages."""
-        return sum(
-            (np.bincount(self.mask(k).reshape(-1), minlength=len(self.names)) for k in range(len(self))),
-            np.zeros(len(self.names), np.int64),
-        )
+        counts = (np.bincount(self.mask(k).reshape(-1), minlength=len(self.names)) for k in range(len(self)))
+        return sum(counts, np.zeros(len(self.names), np.int64))
 
 
 SegmentedImages: TypeAlias = MaskFolder | DigitMasks

@@ -4,8 +4,6 @@ All labels are read and checked when the dataset is opened, before training star
 """
 # ruff: noqa: PTH118
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -68,12 +66,8 @@ class Yolo:
     def __init__(self, data_yaml: str, split: str, *, single_cls: bool = False, allow_bad_labels: bool = False) -> None:
         """Open the dataset; fetch missing images if data.yaml has `download`.
 
-        Args:
-            single_cls: merge all classes into one, "item".
-            allow_bad_labels: leave out bad rows and images.
-
-        Raises:
-            BadData: The dataset has faults, and `allow_bad_labels` is false.
+        `single_cls` merges all classes into one, "item". `allow_bad_labels` leaves out bad rows and images; without it,
+        BadData is raised for them.
         """
         fetch_missing(data_yaml)
         source = read_split(data_yaml, split)

@@ -1,22 +1,19 @@
 """Process group: rank and world size from the environment, device, threads, and collectives."""
 
-from __future__ import annotations
-
 import contextlib
-import datetime
-import inspect
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from trainer import contract
 from trainer.errors import TrainerError
@@ -24,8 +21,9 @@ from trainer.errors import TrainerError
 _DEVICES = Path("/dev")
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NUMBERS = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK")  # in the order of the fields of World
 ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TIMEOUT = datetime.timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)
 JOIN_WARNING_S = 60.0  # until a rank reports that it waits for the others
 Group = dist.ProcessGroup
 
@@ -54,19 +52,12 @@ def world_of(environment: Mapping[str, str]) -> World:
             f"start with torchrun, or unset {', '.join(present)} to train in one process",
         )
     values = {}
-    for name in (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+    for field, name in zip(("rank", "local_rank", "size", "local_size", "node"), NUMBERS, strict=True):
         try:
-            values[name] = int(environment.get(name, "0"))
+            values[field] = int(environment.get(name, "0"))
         except ValueError:
             raise TrainerError(f"{name} is {environment[name]!r} in the environment, not a number") from None
-    world = World(
-        rank=values["RANK"],
-        local_rank=values["LOCAL_RANK"],
-        size=values["WORLD_SIZE"],
-        local_size=values["LOCAL_WORLD_SIZE"],
-        node=values["GROUP_RANK"],
-        launched=True,
-    )
+    world = World(**values, launched=True)
     if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.local_size):
         raise TrainerError(
             f"RANK {world.rank} of WORLD_SIZE {world.size}, LOCAL_RANK {world.local_rank} of "
@@ -185,9 +176,12 @@ def usable_cores() -> int:
         return cores
 
 
-def default_workers(device: torch.device, world: World) -> int:
-    """Return the dataloader workers per rank: 0 on the CPU, where they would compete with the training."""
-    return 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
+def share_of(world: World, device: torch.device, workers: int | None, stride: int) -> dict[str, Any]:
+    """Return a loader's arguments that depend on the rank. `workers` is by default 0 on a CPU, which trains itself."""
+    if workers is None:
+        workers = 0 if device.type == "cpu" else min(8, usable_cores() // world.local_size)
+    place = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
+    return {**place, "workers": workers, "stride": stride}
 
 
 def limit_threads(world: World) -> None:
@@ -268,16 +262,11 @@ def is_rank_zero() -> bool:
 
 def raise_on_all_ranks(error: TrainerError | None) -> None:
     """Raise on all ranks the error of the first rank that has one. A collective."""
-    if not is_distributed():
-        if error:
-            raise error
-        return
-    found: list[tuple[str, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (error.message, error.hint) if error else None)
+    found = all_gather((error.message, error.hint) if error else None)
     if any(found):
         # Without the barrier, a rank that exits closes connections that another rank still reads.
         with contextlib.suppress(RuntimeError):
-            dist.barrier()
+            barrier()
     if error:
         raise error
     for rank, other in enumerate(found):
@@ -303,15 +292,17 @@ def all_gather(value: Any) -> list[Any]:
     return values
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is true on any rank. A collective."""
-    return any(all_gather(flag))
-
-
 def barrier() -> None:
     """Wait for all ranks."""
     if is_distributed():
         dist.barrier()
+
+
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock, after a GPU has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def connect_store() -> Any:
@@ -319,12 +310,8 @@ def connect_store() -> Any:
     if not is_distributed():
         return None
     try:
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=datetime.timedelta(seconds=10),
-        )
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))  # type: ignore[attr-defined]
     except (RuntimeError, OSError, ValueError, KeyError):
         return None
 
@@ -359,16 +346,3 @@ def wait(work: dist.Work | None) -> None:
     """Wait for a sum that start_sum started."""
     if work is not None:
         work.wait()
-
-
-def wrap(model: nn.Module, device: torch.device, *, static: bool) -> DistributedDataParallel:
-    """Return the model in DistributedDataParallel.
-
-    Buffers are not broadcast at every step: batch norm's are averaged before validation instead.
-    `static` is for a training whose every step runs the same graph, without no_sync.
-    """
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    options: dict[str, Any] = {"gradient_as_bucket_view": True, "static_graph": static}
-    # torch 2.15 renames the option.
-    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    return DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None, **options)

@@ -1,10 +1,7 @@
 """Split of a model into pipeline stages: traced operations, their cost, and the parts."""
 
-from __future__ import annotations
-
 import math
 import operator
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed import comm
 from trainer.errors import TrainerError
 
 TOLERANCE = 0.02  # of the model's time: allowed distance of a cut from an equal split, to send fewer bytes
@@ -48,9 +46,7 @@ def trace(model: nn.Module) -> fx.Graph:
         if node.target is operator.iadd:
             node.target = operator.add
     called = [node.target for node in graph.nodes if node.op == "call_module"]
-    twice = next(
-        (name for name in called if called.count(name) > 1 and list(model.get_submodule(name).parameters())), ""
-    )
+    twice = next((n for n in called if called.count(n) > 1 and list(model.get_submodule(n).parameters())), "")
     if twice:
         raise TrainerError(
             f"--parallel pipeline: the layer {twice} runs twice, but a layer can be in one stage only",
@@ -113,27 +109,19 @@ class _Profiler(fx.Interpreter):
         """Run one operation, and return its result detached."""
         with torch.enable_grad():
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            inputs = fx.node.map_aggregate((args, kwargs), _leaf)
-            begin = self._now()
+            inputs = fx.node.map_aggregate(
+                (args, kwargs),
+                lambda v: v.detach().requires_grad_() if isinstance(v, Tensor) and v.is_floating_point() else v,
+            )
+            begin = comm.now(self._device)
             result = getattr(self, n.op)(n.target, *inputs)
             made = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
             if made and n.op not in ("placeholder", "get_attr", "output"):
                 torch.autograd.backward(made, [torch.ones_like(t) for t in made])
-            self.seconds[n.name] = self._now() - begin
+            self.seconds[n.name] = comm.now(self._device) - begin
         sendable = n.op != "get_attr" and isinstance(result, Tensor) and result.is_floating_point() and result.dim() > 0
         self.bytes[n.name] = result.numel() * result.element_size() if sendable else math.inf
         return fx.node.map_aggregate(result, lambda t: t.detach() if isinstance(t, Tensor) else t)
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
 
 
 def measure(model: nn.Module, graph: fx.Graph, images: Tensor) -> tuple[list[float], list[float]]:

@@ -1,7 +1,7 @@
 """--parallel ddp (DistributedDataParallel, also used by a single process) and --parallel dp (DataParallel)."""
 
-# No `from __future__ import annotations` here: DDP checks the annotations of a communication hook as objects.
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ class Ddp(Strategy):
         """Wrap the model again."""
         self._net: nn.Module = self.module
         if comm.is_distributed():
+            known = inspect.signature(DistributedDataParallel.__init__).parameters
+            # Batch norm's buffers are averaged before validation, not at every step. torch 2.15 renames the option.
+            buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
             # A static graph does not allow no_sync, which gradient accumulation needs.
-            net = comm.wrap(self.module, self._device, static=self._conditions.always_syncs)
+            options: dict[str, Any] = {buffers: False, "static_graph": self._conditions.always_syncs}
+            options["gradient_as_bucket_view"] = True
+            devices = [self._device.index] if self._device.type == "cuda" else None
+            net = DistributedDataParallel(self.module, device_ids=devices, **options)
             _sum_gradients(net, self._conditions.timer, compress=self._settings.grad_compress == "bf16")
             self._net = net
             self._fix_bucket_order()

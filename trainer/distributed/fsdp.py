@@ -1,7 +1,5 @@
 """--parallel fsdp: sharded data parallelism with fully_shard."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,9 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
@@ -64,9 +64,7 @@ class Fsdp(Strategy):
             raw = self.module(images)
         evaluate(raw).backward()  # type: ignore[no-untyped-call]
 
-    def clip(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
-    ) -> Tensor:
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Clip by the norm over the shards of all ranks."""
         norm = super().clip(scaler, optimizer, parameters, most)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -86,18 +84,15 @@ class Fsdp(Strategy):
 LISTS = (nn.Sequential, nn.ModuleList)
 
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks(module: nn.Module, in_list: bool = False) -> Iterator[nn.Module]:
     """Yield the modules to shard: the members of the model's outermost lists of layers."""
     for child in module.children():
-        yield from _members(child) if type(child) in LISTS else blocks(child)
-
-
-def _members(layers: nn.Module) -> Iterator[nn.Module]:
-    for member in layers.children():
-        if type(member) in LISTS:
-            yield from _members(member)
-        elif any(True for _ in member.parameters()):
-            yield member
+        if type(child) in LISTS:
+            yield from blocks(child, in_list=True)
+        elif not in_list:
+            yield from blocks(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 @torch.no_grad()

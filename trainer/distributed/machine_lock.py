@@ -1,7 +1,5 @@
 """Lock between the processes of a machine."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Processes of the ranks of one machine: start, output, stop."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from trainer import contract
 from trainer.errors import TrainerError
 
 PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
+STDERR_LINES = 100  # of a failed rank
 STOP_GRACE_S = 60.0  # for ranks to write a checkpoint after SIGTERM
 PARENT_VARIABLE = "TRAINER_RANK_OF_PARENT"  # set for ranks that must end with their parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -49,15 +48,12 @@ def run_ranks(
 ) -> dict[int, int]:
     """Run `python -m trainer ARGUMENTS` once per rank, and return the exit codes of failed ranks.
 
-    Exit codes are negative for a signal. After a failure, here or by `peer_failed`, the other ranks get PEER_GRACE_S
-    to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and SIGKILL after
-    STOP_GRACE_S. No rank runs any more when this returns or raises.
+    `rank_environments` are each rank's variables, see `local_ranks`. `on_line` receives every line of output. The
+    signals `forwarded` are forwarded to the ranks.
 
-    Args:
-        rank_environments: variables of each rank, see `local_ranks`
-        on_line: receives every line of output
-        forwarded: signals to forward to the ranks
-        peer_failed: whether another machine's rank has failed
+    Exit codes are negative for a signal. After a failure, here or on another machine (`peer_failed`), the other ranks
+    get PEER_GRACE_S to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and
+    SIGKILL after STOP_GRACE_S. No rank runs any more when this returns or raises.
     """
     clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES} | {PARENT_VARIABLE: "1"}
     # Ranks import from the same paths, also from those added at run time.
@@ -65,6 +61,11 @@ def run_ranks(
     lines: queue.Queue[Line] = queue.Queue()
     processes: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
+
+    def forward(number: int, _frame: object) -> None:
+        for process in processes:
+            process.send_signal(number)
+
     try:
         for rank, own in enumerate(rank_environments):
             process = subprocess.Popen(
@@ -80,15 +81,19 @@ def run_ranks(
             processes.append(process)
             for stream in (process.stdout, process.stderr):
                 assert stream is not None
-                reader = threading.Thread(
-                    target=_read, args=(stream, rank, stream is process.stderr, lines), daemon=True
-                )
+                source = (stream, rank, stream is process.stderr, lines)
+                reader = threading.Thread(target=_read, args=source, daemon=True)
                 reader.start()
                 threads.append(reader)
-        with _forward_signals(forwarded, processes):
+        with signal_handlers(forward, forwarded):
             failed = _follow(processes, lines, on_line, peer_failed)
     except BaseException:
-        _stop(processes)
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + STOP_GRACE_S
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0, deadline - time.monotonic()))
         raise
     finally:
         _kill(processes)
@@ -117,17 +122,28 @@ def end_with_parent() -> None:
 
 
 def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerError:
-    """Return the error of failed ranks: the bad input that a rank reported in an event.
+    """Return the first error that the ranks reported in an event; without one, that of a rank that ended by itself.
 
-    For any other error, the output of the first failed rank is printed to stderr.
+    Unless it is bad input, the last lines of that rank's stderr are printed.
     """
-    for line in output:
-        if line.text.startswith(contract.EVENT_MARK):
-            event = json.loads(line.text.removeprefix(contract.EVENT_MARK))
-            if event["event"] == contract.FAILED and event["exit_code"] == contract.EXIT_BAD_INPUT:
-                return TrainerError(event["error"], event["hint"])
-    print(*(line.text for line in output if line.rank == min(failed)), sep="\n", file=sys.stderr)
-    return TrainerError(f"rank {min(failed)} failed")
+    mark = contract.EVENT_MARK
+    marked = [line.text.removeprefix(mark) for line in output if line.text.startswith(mark)]
+    failures = [event for event in map(json.loads, marked) if event["event"] == contract.FAILED]
+    causes = [event for event in failures if not event["echo"]]
+    first = min(causes, key=lambda event: (event["exit_code"] != contract.EXIT_BAD_INPUT, event["time"]), default=None)
+    if first and first["exit_code"] == contract.EXIT_RUN_ME_AGAIN:
+        return TrainerError("a signal stopped the training after a checkpoint", "to continue, pass resume")
+    if first and first["exit_code"] == contract.EXIT_BAD_INPUT:
+        return TrainerError(first["error"], first["hint"])
+    echoes = {event["rank"] for event in failures}
+    # NCCL's watchdog aborts a rank after another has ended.
+    ended = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
+    rank, code = first["rank"] if first else ended, failed[ended]
+    stderr = [line.text for line in output if line.stderr and line.rank == rank]
+    print(*stderr[-STDERR_LINES:], sep="\n", file=sys.stderr)
+    if first:
+        return TrainerError(first["error"], first["hint"])
+    return TrainerError(f"rank {rank} ended with " + (signal.Signals(-code).name if code < 0 else f"exit {code}"))
 
 
 def free_port() -> int:
@@ -142,13 +158,8 @@ def local_ranks(count: int) -> list[dict[str, str]]:
     """Return each rank's variables, as torchrun sets them; none for a single process."""
     if count == 1:
         return [{}]
-    shared = {
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
@@ -175,26 +186,14 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _forward_signals(signals: Sequence[signal.Signals], processes: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    def forward(number: int, _frame: object) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in signals}
+def signal_handlers(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Handle the signals by `handler` inside the context."""
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(processes: list[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.terminate()
-    deadline = time.monotonic() + STOP_GRACE_S
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=max(0, deadline - time.monotonic()))
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _kill(processes: list[subprocess.Popen[str]]) -> None:

@@ -1,7 +1,5 @@
 """Strategy: the interface of one kind of parallelism, and its data-parallel defaults."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
@@ -86,16 +86,10 @@ class Strategy:
         """Run forward and backward. With `sync`, the gradients are summed over the ranks afterwards."""
         raise NotImplementedError
 
-    def clip(
-        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], most: float
-    ) -> Tensor:
+    def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Unscale the gradients, clip their norm over all parameters to `most`, and return the norm before."""
         scaler.unscale_(optimizer)
         return nn.utils.clip_grad_norm_(parameters, most)
-
-    def average_(self, tensors: list[Tensor]) -> None:
-        """Average tensors of this rank's part, in place, over the ranks with the same part."""
-        comm.average_(tensors, self.replica_group)
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the full tensors of all parts by name, on every rank. A collective."""
@@ -124,7 +118,7 @@ class Strategy:
                 if name in state:
                     self.scatter_(own, state[name])
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, own: Names, names: Names) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer, own: Names, names: Names) -> dict[str, Any]:
         """Return the state dict of the full model's optimizer. A collective.
 
         `own` are the names of this rank's parameters, `names` those of the full model.
@@ -146,9 +140,7 @@ class Strategy:
         ]
         return {"state": state, "param_groups": groups}
 
-    def load_optimizer(
-        self, optimizer: torch.optim.Optimizer, own: Names, names: Names, content: Mapping[str, Any]
-    ) -> None:
+    def load_optimizer(self, optimizer: Optimizer, own: Names, names: Names, content: Mapping[str, Any]) -> None:
         """Load this rank's part of a full state dict into its optimizer."""
         number = _numbers(names)
         for group, saved, listed in zip(optimizer.param_groups, content["param_groups"], own, strict=True):
@@ -161,12 +153,8 @@ class Strategy:
                 state = optimizer.state[parameter]
                 for key, value in kept.items():
                     if key not in state:
-                        is_per_element = value.shape == parameter.shape  # otherwise a step count, not sharded
-                        state[key] = (
-                            torch.zeros_like(parameter, requires_grad=False)
-                            if is_per_element
-                            else torch.zeros_like(value, device=parameter.device)
-                        )
+                        like = parameter if value.shape == parameter.shape else value  # a step count is not sharded
+                        state[key] = torch.zeros_like(like, device=parameter.device, requires_grad=False)
                     self.scatter_(state[key], value)
 
 

@@ -3,8 +3,6 @@
 torch's SyncBatchNorm supports only GPUs; the class here is its CPU version.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -65,17 +63,8 @@ class _Normalize(torch.autograd.Function):
     """Batch norm by given statistics, differentiated through them over all ranks (Ioffe and Szegedy 2015)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        mean: Tensor,
-        var: Tensor,
-        number: float,
-        eps: float,
-        group: comm.Group | None,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, *statistics: Any) -> Tensor:
+        mean, var, number, eps, group = statistics
         ctx.save_for_backward(x, weight, mean, (var + eps).rsqrt())
         ctx.number, ctx.group = number, group
         return F.batch_norm(x, mean, var, weight, bias, eps=eps)

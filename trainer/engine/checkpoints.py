@@ -1,7 +1,5 @@
 """Checkpoints of a run: writes last.pt, finds the newest one to resume from, and checks its settings and data."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools
@@ -58,11 +56,6 @@ def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
     another node may have repeated a step, on another number of ranks.
     """
     return content["step"], content["epoch"], content.get("attempt", 1)
-
-
-def is_requested(resume: str, environment: Mapping[str, str]) -> bool:
-    """Return whether to resume: with --resume, or if a launcher restarts the job."""
-    return bool(resume) or environment.get(contract.ATTEMPT, "1") not in ("", "0", "1")
 
 
 def find(path: str, project: str) -> Path:
@@ -155,20 +148,13 @@ def set_aside(folder: Path) -> str:
     existing = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
     if not existing:
         return ""
-    names = itertools.chain(["before"], (f"before{number}" for number in itertools.count(2)))
+    names = (f"before{number if number > 1 else ''}" for number in itertools.count(1))
     name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
     with contextlib.suppress(FileNotFoundError):
         (folder / BEST).replace(folder / f"{name}-{BEST}")
     for path in existing:  # the newer one last, which replaces the other
         path.replace(folder / f"{name}.pt")
     return f"{name}.pt"
-
-
-def discard_unfinished(folder: Path) -> None:
-    """Remove temporary files of a killed process."""
-    for pattern in (".*.pt.*.tmp", ".common-*"):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
 
 
 def is_writer(folder: Path, world: comm.World) -> bool:
@@ -198,7 +184,7 @@ def newest_of_all(folder: Path) -> dict[str, Any] | None:
     """
     mine = newest(folder)
     positions = comm.all_gather(progress_of(mine) if mine else ())
-    if not max(positions) and comm.any_rank(any((folder / name).exists() for name in (LAST, PREVIOUS))):
+    if not max(positions) and any(comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))):
         raise TrainerError(
             f"{folder}: its {LAST} and {PREVIOUS} cannot be read, or are not from this trainer",
             "make them readable; to start a new run, move them away",
@@ -224,17 +210,10 @@ def share_best(path: Path, best_epoch: int, writes: bool) -> None:
             checkpoint_file.write_bytes(path, content)
 
 
-def copy_best(source: Path, folder: Path) -> None:
-    """Copy a run's best checkpoint to its new folder, if this node has one."""
-    with contextlib.suppress(FileNotFoundError):
-        checkpoint_file.write_bytes(folder / BEST, (source / BEST).read_bytes())
-
-
 def discard_after(path: Path, number: int) -> None:
     """Remove the rows after step `number` from a table of steps, because the run repeats them."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
+    if not path.exists():
         return
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for k, line in enumerate(lines) if not k or int(line.split(",")[0]) <= number]
     checkpoint_file.write_bytes(path, "".join(kept).encode())

@@ -1,7 +1,5 @@
 """Training display: a progress bar on a terminal, else plain lines."""
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """Events: JSON lines on stdout for a launcher (docs/reference/contract.md)."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Training loop: epochs, validation, checkpoints, stop signals, and non-finite losses."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -63,7 +61,7 @@ def train(settings: Settings) -> None:
         with Watchdog(world, settings.stall_timeout, events, store) as watchdog:
             loop = TrainLoop(training, _make_run_dir(settings, world), signals, watchdog)
             loop.begin()
-            _print_summary(training, backend)
+            _print_summary(training, backend, parameters)
             loop.run_epochs()
         comm.barrier()  # rank 0 hosts the store, and may exit once no heartbeat uses it
         if world.rank == 0:  # outside the watchdog, because the other ranks exit meanwhile
@@ -90,8 +88,7 @@ def _make_run_dir(settings: Settings, world: comm.World) -> Path:
     return run_dir or first
 
 
-def _print_summary(training: Trainer, backend: str) -> None:
-    parameters = sum(p.numel() for p in training.model.parameters())
+def _print_summary(training: Trainer, backend: str, parameters: int) -> None:
     size = training.world.size
     ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]
@@ -124,7 +121,7 @@ class TrainLoop:
     def __init__(self, training: Trainer, run_dir: Path, signals: StopSignals, watchdog: Watchdog) -> None:
         self.training, self.signals, self.watchdog = training, signals, watchdog
         training.run_dir = run_dir
-        self.interval = SaveInterval(interval(training.settings.save_every))
+        self.saved = time.monotonic(), -1  # time of the last checkpoint and number of its steps
         self.last: dict[str, Any] | None = None  # the last checkpoint's content, for --on-nan skip
 
     def begin(self) -> None:
@@ -132,7 +129,7 @@ class TrainLoop:
         training, s = self.training, self.training.settings
         checkpoints.check_same_everywhere(s)
         self.data = _check_same_data(training)
-        resumes = checkpoints.is_requested(s.resume, os.environ)
+        resumes = bool(s.resume) or os.environ.get(contract.ATTEMPT, "1") not in ("", "0", "1")  # a launcher restarts
         self._take_folder(resumes)
         content = self._checkpoint() if resumes else None
         training.start(resuming=bool(content))
@@ -187,7 +184,8 @@ class TrainLoop:
             text = f"{folder} exists on rank {world.rank}, but is new on rank 0's machine"
             comm.raise_on_all_ranks(TrainerError(text, "choose another --name") if is_other_run else None)
         if self.writes:
-            checkpoints.discard_unfinished(folder)
+            for path in (*folder.glob(".*.pt.*.tmp"), *folder.glob(".common-*")):  # of a killed process
+                path.unlink(missing_ok=True)
             if not resumes and (kept := checkpoints.set_aside(folder)):
                 training.display.print(f"{folder}: new run; the previous run's last checkpoint is now {kept}")
 
@@ -199,8 +197,9 @@ class TrainLoop:
             content = checkpoints.newest_of_all(Path(s.resume))
             if not content:
                 raise TrainerError(f"--resume {s.resume}: no complete checkpoint", "start without --resume")
-            if self.writes:
-                checkpoints.copy_best(Path(s.resume), training.run_dir)
+            best = Path(s.resume, checkpoints.BEST)
+            if self.writes and best.is_file():
+                checkpoint_file.write_bytes(training.run_dir / checkpoints.BEST, best.read_bytes())
         if content:
             checkpoints.check_same(content, s, self.data)
         else:
@@ -216,9 +215,8 @@ class TrainLoop:
             except NotFinite as error:
                 self._handle_nonfinite(error.step)
                 continue
-            shares = comm.all_gather(
-                {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
-            )
+            own = {**training.timer.shares(), "seconds": training.timer.seconds(), "images_per_s": rate}
+            shares = comm.all_gather(own)
             is_best = scores is not None and scores.fitness > training.state.best
             if scores and is_best:
                 if training.logger:
@@ -226,17 +224,15 @@ class TrainLoop:
                 training.state.best, training.state.best_epoch = scores.fitness, training.state.epoch
                 training.state.best_scores = {k: v for k, v in scores.columns().items() if k in training.task.headlines}
             if scores:
-                training.set_image_weights(scores.by_class(training.task.names))
+                training.set_class_map(scores.by_class(training.task.names))
             results.report(training, losses, scores, shares)
             if self.writes:
                 results.write_table(training.history, training.run_dir / "results.csv")
             finished = training.state.epoch + 1
             training.begin_epoch()
-            self._save(
-                best=is_best or (s.noval and finished == s.epochs),
-                keep=f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else "",
-            )
-            self._stop_if(comm.any_rank(bool(self.signals.received)))
+            keep = f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else ""
+            self._save(best=is_best or (s.noval and finished == s.epochs), keep=keep)
+            self._stop_if(any(comm.all_gather(self.signals.received)))
 
     def _stops_early(self) -> bool:
         """Return whether the score has not improved for --patience epochs."""
@@ -244,9 +240,8 @@ class TrainLoop:
         is_scored = not s.noval and state.epoch and not state.step and state.epoch % s.val_period == 0
         if not (s.patience and is_scored and state.epoch - 1 - state.best_epoch >= s.patience):
             return False
-        self.training.display.print(
-            f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
-        )
+        text = f"no better score for {s.patience} epochs (--patience): the best was epoch {state.best_epoch + 1}"
+        self.training.display.print(text)
         return True
 
     def _epoch(self) -> tuple[Scores | None, list[float], float]:
@@ -259,7 +254,7 @@ class TrainLoop:
             if training.has_validation:
                 self._save()  # a signal during the validation loses no training step
                 scores = training.validate(self._until_signal(training.val_loader))
-                self._stop_if(comm.any_rank(bool(self.signals.received)))
+                self._stop_if(any(comm.all_gather(self.signals.received)))
             else:
                 scores = None
         return scores, losses.tolist(), rate
@@ -285,19 +280,20 @@ class TrainLoop:
             if training.logger and training.global_step == 0:
                 training.logger.first_batch(batch)
             try:
-                result = training.step(batch, bool(self.signals.received), self.interval.is_due(training.global_step))
+                result = training.step(batch, bool(self.signals.received), self._is_save_due(training.global_step))
             except (RuntimeError, MemoryError) as error:
                 if not memory.is_out_of_memory(error):
                     raise
-                raise memory.step_error(training, batch) from None
+                count, height, width = batch.images.shape[:3]
+                rank = f"rank {training.world.rank}: " if training.world.size > 1 else ""
+                where = f"on {training.device} with {count} images of {width} x {height} px"
+                raise TrainerError(f"{rank}out of memory {where}", memory.HINT) from None
             self.watchdog.step(training.global_step)
             if self._is_readback_step():
                 training.check_finite()
             self._log(training.reduced_step + 1, training.reduced_terms)
             stopping, saving = stopping or result.stop, saving or result.save
-            saving = saving and not (
-                state.step == steps and training.has_validation
-            )  # saved before the validation anyway
+            saving = saving and not (state.step == steps and training.has_validation)  # then saved before it anyway
             if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
                 self._save()
                 self._stop_if(stopping)
@@ -308,15 +304,22 @@ class TrainLoop:
         return (training.term_sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Any]:
-        batches = self.training.timer.waiting(
-            self.training.train_loader.epoch(self.training.state.epoch, self.training.state.step)
-        )
+        state = self.training.state
+        batches = self.training.timer.waiting(self.training.train_loader.epoch(state.epoch, state.step))
         while True:
             with self.watchdog.during("loading"):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
+
+    def _is_save_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after global step `step` (--save-every)."""
+        (seconds, steps), (saved_at, saved_step) = interval(self.training.settings.save_every), self.saved
+        if saved_step < 0:  # the first step of this process
+            saved_step = step
+            self.saved = saved_at, saved_step
+        return 0 < seconds <= time.monotonic() - saved_at or 0 < steps <= step + 1 - saved_step
 
     def _is_readback_step(self) -> bool:
         """Return whether the host reads the loss of the epoch's step."""
@@ -350,7 +353,7 @@ class TrainLoop:
         training = self.training
         with self.watchdog.during("checkpoint"):
             content = {**training.state_dict(), "data": self.data}
-            self.interval.reset(training.global_step)
+            self.saved = time.monotonic(), training.global_step
             if training.settings.on_nan == "skip":
                 self.last = checkpoint_file.copied(content)
             if self.writes:
@@ -358,9 +361,8 @@ class TrainLoop:
                 for name in ([checkpoints.BEST] if best else []) + ([keep] if keep else []):
                     checkpoint_file.save(training.run_dir / name, content)
                 path = checkpoints.write(training.run_dir, content)
-                training.events.emit(
-                    contract.CHECKPOINT, path=str(path), epoch=training.state.epoch, step=training.global_step
-                )
+                at = {"epoch": training.state.epoch, "step": training.global_step}
+                training.events.emit(contract.CHECKPOINT, path=str(path), **at)
             comm.barrier()  # a rank must not exit while others still write
 
     def _stop_if(self, stop: bool) -> None:
@@ -385,23 +387,3 @@ class TrainLoop:
         if self.writes:
             checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
         training.display.print(f"{message}: back to step {training.global_step}, without that batch")
-
-
-class SaveInterval:
-    """Interval of checkpoints (--save-every), in seconds or steps."""
-
-    def __init__(self, seconds_or_steps: tuple[float, int]) -> None:
-        self._seconds, self._steps = seconds_or_steps
-        self._saved_at, self._saved_step = time.monotonic(), -1
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after global step `step`."""
-        if self._saved_step < 0:
-            self._saved_step = step
-        return (self._seconds > 0 and time.monotonic() - self._saved_at >= self._seconds) or (
-            self._steps > 0 and step + 1 - self._saved_step >= self._steps
-        )
-
-    def reset(self, step: int) -> None:
-        """Start the next interval; a checkpoint holds the first `step` steps."""
-        self._saved_at, self._saved_step = time.monotonic(), step

@@ -1,17 +1,11 @@
 """Memory: the trainer's out-of-memory error with its hint, and glibc's allocator settings."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform
 import resource
-from typing import Any
 
 import torch
-
-from trainer.engine.trainer import Trainer
-from trainer.errors import TrainerError
 
 HINT = "use a smaller --batch, --imgsz or --cfg, or --precision bf16"
 # The last is from CUDA's libraries.
@@ -39,10 +33,3 @@ def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(message in str(error).lower() for message in _MESSAGES)
-
-
-def step_error(training: Trainer, batch: Any) -> TrainerError:
-    """Return the error of a step that ran out of memory on this rank."""
-    images, height, width = batch.images.shape[:3]
-    rank = f"rank {training.world.rank}: " if training.world.size > 1 else ""
-    return TrainerError(f"{rank}out of memory on {training.device} with {images} images of {width} x {height} px", HINT)

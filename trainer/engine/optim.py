@@ -1,21 +1,18 @@
 """Optimization: parameter groups, learning-rate schedule with warm-up, and moving average of the weights."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from trainer.config import Hyp, gathered, nominal_batch
+from trainer.config.presets import Hyp, gathered, nominal_batch
 
 CLIP_NORM = 10.0
-Model = TypeVar("Model", bound=nn.Module)
 EMA_DECAY = 0.9999
 
 
@@ -92,9 +89,7 @@ class Schedule:
         return Rates(self.accumulate, lr, lr, hyp.momentum - (fast + (slow - fast) * turn))
 
 
-def build_optimizer(
-    model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
     """Create SGD (nesterov), Adam or AdamW over three groups of parameter names: biases, norm weights, other weights.
 
     Only the third has weight decay, scaled by the images per optimizer step over the nominal batch.
@@ -102,11 +97,8 @@ def build_optimizer(
     named = dict(model.named_parameters())
     biases, scales, weights = ([named[name] for name in group] for group in groups)
     decay = hyp.weight_decay * batch * gathered(hyp, batch) / nominal_batch(hyp, batch)
-    options = [
-        {"params": biases, "weight_decay": 0.0},
-        {"params": scales, "weight_decay": 0.0},
-        {"params": weights, "weight_decay": decay},
-    ]
+    decays = zip((biases, scales, weights), (0.0, 0.0, decay), strict=True)
+    options = [{"params": parameters, "weight_decay": rate} for parameters, rate in decays]
     # Fused: one kernel for all tensors instead of a Python loop. Fused SGD does not support shards.
     is_sharded = any(isinstance(p, DTensor) for p in named.values())
     if name == "SGD":
@@ -132,7 +124,7 @@ def parameter_groups(model: nn.Module) -> tuple[list[str], list[str], list[str]]
     return biases, scales, weights
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+def set_rates(optimizer: Optimizer, rates: Rates) -> None:
     """Set a step's learning rates and momentum in the three groups; the first holds the biases."""
     for i, group in enumerate(optimizer.param_groups):
         group["lr"] = rates.lr_bias if i == 0 else rates.lr
@@ -140,18 +132,18 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
             group["momentum"] = rates.momentum
 
 
-def ema_copy(model: Model) -> Model:
+def ema_copy(model: nn.Module) -> nn.Module:
     """Copy a model for its moving average, in evaluation mode and without gradients."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
-class Ema(Generic[Model]):
+class Ema:
     """Moving average of every float tensor of a model, including batch norm's running statistics.
 
     decay(u) = 0.9999 (1 - exp(-u / tau)) after u updates.
     """
 
-    def __init__(self, model: Model, tau: float, average: Model | None = None) -> None:
+    def __init__(self, model: nn.Module, tau: float, average: nn.Module | None = None) -> None:
         self.tau = tau
         self.model = ema_copy(model) if average is None else average
         self.updates = 0

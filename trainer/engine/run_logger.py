@@ -1,7 +1,5 @@
 """Run logger: plots at the start and end of a run, and TensorBoard's event file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,13 +1,10 @@
 """Stop signals: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C stop the run after a checkpoint."""
 
-from __future__ import annotations
-
-import contextlib
 import signal
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
+
+from trainer.distributed.spawn import signal_handlers
 
 # Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -32,7 +29,7 @@ class StopSignals:
 
     def handled(self) -> AbstractContextManager[None]:
         """Store the signals inside the context."""
-        return _handlers(self._handle)
+        return signal_handlers(self._handle, SIGNALS)
 
     def received_anywhere(self) -> bool:
         """Return whether any rank has received a signal, through the store instead of a collective."""
@@ -51,7 +48,7 @@ class StopSignals:
         received = comm.all_gather(self.received)
         return Stopped(self.received or next((number for number in received if number), signal.SIGTERM))
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _handle(self, number: int, _frame: object) -> None:
         if self.received == number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or number  # the first one is the reason
@@ -59,14 +56,4 @@ class StopSignals:
 
 def ignored() -> AbstractContextManager[None]:
     """Ignore the signals in processes started inside: a scheduler signals the whole process group."""
-    return _handlers(signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def _handlers(handler: Any) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+    return signal_handlers(signal.SIG_IGN, SIGNALS)

@@ -1,7 +1,5 @@
 """Training state: position in the run, results of a step, random seeds, and batch norm's statistics."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

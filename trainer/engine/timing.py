@@ -1,7 +1,5 @@
 """Step timer: an epoch's time in loading, transfer, computation, synchronization and validation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ class StepTimer:
     def restart(self) -> None:
         """Start an epoch."""
         self._start = time.perf_counter()
-        self._spent = {share: 0.0 for share in SHARES if share != "compute"}
+        self.spent = {share: 0.0 for share in SHARES if share != "compute"}
         self._pairs.clear()
 
     @contextmanager
@@ -40,7 +38,7 @@ class StepTimer:
         try:
             yield
         finally:
-            self._spent[share] += time.perf_counter() - before
+            self.spent[share] += time.perf_counter() - before
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -58,7 +56,7 @@ class StepTimer:
         while True:
             before = time.perf_counter()
             batch = next(batches, None)
-            self._spent["data"] += time.perf_counter() - before
+            self.spent["data"] += time.perf_counter() - before
             if batch is None:
                 return
             yield batch
@@ -74,7 +72,7 @@ class StepTimer:
         if self._cuda:
             self._pairs.append(("sync", self._last_bucket, _event()))
         else:
-            self._spent["sync"] += time.perf_counter() - self._last_bucket
+            self.spent["sync"] += time.perf_counter() - self._last_bucket
         self._last_bucket = None
 
     def seconds(self) -> float:
@@ -86,12 +84,11 @@ class StepTimer:
         if self._pairs:
             torch.cuda.synchronize()
             for share, begin, end in self._pairs:
-                self._spent[share] += begin.elapsed_time(end) / 1000
+                self.spent[share] += begin.elapsed_time(end) / 1000
             self._pairs.clear()
         total = max(self.seconds(), 1e-9)
-        shares = {k: min(v / total, 1.0) for k, v in self._spent.items()}
-        rest = max(0.0, 1 - sum(shares.values()))
-        shares["compute"] = rest
+        shares = {k: min(v / total, 1.0) for k, v in self.spent.items()}
+        shares["compute"] = max(0.0, 1 - sum(shares.values()))
         return {k: round(shares[k], 4) for k in SHARES}
 
 

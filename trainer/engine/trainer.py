@@ -1,7 +1,5 @@
 """Trainer: model, loss, optimizer and dataloaders of one run, its training step, and its state dict."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
@@ -15,8 +13,10 @@ from torch import Tensor, nn
 from trainer.config import Settings
 from trainer.config.settings import layers
 from trainer.distributed import comm
-from trainer.distributed.strategies import STRATEGIES
-from trainer.distributed.strategy import Conditions
+from trainer.distributed.data_parallel import Ddp, Dp
+from trainer.distributed.fsdp import Fsdp
+from trainer.distributed.pipeline import Pipeline
+from trainer.distributed.strategy import Conditions, Strategy
 from trainer.engine.display import TrainingDisplay
 from trainer.engine.events import Events
 from trainer.engine.optim import CLIP_NORM, Ema, Schedule, build_optimizer, ema_copy, parameter_groups, set_rates
@@ -39,6 +39,7 @@ from trainer.models.precision import native_bf16, pick_dtype, set_algorithms, se
 from trainer.tasks import open_task
 from trainer.weights import checkpoint_file
 
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": Ddp, "dp": Dp, "fsdp": Fsdp, "pipeline": Pipeline}
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up
 NONE = -1  # no step
 REQUESTS = 2  # values appended to each step's all-reduce: ranks with a stop signal, ranks whose checkpoint is due
@@ -54,11 +55,6 @@ class Trainer:
         s = settings
         self.strategy = STRATEGIES[s.parallel](s, world, device)
         number, shares = self.strategy.share
-        if s.batch < shares:
-            raise TrainerError(
-                f"--batch {s.batch} is smaller than the number of ranks, {shares}",
-                f"--batch counts the images of all ranks together: use {shares} or more",
-            )
         # A rank without bf16 must not fail here, before the rendezvous: the others would wait for it.
         self.dtype = pick_dtype(s.precision, device, s.precision == "bf16" or native_bf16(device))
         if s.compile and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
@@ -78,15 +74,11 @@ class Trainer:
             which = "all but the head" if numbers == (-1,) else f"layers {', '.join(map(str, numbers))}"
             until = f", for the first {s.unfreeze} epochs" if s.unfreeze else ""
             self.display.print(f"frozen: {which} with {freeze(self.model, numbers):,} parameters{until}")
-        self.workers = comm.default_workers(device, world) if s.workers is None else s.workers
-        share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-        share |= {"workers": self.workers, "stride": self.task.stride}
+        share = comm.share_of(world, device, s.workers, self.task.stride)
+        self.workers: int = share["workers"]
         self.train_loader = self.task.train_loader({**share, "rank": number, "world": shares})
         self._check_batch_norm()
         self.val_loader = self.task.val_loader(share)
-        if device.type == "cuda":
-            self.train_loader.pin()
-            self.val_loader.pin()
         for note in dict.fromkeys((*self.train_loader.notes, *self.val_loader.notes)):
             self.display.print(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train_loader.steps, s.batch, s.schedule)
@@ -133,14 +125,10 @@ class Trainer:
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.loss = self.task.loss_of(self.model)
         self.state_names, self.group_names = list(self.model.state_dict()), parameter_groups(self.model)
-        conditions = Conditions(
-            self.autocast,
-            self.timer,
-            self.task.least_side,
-            self.task.stride,
-            always_syncs=self.schedule.accumulate == 1,
-            min_share=len(self.task.train_set) // self.train_loader.steps // self.strategy.share[1],
-        )
+        always_syncs = self.schedule.accumulate == 1
+        share = len(self.task.train_set) // self.train_loader.steps // self.strategy.share[1]
+        sides = self.task.least_side, self.task.stride
+        conditions = Conditions(self.autocast, self.timer, *sides, always_syncs=always_syncs, min_share=share)
         self.strategy.setup(self.model, ema_copy(self.model), conditions)
         if self.strategy.summary:
             self.display.print(self.strategy.summary)
@@ -167,14 +155,12 @@ class Trainer:
     @property
     def global_step(self) -> int:
         """The next step, counted over the whole run from 0."""
-        step: int = self.state.epoch * self.train_loader.steps + self.state.step
-        return step
+        return int(self.state.epoch * self.train_loader.steps) + self.state.step
 
     @property
     def logged_steps(self) -> int:
         """The number of steps whose loss has been reduced and logged; the last step's follows with the next step."""
-        earlier_epochs: int = self.state.epoch * self.train_loader.steps
-        return max(self.unreduced_step, earlier_epochs)
+        return max(self.unreduced_step, int(self.state.epoch * self.train_loader.steps))
 
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
         """Run forward and backward on a batch, and step the optimizer when enough batches are accumulated.
@@ -221,7 +207,13 @@ class Trainer:
         self.reduced_terms, self.reduced_step = sums[len(counts) : -REQUESTS], self.unreduced_step
         self._record_nonfinite(self.reduced_terms, self.reduced_step)
         if updates:
-            self._update_weights(step, rates)
+            set_rates(self.optimizer, rates)
+            self.grad_norm = self.strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
+            self.ema.update()
+            state.last_move = step
             if not self.scaler.is_enabled():  # the scaler skips steps with non-finite gradients
                 self._record_nonfinite(self.grad_norm, step)
         self.term_sums += self.reduced_terms
@@ -230,15 +222,6 @@ class Trainer:
         state.step += 1
         to_stop, to_save = read_requests() if read_requests else (stop, save)
         return StepResult(bool(to_stop), bool(to_save), updates)
-
-    def _update_weights(self, step: int, rates: Any) -> None:
-        set_rates(self.optimizer, rates)
-        self.grad_norm = self.strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
-        self.ema.update()
-        self.state.last_move = step
 
     def _record_nonfinite(self, values: Tensor, step: int) -> None:
         """Record the first step with non-finite values, without synchronizing a GPU (`where` would)."""
@@ -290,7 +273,7 @@ class Trainer:
             return
         self.state.averaged = True
         for model in (self.local_model, self.ema.model):
-            self.strategy.average_(list(statistics_of(model).values()))
+            comm.average_(list(statistics_of(model).values()), self.strategy.replica_group)
 
     @property
     def has_validation(self) -> bool:
@@ -310,11 +293,9 @@ class Trainer:
             scores = self.metric.compute()
         return comm.broadcast(scores)
 
-    def set_image_weights(self, class_map: list[float] | None) -> None:
+    def set_class_map(self, class_map: list[float] | None) -> None:
         """Store the per-class scores; with --image-weights they set how often a class's images are sampled."""
-        self.class_map = class_map
-        if self.settings.image_weights:
-            self.train_loader.weigh(class_map)
+        self.class_map = self.train_loader.sampler.class_map = class_map
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that an exact resume needs, the same on every rank: tensors and plain values. A collective.
@@ -323,13 +304,10 @@ class Trainer:
         need no state: every step seeds them from its number.
         """
         self._record_nonfinite(self.unreduced_terms, self.unreduced_step)
-        mine = {
-            "bad": int(self.first_nonfinite_step),
-            "pending": self.unreduced_terms.cpu(),
-            "statistics": [
-                {k: t.cpu() for k, t in statistics_of(m).items()} for m in (self.local_model, self.ema.model)
-            ],
-        }
+        models = (self.local_model, self.ema.model)
+        statistics = [{k: t.cpu() for k, t in statistics_of(model).items()} for model in models]
+        bad_step = int(self.first_nonfinite_step)
+        mine = {"bad": bad_step, "pending": self.unreduced_terms.cpu(), "statistics": statistics}
         ranks = comm.all_gather(mine)
         bad = [rank["bad"] for rank in ranks if rank["bad"] != NONE]
         if bad:
@@ -380,7 +358,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
         self.history = list(content["history"])
         self.task.cfg = content["cfg"]  # with the fitted anchors
-        self.set_image_weights(content["class_map"])
+        self.set_class_map(content["class_map"])
         ranks, (number, shares) = content["ranks"], self.strategy.share
         is_same_count = len(ranks) == shares
         order = {name: j for j, name in enumerate(filter(is_statistic, self.state_names))}
@@ -390,9 +368,8 @@ class Trainer:
                 tensor.copy_(values[number] if is_same_count else torch.stack(values).mean(0))
         pending = ranks[number]["pending"] if is_same_count else sum(rank["pending"] for rank in ranks) / shares
         self.unreduced_terms.copy_(pending if self.strategy.computes_loss else torch.zeros_like(self.unreduced_terms))
-        self.unreduced_step = next(
-            (n for n in range(self.global_step - 1, -1, -1) if n not in self.state.skipped), NONE
-        )
+        earlier = range(self.global_step - 1, -1, -1)
+        self.unreduced_step = next((n for n in earlier if n not in self.state.skipped), NONE)
 
 
 def _copy_to_host(values: Tensor) -> Callable[[], list[float]]:

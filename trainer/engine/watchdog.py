@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from trainer import contract
@@ -92,7 +91,7 @@ class Watchdog:
             self._sender.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._watcher.join(timeout=1)
         if self._store is not None:
@@ -128,11 +127,17 @@ class Watchdog:
             self._events.emit(contract.HEARTBEAT, phase=phase, step=number, idle_s=idle_s)
             if not self._stall_s or idle_s <= self._stall_s:
                 continue
-            beats = self._beats(last)
+            beats = {}
+            for rank, (text, arrived) in self._seen.items():
+                steps, phase_of_rank, _ = json.loads(text)
+                beats[rank] = Heartbeat(steps, phase_of_rank, last - arrived)
             cause = late(beats, self._world.size, self._beat_s) if self._world.size > 1 else f"in {phase}"
             if reported != since:
                 reported = since
-                self._report(idle_s, phase, number, cause)
+                self._events.emit(contract.STALLED, phase=phase, step=number, idle_s=idle_s, late=cause)
+                text = f"stalled: no step for {idle_s:.0f} s after {number} steps; {cause}; stack traces:"
+                print(f"rank {self._world.rank} (pid {os.getpid()}) {text}", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(all_threads=True)
             if self._store is not None and must_exit(beats, self._world.size, idle_s, self._stall_s, phase):
                 self._exit(idle_s, cause)
 
@@ -146,20 +151,6 @@ class Watchdog:
                     key = f"beat/{rank}"
                     if self._store.check([key]) and (text := self._store.get(key).decode()) != self._seen[rank][0]:
                         self._seen[rank] = (text, time.monotonic())
-
-    def _beats(self, now: float) -> dict[int, Heartbeat]:
-        beats = {}
-        for rank, (text, arrived) in self._seen.items():
-            number, phase, _ = json.loads(text)
-            beats[rank] = Heartbeat(number, phase, now - arrived)
-        return beats
-
-    def _report(self, idle_s: float, phase: str, number: int, cause: str) -> None:
-        text = f"stalled: no step for {idle_s:.0f} s after {number} steps; {cause}"
-        self._events.emit(contract.STALLED, phase=phase, step=number, idle_s=idle_s, late=cause)
-        out: Any = sys.stderr
-        print(f"rank {self._world.rank} (pid {os.getpid()}) {text}; stack traces:", file=out, flush=True)
-        faulthandler.dump_traceback(file=out, all_threads=True)
 
     def _exit(self, idle_s: float, cause: str) -> None:
         """Exit at once: the main thread is blocked in a collective, which no exception interrupts."""

@@ -1,7 +1,5 @@
 """Export of a detector to ONNX or TorchScript, with a comparison of outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io
@@ -33,7 +31,7 @@ INPUT, OUTPUTS = "images", ("boxes", "scores")
 BOX_TOLERANCE = 1e-4  # of the image's side
 SCORE_TOLERANCE = 1e-3
 
-Arrays = tuple[Any, Any]  # boxes, scores, of NumPy
+Run = Callable[[Tensor], tuple[Any, ...]]  # images -> boxes, scores, of NumPy
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,8 @@ def export(
 ) -> Exported:
     """Export the fused EMA model of a checkpoint, and compare the outputs of the file with those of the model.
 
-    Args:
-        kind: "onnx" or "torchscript".
-        imgsz: Side in pixels; None: that of the training.
-        dynamic: Leave batch, height and width open.
-        image: File for the comparison; "": an image of the built-in dataset.
-        out: File to write; "": next to the checkpoint.
-
-    Raises:
-        TrainerError: An argument is invalid or the outputs differ. No file is written.
+    The arguments are the options of `trainer export`. Raises TrainerError, and writes no file, if one is invalid or the
+    outputs differ.
     """
     if kind not in NEEDED:
         raise TrainerError(f"--format {kind}: unknown", f"use one of {', '.join(NEEDED)}")
@@ -131,7 +122,7 @@ def _images(image: str, side: int) -> Any:
     return np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]).astype(np.float32) / 255
 
 
-def _compare(model: Decoded, run: Callable[[Tensor], Arrays], images: Tensor) -> tuple[float, float]:
+def _compare(model: Decoded, run: Run, images: Tensor) -> tuple[float, float]:
     """Return the largest differences of boxes (pixels) and scores between the model and its file."""
     with torch.inference_mode():
         expected = model(images)
@@ -139,9 +130,7 @@ def _compare(model: Decoded, run: Callable[[Tensor], Arrays], images: Tensor) ->
     return box, score
 
 
-def _onnx(
-    model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]
-) -> Callable[[Tensor], Arrays]:
+def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]) -> Run:
     import onnx
     import onnxruntime
 
@@ -150,44 +139,25 @@ def _onnx(
         rows, columns = (torch.export.Dim(name, min=2, max=4096 // stride) for name in ("rows", "columns"))
         shapes = ({0: torch.export.Dim("batch", min=1, max=4096), 2: stride * rows, 3: stride * columns},)
         images = images.repeat(2, 1, 1, 1)  # the exporter would specialize a batch of one
-    program = torch.onnx.export(
-        model,
-        (images,),
-        dynamo=True,
-        input_names=[INPUT],
-        output_names=list(OUTPUTS),
-        dynamic_shapes=shapes,
-        external_data=False,
-        verbose=False,
-    )
+    how: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False, "dynamic_shapes": shapes}
+    program = torch.onnx.export(model, (images,), input_names=[INPUT], output_names=list(OUTPUTS), **how)
     assert program is not None
     content = program.model_proto
     onnx.helper.set_model_props(content, metadata)
     onnx.checker.check_model(content)
     path.write_bytes(content.SerializeToString())
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def run(images: Tensor) -> Arrays:
-        boxes, scores = session.run(list(OUTPUTS), {INPUT: images.numpy()})
-        return boxes, scores
-
-    return run
+    return lambda images: tuple(session.run(list(OUTPUTS), {INPUT: images.numpy()}))
 
 
 def _torchscript(
     model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]
-) -> Callable[[Tensor], Arrays]:
+) -> Run:
     with torch.inference_mode():
         traced = torch.jit.trace(model, images, check_trace=False)  # type: ignore[no-untyped-call]
     torch.jit.save(traced, str(path), _extra_files=metadata)
     loaded = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
-
-    def run(images: Tensor) -> Arrays:
-        with torch.inference_mode():
-            boxes, scores = loaded(images)
-        return boxes.numpy(), scores.numpy()
-
-    return run
+    return lambda images: tuple(output.detach().numpy() for output in loaded(images))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """Files of detections: YOLO labels, COCO annotations and results, MP4 videos."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,14 +109,8 @@ def coco_results(found: Iterable[tuple[Any, Any, Any, Any]], categories: Sequenc
     results = []
     for image, boxes, scores, classes in found:
         for (x1, y1, x2, y2), score, c in zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True):
-            results.append(
-                {
-                    "image_id": image,
-                    "category_id": categories[c],
-                    "bbox": [round(v, 4) for v in (x1, y1, x2 - x1, y2 - y1)],
-                    "score": round(score, 8),
-                }
-            )
+            box = [round(v, 4) for v in (x1, y1, x2 - x1, y2 - y1)]
+            results.append({"image_id": image, "category_id": categories[c], "bbox": box, "score": round(score, 8)})
     return results
 
 

@@ -1,63 +1,38 @@
 """Detection in images and videos, with drawn images, labels and JSON as output."""
 
-from __future__ import annotations
-
 import contextlib
+import glob
+import itertools
 import json
 import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 
+from trainer.config.inference import PredictSettings
 from trainer.data.augment import letterbox
 from trainer.data.dataset import Image
 from trainer.data.detection_loader import check_imgsz
+from trainer.data.listing import SUFFIXES
 from trainer.data.progress import bar
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems, write_labels
-from trainer.inference.sources import Unreadable, find_sources, frames, is_video
 from trainer.plots import draw_boxes, write_image
 from trainer.tasks.detector import Detections, Detector, Limits, load_trained, to_original, type_for
 from trainer.weights import checkpoint_file
 
+VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"})
 _DRAWN_PX = 700  # side of an image that gets lines and text of size 1
-
-
-@dataclass(frozen=True)
-class PredictSettings:
-    """Settings of `trainer predict`."""
-
-    weights: str
-    sources: tuple[str, ...]
-    imgsz: int | None = None  # None: that of the training
-    device: str = ""
-    confidence: float = 0.25
-    iou: float = 0.45
-    max_det: int = 1000
-    classes: tuple[str, ...] = ()  # names or numbers; empty: all
-    precision: str = "auto"
-    half: bool = False
-    save: bool = True  # drawn images
-    save_txt: bool = False
-    save_conf: bool = False
-    save_json: bool = False
-    project: str = "runs"
-    name: str = "predict"
-    exist_ok: bool = False
-    cfg: str = ""  # of a user's own model
-
-    def __post_init__(self) -> None:
-        if self.save_conf and not self.save_txt:
-            raise TrainerError("--save-conf: no labels are written", "add --save-txt")
 
 
 @dataclass
@@ -75,22 +50,21 @@ class Predictions:
 def entry_of(source: Path, frame: int | None, image: Image, found: Detections, names: list[str]) -> dict[str, Any]:
     """Return the entry for JSON of an image, or of a video's frame (from 1)."""
     rows = zip(found.boxes.tolist(), found.scores.tolist(), found.classes.tolist(), strict=True)
-    return {
-        "source": str(source),
-        **({} if frame is None else {"frame": frame}),
-        "width": image.shape[1],
-        "height": image.shape[0],
-        "boxes": [
-            {"class": c, "name": names[c], "score": round(score, 6), "xyxy": [round(v, 2) for v in box]}
-            for box, score, c in rows
-        ],
-    }
+    boxes = [
+        {"class": c, "name": names[c], "score": round(score, 6), "xyxy": [round(v, 2) for v in box]}
+        for box, score, c in rows
+    ]
+    number = {} if frame is None else {"frame": frame}
+    size = {"width": image.shape[1], "height": image.shape[0]}
+    return {"source": str(source), **number, **size, "boxes": boxes}
 
 
-def class_numbers(classes: tuple[str, ...], names: list[str]) -> tuple[int, ...] | None:
+def class_numbers(classes: str, names: list[str]) -> tuple[int, ...] | None:
     """Return the numbers of the given classes, or None for all classes."""
     numbers = []
-    for word in classes:
+    # Numbers may be separated by spaces, as in YOLOv5; names may contain spaces.
+    words = classes.split() if classes.replace(" ", "").isdecimal() else classes.split(",")
+    for word in filter(None, map(str.strip, words)):
         if word in names:
             numbers.append(names.index(word))
         elif word.isdecimal() and int(word) < len(names):
@@ -101,7 +75,7 @@ def class_numbers(classes: tuple[str, ...], names: list[str]) -> tuple[int, ...]
     return tuple(numbers) or None
 
 
-def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
+def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) -> Predictions:
     """Detect objects in all sources and write the files that the settings name.
 
     Print one line per source, or with `as_json` one line of JSON per image. Unreadable sources are printed on stderr.
@@ -111,14 +85,14 @@ def predict(settings: PredictSettings, as_json: bool = False) -> Predictions:
         raise TrainerError("predict runs in one process", "start it without torchrun")
     device = comm.pick_device(s.device, comm.World())
     comm.limit_threads(comm.World())
-    paths = find_sources(s.sources)
+    paths = find_sources(sources)
     trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     check_imgsz(imgsz, trained.stride)
-    limits = Limits(s.confidence, s.iou, s.max_det, class_numbers(s.classes, trained.names))
+    limits = Limits(s.conf, s.iou, s.max_det, class_numbers(s.classes, trained.names))
     dtype = type_for(s.precision, s.half, device)
     detector = Detector(trained.model, device, dtype, limits)
-    writes = s.save or s.save_txt or s.save_json
+    writes = not s.nosave or s.save_txt or s.save_json
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     done = Predictions(folder, trained.names)
     entries: list[dict[str, Any]] = []  # for predictions.json
@@ -192,7 +166,7 @@ class _Files:
             file = folder / "labels" / (f"{self._stem}.txt" if frame is None else f"{self._stem}_{frame}.txt")
             size = (image.shape[0], image.shape[1])
             write_labels(file, found.boxes, found.scores, found.classes, size, s.save_conf)
-        if folder and s.save:
+        if folder and not s.nosave:
             scale = max(0.8, max(image.shape[:2]) / _DRAWN_PX)
             draw_boxes(image, found.boxes, found.scores, found.classes, self._names, scale)
             if frame is None:
@@ -200,3 +174,89 @@ class _Files:
             else:
                 self._video = self._video or self._stack.enter_context(mp4(folder / f"{self._stem}.mp4"))
                 self._video(image, fps)
+
+
+def find_sources(sources: Sequence[str]) -> list[Path]:
+    """Return the images and videos of files, folders (without subfolders), patterns and .txt lists of paths."""
+    if not sources:
+        raise TrainerError("--source: not given", "use images, videos, folders, patterns or a .txt list")
+    found = list(itertools.chain.from_iterable(_expand(source) for source in sources))
+    return list(dict.fromkeys(found))
+
+
+def _expand(source: str) -> list[Path]:
+    where, path = f"--source {source}", Path(source)
+    if (source.isdecimal() and not path.exists()) or "://" in source:
+        raise TrainerError(f"{where}: cameras and URLs are not supported", "save it as an image or video first")
+    if path.suffix.lower() == ".txt" and path.is_file():
+        return _read_list(path, where)
+    if path.is_dir():
+        candidates = list(path.iterdir())
+    elif path.is_file():
+        candidates = [path]
+    elif glob.has_magic(source):
+        candidates = [Path(match) for match in glob.glob(source, recursive=True)]  # noqa: PTH207
+    else:
+        raise TrainerError(f"{where}: no such file or folder", f"the full path is {path.absolute()}")
+    files = sorted(p for p in candidates if p.suffix.lower() in SUFFIXES | VIDEOS and not p.name.startswith("."))
+    if not files:
+        images, videos = (", ".join(sorted(suffixes)) for suffixes in (SUFFIXES, VIDEOS))
+        raise TrainerError(f"{where}: no image or video", f"images end in {images}, videos in {videos}")
+    return files
+
+
+def _read_list(path: Path, where: str) -> list[Path]:
+    """Return the files of a list of paths, which are relative to the list."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainerError(f"{where}: cannot be read: {error}", "expected one path per line, in UTF-8") from None
+    files = {number: path.parent / line.strip() for number, line in enumerate(lines, 1) if line.strip()}
+    for number, file in files.items():
+        if not file.is_file():
+            raise TrainerError(f"{path}:{number}: no such file: {file}", "correct or delete the line")
+    if not files:
+        raise TrainerError(f"{where}: the list is empty", "expected one path per line, relative to the list")
+    return list(files.values())
+
+
+class Unreadable(Exception):
+    """An image or video that cannot be decoded."""
+
+
+def is_video(path: Path) -> bool:
+    """Return whether the suffix is that of a video."""
+    return path.suffix.lower() in VIDEOS
+
+
+def frames(path: Path) -> Iterator[tuple[int | None, Image, float]]:
+    """Yield (None, image (h, w, 3) RGB, 0.0), or for each video frame (number from 1, image, frames per second)."""
+    if is_video(path):
+        yield from _frames(path)
+        return
+    try:
+        image = cv2.imdecode(np.frombuffer(path.read_bytes(), np.uint8), cv2.IMREAD_COLOR)
+    except OSError as error:
+        raise Unreadable(error.strerror) from None
+    except cv2.error:
+        image = None
+    if image is None:
+        raise Unreadable("not an image that can be decoded")
+    yield None, np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), 0.0
+
+
+def _frames(path: Path) -> Iterator[tuple[int, Image, float]]:
+    """Yield (number from 1, frame, frames per second)."""
+    video = cv2.VideoCapture(str(path))
+    try:
+        fps, expected = video.get(cv2.CAP_PROP_FPS), int(video.get(cv2.CAP_PROP_FRAME_COUNT))
+        number = 0
+        while (read := video.read())[0]:
+            number += 1
+            yield number, np.asarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB)), fps if fps > 0 else 30.0
+        if not number:
+            raise Unreadable("not a video that can be decoded")
+        if number < 0.9 * expected:  # the header's number may be inexact
+            raise Unreadable(f"it ends after {number} of {expected} frames")
+    finally:
+        video.release()

@@ -1,7 +1,5 @@
 """Evaluation of classifiers and segmentation models on one or more ranks (detectors: validate.py)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -52,10 +50,7 @@ def check_names(data: str, names: Sequence[str], weights: str, trained: Sequence
 
 
 def score(settings: Settings, *, plots: bool) -> Scored | None:
-    """Score `settings.weights` on the validation images of `settings.data`; return the result on rank 0, else None.
-
-    With `plots`, write images and diagrams into a new folder of the project.
-    """
+    """Score `settings.weights` on the validation images, with `plots` in a new folder; return None except on rank 0."""
     s, begin = settings, time.monotonic()
     events = Events(os.environ)
     world = comm.world_of(os.environ)
@@ -73,11 +68,7 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
             f"--weights {s.weights}: not all tensors fit the model", "use a best.pt or last.pt, and its --imgsz"
         )
     model.to(device)
-    workers = comm.default_workers(device, world) if s.workers is None else s.workers
-    share = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-    loader: Any = task.val_loader({**share, "workers": workers, "stride": task.stride})
-    if device.type == "cuda":
-        loader.pin()
+    loader: Any = task.val_loader(comm.share_of(world, device, s.workers, task.stride))
     backend = comm.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
     batches = track(iter(loader), len(loader), "validating") if world.rank == 0 else loader
@@ -102,9 +93,3 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
         events.emit(contract.DONE, seconds=time.monotonic() - begin, **headlines)
     comm.leave()
     return result
-
-
-def settings_for(kind: str, weights: str, data: str, **options: Any) -> Settings:
-    """Return the settings to score a checkpoint; without --imgsz, at the side of its training."""
-    imgsz = options.pop("imgsz") or int(checkpoint_file.load(weights)["imgsz"])
-    return Settings(task=kind, data=data, weights=weights, imgsz=imgsz, **options)

@@ -13,60 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract
+from trainer.config.inference import ValSettings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import ValLoader
-from trainer.data.progress import WaitTimer, track
+from trainer.data.progress import track
 from trainer.data.registry import open_dataset
 from trainer.distributed import comm
 from trainer.engine.events import Events
-from trainer.errors import TrainerError
+from trainer.engine.timing import StepTimer
 from trainer.inference.formats import CocoTruth, coco_results, image_id, unique_stems, write_labels
 from trainer.inference.score import check_names
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
 from trainer.tasks.detector import Detections, Detector, Limits, load_trained, type_for
 from trainer.weights import checkpoint_file
-
-SPLITS = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class ValSettings:
-    """Settings of `trainer val` for a detector."""
-
-    weights: str
-    data: str
-    split: str = "val"
-    imgsz: int | None = None  # None: that of the training
-    batch: int = 32
-    device: str = ""
-    limits: Limits = Limits()  # noqa: RUF009 (frozen)
-    precision: str = "auto"
-    half: bool = False
-    workers: int | None = None
-    rect: bool = True
-    single_cls: bool = False
-    allow_bad_labels: bool = False
-    yolov5_map: bool = False
-    annotations: str = ""  # COCO's JSON with boxes, areas and crowds, in place of the labels
-    save_json: bool = False
-    save_txt: bool = False
-    save_conf: bool = False
-    plots: bool = True
-    project: str = "runs"
-    name: str = "val"
-    exist_ok: bool = False
-    cfg: str = ""  # of a user's own model
-
-    def __post_init__(self) -> None:
-        if self.split not in SPLITS:
-            raise TrainerError(f"--split {self.split}: unknown", f"use one of {', '.join(SPLITS)}")
-        if self.batch < 1:
-            raise TrainerError(f"--batch is {self.batch}, it must be 1 or more")
-        if self.workers is not None and self.workers < 0:
-            raise TrainerError(f"--workers is {self.workers}, it must be 0 or more")
-        if self.save_conf and not self.save_txt:
-            raise TrainerError("--save-conf: no labels are written", "add --save-txt")
 
 
 @dataclass(frozen=True)
@@ -96,12 +56,8 @@ def validate(settings: ValSettings) -> Validation | None:
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **options)  # type: ignore[arg-type]
     check_names(s.data, dataset.names, s.weights, trained.names)
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
-    workers = comm.default_workers(device, world) if s.workers is None else s.workers
-    share: dict[str, Any] = {"rank": world.rank, "world": world.size, "local_size": world.local_size}
-    share |= {"workers": workers, "stride": trained.stride}
+    share = comm.share_of(world, device, s.workers, trained.stride)
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
-    if device.type == "cuda":
-        loader.pin()
     for note in loader.notes if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON
     # Before the rendezvous, so that an error of the folder is that of rank 0 alone.
@@ -109,15 +65,15 @@ def validate(settings: ValSettings) -> Validation | None:
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     backend = comm.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
-    detector = Detector(trained.model, device, dtype, s.limits)
+    detector = Detector(trained.model, device, dtype, Limits(s.conf, s.iou, s.max_det))
     own = _RankResult(s, trained.names, truth)
-    waits = WaitTimer()
-    batches = waits.timing(loader)
+    timer = StepTimer(device)
+    batches = timer.waiting(iter(loader))
     if world.rank == 0:
         batches = track(batches, len(loader), "validating")
     for index, found in detect(detector, batches):
         own.add(dataset, index, found)
-    seconds = (waits.seconds, detector.network_s, detector.nms_s)
+    seconds = (timer.spent["data"], detector.network_s, detector.nms_s)
     parts = comm.gather((own, [1000 * part / max(1, detector.images) for part in seconds]))
     result = None
     if parts:
@@ -140,7 +96,7 @@ class _RankResult:
     """Detections and metric of one rank."""
 
     def __init__(self, settings: ValSettings, names: list[str], truth: CocoTruth | None) -> None:
-        self.metric = BoxMAP(names, by_area=True, yolov5=settings.yolov5_map)
+        self.metric = BoxMAP(names, by_area=True, yolov5=settings.v5_map)
         self._settings, self._names, self._truth = settings, names, truth
         self._shown: dict[int, Shown] = {}
         self._found: dict[int, tuple[Any, Any, Any]] = {}
@@ -178,9 +134,8 @@ class _RankResult:
             truth = self._truth
             id_of, categories = (truth.id_of, truth.categories) if truth else (image_id, range(len(self._names)))
             found = [(id_of(dataset.name(k)), *self._found[k]) for k in sorted(self._found)]
-            checkpoint_file.write_bytes(
-                folder / "predictions.json", json.dumps(coco_results(found, categories)).encode()
-            )
+            results = json.dumps(coco_results(found, categories))
+            checkpoint_file.write_bytes(folder / "predictions.json", results.encode())
         if s.save_txt:
             numbers = sorted(self._found)
             for k, stem in zip(numbers, unique_stems([dataset.name(k) for k in numbers]), strict=True):

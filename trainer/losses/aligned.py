@@ -5,8 +5,6 @@ best alignment of class score and overlap are matched. The divisor is the sum of
 depend on the predictions, so it is known only after the forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Cross-entropy of images or pixels: the mean over those of all ranks together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -74,11 +74,7 @@ class DetectionLoss(Loss):
         self.anchors: Tensor | None = None  # on the CPU; read at the first step, because a resumed run loads others
         self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
-        self.gains = (
-            hyp.box * 3 / levels,
-            hyp.obj * (imgsz / 640) ** 2 * 3 / levels,
-            hyp.cls * nc / 80 * 3 / levels,
-        )
+        self.gains = (hyp.box * 3 / levels, hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels)
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
         """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts.

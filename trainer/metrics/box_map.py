@@ -215,19 +215,15 @@ class BoxMAP:
             precision[i], recall[i] = over_confidence(found.score[rows], matches.hit[rows], count)
         f1 = f1_of(precision, recall)
         confidence = float(CONFIDENCES[peak(f1.mean(0))]) if names else 0.0
-        return BoxCurves(
-            names, matches.ap, matches.precision_at, precision, recall, f1, confidence, confusion=self._confusion
-        )
+        return BoxCurves(names, matches.ap, matches.precision_at, precision, recall, f1, confidence, self._confusion)
 
 
-def _scores(
-    curves: BoxCurves, with_class: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None
-) -> BoxScores:
+def _scores(curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None) -> BoxScores:
     """The scores at the best confidence; (classes,) how many images and boxes each class has."""
     at = int(np.searchsorted(CONFIDENCES, curves.confidence))
     map50, mean = curves.ap[:, 0], curves.ap.mean(1)
     at_peak = curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
-    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, with_class, boxes)), strict=True)
+    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, seen, boxes)), strict=True)
     precision, recall, f1 = (float(column.mean()) for column in at_peak)
     return BoxScores(
         map50=float(map50.mean()),
@@ -314,13 +310,8 @@ def _coco(boxes: _Boxes, images: list[int], classes: Ints) -> COCO:
     """Convert boxes to COCO's annotations, numbered from 1."""
     keys = ("id", "image_id", "bbox", "area", "category_id", "score", "iscrowd")
     rows = zip(range(1, len(boxes.score) + 1), *(column.tolist() for column in boxes), strict=True)
-    return COCO(
-        {
-            "images": [{"id": k} for k in images],
-            "categories": [{"id": k} for k in classes.tolist()],
-            "annotations": [dict(zip(keys, row, strict=True)) for row in rows],
-        }
-    )
+    content = {"images": [{"id": k} for k in images], "categories": [{"id": k} for k in classes.tolist()]}
+    return COCO({**content, "annotations": [dict(zip(keys, row, strict=True)) for row in rows]})
 
 
 def _match_yolov5(images: Iterable[tuple[_Boxes, _Boxes]], found: _Boxes, boxes: Ints) -> _Matches:

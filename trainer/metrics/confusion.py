@@ -1,9 +1,4 @@
-"""Scores from confusion matrices: accuracy of a classifier, IoU of a segmentation.
-
-Ranks exchange counts, so the result does not depend on their number.
-"""
-
-from __future__ import annotations
+"""Scores from confusion matrices, whose counts ranks exchange: accuracy of a classifier, IoU of a segmentation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,16 +77,16 @@ class Confusion:
         """Add the counts of another rank."""
         self.confusion = self.confusion + other.confusion
 
+    def _counts(self) -> tuple[Ints, Ints, Ints]:
+        """Return the right, the true and the predicted ones of each class."""
+        return np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
+
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
-        per_class = {
-            name: ClassOverlap(
-                int(true[k]), float(right[k] / (true[k] + found[k] - right[k])), float(right[k] / true[k])
-            )
-            for k, name in enumerate(self.names)
-            if true[k]
-        }
+        right, true, found = self._counts()
+        iou, recall = right / np.maximum(true + found - right, 1), right / np.maximum(true, 1)
+        rows = zip(self.names, true.tolist(), iou.tolist(), recall.tolist(), strict=True)
+        per_class = {name: ClassOverlap(*row) for name, *row in rows if row[0]}
         miou = float(np.mean([score.iou for score in per_class.values()] or [np.nan]))
         return Overlap(miou, float(right.sum() / (true.sum() or np.nan)), int(true.sum()), per_class)
 
@@ -116,11 +111,9 @@ class TopK(Confusion):
 
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
-        per_class = {
-            name: ClassAccuracy(int(true[k]), float(right[k] / true[k]), float(right[k] / max(found[k], 1)))
-            for k, name in enumerate(self.names)
-            if true[k]
-        }
+        right, true, found = self._counts()
+        recall, precision = right / np.maximum(true, 1), right / np.maximum(found, 1)
+        rows = zip(self.names, true.tolist(), recall.tolist(), precision.tolist(), strict=True)
+        per_class = {name: ClassAccuracy(*row) for name, *row in rows if row[0]}
         count = true.sum() or np.nan
         return Accuracy(float(right.sum() / count), float(self._among_five / count), int(true.sum()), per_class)

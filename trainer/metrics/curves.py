@@ -1,7 +1,5 @@
 """Precision, recall and F1 of matched detections over the confidence, and YOLOv5's average precision."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,15 +61,10 @@ def peak(mean_f1: Floats) -> int:
 
 
 def match_as_yolov5(iou: Floats) -> Bools:
-    """Match the detections of one image by YOLOv5's rule.
+    """Return whether each detection of one image finds a box (n, IOU_THRESHOLDS), by YOLOv5's rule.
 
-    A detection goes for its best box alone, and a box goes to the surest of the detections that came for it.
-
-    Args:
-        iou: (detections by falling score, boxes), 0 where the classes differ.
-
-    Returns:
-        Whether each detection finds a box, (detections, IOU_THRESHOLDS).
+    `iou` (n, boxes), by falling score, is 0 where the classes differ. A detection goes for its best box alone, and a
+    box goes to the surest of the detections that came for it.
     """
     found = np.zeros((len(iou), len(IOU_THRESHOLDS)), np.bool_)
     if not iou.size:

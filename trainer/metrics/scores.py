@@ -1,7 +1,5 @@
 """Base of the scores of a validation: columns of results.csv, and the table by class."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -33,10 +31,7 @@ class Scores:
         return [getattr(self.per_class[k], self.MAIN) if k in self.per_class else float("nan") for k in names]
 
     def table(self) -> str:
-        """Return a table with a row for all classes, then one per class with ground truth.
-
-        It has the terminal's width, elsewhere the needed width.
-        """
+        """Return a table of all classes, then of each with ground truth, as wide as the terminal or as needed."""
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
         table.add_column("class", overflow="fold")
         for title, _, _ in self.TABLE:

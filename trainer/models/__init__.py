@@ -1,7 +1,5 @@
 """The networks that can be trained; a new one is a file here and a line in its task."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Detection heads: raw outputs of a model's last layer, and their decoding to boxes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Precision: the dtype of the network's computation per device."""
 
-from __future__ import annotations
-
 import os
 import platform
 from pathlib import Path

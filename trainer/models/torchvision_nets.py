@@ -1,7 +1,5 @@
 """torchvision's classification and segmentation models, by their names there, for images in 0..1."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """YOLO detectors, built from model files in YOLOv5's syntax: rows of [from, number, module, arguments]."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +19,7 @@ from trainer.models.heads import Detect, DetectDFL
 _IMPORTED: dict[str, Callable[[int], Any]] = {}
 KEYS = ("nc", "depth_multiple", "width_multiple", "backbone", "head")
 OPTIONAL_KEYS = ("anchors",)  # required by Detect, not by DetectDFL
-CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    "Conv": Conv,
-    "Bottleneck": Bottleneck,
-    "C3": C3,
-    "SPPF": SPPF,
-}
+CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {"Conv": Conv, "Bottleneck": Bottleneck, "C3": C3, "SPPF": SPPF}
 REPEATS_INSIDE = ("C3",)  # these take the number of repeats as an argument instead of being chained
 PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "nn.Upsample": nn.Upsample,

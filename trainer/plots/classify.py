@@ -1,16 +1,13 @@
 """Plots of classification: labels of a dataset, training batches, predictions and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.plots.charts import plot_confusion
+from trainer.plots.charts import class_bars, figure, plot_confusion, write
 from trainer.plots.drawing import captioned, class_text, scaled, write_grid
-from trainer.plots.figure import class_bars, figure, write
 
 _CELL_PX, _MOST_IMAGES = 160, 16
 _CORRECT, _WRONG, _GREY = (0, 110, 60), (190, 60, 0), (60, 60, 60)

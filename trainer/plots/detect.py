@@ -1,7 +1,5 @@
 """Plots of detection: labels of a dataset, training batches, predictions and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ import numpy.typing as npt
 from trainer.data.dataset import Dataset, Image
 from trainer.data.detection_loader import Batch
 from trainer.metrics import BoxMAP
-from trainer.plots.charts import plot_confusion, plot_over_confidence, plot_precision_recall
+from trainer.plots import charts
 from trainer.plots.drawing import draw_boxes, scaled, write_grid
-from trainer.plots.figure import BLUE, class_bars, figure, style_axes, write
 
 _CELL_PX = 420  # longer side of an image in the grid
 _MOST_IMAGES = 16  # of a training batch
@@ -31,24 +28,24 @@ def labels(dataset: Dataset, path: Path) -> None:
     rows = np.concatenate([np.zeros((0, 5), np.float32), *tables])
     counts = np.bincount(rows[:, 0].astype(int), minlength=len(dataset.names))
     each = np.array([len(table) for table in tables])
-    fig = figure(11, 8.6)
+    fig = charts.figure(11, 8.6)
     panels: Any = fig.subplots(2, 2)
     title = f"{len(rows):,} boxes of {len(dataset.names)} classes"
-    class_bars(panels[0, 0], dataset.names, counts, title, "boxes")
-    panels[0, 1].hist(each, bins=min(50, int(each.max(initial=0)) + 1), color=BLUE)
+    charts.class_bars(panels[0, 0], dataset.names, counts, title, "boxes")
+    panels[0, 1].hist(each, bins=min(50, int(each.max(initial=0)) + 1), color=charts.BLUE)
     title = f"{len(dataset):,} images, {int((each == 0).sum()):,} without boxes"
-    style_axes(panels[0, 1], title, "boxes in an image", "images")
+    charts.style_axes(panels[0, 1], title, "boxes in an image", "images")
     for axes, title, x, y, axis_labels in (
         (panels[1, 0], "centres of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
         (panels[1, 1], "sizes of the boxes", rows[:, 3], rows[:, 4], ("width / image's", "height / image's")),
     ):
         # Square roots: rare positions and sizes are visible beside frequent ones.
         drawn = axes.hist2d(x, y, bins=32, range=[[0, 1], [0, 1]], cmap="Blues", norm=PowerNorm(0.5))
-        style_axes(axes, title, *axis_labels)
+        charts.style_axes(axes, title, *axis_labels)
         axes.grid(False)
         fig.colorbar(drawn[3], ax=axes, fraction=0.045, pad=0.02, label="boxes")
     panels[1, 0].invert_yaxis()
-    write(fig, path)
+    charts.write(fig, path)
 
 
 def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
@@ -76,6 +73,6 @@ def shown(predictions: Sequence[Prediction], names: Sequence[str], path: Path) -
 def metric(metric: BoxMAP, folder: Path) -> None:
     """Write PR_curve.png, F1_curve.png and confusion_matrix.png into a folder."""
     curves = metric.curves()
-    plot_precision_recall(curves, folder / "PR_curve.png")
-    plot_over_confidence(curves, folder / "F1_curve.png")
-    plot_confusion(curves.confusion, metric.names, folder / "confusion_matrix.png")
+    charts.plot_precision_recall(curves, folder / "PR_curve.png")
+    charts.plot_over_confidence(curves, folder / "F1_curve.png")
+    charts.plot_confusion(curves.confusion, metric.names, folder / "confusion_matrix.png")

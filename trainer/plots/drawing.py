@@ -1,15 +1,13 @@
 """Drawing with OpenCV: boxes, captions, grids of images."""
 
-from __future__ import annotations
-
 import colorsys
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
-import numpy.typing as npt
 
 from trainer.data.dataset import Image
 from trainer.weights.checkpoint_file import write_bytes
@@ -43,14 +41,7 @@ def _draw_label(image: Image, text: str, x: int, y: int, colour: tuple[int, int,
     cv2.putText(image, text, (x + margin, top + height + margin // 2 + 1), _FONT, size, white, weight, cv2.LINE_AA)
 
 
-def draw_boxes(
-    image: Image,
-    boxes: npt.ArrayLike,
-    scores: npt.ArrayLike | None,
-    classes: npt.ArrayLike,
-    names: Sequence[str],
-    scale: float = 1.0,
-) -> None:
+def draw_boxes(image: Image, boxes: Any, scores: Any, classes: Any, names: Sequence[str], scale: float = 1.0) -> None:
     """Draw boxes (n, 4) xyxy px with class names and scores on `image`, in place, in ascending order of score.
 
     `scale` is the size of lines and text: 1 for an image of about 500 px.

@@ -1,7 +1,5 @@
 """Plots of segmentation: labels of a dataset, training batches, predictions and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from trainer.config import IGNORED
-from trainer.plots.charts import plot_confusion
+from trainer.plots.charts import class_bars, figure, plot_confusion, write
 from trainer.plots.drawing import captioned, class_colour, class_text, scaled, write_grid
-from trainer.plots.figure import class_bars, figure, write
 
 _CELL_PX, _MOST_IMAGES = 240, 16
 _SHARE = 0.55  # opacity of the class colours

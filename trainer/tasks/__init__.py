@@ -1,7 +1,5 @@
 """Tasks: each combines a model, its data, its loss and its metric."""
 
-from __future__ import annotations
-
 import pkgutil
 
 from trainer.config import Settings
@@ -11,8 +9,8 @@ from trainer.tasks.base import Task
 # Imported when needed: each has its own large dependencies.
 TASKS = {
     "detect": "trainer.tasks.detection:Detection",
-    "classify": "trainer.tasks.classification:Classification",
-    "segment": "trainer.tasks.segmentation:Segmentation",
+    "classify": "trainer.tasks.torchvision_tasks:Classification",
+    "segment": "trainer.tasks.torchvision_tasks:Segmentation",
 }
 
 

@@ -1,9 +1,4 @@
-"""AutoAnchor: checks how well a model's anchors fit the boxes of the data, and replaces them if necessary.
-
-The search for others is k-means on the boxes, then random mutations that improve the fitness.
-"""
-
-from __future__ import annotations
+"""AutoAnchor: replaces anchors that fit the boxes of the data badly, by k-means and then random mutations."""
 
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Detection task: a YOLO model, its loss, and mean average precision."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -94,19 +92,9 @@ class Detection(Task):
         close_mosaic = s.hyp.close_mosaic
         if close_mosaic is None:
             close_mosaic = 10 if self.terms == AlignedLoss.terms else 0
-        return TrainLoader(
-            self.train_set,
-            imgsz=s.imgsz,
-            batch=s.batch,
-            seed=s.seed,
-            hyp=s.hyp,
-            epochs=s.epochs,
-            close_mosaic=close_mosaic,
-            multi_scale=s.multi_scale,
-            rect=s.rect,
-            image_weights=s.image_weights,
-            **share,
-        )
+        keys = ("imgsz", "batch", "seed", "hyp", "epochs", "multi_scale", "rect", "image_weights")
+        options: dict[str, Any] = {key: getattr(s, key) for key in keys}
+        return TrainLoader(self.train_set, close_mosaic=close_mosaic, **options, **share)
 
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
         """Return the loader of letterboxed batches."""
@@ -154,8 +142,9 @@ def detect(detector: Detector, batches: Iterable[ValBatch]) -> Iterator[tuple[in
 
 def count(metric: BoxMAP, dataset: Dataset, image_id: int, found: Detections) -> None:
     """Add the detections and the ground truth of an image to the metric."""
-    labels = dataset.labels(image_id)
-    truth = pixel_corners(labels[:, 1:], *dataset.size(image_id))
+    labels, (height, width) = dataset.labels(image_id), dataset.size(image_id)
+    centre, half = labels[:, 1:3], labels[:, 3:] / 2
+    truth = np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])
     metric.update(image_id, found.boxes, found.scores, found.classes, truth, labels[:, 0])
 
 
@@ -164,9 +153,3 @@ def sure_of(dataset: Dataset, image_id: int, found: Detections) -> Shown:
     sure = found.scores >= SHOWN_CONFIDENCE
     boxes, scores, classes = (part[sure].numpy() for part in (found.boxes, found.scores, found.classes))
     return dataset.image(image_id), boxes, scores, classes
-
-
-def pixel_corners(boxes: Any, height: int, width: int) -> Any:
-    """Convert normalised cx, cy, w, h (n, 4) to x1, y1, x2, y2 in pixels, as NumPy arrays."""
-    centre, half = boxes[:, :2], boxes[:, 2:4] / 2
-    return np.concatenate((centre - half, centre + half), 1) * np.array([width, height, width, height])

@@ -1,7 +1,5 @@
 """Detector: inference of the averaged model, and non-maximum suppression."""
 
-from __future__ import annotations
-
 import copy
 import time
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from torch import Tensor
 from torchvision.ops import batched_nms
 
 from trainer.config import PRECISIONS
+from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.models.precision import native_bf16, pick_dtype, set_tf32
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
@@ -60,21 +59,16 @@ class Detector:
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> list[Detections]:
         """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> detections of each image in pixels, on the CPU."""
-        begin = self._now()
+        begin = comm.now(self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
             raw = self._net(to_device(images, self.device))
         decoded = self._net.detect.decode(raw)
-        middle = self._now()
+        middle = comm.now(self.device)
         found = select(decoded, self.limits)
         self.network_s += middle - begin
         self.nms_s += time.perf_counter() - middle
         self.images += len(images)
         return found
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 def to_device(images: Tensor, device: torch.device) -> Tensor:
@@ -165,9 +159,8 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
     """
     content = checkpoint_file.load(weights)
-    checkpoint_file.check_task(
-        content, "detect", weights, "predict and export are for boxes; trainer val takes all weights"
-    )
+    hint = "predict and export are for boxes; trainer val takes all weights"
+    checkpoint_file.check_task(content, "detect", weights, hint)
     names = list(content["names"])
     described = load_cfg(cfg) if cfg else check_cfg(content["cfg"], weights)
     model = build_yolo(described, nc=len(names), where=cfg or weights)

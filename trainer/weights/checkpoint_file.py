@@ -1,7 +1,5 @@
 """Run folders and checkpoint files, written atomically. engine/checkpoints.py decides when and what to write."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from trainer import contract
 from trainer.errors import TrainerError
@@ -114,11 +113,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def copied(content: Any) -> Any:
     """Copy nested content, with its tensors on the CPU."""
-    if isinstance(content, torch.Tensor):
-        return content.detach().to("cpu", copy=True)
-    if isinstance(content, dict):
-        return {k: copied(v) for k, v in content.items()}
-    return [copied(v) for v in content] if isinstance(content, list) else content
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
 
 
 def load(weights: str) -> dict[str, Any]:

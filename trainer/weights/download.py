@@ -1,7 +1,5 @@
 """Downloads: weights by name or URL, once per node, into the user's cache folder."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import http.client

@@ -1,10 +1,5 @@
-"""Official checkpoints: a restricted unpickler for YOLOv5's .pt files, which are pickles of Python objects."""
+"""Official checkpoints: YOLOv5's .pt files, pickles of Python objects that become inert placeholders."""
 
-from __future__ import annotations
-
-import collections
-import io
-import math
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -12,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from trainer.errors import TrainerError
 
@@ -26,13 +22,6 @@ MODULES = (
     "torch.nn.modules.pooling.MaxPool2d",
     "torch.nn.modules.upsampling.Upsample",
 )
-STORAGES = {
-    "torch.HalfStorage": torch.float16,
-    "torch.FloatStorage": torch.float32,
-    "torch.DoubleStorage": torch.float64,
-    "torch.LongStorage": torch.int64,
-}
-BUILTINS = ("__builtin__", "builtins")
 CFG_KEYS = ("nc", "depth_multiple", "width_multiple", "anchors", "backbone", "head")
 # Errors of malformed files: pickle's own, and those of the few calls that a pickle may make.
 MALFORMED = (
@@ -54,8 +43,18 @@ def load(path: str) -> dict[str, Any]:
     Half precision becomes float32. `ema` is the file's EMA model, else its model. The cfg's anchors are those of the
     head, in pixels. Raise TrainerError with the name of any class that is not allowed.
     """
+    # New classes for each file, because a pickle can set attributes of the classes it names.
+    placeholders = [(type(name, (_Inert,), {}), name) for name in MODULES]
     try:
-        content = _unpickle(path)
+        _check_archive(path)
+        with safe_globals(placeholders):  # type: ignore[arg-type]
+            if refused := get_unsafe_globals_in_checkpoint(path):
+                raise TrainerError(
+                    f"--weights {path}: the file names {refused[0]}, which a YOLOv5 checkpoint has no need for: "
+                    "refused, nothing of it was run",
+                    "take a release file, or a best.pt that YOLOv5 wrote at the end of a training",
+                )
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
         model = content.get("ema") or content["model"]
         return {**_description(model), "epoch": content.get("epoch", -1)}
     except MALFORMED as error:
@@ -66,57 +65,13 @@ def load(path: str) -> dict[str, Any]:
         ) from error
 
 
-def _unpickle(path: str) -> Any:
+def _check_archive(path: str) -> None:
+    """Raise BadZipFile or ValueError for a damaged or compressed file: torch checks no sums."""
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed, which torch never does")
-        (entry,) = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
-        folder = entry.removesuffix("data.pkl")
-        return _Unpickler(archive, folder, path).load()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Unpickler that resolves only the classes above, to inert placeholders."""
-
-    def __init__(self, archive: zipfile.ZipFile, folder: str, path: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{folder}data.pkl")))
-        self._archive, self._folder, self._path = archive, folder, path
-        self._storages: dict[str, Tensor] = {}
-        # New classes for each file, because a pickle can set attributes of the classes it names.
-        self._known: dict[str, Any] = {name: type(name, (_Inert,), {}) for name in MODULES}
-        self._known |= {name: type(name, (), {"dtype": dtype}) for name, dtype in STORAGES.items()}
-        self._known |= {f"{module}.set": set for module in BUILTINS}
-        self._known["collections.OrderedDict"] = collections.OrderedDict
-        self._known["torch._utils._rebuild_tensor_v2"] = lambda *arguments: _view(*arguments[:4])
-        self._known["torch._utils._rebuild_parameter"] = lambda *arguments: arguments[0]
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._known.get(f"{module}.{name}")
-        if found is None:
-            raise TrainerError(
-                f"--weights {self._path}: the file names {module}.{name}, which a YOLOv5 checkpoint has no need for: "
-                "refused, nothing of it was run",
-                "take a release file, or a best.pt that YOLOv5 wrote at the end of a training",
-            )
-        return found
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        """Return a storage as a flat tensor; read once and cached."""
-        _, kind, key, _, count = pid
-        if key not in self._storages:
-            data = bytearray(self._archive.read(f"{self._folder}data/{key}"))
-            flat = torch.frombuffer(data, dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype)
-            if len(flat) != count:
-                raise ValueError(f"storage {key} has {len(flat)} values, not {count}")
-            self._storages[key] = flat
-        return self._storages[key]
-
-
-def _view(flat: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Return a view of a storage; torch checks its bounds."""
-    if math.prod(size) > len(flat):
-        raise ValueError("a tensor larger than its storage")
-    return torch.as_strided(flat, size, stride, offset)
+        if damaged := archive.testzip():
+            raise ValueError(f"the sum of {damaged} is wrong")
 
 
 def _tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -124,6 +79,8 @@ def _tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
     own = {**module._parameters, **module._buffers}
     left_out: set[str] = getattr(module, "_non_persistent_buffers_set", set())
     found = {prefix + k: v for k, v in own.items() if isinstance(v, Tensor) and k not in left_out}
+    if any(v.numel() * v.element_size() > v.untyped_storage().nbytes() for v in found.values()):
+        raise ValueError("a tensor larger than its storage")  # a copy of it could exhaust the memory
     for name, child in module._modules.items():
         if child is not None:
             found |= _tensors(child, f"{prefix}{name}.")

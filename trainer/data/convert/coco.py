@@ -1,7 +1,5 @@
 """COCO reader: objects with outlines become polygon rows, crowds are left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path, PurePosixPath
 from typing import Annotated as Checked
@@ -38,20 +36,12 @@ class _Object(BaseModel):
 
 
 def from_coco(
-    annotations: Path,
-    images: Path,
-    *,
-    val_annotations: Path | None = None,
-    val_images: Path | None = None,
-    val_share: float | None = None,
+    annotations: Path, images: Path, *, val_annotations: Path | None, val_images: Path | None, val_share: float | None
 ) -> Conversion:
     """Read COCO annotations; category ids become 0, 1, ... in their order.
 
-    Args:
-        images: folder of the images.
-        val_annotations: annotations of the val split.
-        val_images: folder of its images, by default `images`.
-        val_share: fraction of the images for val without `val_annotations`, by default 0.1.
+    `val_images` is the folder of the val split's images, by default `images`. Without `val_annotations` the val split
+    is `val_share` of the images, by default 0.1.
     """
     if val_images and not val_annotations:
         raise TrainerError(f"--val-images {val_images}: no annotations of these images", "name them with --val")
@@ -143,7 +133,7 @@ def _read(
     rows: dict[int | str, list[str]] = {number: [] for number in shapes}
     for where, thing in _entries(_Object, content, "annotations", path, conversion.faults):
         if thing.iscrowd:
-            conversion.note("crowd left out")
+            conversion.notes["crowd left out"] += 1
         elif thing.image_id not in images:
             conversion.fault(path, f"{where}: no image has the id {thing.image_id}")
         elif thing.category_id not in categories:
@@ -169,7 +159,7 @@ def _outline(segmentation: Any, conversion: Conversion) -> Points | None:
     except (TypeError, ValueError):
         parts = []
     if not parts or not all(np.isfinite(part).all() for part in parts):
-        conversion.note("mask kept as a box")
+        conversion.notes["mask kept as a box"] += 1
         return None
     ring = parts[0]
     for part in parts[1:]:

@@ -1,7 +1,5 @@
 """Pascal VOC reader: one XML file per image, boxes in pixels counted from 1."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from xml.etree import ElementTree
@@ -67,7 +65,7 @@ def _rows(
     for number, thing in enumerate(tree.iter("object"), 1):
         name = _text(thing, "name")
         if skip_difficult and _text(thing, "difficult") == "1":
-            conversion.note("difficult object left out")
+            conversion.notes["difficult object left out"] += 1
             continue
         x1, y1, x2, y2 = (_number(thing, f"bndbox/{key}") for key in ("xmin", "ymin", "xmax", "ymax"))
         if not name:
@@ -98,6 +96,6 @@ def _image_sets(folder: Path, items: list[Annotated], conversion: Conversion) ->
                     splits[split].append(left.pop(stem))
                 elif stem not in bad:
                     conversion.fault(path, f"no annotation of {stem}, or it is listed twice", number)
-    for _ in left:
-        conversion.note("image in neither train.txt nor val.txt left out")
+    if left:
+        conversion.notes["image in neither train.txt nor val.txt left out"] += len(left)
     return splits

@@ -1,11 +1,10 @@
 """Writer of converted datasets: images, label files and data.yaml, moved into place by one rename."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
 import uuid
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,11 +40,7 @@ class Conversion:
     names: list[str]
     splits: dict[str, list[Annotated]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    notes: dict[str, int] = field(default_factory=dict)  # message -> count
-
-    def note(self, what: str) -> None:
-        """Count one more of `what`."""
-        self.notes[what] = self.notes.get(what, 0) + 1
+    notes: Counter[str] = field(default_factory=Counter)  # messages about omitted entries
 
     def fault(self, file: Path, what: str, line: int = 0) -> None:
         """Add a fault, which --allow-bad-labels leaves out."""
@@ -55,10 +50,8 @@ class Conversion:
 def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Points | None = None) -> str | None:
     """Return the label row of class `number`, or None if the box has no area or is outside the image.
 
-    Args:
-        box: x1 y1 x2 y2 in pixels; may exceed the image by one pixel.
-        size: (height, width) of the image.
-        outline: polygon (k, 2) in pixels that replaces the box.
+    `box` is x1 y1 x2 y2 in pixels, and may exceed the image of `size` (height, width) by one pixel. The polygon
+    `outline` (k, 2) in pixels replaces the box.
     """
     height, width = size
     x1, y1, x2, y2 = box
@@ -100,10 +93,8 @@ def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[An
     count = sum(fraction(item) < val_share for item in ordered)
     cut = min(max(count, 1), len(items) - 1)  # at least one image in each split
     in_val = {item.name for item in ordered[: max(cut, 0)]}
-    return {
-        "train": [item for item in items if item.name not in in_val],
-        "val": [item for item in items if item.name in in_val],
-    }
+    train = [item for item in items if item.name not in in_val]
+    return {"train": train, "val": [item for item in items if item.name in in_val]}
 
 
 def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bool) -> None:

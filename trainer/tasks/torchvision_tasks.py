@@ -1,0 +1,232 @@
+"""Tasks of torchvision's models: classification, one class per image, and segmentation, one class per pixel."""
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import Settings, preset_for
+from trainer.config.presets import gathered
+from trainer.config.settings import option_of
+from trainer.data.classification import open_classification
+from trainer.data.segmentation import open_segmentation
+from trainer.data.torchvision_loaders import (
+    ClassificationBatch,
+    ClassificationCollate,
+    SegmentationBatch,
+    SegmentationCollate,
+    SquareCollate,
+    SquareLoader,
+    SquareValLoader,
+    mix_batch,
+)
+from trainer.errors import TrainerError
+from trainer.losses import Loss
+from trainer.losses.cross_entropy import ClassificationLoss, SegmentationLoss
+from trainer.metrics.confusion import Accuracy, Confusion, Overlap, TopK
+from trainer.models.torchvision_nets import (
+    OWN_WEIGHTS,
+    Classifier,
+    Segmenter,
+    build_classifier,
+    build_segmenter,
+    own_weights,
+)
+from trainer.tasks.base import Task
+from trainer.tasks.detector import to_device
+from trainer.weights import checkpoint_file
+
+# Settings of detection only.
+_BOXES_ONLY = ("multi_scale", "rect", "image_weights", "single_cls", "cache", "allow_bad_labels", "noautoanchor")
+# Hyper-parameters with an effect on all models of torchvision.
+_COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
+_COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr")
+_SHOWN_IMAGES, _SHOWN_MASKS = 12, 9  # validation images in the plot of predictions
+_MAGNITUDES = 30  # the strongest of torchvision's 31
+
+
+class TorchvisionTask(Task):
+    """Training of a model of torchvision."""
+
+    default_cfg: str
+    hyp_keys: tuple[str, ...]  # hyper-parameters with an effect
+    loss_type: type[Any]
+    collate_type: type[SquareCollate[Any]]
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        s = settings
+        for field in _BOXES_ONLY:
+            if getattr(s, field) != getattr(Settings, field):
+                raise TrainerError(f"{option_of(field)} is for boxes, and this is --task {s.task}", "leave it out")
+        usual = dataclasses.asdict(preset_for(s.data, s.task).hyp)
+        changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
+        if others := [k for k in changed if k not in self.hyp_keys]:
+            raise TrainerError(
+                f"--hyp: {', '.join(others)}: without effect on --task {s.task}",
+                f"its keys are {', '.join(self.hyp_keys)}",
+            )
+        self.terms = self.loss_type.terms
+        self._weights: Mapping[str, Any] | None = None
+        if s.weights and s.weights != OWN_WEIGHTS:
+            self._weights = checkpoint_file.load(s.weights)
+            checkpoint_file.check_task(self._weights, self.kind, s.weights)
+        own = self._weights["cfg"]["torchvision"] if self._weights else self.default_cfg
+        self.cfg = {"torchvision": s.cfg or own}
+
+    @abstractmethod
+    def network(self) -> Classifier:
+        """Return the untrained network for the classes of the data."""
+
+    def build(self, say: Callable[[str], None]) -> Classifier:
+        """Return the network for the classes of the data, with the matching tensors of --weights."""
+        s, model = self._settings, self.network()
+        if s.weights:
+            state = self._weights["ema"] if self._weights else own_weights(self.cfg["torchvision"], s.imgsz)
+            fit, of = checkpoint_file.transfer(model, state, s.weights)
+            say(f"weights from {s.weights}: {fit}/{of} tensors")
+        return model
+
+    def loss_of(self, model: Classifier) -> Loss:
+        """Return the cross-entropy."""
+        loss: Loss = self.loss_type(self._settings.hyp.label_smoothing)
+        return loss
+
+    def weight(self, images: Tensor) -> Tensor:
+        """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
+        return torch.full_like(images, 1 / gathered(self._settings.hyp, self._settings.batch))
+
+    def train_loader(self, share: Mapping[str, Any]) -> Any:
+        """Return the loader of augmented batches."""
+        s = self._settings
+        own: dict[str, Any] = {"imgsz": s.imgsz, "batch": s.batch, "seed": s.seed, "hyp": s.hyp, "epochs": s.epochs}
+        return SquareLoader(self.collate_type, self.train_set, **own, **share)
+
+    def val_loader(self, share: Mapping[str, Any]) -> Any:
+        """Return the loader of validation images, with the batch size of training."""
+        batch = -(-self._settings.batch // share["world"])
+        return SquareValLoader(self.collate_type, self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
+
+    def evaluate(
+        self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
+    ) -> tuple[Any, list[Any]]:
+        """Return this rank's metric over its batches, and some images with their predictions."""
+        metric, shown = self.metric(), list[Any]()
+        model.eval()
+        with torch.inference_mode():
+            for batch in batches:
+                with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+                    logits = model(to_device(batch.images, device))
+                self.count(batch, logits, metric, shown)
+        return metric, shown
+
+    @abstractmethod
+    def count(self, batch: Any, logits: Tensor, metric: Any, shown: list[Any]) -> None:
+        """Add a batch to the metric, and a few of its images to `shown`."""
+
+
+class Classification(TorchvisionTask):
+    """Training of a torchvision model on images with one class each.
+
+    An image that is shown is (uint8 (h, w, 3) RGB, its class, the predicted class, its score).
+    """
+
+    kind = "classify"
+    headlines: Mapping[str, str] = {"top1": "top-1", "top5": "top-5"}
+    columns = Accuracy.COLUMNS
+    metric_type = TopK
+    default_cfg = "resnet18"
+    hyp_keys = (*_COMMON_HYP, "flipud", "fliplr", "mixup", "cutmix", "randaugment", "pad")
+    loss_type = ClassificationLoss
+    collate_type = ClassificationCollate
+    stride = 32  # of nearly all torchvision models
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        s = settings
+        if s.hyp.mixup + s.hyp.cutmix > 1:
+            raise TrainerError("--hyp: mixup and cutmix are shares of the steps, together at most 1")
+        if s.hyp.randaugment % 1 or not 0 <= s.hyp.randaugment <= _MAGNITUDES:
+            raise TrainerError(
+                f"--hyp: randaugment is {s.hyp.randaugment:g}, it must be a whole number from 0 to {_MAGNITUDES}",
+                "9 is usual, 0 is off",
+            )
+        self.train_set, self.val_set = open_classification(s.data, "train"), open_classification(s.data, "val")
+        self.names = self.train_set.names
+        if self.val_set.names != self.names:
+            odd = sorted(set(self.names) ^ set(self.val_set.names))
+            raise TrainerError(
+                f"--data {s.data}: training and validation have different classes: {', '.join(odd[:5])}",
+                "each needs a folder for every class",
+            )
+        self.least_side = s.imgsz
+
+    def network(self) -> Classifier:
+        """Return the untrained network for the classes of the data."""
+        return build_classifier(self.cfg["torchvision"], len(self.names), self._settings.imgsz)
+
+    def move(self, batch: ClassificationBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Move a batch to the device: images in 0..1 and classes, with mixup or cutmix."""
+        images, labels = to_device(batch.images, device), batch.labels.to(device, non_blocking=True)
+        if batch.mix_seed >= 0:
+            images, labels = mix_batch(images, labels, len(self.names), batch.mix_seed, self._settings.hyp)
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, labels
+
+    def count(self, batch: ClassificationBatch, logits: Tensor, metric: TopK, shown: list[Any]) -> None:
+        """Add a batch to the metric, and some images of all classes to `shown`."""
+        logits = logits.float().cpu()
+        metric.update(logits, batch.labels)
+        sure, found = logits.softmax(1).max(1)
+        for k in range(len(batch.ids)):
+            seen = sum(s[1] == int(batch.labels[k]) for s in shown)
+            if len(shown) < _SHOWN_IMAGES and seen <= len(shown) // len(self.names):
+                shown.append((batch.images[k].numpy(), int(batch.labels[k]), int(found[k]), float(sure[k])))
+
+
+class Segmentation(TorchvisionTask):
+    """Training of a torchvision model on images with one class per pixel.
+
+    An image that is shown is (uint8 (h, w, 3) RGB, its mask (h, w), the found classes (h, w)).
+    """
+
+    kind = "segment"
+    headlines: Mapping[str, str] = {"miou": "mIoU", "accuracy": "pixel accuracy"}
+    columns = Overlap.COLUMNS
+    metric_type = Confusion
+    default_cfg = "lraspp_mobilenet_v3_large"  # small enough for a CPU
+    hyp_keys = (*_COMMON_HYP, "scale", "flipud", "fliplr")
+    loss_type = SegmentationLoss
+    collate_type = SegmentationCollate
+    stride = 16  # of the coarsest normalised feature map
+    least_side = 64
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if settings.hyp.scale >= 1:
+            raise TrainerError(
+                f"--hyp: scale is {settings.hyp.scale:g}, it must be below 1", "0.5 is from half to one and a half"
+            )
+        self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz)
+        self.names = self.train_set.names
+
+    def network(self) -> Segmenter:
+        """Return the untrained network for the classes of the data."""
+        model = build_segmenter(self.cfg["torchvision"], len(self.names))
+        if model.pools:
+            self.stride = self._settings.imgsz
+        return model
+
+    def move(self, batch: SegmentationBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Move a batch to the device: images in 0..1, and masks."""
+        return to_device(batch.images, device), batch.masks.to(device, non_blocking=True)
+
+    def count(self, batch: SegmentationBatch, logits: Tensor, metric: Confusion, shown: list[Any]) -> None:
+        """Add a batch to the metric, and its first images to `shown`."""
+        found = logits.argmax(1).to(torch.uint8)
+        metric.update(found, batch.masks.to(found.device))
+        for k in range(min(len(batch.ids), _SHOWN_MASKS - len(shown))):
+            shown.append((batch.images[k].numpy(), batch.masks[k].numpy(), found[k].cpu().numpy()))
