@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cluster.backends.logs import number
@@ -29,6 +29,8 @@ _STYLES: dict[Phase, str] = {
     "exited": "dim",
     "lost": "bold red",
 }
+#: The options of a table without lines.
+PLAIN: dict[str, Any] = {"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", "pad_edge": False}
 #: The values that a sparkline shows, and its characters.
 _SPARKS, _BARS = 30, "▁▂▃▄▅▆▇█"
 #: The live display shows the use of nodes up to this number.
@@ -63,20 +65,11 @@ def joined(view: JobView, plan: Plan) -> str:
 
 def node_table(view: JobView, plan: Plan, now: float) -> Table:
     """Return one row per node: phase, its duration (ready: time since the start), and a note."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("  node")
-    table.add_column("phase")
-    table.add_column("for", justify="right")
-    table.add_column("note", overflow="fold")
+    table = Table("  node", "phase", Column("for", justify="right"), Column("note", overflow="fold"), **PLAIN)
     for index, node in enumerate(view.nodes):
         note = node.silent or node.note
-        if (
-            not node.silent
-            and index == 0
-            and plan.master_addr
-            and node.phase in ("starting", "joining", "ready")
-            and not note.startswith("cannot")
-        ):
+        is_master = index == 0 and plan.master_addr and node.phase in ("starting", "joining", "ready")
+        if is_master and not node.silent and not note.startswith("cannot"):
             note = f"master {plan.master_addr}:{plan.master_port}"
         duration = node.since - view.started if node.phase == "ready" else now - node.since
         phase = Text(node.phase, _STYLES[node.phase])
@@ -127,10 +120,8 @@ class UsageTable:
         samples = [(node, node.usage or {}) for node in view.nodes]
         has_gpus = any("gpu" in row for _, usage in samples for row in usage.get("ranks", ()))
         titles = [*(["rank"] if by_rank else []), "cpu", "memory", "host", *(["gpu", "gpu memory"] if has_gpus else [])]
-        table = Table("  node", box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-        for title in titles:
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("last minute", no_wrap=True)
+        columns = [Column(title, justify="right", no_wrap=True) for title in titles]
+        table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
         for node, usage in samples:
             ranks = usage.get("ranks", [])
             if not ranks:

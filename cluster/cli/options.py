@@ -14,6 +14,7 @@ import typer
 
 from cluster.errors import UsageError
 from cluster.spec.request import Request, option
+from cluster.store import JobStore
 
 if TYPE_CHECKING:
     from cluster.spec.model import Inventory, Job
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 def _job_names(incomplete: str) -> list[str]:
     """Return the names of recorded jobs, for completion."""
-    from cluster.store import JobStore
-
     return [name for record in JobStore() if (name := record.plan.job_id).startswith(incomplete)]
 
 
@@ -115,12 +114,8 @@ class ArrayOptions:
         base, chosen, notes = launcher.resolve(request, machines)
         if chosen != "slurm":
             raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with 'backend: slurm'")
-        try:
-            text = Path(self.array).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not UTF-8 text")
-            raise UsageError(f"--array {self.array}: {why}", "one line of arguments for each job") from error
         jobs: list[Job] = []
+        text = _text(self.array, "--array ", "one line of arguments for each job")
         for nth, line in enumerate(text.splitlines(), 1):
             try:
                 words = shlex.split(line, comments=True)
@@ -128,15 +123,21 @@ class ArrayOptions:
                 raise UsageError(f"{self.array}:{nth}: {error}", "quote it for a shell") from error
             if not words:
                 continue
-            one = replace(request, name=f"{base.name}-{len(jobs)}")
+            one: dict[str, Any] = {"arguments": [*request.arguments, *words]}
             if request.command:
-                one = replace(one, command=f"{request.command} {shlex.join(words)}")
-            else:
-                one = replace(one, arguments=[*request.arguments, *words])
-            jobs.append(launcher.resolve(one, machines)[0])
+                one = {"command": f"{request.command} {shlex.join(words)}"}
+            jobs.append(launcher.resolve(replace(request, name=f"{base.name}-{len(jobs)}", **one), machines)[0])
         if not jobs:
             raise UsageError(f"--array {self.array}: the file has no arguments", "one line of arguments for each job")
         return jobs, notes
+
+
+def _text(path: str, option: str, hint: str) -> str:
+    """Return the content of a file. Raise UsageError for an unreadable one."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}{path}: {getattr(error, 'strerror', 'not UTF-8 text')}", hint) from error
 
 
 def with_job_file(
@@ -151,12 +152,7 @@ def with_job_file(
     from cluster.spec import job_file
 
     path, *rest = request.arguments
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "not UTF-8 text")
-        raise UsageError(f"{path}: {why}", "expected a job file: clusterctl launch JOB.yaml") from error
-    values = job_file.read(text, path)
+    values = job_file.read(_text(path, "", "expected a job file: clusterctl launch JOB.yaml"), path)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if "command" in typed:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.follow import print_line
+from cluster.cli.follow import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.request import argument
@@ -42,15 +42,13 @@ def sync(
     copied into the node's data_dir. Jobs see it under the path that it has here. A folder that a node sees under the
     same path (NFS) is not copied.
     """
-    from rich.console import Console
-
     from cluster.transport import files, parallel
 
     chosen = inventory.need(complete=False)
     nodes = [files.with_data_dir(node) for node in chosen.nodes if node.login]
     if not nodes:
         raise UsageError("nothing to sync: every node is this machine", "jobs read the files of this machine directly")
-    out, screen = Console(highlight=False), Console(highlight=False, stderr=True)
+    out, screen = console(), console(stderr=True)
     files.refuse_missing(folders)
     rows: list[dict[str, Any]] = []
     wrong: dict[str, ClusterError] = {}

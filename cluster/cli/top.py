@@ -11,6 +11,7 @@ import typer
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.errors import UsageError
+from cluster.store import JobStore
 
 
 def top(
@@ -27,7 +28,6 @@ def top(
     from rich.live import Live
 
     from cluster.cli.display import UsageTable, header
-    from cluster.store import JobStore
     from cluster.supervisor import jobs
 
     record = JobStore().load(job)

@@ -10,22 +10,18 @@ from typing import Any
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError
-from cluster.images import Sent, engine
+from cluster.images import engine
 from cluster.spec.model import Node
 from cluster.transport import reach
+from cluster.transport.files import Report
 
 _CHUNK = 1 << 20
 #: A build of 6 GB takes minutes, or longer on a busy disk.
 _BUILD_TIMEOUT_S = 3600.0
 
 
-def make(node: Node, image: str, target: str, report: Sent) -> None:
-    """Send the image to the node and build the SIF file there, atomically.
-
-    Raises:
-        UsageError: this machine does not have the image.
-        LaunchError: the build failed.
-    """
+def make(node: Node, image: str, target: str, report: Report) -> None:
+    """Build the image's SIF file on the node, atomically. Raise UsageError if this machine lacks it, or LaunchError."""
     here = engine.local(image)
     config = json.loads(_run(here.program, "image", "inspect", "--format", "{{json .Config}}", image))
     words = [target, variables(config.get("Env") or []), runscript(config)]
@@ -41,7 +37,7 @@ def make(node: Node, image: str, target: str, report: Sent) -> None:
                 while chunk := export.stdout.read(_CHUNK):
                     there.stdin.write(chunk)
                     done += len(chunk)
-                    report(node.name, done, max(here.size, done))
+                    report(node.name, "sending", done, max(here.size, done))
                 if export.wait():
                     raise ClusterError(f"this machine: {here.program} export failed", f"{here.program} info")
             except OSError:  # the build ended; its error is reported below

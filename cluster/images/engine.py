@@ -25,13 +25,9 @@ HERE = Node("this machine", "")
 
 @dataclass(frozen=True)
 class Engine:
-    """Facts of an engine and of one image in it. Layers are diff ids, lowest first.
+    """Facts of an engine and of one image in it: `id` ("": not there), `size` in bytes, and `layers`.
 
-    Attributes:
-        id: the image's id, "" if the engine does not have the image.
-        size: the image's size in bytes.
-        layers: the image's layers.
-        held: the layers of every image in the engine.
+    `held` has the layers of every image in the engine. Layers are diff ids, lowest first.
     """
 
     program: str
