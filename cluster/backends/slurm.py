@@ -66,10 +66,7 @@ class SlurmBackend(Backend):
         done = self._reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        has: dict[str, list[str]] = {}
-        for line in done.out.splitlines():
-            word, _, text = line.partition(" ")
-            has.setdefault(word, []).append(text)
+        has = slurm.by_word(done.out)
         problems = [UsageError(*problem) for problem in slurm.problems(job, has, login.display_name)]
         preflight.refuse(problems, preflight.conflicts(plan, login, done.out.splitlines()))
 

@@ -28,28 +28,14 @@ def _job_names(incomplete: str) -> list[str]:
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
 ]
-InventoryFile = Annotated[
-    str,
-    option(
-        "--inventory",
-        "-i",
-        metavar="FILE",
-        help="The inventory; by default cluster.yaml in this folder, if it exists.",
-    ),
-]
+_INVENTORY = "The inventory; by default cluster.yaml in this folder, if it exists."
+InventoryFile = Annotated[str, option("--inventory", "-i", metavar="FILE", help=_INVENTORY)]
 Hostfile = Annotated[
-    str,
-    option(
-        "--hostfile",
-        metavar="FILE",
-        help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).",
-    ),
+    str, option(metavar="FILE", help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).")
 ]
-SshConfig = Annotated[
-    str, option("--ssh-config", metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")
-]
-EnvFile = Annotated[str, option("--env-file", help="A file of secrets, one NAME=VALUE per line.")]
-Logs = Annotated[Literal["master", "all"], typer.Option("--logs", help="Whose logs to show: master, all.")]
+SshConfig = Annotated[str, option(metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")]
+EnvFile = Annotated[str, option(help="A file of secrets, one NAME=VALUE per line.")]
+Logs = Annotated[Literal["master", "all"], typer.Option(help="Whose logs to show: master, all.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -60,17 +46,11 @@ class NodeOptions:
     inventory: InventoryFile = ""
     hosts: Annotated[
         str,
-        option(
-            "--hosts",
-            metavar="A,B",
-            help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config.",
-        ),
+        option(metavar="A,B", help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config."),
     ] = ""
     hostfile: Hostfile = ""
     ssh_config: SshConfig = ""
-    only: Annotated[
-        str, option("--only", metavar="A,B", help="Only these nodes of the inventory, by name or label.")
-    ] = ""
+    only: Annotated[str, option(metavar="A,B", help="Only these nodes of the inventory, by name or label.")] = ""
 
     def load(self, *, complete: bool = True, backend: str = "auto") -> Inventory | None:
         """Return the chosen inventory, or None if the options name none and there is no cluster.yaml.
@@ -97,14 +77,12 @@ class ArrayOptions:
     array: Annotated[
         str,
         option(
-            "--array",
             metavar="FILE",
             help="Slurm: one job per line of the file. The line's arguments follow those of the command line.",
         ),
     ] = ""
     array_limit: Annotated[
-        int,
-        typer.Option("--array-limit", metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time."),
+        int, typer.Option(metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time.")
     ] = 256
 
     def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], list[str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.agent import scripts
@@ -64,20 +65,11 @@ def examine(
     gpus: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Run all checks on all nodes and return the report. The nodes are not changed.
+    """Run all checks on the inventory's nodes, except those in `skip`, and return the report. No node is changed.
 
-    Args:
-        inventory: the nodes, or the login node of a Slurm cluster.
-        image: the container image to check; "" is the inventory's.
-        data: folders of this machine that must be the same on every node.
-        skip: names of checks to leave out.
-        jobs: ids of running jobs, whose containers and processes are not orphans.
-        nodes: Slurm: number of nodes that one short job checks.
-        gpus: Slurm: GPUs per node that the job requests if the device is cuda.
-        say: receives one line of progress per step.
-
-    Raises:
-        UsageError: `skip` has an unknown check, or a folder of `data` does not exist.
+    `data` are folders of this machine that must be the same on every node. Containers and processes of the running
+    `jobs` are not orphans. On Slurm one short job checks `nodes` nodes, with `gpus` GPUs each if the device is cuda.
+    `say` receives one line of progress per step. Raises UsageError for an unknown check or a missing folder.
     """
     start = time.monotonic()
     order = slurm.ORDER if inventory.backend == "slurm" else ORDER
@@ -119,8 +111,7 @@ def _examine_machines(
         return findings
     failed = dict.fromkeys(f.node for f in findings if f.level == "failure" and f.check in _NEEDED_FOR_LINK)
     if failed:
-        why = "not measured because of the failures above"
-        fix = "fix them first, then: clusterctl doctor"
+        why, fix = "not measured because of the failures above", "fix them first, then: clusterctl doctor"
         return [*findings, Finding("link", " ".join(failed), "warning", why, fix)]
     say("measuring the link (torch starts on every node)")
     return findings + link.measure(seen)
@@ -128,6 +119,10 @@ def _examine_machines(
 
 def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
     addresses = list(dict.fromkeys(node.address for node in inventory.nodes if node.address))
+    image_id = ""
+    with suppress(ClusterError):  # this machine may have no docker
+        here = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
+        image_id = "" if here.code else here.out.strip()
     findings, facts, clock_s = [], {}, {}
     for name, result in each(inventory.nodes, lambda node: _probe(node, image, addresses)).items():
         if isinstance(result, ClusterError):
@@ -140,7 +135,7 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
         nodes=tuple(node for node in inventory.nodes if node.name in facts),
         facts=facts,
         image=image,
-        image_id=_local_image_id(image),
+        image_id=image_id,
         device=inventory.device,
         clock_s=clock_s,
         jobs=jobs,
@@ -161,11 +156,3 @@ def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, flo
     remote = reach(node).run(["date", "+%s.%N"]).out
     after = time.time()
     return facts, float(remote) - (before + after) / 2
-
-
-def _local_image_id(image: str) -> str:
-    try:
-        found = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
-    except ClusterError:
-        return ""
-    return found.out.strip() if found.code == 0 else ""

@@ -50,11 +50,9 @@ def judge(seen: NodeFacts, outputs: Mapping[str, str | ClusterError], backend: s
     """Return the findings from the output or the error of every node's process."""
     failures = []
     for node in seen.nodes:
-        output = outputs[node.name]
-        if isinstance(output, ClusterError):
+        if isinstance(output := outputs[node.name], ClusterError):
             why = output.message.removeprefix(f"{node.name}: ")
-            command = typed_on(node, None, "iptables -S", root=True)
-            fix = f"open every port between the nodes; see: {command}"
+            fix = f"open every port between the nodes; see: {typed_on(node, None, 'iptables -S', root=True)}"
             failures.append(Finding("link", node.name, "failure", why, fix))
     if failures:
         return failures

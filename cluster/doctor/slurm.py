@@ -29,18 +29,9 @@ _ADMINISTRATOR = "ask the administrator: "
 
 
 def examine(
-    inventory: Inventory,
-    *,
-    image: str,
-    data: Sequence[str],
-    nodes: int,
-    gpus: int,
-    say: Callable[[str], None],
+    inventory: Inventory, *, image: str, data: Sequence[str], nodes: int, gpus: int, say: Callable[[str], None]
 ) -> list[Finding]:
-    """Return the findings of the login node, then of `nodes` nodes in one Slurm job.
-
-    The job writes small files to run_dir and data_dir and removes them.
-    """
+    """Return the findings of the login node, then of `nodes` nodes in one job, which writes and removes small files."""
     name = inventory.nodes[0].name
     say("probing the login node")
     try:
@@ -48,7 +39,10 @@ def examine(
         login = discovery.inspect(replace(inventory, device="any"))[name].node
         queue = Queue(login, inventory.options)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
-        request = _check_request(login, job)
+        # The folder "." exists, so the script creates none.
+        words = [image if RUNTIMES[login.runtime].image_is_file else "", ".", "", ""]
+        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=TIMEOUT_S)
+        request = judge_request(job, slurm.by_word(done.out))
     except ClusterError as error:
         check = "login" if isinstance(error, UnreachableError) else "request"
         why = error.message.removeprefix(f"{name}: ")
@@ -67,17 +61,6 @@ def examine(
     return found + judge_nodes(job, facts, messages)
 
 
-def _check_request(login: Node, job: Job) -> list[Finding]:
-    # The folder "." exists, so the script creates none.
-    image = job.image if RUNTIMES[login.runtime].image_is_file else ""
-    done = reach(login).run(scripts.command("slurm_check", image, ".", "", ""), timeout_s=TIMEOUT_S)
-    site: dict[str, list[str]] = {}
-    for line in done.out.splitlines():
-        word, _, rest = line.partition(" ")
-        site.setdefault(word, []).append(rest)
-    return judge_request(job, site)
-
-
 def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Check that the site can serve the job; `site` is the output of `slurm_check.sh` by each line's first word."""
     assert job.queue is not None
@@ -87,9 +70,8 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_from}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
     if wrong:
-        return [
-            Finding("request", name, "failure", why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong
-        ]
+        wrong = [(why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong]
+        return [Finding("request", name, "failure", *problem) for problem in wrong]
     gpus = f" with {job.procs_per_node} GPUs" if job.device == "cuda" else ""
     return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
 
@@ -120,10 +102,7 @@ def srun(job: Job) -> list[str]:
 
 
 def parse_job_output(text: str) -> tuple[dict[int, Facts], list[str]]:
-    """Return the facts of each node by rank, and the lines of srun, from the output of `slurm_job.sh`.
-
-    Each line of a node starts with its rank (srun --label).
-    """
+    """Return the facts of each node by rank, and the lines of srun; a node's lines start with its rank (--label)."""
     lines: dict[int, list[str]] = {}
     messages = []
     for line in text.splitlines():

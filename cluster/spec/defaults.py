@@ -78,6 +78,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     env, secrets = _environment(request.env)
     restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
     stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
+    run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
     # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
     shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
     new = Job(
@@ -85,7 +86,8 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         command=command,
         nodes=most,
         procs_per_node=request.gpus,
-        run_root=_run_root(request.run_root or (queue.login.run_dir if queue and not elsewhere else ""), here.cwd),
+        # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
+        run_root=run_root if run_root.startswith("./") else _absolute(run_root or "runs", here.cwd),
         device=device,
         image=_image(request, backend, inventory, queue),
         user=here.user if backend == "compose" else "",
@@ -144,10 +146,8 @@ def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> No
 
 def _queue(request: Request, inventory: Inventory | None) -> Queue:
     """Return the inventory's Slurm cluster with the typed options; by default this machine is its login node."""
-    if inventory is not None:
-        login = inventory.nodes[0]
-    else:
-        login = Node("login", "", runtime="apptainer" if request.image else "none")
+    here = Node("login", "", runtime="apptainer" if request.image else "none")
+    login = inventory.nodes[0] if inventory else here
     if request.run_root and not login.login:
         login = replace(login, run_dir="")
     return Queue(login, request.for_sbatch(inventory.options if inventory else {}))
@@ -201,15 +201,20 @@ def _hosts(
 
 def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[list[str], list[str]]:
     """Return the trainer's arguments with absolute paths of files, and the folders to mount for them."""
+    words: list[str] = []
+    for word in request.arguments:  # `--data=x` is two words
+        option, mark, value = word.partition("=")
+        words += [option, value] if mark and option in _FILE_OPTIONS else [word]
     arguments: list[str] = []
     folders = []
-    for argument in _split(request.arguments):
+    for argument in words:
         path = _absolute(argument, here.cwd)
+        is_mounted = any(f"{argument}/".startswith(f"{each.target}/") for each in mounts)
         folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             folders.append(path if here.is_folder(path) else str(PurePosixPath(path).parent))
             argument = path
-        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
+        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not is_mounted:
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
         arguments.append(argument)
     return arguments, folders
@@ -249,20 +254,15 @@ def _command(text: str, arguments: Sequence[str]) -> tuple[str, ...]:
 
 def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the variables of `NAME=VALUE` texts, and the names of the secrets, which are given without a value."""
-    values: dict[str, str] = {}
-    secrets = []
-    for text in given:
-        name, mark, value = text.partition("=")
+    pairs = [text.partition("=") for text in given]
+    for name, _, _ in pairs:
         if not re.fullmatch(ENV_NAME, name):
             raise UsageError(
                 f"--env {name!r}: not the name of a variable",
                 "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown",
             )
-        if mark:
-            values[name] = value
-        else:
-            secrets.append(name)
-    return values, tuple(dict.fromkeys(secrets))
+    secrets = dict.fromkeys(name for name, mark, _ in pairs if not mark)
+    return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
 
 
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
@@ -328,19 +328,6 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     return fewest, most
 
 
-def _split(arguments: Sequence[str]) -> list[str]:
-    """Split `--data=x` into two words, for options that name files."""
-    words: list[str] = []
-    for argument in arguments:
-        option, mark, value = argument.partition("=")
-        words += [option, value] if mark and option in _FILE_OPTIONS else [argument]
-    return words
-
-
-def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
-    return any(path == mount.target or path.startswith(f"{mount.target}/") for mount in mounts)
-
-
 def _port(text: str) -> int:
     if text == "auto":
         return 0
@@ -359,11 +346,6 @@ def mount(text: str, cwd: str) -> Mount:
     if not target.startswith("/"):
         raise UsageError(f"--mount {text!r}: the target must be an absolute path", "for example: --mount ./data:/data")
     return Mount(source, target, read_only=rest[1:] != ["rw"])
-
-
-def _run_root(given: str, cwd: str) -> str:
-    # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
-    return given if given.startswith("./") else _absolute(given or "runs", cwd)
 
 
 def _absolute(path: str, cwd: str) -> str:

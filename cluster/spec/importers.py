@@ -83,7 +83,7 @@ class Imported:
         elif "$" in value or name in _FLAGS or name in _SET_PER_NODE:
             pass
         elif name == "nnodes":
-            self.keys.setdefault("nodes", int(value) if value.isdecimal() else value)
+            self.keys.setdefault("nodes", _number(value))
         elif name == "nproc-per-node" and value.isdecimal():
             self.keys["gpus"] = int(value)
         elif name == "max-restarts":
@@ -119,7 +119,7 @@ class Imported:
     def sbatch(self, name: str, value: str) -> None:
         """Take over an option of sbatch."""
         if name == "nodes":
-            self.keys["nodes"] = int(value) if value.isdecimal() else value.replace("-", ":")
+            self.keys["nodes"] = _number(value.replace("-", ":"))
         elif name == "job-name":
             self.keys["name"] = _name(value)
         elif name in ("gpus-per-node", "gres") and (count := re.search(r"(?:^|:)(\d+)$", value)):
@@ -138,8 +138,7 @@ class Imported:
 def read(text: str, path: str) -> Imported:
     """Return the keys of a SkyPilot task (`*.yaml`), of a batch script, or of a shell script with torchrun.
 
-    Raises:
-        UsageError: The file has no torchrun command, or is malformed.
+    Raises UsageError if the file has no torchrun command, or is malformed.
     """
     if path.endswith((".yaml", ".yml")):
         return _task(schema.Source(text, path).data, path)
@@ -170,13 +169,11 @@ def _task(task: Any, path: str) -> Imported:
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
         raise UsageError(f"{path}: not a SkyPilot task: no key `run`", "a job file needs no import: clusterctl launch")
     made = Imported()
-    if isinstance(task.get("name"), str):
-        made.keys["name"] = _name(task["name"])
-    for name in ("workdir", "setup"):
-        if isinstance(task.get(name), str):
-            made.keys[name] = task[name].strip()
+    for name in ("name", "workdir", "setup"):
+        if isinstance(value := task.get(name), str):
+            made.keys[name] = _name(value) if name == "name" else value.strip()
     if task.get("num_nodes"):
-        made.keys["nodes"] = int(task["num_nodes"]) if str(task["num_nodes"]).isdecimal() else task["num_nodes"]
+        made.keys["nodes"] = _number(task["num_nodes"])
     for key in ("envs", "secrets"):
         for name, value in (task.get(key) or {}).items():
             if value is None or key == "secrets":
@@ -196,6 +193,10 @@ def _task(task: Any, path: str) -> Imported:
     made.notes += [f"{name}: {value}" for name, value in task.items() if name not in known]
     made.shell(task["run"], f"{path}: run")
     return made
+
+
+def _number(value: Any) -> Any:
+    return int(value) if str(value).isdecimal() else value
 
 
 def _name(text: str) -> str:
