@@ -25,6 +25,11 @@ def command(name: str, *words: str) -> list[str]:
     return ["bash", "-c", text("agent/common.sh", f"agent/{name}.sh"), name, *words]
 
 
+def bash(name: str, *words: str) -> list[str]:
+    """Return the command that runs the script `name`, relative to the package `cluster`, with these arguments."""
+    return ["bash", "-c", text(name), name, *words]
+
+
 def digest(name: str) -> str:
     """Return the first 12 hex digits of a file's SHA-256."""
     return hashlib.sha256(text(name).encode()).hexdigest()[:12]

@@ -50,12 +50,9 @@ class ComposeBackend(Backend):
         """Raise UsageError without an engine, compose or the image, and NameTakenError for a job of this name."""
         if problem := self.problem():
             raise UsageError(*problem)
-        found = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image)
-        if found.code:
-            raise UsageError(
-                f"this machine: no image {plan.image}",
-                "make image, in a clone of the repository; or name another: --image NAME",
-            )
+        if self._docker("image", "inspect", "--format", "{{.Id}}", plan.image).code:
+            hint = "make image, in a clone of the repository; or name another: --image NAME"
+            raise UsageError(f"this machine: no image {plan.image}", hint)
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
@@ -73,14 +70,12 @@ class ComposeBackend(Backend):
         up = self._shell.run(argv, stdin=text, timeout_s=300)
         if up.code:
             self.cancel(plan, grace_s=0)
-            raise LaunchError(
-                f"this machine: docker compose up: {up.last_line}",
-                "print the compose file: the same command with plan instead of launch",
-            )
+            hint = "print the compose file: the same command with plan instead of launch"
+            raise LaunchError(f"this machine: docker compose up: {up.last_line}", hint)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the agents' status files and `docker inspect`; without a container a node is lost."""
-        names = [_container(plan.job_id, node.name) for node in plan.nodes]
+        names = [f"{plan.job_id}-{node.name}" for node in plan.nodes]
         found = self._docker("inspect", "--type", "container", *names)
         if found.code and "no such container" not in found.err.lower():
             raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
@@ -89,24 +84,19 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Run `docker compose down`."""
-        self._shell.run(
-            ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"],
-            timeout_s=grace_s + 60,
-        )
+        down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"]
+        self._shell.run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
-            raise ClusterError(
-                f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}",
-                f"docker rm -f {' '.join(left)}",
-            )
+            hint = f"docker rm -f {' '.join(left)}"
+            raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
         """Return `docker exec`."""
         status = next(each for each in self.observe(record.plan) if each.node == node.name)
         if status.phase in ("exited", "lost"):
             raise UsageError(f"{node.name}: its ranks have ended")
-        options = ["--interactive", *(["--tty"] if tty else [])]
-        container = _container(record.plan.job_id, node.name)
-        return node, ["docker", "exec", *options, container, *script.in_setup(record.job, argv)]
+        words = ["docker", "exec", "--interactive", *(["--tty"] if tty else []), f"{record.plan.job_id}-{node.name}"]
+        return node, [*words, *script.in_setup(record.job, argv)]
 
     def problem(self) -> tuple[str, str] | None:
         """Return why there is no engine with compose on this machine, as (message, hint), or None."""
@@ -137,14 +127,11 @@ class ComposeBackend(Backend):
 
 
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
-    """Return the compose file: the settings that all nodes share, then one service per node.
-
-    `agent` is the path of the agent on this machine.
-    """
+    """Return the compose file: what all nodes share, then one service per node; `agent` is a path of this machine."""
     command = [_escaped(word) for word in script.command(job, AGENT)]
     services = ""
     for rank, node in enumerate(nodes):
-        own: dict[str, Any] = {"container_name": _container(job.name, node.name), "hostname": node.name}
+        own: dict[str, Any] = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
         if job.device != "cpu" and node.gpus:
             own |= gpu_reservation(node)
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
@@ -185,14 +172,10 @@ def gpu_reservation(node: Node) -> dict[str, Any]:
 def _node(job: Job) -> dict[str, Any]:
     """Return the keys that all services share."""
     service: dict[str, Any] = {"image": job.image}
-    if job.build:
-        service["build"] = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
-    else:
-        service["pull_policy"] = "never"
-    if job.user:
-        service["user"] = job.user
-    if job.workdir:
-        service["working_dir"] = _escaped(job.workdir)
+    build = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
+    service |= {"build": build} if job.build else {"pull_policy": "never"}
+    service |= {"user": job.user} if job.user else {}
+    service |= {"working_dir": _escaped(job.workdir)} if job.workdir else {}
     return service | {
         "configs": [{"source": "agent", "target": AGENT}],
         "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
@@ -221,22 +204,13 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
 
 def _volume(mount: Mount) -> dict[str, Any]:
     # The long form: a path may contain ':', and a missing source is an error, not a new folder of root.
-    volume: dict[str, Any] = {
-        "type": "bind",
-        "source": _escaped(mount.source),
-        "target": _escaped(mount.target),
-    }
-    if mount.read_only:
-        volume["read_only"] = True
-    return volume | {"bind": {"create_host_path": False}}
+    ends = {"source": _escaped(mount.source), "target": _escaped(mount.target)}
+    read_only = {"read_only": True} if mount.read_only else {}
+    return {"type": "bind", **ends, **read_only, "bind": {"create_host_path": False}}
 
 
 def _escaped(text: str) -> str:
     return text.replace("$", "$$")
-
-
-def _container(job_id: str, node: str) -> str:
-    return f"{job_id}-{node}"
 
 
 def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:

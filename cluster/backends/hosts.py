@@ -45,8 +45,8 @@ class HostsBackend(Backend):
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on every node. Raises UsageError, NameTakenError or PortTakenError."""
-        reports = parallel.all_of(machines(plan), lambda node: self._preflight(plan, node))
         nodes = machines(plan)
+        reports = parallel.all_of(nodes, lambda node: self._preflight(plan, node))
         problems = [problem for node in nodes for problem in preflight.problems(plan, node, reports[node.name])]
         problems += preflight.different(plan, reports).values()
         conflicts = [conflict for node in nodes for conflict in preflight.conflicts(plan, node, reports[node.name])]
@@ -84,17 +84,11 @@ class HostsBackend(Backend):
             raise failed[0]
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
-        """Return statuses from the agents' status files and the scripts' exit codes; silent machines are lost.
-
-        Append to the local copies of the logs: they outlive a lost machine.
-        """
+        """Return statuses from the agents' files and the scripts' exit codes. Append to copies of the logs."""
         return self._monitor.statuses(plan)
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
-        """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; stop and remove its containers.
-
-        Tries every machine. Raises ClusterError for processes that still run, UnreachableError for silent machines.
-        """
+        """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""
 
         def stop(machine: Node) -> None:
             engine = RUNTIMES[machine.runtime].engine
@@ -125,9 +119,8 @@ class HostsBackend(Backend):
         timeout_s = self._monitor.timeout_s(plan, node, 30)
         done = self._reach(node).run(scripts.command("check", *words), timeout_s=timeout_s)
         if done.code:
-            raise UnreachableError(
-                f"{node.display_name}: {done.last_line}", "the machine needs bash and a POSIX userland"
-            )
+            hint = "the machine needs bash and a POSIX userland"
+            raise UnreachableError(f"{node.display_name}: {done.last_line}", hint)
         return done.out.splitlines()
 
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:

@@ -53,10 +53,7 @@ NodeStatuses = dict[str, NodeStatus]
 
 
 class AwakeTime:
-    """Seconds in which the launcher was not suspended, from readings of two clocks.
-
-    The monotonic clock may stop during a suspension. The wall clock may be set back.
-    """
+    """Seconds in which the launcher was not suspended, from two clocks: one may stop, the other may be set back."""
 
     def __init__(self, monotonic: float, wall: float) -> None:
         self.seconds = 0.0
@@ -263,14 +260,9 @@ def poll(
 
 
 def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why: str = "") -> NodeStatus:
-    """Return a node's status.
+    """Return a node's status from the agent's status file, the state of the node's script, and why that has ended.
 
-    Args:
-        name: The node's name.
-        agent: The agent's status file.
-        now: The clock of the node's machine, for the age of the heartbeat.
-        state: The state of the node's script: `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
-        why: Why the script ended, if the machine knows.
+    `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`. `now` is the clock of the node's machine.
     """
     word, _, rest = state.partition(" ")
     if agent.get("phase") == "exited":
@@ -299,10 +291,9 @@ def stop(shell: Shell, machine: Node, job_id: str, grace_s: float, engines: Sequ
     """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
     done = shell.run(scripts.command("stop", job_id, str(int(grace_s)), *engines), timeout_s=timeout_s)
     if done.out:
-        raise ClusterError(
-            f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL",
-            "check the engine with clusterctl doctor, or kill them as root there",
-        )
+        why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
+        hint = "check the engine with clusterctl doctor, or kill them as root there"
+        raise ClusterError(why, hint)
 
 
 def collect(plan: Plan) -> list[str]:

@@ -19,10 +19,7 @@ def attempt_dir(plan: Plan, node: Node) -> str:
 
 
 def step(job: Job, plan: Plan, rank: int, nodes_on_host: int, mounts: Sequence[Mount]) -> Step:
-    """Return the step that runs the script of a node with a known rank. `mounts` are the job's, with the node's paths.
-
-    `job.env` does not override the contract's variables.
-    """
+    """Return the step that runs a node's script; `mounts` have the node's paths. `job.env` overrides none of ours."""
     node = plan.nodes[rank]
     values = {
         **job.env,
@@ -61,10 +58,7 @@ def needs(node: Node, mounts: Sequence[Mount]) -> tuple[str, ...]:
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the input of agent/start.sh and slurm_submit.sh: the secrets, the agent and the step's script as one text.
-
-    The words are the numbers of lines of the first two.
-    """
+    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the first two."""
     (text,) = step.files.values()
     exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
     agent = scripts.text("agent/agent.py")

@@ -34,10 +34,7 @@ def follow(
     notes: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> tuple[Follower, str]:
-    """Print the job's header, and follow the job on the terminal over its restarts.
-
-    Ctrl-C exits. With `stop_on_interrupt` it stops the job before that.
-    """
+    """Print the job's header, and follow it over its restarts. Ctrl-C exits; with `stop_on_interrupt` it stops it."""
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import jobs, supervisor
 

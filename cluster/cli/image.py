@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
@@ -108,8 +109,7 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
 def sif(
     target: Annotated[
-        str,
-        argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir."),
+        str, argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir.")
     ] = "",
     image: Annotated[
         str, option("--image", help="A Docker image of this machine; by default that of `make image`.")
@@ -153,8 +153,6 @@ def push_to(nodes: Sequence[Node], image: str, out: Console) -> None:
 
 
 def _push(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
-    from rich.filesize import decimal
-
     from cluster import images
 
     with progress(out) as report:

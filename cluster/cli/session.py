@@ -50,8 +50,7 @@ def exec_(
 
 
 def shell(
-    job: options.JobName,
-    node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0",
+    job: options.JobName, node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0"
 ) -> None:
     """Open a shell in the container of a node of a running job.
 
@@ -109,9 +108,8 @@ def port_forward(
     local, _, remote = ports.rpartition(":")
     here, there = (int(text) if text.isdigit() else 0 for text in (local or remote, remote))
     if not (0 < here < 65536 and 0 < there < 65536):
-        raise UsageError(
-            f"{ports}: expected LOCAL:REMOTE or one port", f"for example: clusterctl port-forward {job} 6006"
-        )
+        hint = f"for example: clusterctl port-forward {job} 6006"
+        raise UsageError(f"{ports}: expected LOCAL:REMOTE or one port", hint)
     record, machine = _target(job, node)
     _forward(record, machine, here, there, f"http://localhost:{{}} is port {remote} of {machine.name}")
 

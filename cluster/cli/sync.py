@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from cluster.cli.follow import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
@@ -77,8 +78,6 @@ def sync(
 
 
 def _line(done: Synced) -> str:
-    from rich.filesize import decimal
-
     took = f"{done.seconds:.1f} s"
     removed = f", {done.removed} removed" if done.removed else ""
     if done.how == "common":

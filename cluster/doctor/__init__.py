@@ -1,7 +1,4 @@
-"""Diagnosis of the nodes before a launch: probes each node, tests connections, measures the link, reports findings.
-
-`probe.sh` collects the facts of a node. The functions of CHECKS are pure and turn facts into verdicts.
-"""
+"""Diagnosis of the nodes before a launch: `probe.sh` collects facts, and the pure functions of CHECKS judge them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.agent import scripts
-from cluster.doctor import engine, link, machine, network, slurm
+from cluster.doctor import engine, machine, network, slurm
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, exit_code, judge, parse
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
@@ -114,7 +111,7 @@ def _examine_machines(
         why, fix = "not measured because of the failures above", "fix them first, then: clusterctl doctor"
         return [*findings, Finding("link", " ".join(failed), "warning", why, fix)]
     say("measuring the link (torch starts on every node)")
-    return findings + link.measure(seen)
+    return findings + network.measure_link(seen)
 
 
 def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
@@ -145,12 +142,11 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
 def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
     words = [*engine.probe_words(node, image), *addresses]
-    done = reach(node).run(["bash", "-c", scripts.text("doctor/probe.sh"), "probe", *words], timeout_s=TIMEOUT_S)
+    done = reach(node).run(scripts.bash("doctor/probe.sh", *words), timeout_s=TIMEOUT_S)
     facts = parse(done.out)
     if "end" not in facts.every("probe"):
-        raise UnreachableError(
-            f"{node.name}: commands do not run there: {done.last_line}", f'ssh {node.login} "bash --version"'
-        )
+        hint = f'ssh {node.login} "bash --version"'
+        raise UnreachableError(f"{node.name}: commands do not run there: {done.last_line}", hint)
     # A short command on the open connection limits the error to half its round trip.
     before = time.time()
     remote = reach(node).run(["date", "+%s.%N"]).out

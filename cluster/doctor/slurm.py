@@ -1,8 +1,4 @@
-"""Diagnosis of a Slurm cluster: its login node, then the nodes of one short job.
-
-The scripts `slurm_job.sh`, `slurm_node.sh` and `probe.sh` print the facts. The functions of CHECKS are pure and turn
-facts into verdicts.
-"""
+"""Diagnosis of a Slurm cluster: its login node, then the nodes of one short job. The functions of CHECKS are pure."""
 
 from __future__ import annotations
 
@@ -83,7 +79,7 @@ def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
     on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
     words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
     words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    with reach(login).stream(["bash", "-c", scripts.text("doctor/slurm_job.sh"), "job", *words]) as running:
+    with reach(login).stream(scripts.bash("doctor/slurm_job.sh", *words)) as running:
         output = running.stdout.read()
         running.stdin.close()
         running.wait(30)

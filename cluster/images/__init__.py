@@ -222,8 +222,7 @@ def send(node: Node, folder: str, blobs: Sequence[Blob], report: Report) -> int:
     for blob in blobs:
         blob.made.result()
         run = Rsync(node, ["--", str(blob.file), f"{at(node)}{folder}/"], sent=sent)
-        run()
-        run.refuse_failure(f"{node.name}: {folder} cannot be written", f"this machine: {blob.file} cannot be read")
+        run(f"{node.name}: {folder} cannot be written", f"this machine: {blob.file} cannot be read")
         moved += run.moved
         before += blob.size
     return moved
@@ -233,16 +232,13 @@ def _inspect(node: Node, image: str, here: Engine) -> Engine:
     """Return the facts of the node's engine. Raise ClusterError if it cannot take the image."""
     there = engine.inspect(node, image)
     if there.platform != here.platform:
-        raise UsageError(
-            f"{node.name}: the image is for {here.platform}, the machine is {there.platform}",
-            "build the image on a machine of that architecture, and push it from there",
-        )
+        hint = "build the image on a machine of that architecture, and push it from there"
+        raise UsageError(f"{node.name}: the image is for {here.platform}, the machine is {there.platform}", hint)
     if there.containerd != here.containerd:
         where = "there, but not here" if there.containerd else "here, but not there"
-        raise UsageError(
-            f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids",
-            'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json',
-        )
+        why = f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids"
+        hint = 'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json'
+        raise UsageError(why, hint)
     return there
 
 

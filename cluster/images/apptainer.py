@@ -29,7 +29,7 @@ def make(node: Node, image: str, target: str, report: Report) -> None:
     try:
         with (
             subprocess.Popen([here.program, "export", container], stdout=subprocess.PIPE) as export,
-            reach(node).stream(["bash", "-c", scripts.text("images/sif.sh"), "sif", *words]) as there,
+            reach(node).stream(scripts.bash("images/sif.sh", *words)) as there,
         ):
             assert export.stdout is not None
             done = 0

@@ -15,7 +15,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import ARCHITECTURES
 from cluster.spec.model import Node
 from cluster.transport import reach
-from cluster.transport.rsync import reason
+from cluster.transport.rsync import no_rsync, reason
 
 #: Exit code of engine.sh on a machine without rsync.
 _NO_RSYNC = 4
@@ -43,10 +43,7 @@ class Engine:
 
     @property
     def takes_layers(self) -> bool:
-        """Whether single layers can be read from the engine, and it loads an archive that lacks layers it has.
-
-        Podman, containerd's store and other storage drivers do not.
-        """
+        """Whether single layers can be read from the engine, and loaded: not with Podman or other storage drivers."""
         return self.driver == "overlay2" and not self.containerd
 
     @property
@@ -97,7 +94,7 @@ def make_folder(node: Node) -> str:
     """Create the node's folder for the files of a push, and return it. Raise ClusterError."""
     answer = reach(node).run(_script("folder", node, ""))
     if answer.code == _NO_RSYNC:
-        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
+        raise no_rsync(node.name)
     if answer.code:
         why = f"{node.name}: ~/.cache/clusterctl cannot be written: {reason(answer.err)}"
         raise LaunchError(why, f"on {node.name}: ls -ld ~/.cache; df -h ~/.cache")
@@ -105,10 +102,7 @@ def make_folder(node: Node) -> str:
 
 
 def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
-    """Load an image from files in the node's folder and remove them. Return the id of the image with this name.
-
-    With `head` the files are layers. Without it the only file is the whole archive. Raise LaunchError on failure.
-    """
+    """Load an image from files (layers if there is a `head`), remove them, and return its id. Raise LaunchError."""
     names = ["", *files] if head else files
     done = reach(node).run(_script("load", node, image, *names), stdin=head, timeout_s=3600)
     if done.code:
@@ -129,16 +123,14 @@ def build(folder: str, image: str) -> None:
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    return ["bash", "-c", scripts.text("images/engine.sh"), "engine", operation, _program(node), image, *files]
+    return scripts.bash("images/engine.sh", operation, _program(node), image, *files)
 
 
 def _program(node: Node) -> str:
     """Return the node's runtime; with "" engine.sh chooses one."""
     if node.runtime == "none" and node is not HERE:
-        raise UsageError(
-            f"{node.name}: runtime: none, jobs run without an image",
-            "to use an image, in cluster.yaml: runtime: docker",
-        )
+        hint = "to use an image, in cluster.yaml: runtime: docker"
+        raise UsageError(f"{node.name}: runtime: none, jobs run without an image", hint)
     return "" if node.runtime == "none" else node.runtime
 
 

@@ -77,9 +77,7 @@ def candidates(found: Sequence[Address]) -> list[Address]:
 
 
 def choose(
-    found: Mapping[str, Sequence[Address]],
-    routes: Mapping[str, Mapping[str, Route]],
-    logins: Mapping[str, str],
+    found: Mapping[str, Sequence[Address]], routes: Mapping[str, Mapping[str, Route]], logins: Mapping[str, str]
 ) -> dict[str, Choice]:
     """Return for every node an address to which all other nodes have a route.
 
@@ -116,9 +114,8 @@ def choose(
         else:
             chosen[name] = Choice(Address("127.0.0.1", "lo"))
     if problems:
-        raise ClusterError(
-            "\n       ".join(problems), "check `ip address` and `ip route` there, or set `address` in cluster.yaml"
-        )
+        hint = "check `ip address` and `ip route` there, or set `address` in cluster.yaml"
+        raise ClusterError("\n       ".join(problems), hint)
     return chosen
 
 

@@ -137,9 +137,8 @@ def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> No
     for backends, options in supported:
         for option, value in options.items():
             if value and backend not in backends:
-                raise UsageError(
-                    f"{option}: --backend {backend} does not support it", f"omit it, or use --backend {backends[0]}"
-                )
+                hint = f"omit it, or use --backend {backends[0]}"
+                raise UsageError(f"{option}: --backend {backend} does not support it", hint)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
 
@@ -184,17 +183,14 @@ def _hosts(
     """Return the job's machines and its spares, the first ones of the inventory, each with the GPUs that it uses."""
     if len(inventory.nodes) < nodes + request.spares:
         known = ", ".join(node.name for node in inventory.nodes)
-        raise UsageError(
-            f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}",
-            "use fewer --nodes, or add machines to the inventory: clusterctl init",
-        )
+        why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
+        hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
+        raise UsageError(why, hint)
     hosts = []
     for node in inventory.nodes[: nodes + request.spares]:
         if (device == "cuda" or node.gpus) and len(node.gpus) < request.gpus:
-            raise UsageError(
-                f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})",
-                "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)",
-            )
+            hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
+            raise UsageError(f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})", hint)
         hosts.append(replace(node, gpus=node.gpus[: request.gpus]))
     return tuple(hosts[:nodes]), tuple(hosts[nodes:])
 
@@ -257,10 +253,8 @@ def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
     pairs = [text.partition("=") for text in given]
     for name, _, _ in pairs:
         if not re.fullmatch(ENV_NAME, name):
-            raise UsageError(
-                f"--env {name!r}: not the name of a variable",
-                "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown",
-            )
+            hint = "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown"
+            raise UsageError(f"--env {name!r}: not the name of a variable", hint)
     secrets = dict.fromkeys(name for name, mark, _ in pairs if not mark)
     return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
 
@@ -275,10 +269,8 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
     if queue.login.runtime == "none":
         return ""
     if not image:
-        raise UsageError(
-            f"no image: {queue.login.runtime} has no default image",
-            f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml",
-        )
+        hint = f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml"
+        raise UsageError(f"no image: {queue.login.runtime} has no default image", hint)
     return image
 
 

@@ -94,10 +94,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def read(text: str, path: str) -> dict[str, Any]:
-    """Return the values of a job file by the parameter of their option; only those that the file has.
-
-    Raises one UsageError with every invalid key; `path` is the file's name for errors.
-    """
+    """Return the values of a job file by their option's parameter. Raises one UsageError with all invalid keys."""
     source = schema.Source(text, path)
     file = schema.validate(JobFile, source, "for example: command: train.py --lr 0.1")
     if file.command and file.args:

@@ -135,10 +135,8 @@ class Job:
     def __post_init__(self) -> None:
         """Raise UsageError if a field is invalid for every backend."""
         if not NAME.fullmatch(self.name):
-            raise UsageError(
-                f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most",
-                "for example: --name digits-2",
-            )
+            hint = "for example: --name digits-2"
+            raise UsageError(f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most", hint)
         if not self.command:
             raise UsageError("--command: it is empty", "for example: --command 'train.py --lr 0.1'")
         for option, value, least in (
@@ -178,10 +176,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All files and commands of one attempt of a job; equal jobs have equal plans.
-
-    `workdir` is the folder of this machine of which each node gets a copy ("": none).
-    """
+    """All files and commands of an attempt; equal jobs have equal plans. Each node gets a copy of `workdir`."""
 
     job_id: str
     attempt: int

@@ -1,7 +1,4 @@
-"""cluster.yaml: pydantic models of its keys, reading and writing; the checks of YAML that job.yaml shares.
-
-Every error names the file, the line and the key.
-"""
+"""cluster.yaml: pydantic models, reading, writing; YAML checks that job.yaml shares. Errors name file, line and key."""
 
 from __future__ import annotations
 
@@ -61,10 +58,9 @@ def _address(text: str) -> str:
     try:
         number = ipaddress.ip_address(text)
     except ValueError:
-        raise UsageError(
-            f"{text!r} is not an IP address; a name may resolve differently on other machines",
-            "list addresses there with: ip address; or omit the key, and clusterctl chooses one",
-        ) from None
+        why = f"{text!r} is not an IP address; a name may resolve differently on other machines"
+        hint = "list addresses there with: ip address; or omit the key, and clusterctl chooses one"
+        raise UsageError(why, hint) from None
     if number.is_unspecified or number.is_multicast or (number.version == 6 and number.is_link_local):
         hint = "use the machine's own address, for example 10.0.0.5"
         raise UsageError(f"no other machine can connect to {text}", hint)

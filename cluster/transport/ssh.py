@@ -24,8 +24,9 @@ import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
+from cluster.transport import openssh
 from cluster.transport.local import Completed
-from cluster.transport.openssh import BEGIN, destination, port_of, remote_line
+from cluster.transport.openssh import BEGIN, destination, remote_line
 
 CONNECT_TIMEOUT_S = 8.0
 #: How long to wait for the end of a closed connection's thread.
@@ -136,10 +137,8 @@ class SshShell:
         has_mark, out = _after_mark(out)
         done = Completed(code, out.decode(errors="replace"), _after_mark(errors)[1].decode(errors="replace"))
         if not has_mark:
-            raise UnreachableError(
-                f"{self.name}: its login shell does not run commands: {done.last_line}",
-                f'try by hand: {self._by_hand()} "bash --version"',
-            )
+            hint = f'try by hand: {self._by_hand()} "bash --version"'
+            raise UnreachableError(f"{self.name}: its login shell does not run commands: {done.last_line}", hint)
         return done
 
     @contextmanager
@@ -206,13 +205,11 @@ class SshShell:
         try:
             connection = _connection(self._login, self._config_file, timeout_s)
         except FileNotFoundError:
-            raise UnreachableError(
-                "this machine: ssh is not installed", "sudo apt-get install openssh-client"
-            ) from None
+            hint = "sudo apt-get install openssh-client"
+            raise UnreachableError("this machine: ssh is not installed", hint) from None
         except (ValueError, OSError, subprocess.TimeoutExpired) as error:
-            raise UnreachableError(
-                f"{self.name}: ssh configuration: {error}", f"check it: {self._by_hand('-G')}"
-            ) from error
+            hint = f"check it: {self._by_hand('-G')}"
+            raise UnreachableError(f"{self.name}: ssh configuration: {error}", hint) from error
         try:
             _log_in(connection, timeout_s)
         except (OSError, EOFError, paramiko.SSHException) as error:
@@ -224,9 +221,8 @@ class SshShell:
 
     def _by_hand(self, *options: str) -> str:
         """Return the command that logs in by hand, also through the jump hosts of the ssh_config."""
-        file = ["-F", self._config_file] if self._config_file else []
-        port = ["-p", port_of(self._login)] if port_of(self._login) else []
-        return shlex.join(["ssh", *file, *port, *options, destination(self._login)])
+        chosen = openssh.options(self._login, self._config_file)
+        return shlex.join(["ssh", *chosen, *options, destination(self._login)])
 
 
 def _explain(error: Exception, connection: Connection, command: str) -> tuple[str, str]:
@@ -274,16 +270,12 @@ def _log_in(connection: Connection, timeout_s: float) -> None:
         except (OSError, EOFError, paramiko.SSHException) as error:
             now = time.monotonic()
             # Retry only if sshd closed the connection at once, as above MaxStartups; not after a timeout.
-            if not _hung_up(error) or now - began >= timeout_s or now + pause_s > until:
+            is_refused = isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
+            if not is_refused or now - began >= timeout_s or now + pause_s > until:
                 raise
         # Spread the retries of many threads.
         time.sleep(pause_s * random.uniform(0.5, 1))
         pause_s = min(2 * pause_s, 1.0)
-
-
-def _hung_up(error: BaseException) -> bool:
-    """Whether the peer closed the connection before its SSH banner."""
-    return isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
 
 
 def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
@@ -310,21 +302,13 @@ def _proxy_command(connection: Connection, config_file: str) -> str | None:
     if "proxyjump" not in connection.ssh_config:
         return cast("str | None", connection.ssh_config.get("proxycommand"))
     before, _, last = connection.ssh_config["proxyjump"].rpartition(",")
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
-    words += ["-F", str(Path(config_file).expanduser())] if config_file else []
-    words += ["-J", before] if before else []
-    words += ["-p", port_of(last)] if port_of(last) else []
+    words = [*openssh.WITHOUT_PROMPTS, *openssh.options(last, config_file), *(["-J", before] if before else [])]
     return shlex.join([*words, "-W", f"[{connection.host}]:{connection.port}", "--", destination(last)])
 
 
 def _options(login: str, config_file: str, timeout_s: float) -> paramiko.SSHConfig:
-    """Return the settings of a login from `ssh -G`, which evaluates Host, Match and Include.
-
-    Raises ValueError with ssh's message for an invalid file.
-    """
-    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
-    port = ["-p", port_of(login)] if port_of(login) else []
-    argv = ["ssh", "-TG", *file, *port, "--", destination(login)]
+    """Return a login's settings from `ssh -G`, which evaluates Host, Match and Include. Raises ValueError."""
+    argv = ["ssh", "-TG", *openssh.options(login, config_file), "--", destination(login)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
     if done.returncode:
         raise ValueError(done.stderr.partition("\n")[0].strip() or f"ssh -G: exit {done.returncode}")
