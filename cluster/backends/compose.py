@@ -20,7 +20,7 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
-from cluster.transport import Completed, Shell
+from cluster.transport import Completed, LocalShell
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
@@ -32,9 +32,6 @@ class ComposeBackend(Backend):
     """One container per node on the engine of this machine."""
 
     name = "compose"
-
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
@@ -62,12 +59,17 @@ class ComposeBackend(Backend):
         (step,) = plan.steps
         (text,) = step.files.values()
         if plan.secrets:
-            text = _with_secrets(text, {name: secrets[name] for name in plan.secrets})
+            import yaml
+
+            document = yaml.safe_load(text)
+            for service in document["services"].values():
+                service["environment"] |= {name: _escaped(secrets[name]) for name in plan.secrets}
+            text = yaml.safe_dump(document, sort_keys=False)
         if not Path(step.agent).exists():
             Path(step.agent).write_text(scripts.text("agent/agent.py"), encoding="utf-8")
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        up = self._shell.run(argv, stdin=text, timeout_s=300)
+        up = LocalShell().run(argv, stdin=text, timeout_s=300)
         if up.code:
             self.cancel(plan, grace_s=0)
             hint = "print the compose file: the same command with plan instead of launch"
@@ -85,7 +87,7 @@ class ComposeBackend(Backend):
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Run `docker compose down`."""
         down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"]
-        self._shell.run(down, timeout_s=grace_s + 60)
+        LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
             hint = f"docker rm -f {' '.join(left)}"
             raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
@@ -123,12 +125,12 @@ class ComposeBackend(Backend):
         return self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}").out.split()
 
     def _docker(self, *arguments: str) -> Completed:
-        return self._shell.run(["docker", *arguments], timeout_s=30)
+        return LocalShell().run(["docker", *arguments], timeout_s=30)
 
 
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
     """Return the compose file: what all nodes share, then one service per node; `agent` is a path of this machine."""
-    command = [_escaped(word) for word in script.command(job, AGENT)]
+    command = [_escaped(word) for word in (job.python, AGENT, *job.command)]
     services = ""
     for rank, node in enumerate(nodes):
         own: dict[str, Any] = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
@@ -152,15 +154,6 @@ def _yaml(values: object, indent: int, *, flow: bool = False) -> str:
 
     text = yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True, default_flow_style=flow)
     return textwrap.indent(text, indent * " ")
-
-
-def _with_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    import yaml
-
-    document = yaml.safe_load(text)
-    for service in document["services"].values():
-        service["environment"] |= {name: _escaped(value) for name, value in secrets.items()}
-    return yaml.safe_dump(document, sort_keys=False)
 
 
 def gpu_reservation(node: Node) -> dict[str, Any]:

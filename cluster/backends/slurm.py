@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
-from cluster.transport import Shell
+from cluster.transport import reach
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
@@ -40,8 +40,7 @@ class SlurmBackend(Backend):
 
     name = "slurm"
 
-    def __init__(self, reach: Callable[[Node], Shell]) -> None:
-        self._reach = reach
+    def __init__(self) -> None:
         self._monitor = NodeMonitor(reach, self._poll, silent_is_lost=False)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -62,7 +61,7 @@ class SlurmBackend(Backend):
         run_dir = login.run_dir or job.run_root
         image = plan.image if RUNTIMES[login.runtime].image_is_file else ""
         words = [image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
-        done = self._reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
+        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
         has = slurm.by_word(done.out)
@@ -82,7 +81,7 @@ class SlurmBackend(Backend):
 
     def _run(self, login: Node, text: str, *command: str) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
-        done = self._reach(login).run(scripts.command(*command), stdin=text)
+        done = reach(login).run(scripts.command(*command), stdin=text)
         if done.code:
             lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.err.splitlines() if "--help" not in line]
             why = f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}"
@@ -123,7 +122,7 @@ class SlurmBackend(Backend):
         login = plan.nodes[0]
         # The batch script needs some seconds to forward the signal.
         words = [plan.job_id, str(max(3, int(grace_s)) if grace_s else 0), plan.dir_on(login)]
-        done = self._reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
+        done = reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
@@ -140,8 +139,8 @@ class SlurmBackend(Backend):
             raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
         step = ["bash", "-c", _QUIET_STEP, "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
-        now, mounts = replace(plan, attempt=attempt), monitor.mounts(record.job, login)
-        return login, [*step, *script.exec_command(record.job, now, node, mounts, argv, tty=tty)]
+        now = replace(plan, attempt=attempt)
+        return login, [*step, *script.exec_command(record.job, now, node, argv, tty=tty)]
 
     def requeued(self, plan: Plan) -> Plan | None:
         """Return the next attempt if Slurm has requeued the job, else None. Raises ClusterError if it was cancelled."""
@@ -154,7 +153,7 @@ class SlurmBackend(Backend):
                     # Slurm delays a requeued job by two minutes. A site may refuse an earlier start. A start within a
                     # second after the requeue fails: slurmd has revoked the job's credential.
                     begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now+3"]
-                    self._reach(plan.nodes[0]).run(begin, timeout_s=30)
+                    reach(plan.nodes[0]).run(begin, timeout_s=30)
             except UnreachableError:  # an error now would cancel the requeued job
                 if clock() + 1 > until:
                     raise
@@ -172,7 +171,7 @@ class SlurmBackend(Backend):
     def _query(self, plan: Plan, login: Node) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
         words = [slurm.FORMAT, plan.dir_on(login), str(INTERVAL_S)]
-        head, own = monitor.poll(self._reach(login), plan, login, "slurm_poll", *words, head=4)
+        head, own = monitor.poll(plan, login, "slurm_poll", *words, head=4)
         line, running, refused, error = head
         if refused and not line:
             raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
@@ -188,9 +187,8 @@ class SlurmBackend(Backend):
 def _step(job: Job, plan: Plan) -> Step:
     assert job.queue is not None
     login = job.queue.login
-    mounts = monitor.mounts(job, login)
     run_dir, folder = plan.dir_on(login), script.attempt_dir(plan, login)
-    path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, plan, login, mounts), _END
+    path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, plan, login), _END
     while end in node:
         end += "_"
     values = {  # the variables of agent/batch.sh
@@ -206,7 +204,7 @@ def _step(job: Job, plan: Plan) -> Step:
         f"node=$(cat <<'{end}'\n{node}{end}\n)",
     ]
     text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
-    return Step(login.name, {path: text}, ("sbatch", path), script.needs(login, mounts), f"{folder}/agent.py")
+    return Step(login.name, {path: text}, ("sbatch", path), script.needs(job, login), f"{folder}/agent.py")
 
 
 def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:

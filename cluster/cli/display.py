@@ -41,26 +41,18 @@ def header(plan: Plan) -> str:
     """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
     nodes = len(plan.nodes)
     each = plan.world_size // nodes
-    words = [
-        plan.job_id,
-        f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}",
-        plan.backend,
-    ]
-    if plan.image:
-        words.append(f"image {plan.image}")
-    if plan.attempt > 1:
-        words.append(f"attempt {plan.attempt}")
-    return "   ".join(words)
+    size = f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
+    image = plan.image and f"image {plan.image}"
+    attempt = f"attempt {plan.attempt}" if plan.attempt > 1 else ""
+    return "   ".join(filter(None, (plan.job_id, size, plan.backend, image, attempt)))
 
 
 def joined(view: JobView, plan: Plan) -> str:
     """Format the end of the rendezvous: `2/2 nodes ready   world size 4   gloo   9.8 s`."""
-    words = [f"{view.ready_count}/{len(view.nodes)} nodes ready"]
-    if view.ready is not None:
-        words += [f"world size {view.ready.get('world_size')}", str(view.ready.get("backend"))]
-    else:
-        words += [f"world size {plan.world_size}", "ready: the ranks started and the master is reachable"]
-    return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
+    ready = {"world_size": plan.world_size, "backend": "ready: the ranks started and the master is reachable"}
+    ready |= view.ready or {}
+    words = (f"{view.ready_count}/{len(view.nodes)} nodes ready", f"world size {ready['world_size']}", ready["backend"])
+    return "   ".join([*map(str, words), seconds(view.joined_after_s or 0.0)])
 
 
 def node_table(view: JobView, plan: Plan, now: float) -> Table:
@@ -133,10 +125,8 @@ class UsageTable:
                 if has_gpus:
                     uses = [row["use"] for row in rows if row.get("use") is not None]
                     held = [row for row in rows if row.get("memory") is not None]
-                    cells.append(f"{sum(uses) / len(uses):.0f} %" if uses else "")
-                    cells.append(
-                        share(*(sum(row[key] for row in held) for key in ("memory", "memory_total"))) if held else ""
-                    )
+                    sums = [sum(row[key] for row in held) for key in ("memory", "memory_total")]
+                    cells += [f"{sum(uses) / len(uses):.0f} %" if uses else "", share(*sums) if held else ""]
                 table.add_row(f"  {node.name}", *cells, self.spark(rows[0]["rank"] if by_rank else node.name))
         return table
 

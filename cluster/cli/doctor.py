@@ -27,7 +27,7 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAI
 def doctor(
     *,
     inventory: NodeOptions,
-    image: Annotated[str, option("--image", help="The container image to check; by default the inventory's.")] = "",
+    image: Annotated[str, option(help="The container image to check; by default the inventory's.")] = "",
     data: Annotated[
         list[str], typer.Option(metavar="FOLDER", help="A folder that must be the same on all nodes; repeatable.")
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
@@ -35,12 +35,8 @@ def doctor(
         list[str],
         typer.Option(metavar="CHECK", help="Skip a check, named as in the second column: --skip link; repeatable."),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
-    nodes: Annotated[
-        int | None, option("--nodes", min=1, help="Slurm: how many nodes to check in one job; 2 by default.")
-    ] = None,
-    gpus: Annotated[
-        int | None, option("--gpus", min=1, help="Slurm: GPUs to request on each node; 1 by default.")
-    ] = None,
+    nodes: Annotated[int | None, option(min=1, help="Slurm: how many nodes to check in one job; 2 by default.")] = None,
+    gpus: Annotated[int | None, option(min=1, help="Slurm: GPUs to request on each node; 1 by default.")] = None,
     slurm: SlurmOptions,
     as_json: AsJson = False,
 ) -> None:

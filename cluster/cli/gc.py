@@ -43,7 +43,7 @@ def gc(
     It lists a job whose node script still runs, but removes it only with --job.
     """
     from cluster.backends import monitor
-    from cluster.transport import parallel, reach
+    from cluster.transport import parallel
 
     machines = inventory.load(complete=False)
     nodes = machines.nodes if machines else (Node("this machine", "127.0.0.1"),)
@@ -66,7 +66,7 @@ def gc(
     removed = []
     for node, each in removable if confirmed else []:
         try:
-            monitor.stop(reach(node), node, each.job, 0, tuple(ENGINES), timeout_s=60)
+            monitor.stop(node, each.job, 0, tuple(ENGINES), timeout_s=60)
         except ClusterError as error:
             failed.append(error)
             continue

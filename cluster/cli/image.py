@@ -36,7 +36,7 @@ class ImageOptions(NodeOptions):
     names: Annotated[list[str], argument(metavar="[NODES]", help="By default all nodes of the inventory.")] = field(
         default_factory=list
     )
-    image: Annotated[str, option("--image", help="By default that of the inventory, else that of `make image`.")] = ""
+    image: Annotated[str, option(help="By default that of the inventory, else that of `make image`.")] = ""
 
     def chosen(self) -> tuple[list[Node], str]:
         """Return the chosen nodes and image."""
@@ -111,9 +111,7 @@ def sif(
     target: Annotated[
         str, argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir.")
     ] = "",
-    image: Annotated[
-        str, option("--image", help="A Docker image of this machine; by default that of `make image`.")
-    ] = "",
+    image: Annotated[str, option(help="A Docker image of this machine; by default that of `make image`.")] = "",
     inventory: InventoryFile = "",
 ) -> None:
     """Convert the Docker image to a SIF file for Apptainer.

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -18,10 +17,10 @@ from cluster.cli.options import AsJson, Hostfile, SshConfig
 from cluster.errors import UsageError
 from cluster.runtimes import ENGINES
 from cluster.spec.inventory import DATA_DIR, RUN_DIR
+from cluster.spec.model import Device
 from cluster.spec.request import argument
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Device, Inventory
     from cluster.transport.discovery import Found
 
 NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
@@ -51,17 +50,19 @@ def init(
         str, typer.Option(help="On the nodes: the target of `sync`; '~/' is the home directory there.")
     ] = DATA_DIR,
     as_json: AsJson = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")] = False,
+    schema_only: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")
+    ] = False,
 ) -> None:
     """Inspect machines over SSH and write cluster.yaml.
 
     It finds GPUs, the container runtime, the address that the machines have for each other, and free disk space.
     It changes nothing on the machines, and writes no file unless all of them answer.
     """
-    if schema:
-        from cluster.spec.schema import json_schema
+    from cluster.spec import schema
 
-        print(json.dumps(json_schema(), indent=1))
+    if schema_only:
+        print(json.dumps(schema.json_schema(), indent=1))
         return
     from rich.table import Column, Table
 
@@ -91,15 +92,23 @@ def init(
     options["runtime"] = "" if runtime == "auto" else runtime
     wanted = replace(
         given,
-        device=cast("Device", "cuda" if device == "auto" else device),
+        device=cast(Device, "cuda" if device == "auto" else device),
         nodes=tuple(replace(node, **options) for node in given.nodes),  # type: ignore[arg-type]
     )
     with console(stderr=True).status(f"inspecting {len(wanted.nodes)} machines"):
         found = discovery.inspect(wanted)
-    chosen = cast("Device", discovery.device(found, device))
+    chosen = cast(Device, discovery.device(found, device))
     nodes = tuple(replace(each.node, gpus=() if chosen == "cpu" else each.node.gpus) for each in found.values())
     command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
-    _write(path, _text(replace(wanted, device=chosen, nodes=nodes), found, command))
+    notes = {
+        name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
+        for name, each in found.items()
+    }
+    manual = "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor"
+    head = [f"Found by: {command}", manual]
+    if chosen == "cpu":
+        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
+    _write(path, schema.write(replace(wanted, device=chosen, nodes=nodes), notes, head))
     if as_json:
         print(json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]}))
         return
@@ -116,22 +125,6 @@ def init(
         for note in each.notes:
             out.print(f"{name}: {note}", style="yellow", markup=False, soft_wrap=True)
     out.print(f"wrote {output}; next: clusterctl doctor", markup=False, soft_wrap=True)
-
-
-def _text(inventory: Inventory, found: Mapping[str, Found], command: str) -> str:
-    from cluster.spec import schema
-
-    notes = {
-        name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
-        for name, each in found.items()
-    }
-    head = [
-        f"Found by: {command}",
-        "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor",
-    ]
-    if inventory.device == "cpu":
-        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
-    return schema.write(inventory, notes, head)
 
 
 def _gpus(each: Found) -> str:

@@ -8,16 +8,14 @@ import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from cluster.errors import UsageError
+from cluster.spec.model import Inventory, Job
 from cluster.spec.request import Request, option
 from cluster.store import JobStore
-
-if TYPE_CHECKING:
-    from cluster.spec.model import Inventory, Job
 
 
 def _job_names(incomplete: str) -> list[str]:
@@ -87,6 +85,7 @@ class ArrayOptions:
 
     def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], list[str]]:
         """Return the jobs NAME-0, NAME-1, ..., and notes. Raise UsageError with the number of a bad line."""
+        from cluster.spec.defaults import split
         from cluster.supervisor import launcher
 
         base, chosen, notes = launcher.resolve(request, machines)
@@ -95,10 +94,7 @@ class ArrayOptions:
         jobs: list[Job] = []
         text = _text(self.array, "--array ", "one line of arguments for each job")
         for nth, line in enumerate(text.splitlines(), 1):
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError as error:
-                raise UsageError(f"{self.array}:{nth}: {error}", "quote it for a shell") from error
+            words = split(line, f"{self.array}:{nth}", comments=True)
             if not words:
                 continue
             one: dict[str, Any] = {"arguments": [*request.arguments, *words]}

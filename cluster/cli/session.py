@@ -6,21 +6,18 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.errors import UsageError
+from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option
 from cluster.store import JobStore
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cluster.spec.model import JobRecord, Node
 
 NodeName = Annotated[str, option("--node", help="The node: node-1, or 1. By default the first.")]
 

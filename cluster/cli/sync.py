@@ -100,16 +100,14 @@ def progress(screen: Console, *, quiet: bool = False) -> Iterator[Report]:
     bars: dict[str, TaskID] = {}
     lock = threading.Lock()
     text = TextColumn("{task.description}", markup=False)
-    with Progress(
-        text, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn(), console=screen, transient=True
-    ) as progress:
+    columns = (text, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
 
         def report(node: str, what: str, now: int, total: int) -> None:
             with lock:
                 if node not in bars:
                     bars[node] = progress.add_task("", total=None)
-            progress.update(
-                bars[node], description=f"{node or 'this machine'}: {what}", completed=now, total=total or None
-            )
+            where = node or "this machine"
+            progress.update(bars[node], description=f"{where}: {what}", completed=now, total=total or None)
 
         yield report

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine, network, slurm
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, exit_code, judge, parse
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Node
@@ -60,7 +60,7 @@ def examine(
     jobs: frozenset[str] = frozenset(),
     nodes: int = 2,
     gpus: int = 1,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Report:
     """Run all checks on the inventory's nodes, except those in `skip`, and return the report. No node is changed.
 
@@ -77,7 +77,7 @@ def examine(
     image = image or inventory.image
     names = tuple(node.name for node in inventory.nodes)
     if inventory.backend == "slurm":
-        findings = slurm.examine(inventory, image=image, data=data, nodes=nodes, gpus=gpus, say=say)
+        findings = slurm.examine(inventory, image, data, nodes, gpus, say)
         names = tuple(dict.fromkeys(each.node for each in findings if each.check in slurm.CHECKS)) or names
     else:
         findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
@@ -87,12 +87,7 @@ def examine(
 
 
 def _examine_machines(
-    inventory: Inventory,
-    image: str,
-    data: Sequence[str],
-    skip: Sequence[str],
-    jobs: frozenset[str],
-    say: Callable[[str], None],
+    inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], jobs: frozenset[str], say: Say
 ) -> list[Finding]:
     known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
     say(f"probing {len(known)} nodes")

@@ -10,6 +10,8 @@ from cluster.spec.model import Node
 
 TIMEOUT_S = 60.0
 Level = Literal["ok", "warning", "failure"]
+#: Receives one line of progress.
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Verdict, judge, parse
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, Verdict, judge, parse
 from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
@@ -24,9 +24,7 @@ _NOT_OF_NODES = ("begin", "comment", "dependency", "mail-type", "mail-user", "ni
 _ADMINISTRATOR = "ask the administrator: "
 
 
-def examine(
-    inventory: Inventory, *, image: str, data: Sequence[str], nodes: int, gpus: int, say: Callable[[str], None]
-) -> list[Finding]:
+def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say) -> list[Finding]:
     """Return the findings of the login node, then of `nodes` nodes in one job, which writes and removes small files."""
     name = inventory.nodes[0].name
     say("probing the login node")

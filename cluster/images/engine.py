@@ -123,15 +123,11 @@ def build(folder: str, image: str) -> None:
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    return scripts.bash("images/engine.sh", operation, _program(node), image, *files)
-
-
-def _program(node: Node) -> str:
-    """Return the node's runtime; with "" engine.sh chooses one."""
     if node.runtime == "none" and node is not HERE:
         hint = "to use an image, in cluster.yaml: runtime: docker"
         raise UsageError(f"{node.name}: runtime: none, jobs run without an image", hint)
-    return "" if node.runtime == "none" else node.runtime
+    program = "" if node.runtime == "none" else node.runtime  # with "" engine.sh chooses one
+    return scripts.bash("images/engine.sh", operation, program, image, *files)
 
 
 def _no_answer(node: Node, message: str) -> ClusterError:

@@ -55,7 +55,12 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     inventory = inventory if backend in ("ssh", "slurm") else None
     fewest, most = node_range(request.nodes, len(inventory.nodes) - request.spares if inventory else 1)
     _refuse_unsupported(request, backend, is_range=fewest < most)
-    queue = _queue(request, inventory) if backend == "slurm" else None
+    queue = None
+    if backend == "slurm":  # by default this machine is the login node
+        this_machine = Node("login", "", runtime="apptainer" if request.image else "none")
+        login = inventory.nodes[0] if inventory else this_machine
+        login = replace(login, run_dir="") if request.run_root and not login.login else login
+        queue = Queue(login, request.for_sbatch(inventory.options if inventory else {}))
     device, notes = _device(request, here, most, inventory, queue)
     hosts, spares = _hosts(request, most, device, inventory) if inventory and not queue else ((), ())
     elsewhere = bool(hosts) or bool(queue and queue.login.login)
@@ -66,7 +71,10 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     workdir = _workdir(request, here, mounts)
     copies = bool(request.command) and (elsewhere or queue is not None)
     if request.command:
-        command = _command(request.command, arguments)
+        if arguments:
+            hint = "put all of them into --command '...'"
+            raise UsageError("--command and arguments after -- exclude each other", hint)
+        command = tuple(split(request.command, f"--command {request.command!r}"))
         if not copies:
             mounts.append(Mount(workdir, workdir, read_only=False))
     else:
@@ -141,15 +149,6 @@ def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> No
                 raise UsageError(f"{option}: --backend {backend} does not support it", hint)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
-
-
-def _queue(request: Request, inventory: Inventory | None) -> Queue:
-    """Return the inventory's Slurm cluster with the typed options; by default this machine is its login node."""
-    here = Node("login", "", runtime="apptainer" if request.image else "none")
-    login = inventory.nodes[0] if inventory else here
-    if request.run_root and not login.login:
-        login = replace(login, run_dir="")
-    return Queue(login, request.for_sbatch(inventory.options if inventory else {}))
 
 
 def _device(
@@ -239,13 +238,12 @@ def _setup_key(text: str, workdir: str, here: Here) -> str:
     return digest.hexdigest()[:16] if text else ""
 
 
-def _command(text: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    if arguments:
-        raise UsageError("--command and arguments after -- exclude each other", "put all of them into --command '...'")
+def split(text: str, where: str, *, comments: bool = False) -> list[str]:
+    """Split a text into words as a shell does. Raise UsageError if it is malformed."""
     try:
-        return tuple(shlex.split(text))
+        return shlex.split(text, comments=comments)
     except ValueError as error:
-        raise UsageError(f"--command {text!r}: {error}", "quote it as for a shell") from error
+        raise UsageError(f"{where}: {error}", "quote it as for a shell") from error
 
 
 def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:

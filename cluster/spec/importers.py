@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.errors import UsageError
 from cluster.spec import schema, slurm
+from cluster.spec.defaults import split
 from cluster.spec.job_file import JobFile
 
 #: torchrun's options without a value, and those that clusterctl sets for each node.
@@ -59,10 +60,7 @@ class Imported:
     def command_line(self, line: str, where: str) -> None:
         """Take over `[srun ...] torchrun OPTIONS PROGRAM ARGUMENTS`. Raises UsageError if it is none."""
         line = Template(line).safe_substitute(self.variables)
-        try:
-            words = shlex.split(line)
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}", "quote it for a shell") from error
+        words = split(line, where)
         names = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
         at = next((nth for nth, word in enumerate(words) if word.rpartition("/")[2] in names), None)
         if at is None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from cluster.errors import UsageError
 from cluster.spec import schema
-from cluster.spec.defaults import node_range
+from cluster.spec.defaults import node_range, split
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Options, Text
 
@@ -30,10 +30,7 @@ _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to 
 def _words(value: Any) -> Any:
     """Return a list of words; a text is split as by a shell."""
     if isinstance(value, str):
-        try:
-            return shlex.split(value)
-        except ValueError as error:
-            raise UsageError(f"{value!r}: {error}", "quote it as for a shell") from error
+        return split(value, repr(value))
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise UsageError(f"{value!r} is not a text or a list of words", "for example: train.py --lr 0.1")
     return value

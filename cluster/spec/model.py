@@ -59,6 +59,10 @@ class Node:
         """The machine's name in messages."""
         return self.name if self.is_machine else "this machine"
 
+    def mirror(self, path: str) -> str:
+        """Return the path on the node of the copy of an absolute path of this machine; the same on this machine."""
+        return f"{self.data_dir}{path}" if self.login else path
+
     def hint_for_missing(self, path: str) -> str:
         """Return a hint on how to copy a missing path to this node; "" if the launcher cannot."""
         if self.runtime == "none" and self.login:
@@ -199,6 +203,18 @@ class Plan:
     def attempt_dir(self) -> str:
         """The folder of this attempt's scripts, logs and node statuses on this machine."""
         return f"{self.run_dir}/attempt-{self.attempt}"
+
+    @property
+    def machines(self) -> list[Node]:
+        """The first node of each machine. Nodes with the same login share a machine."""
+        first: dict[tuple[str, str], Node] = {}
+        for node in self.nodes:
+            first.setdefault((node.login, node.ssh_config), node)
+        return list(first.values())
+
+    def nodes_on(self, machine: Node) -> list[Node]:
+        """Return the nodes on a machine."""
+        return [node for node in self.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
 
     def dir_on(self, node: Node) -> str:
         """Return the job's run directory on a node."""

@@ -59,7 +59,7 @@ def reach(node: Node) -> Shell:
             # paramiko imports slowly, and local jobs do not need it
             from cluster.transport.ssh import SshShell
 
-            _shells[key] = SshShell(node.login, name=node.name, config_file=node.ssh_config)
+            _shells[key] = SshShell(node)
         return _shells[key]
 
 

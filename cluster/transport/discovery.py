@@ -89,7 +89,12 @@ def complete(found: Inventory) -> Inventory:
 def inspect(given: Inventory) -> dict[str, Found]:
     """Return the facts of every machine by node name; given values stay. Raises one ClusterError for all that fail."""
     found = parallel.all_of(given.nodes, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
-    _refuse_mixed(found)
+    without = [name for name, each in found.items() if each.node.runtime == "none"]
+    if without and len(without) < len(found):
+        engine = next(each.node.runtime for each in found.values() if each.node.runtime != "none")
+        why = "\n       ".join(f"{name}: {found[name].engine}" for name in without)
+        hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime none for all"
+        raise LaunchError(why, hint)
     if all(node.address for node in given.nodes):
         return found
     for name, choice in _addresses(found).items():
@@ -157,14 +162,6 @@ def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:
     return "none", f"neither {' nor '.join(ENGINES)} is installed"
 
 
-def _refuse_mixed(found: Mapping[str, Found]) -> None:
-    without = [name for name, each in found.items() if each.node.runtime == "none"]
-    if without and len(without) < len(found):
-        engine = next(each.node.runtime for each in found.values() if each.node.runtime != "none")
-        hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime none for all"
-        raise LaunchError("\n       ".join(f"{name}: {found[name].engine}" for name in without), hint)
-
-
 def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Choice]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
     numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()}
@@ -183,10 +180,10 @@ def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Choice]:
 def device(found: Mapping[str, Found], given: str) -> str:
     """Return `cuda` if every node has GPUs, `cpu` if none has. Raise ClusterError if only some have."""
     without = [name for name, each in found.items() if not each.gpus]
+    if given == "cuda" and without:
+        hint = "check their drivers with nvidia-smi, or use --device cpu"
+        raise ClusterError(f"no GPU on {', '.join(without)}", hint)
     if given != "auto":
-        if given == "cuda" and without:
-            hint = "check their drivers with nvidia-smi, or use --device cpu"
-            raise ClusterError(f"no GPU on {', '.join(without)}", hint)
         return given
     if without and len(without) < len(found):
         others = [name for name in found if name not in without]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -74,11 +75,6 @@ class NoFolderError(ClusterError):
     """The folder to fetch does not exist on the node."""
 
 
-def mirror(node: Node, path: str) -> str:
-    """Return the path on the node for an absolute path of this machine; the same if the node is this machine."""
-    return f"{node.data_dir}{path}" if node.login else path
-
-
 def command(folder: str, *, delete: bool = False) -> str:
     """Return the command that syncs a folder, for hints."""
     return shlex.join(["clusterctl", "sync", folder, *(["--delete"] if delete else [])])
@@ -120,15 +116,13 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
     heres = [_here(folder) for folder in folders]
 
     def compare(node: Node) -> None:
-        wrong = []
+        wrong = {}
         for here, seen in zip(heres, _mirrors(node, heres), strict=True):
-            difference = _difference(node, here, seen, checksum=False)
-            if difference:
+            if difference := _difference(node, here, seen, checksum=False):
                 what = "does not exist" if seen.state == "none" else f"differs: {difference}"
-                wrong.append((f"{node.name}: {here.path} {what}", command(here.path, delete=bool(difference.extra))))
-        if wrong:
-            hints = list(dict.fromkeys(hint for _, hint in wrong))
-            raise ClusterError("\n       ".join(line for line, _ in wrong), "\n      ".join(hints))
+                hint = command(here.path, delete=bool(difference.extra))
+                wrong[here.path] = ClusterError(f"{node.name}: {here.path} {what}", hint)
+        parallel.together(wrong)
 
     if heres:
         interruptible(lambda: parallel.all_of(_remote(nodes), compare))
@@ -137,9 +131,11 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
 def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
     """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
-    return interruptible(
-        lambda: parallel.each(nodes, lambda node: _difference(node, here, _mirrors(node, [here])[0], checksum=True))
-    )
+
+    def compare(node: Node) -> Difference:
+        return _difference(node, here, _mirrors(node, [here])[0], checksum=True)
+
+    return interruptible(lambda: parallel.each(nodes, compare))
 
 
 def sync(
@@ -159,11 +155,8 @@ def sync(
     """
     here = _here(folder)
     with _marker(here) as marker:
-        return interruptible(
-            lambda: parallel.each(
-                _remote(nodes), lambda node: _sync(node, here, marker, delete, checksum, copy, report)
-            )
-        )
+        one = partial(_sync, here=here, marker=marker, delete=delete, checksum=checksum, copy=copy, report=report)
+        return interruptible(lambda: parallel.each(_remote(nodes), one))
 
 
 def refuse_missing(folders: Sequence[str]) -> None:
@@ -250,18 +243,15 @@ def _marker(here: _Here) -> Iterator[str]:
 
 
 def _mirrors(node: Node, heres: Sequence[_Here], marker: str = "") -> list[_Mirror]:
-    done = reach(node).run(
-        scripts.bash(_SCRIPT, "state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres))
-    )
+    words = ["state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)]
+    done = reach(node).run(scripts.bash(_SCRIPT, *words))
     if done.code == _NO_RSYNC:
         raise no_rsync(node.name)
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    return [
-        _Mirror(cast(State, state), mirror, bool(seen))
-        for state, mirror, seen in zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
-    ]
+    each = zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
+    return [_Mirror(cast(State, state), mirror, bool(seen)) for state, mirror, seen in each]
 
 
 def _difference(node: Node, here: _Here, seen: _Mirror, *, checksum: bool) -> Difference:
@@ -324,12 +314,9 @@ def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, co
     files = len(difference.missing) + len(difference.different)
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
-    options = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
-    run = Rsync(
-        node,
-        [*options, *here.arguments(node, seen.path)],
-        lambda sent: report(node.name, "sending", min(sent, size), size),
-    )
+    words = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
+    words += here.arguments(node, seen.path)
+    run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
     run(f"{node.name}: {seen.path} cannot be written", f"this machine: {here.path} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 

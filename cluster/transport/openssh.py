@@ -21,11 +21,6 @@ def destination(login: str) -> str:
     return f"{user}{mark}{_split(rest)[0]}"
 
 
-def port_of(login: str) -> str:
-    """Return the port of a login, or ""."""
-    return _split(login.rpartition("@")[2])[1]
-
-
 def remote_shell(node: Node) -> str:
     """Return the value of rsync's `-e`: ssh with the node's options, and a filter that drops output up to BEGIN."""
     # The login shell's last line may lack its newline, so BEGIN may follow other text.
@@ -52,7 +47,7 @@ def remote_line(argv: Sequence[str], before: str = "") -> str:
 
 def options(login: str, config_file: str) -> list[str]:
     """Return ssh's options for the configuration and the port of a login."""
-    port = port_of(login)
+    _, port = _split(login.rpartition("@")[2])
     file = ["-F", str(Path(config_file).expanduser())] if config_file else []
     return [*file, *(["-p", port] if port else [])]
 

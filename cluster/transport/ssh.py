@@ -24,6 +24,7 @@ import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
+from cluster.spec.model import Node
 from cluster.transport import openssh
 from cluster.transport.local import Completed
 from cluster.transport.openssh import BEGIN, destination, remote_line
@@ -50,16 +51,13 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 class UnknownHostKey(paramiko.SSHException):
     """The host key is in no known_hosts file."""
 
-    def __init__(self, key: paramiko.PKey) -> None:
-        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
-        super().__init__(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
-
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
     """Rejects unknown host keys: trust on first use would also accept an attacker's key."""
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        raise UnknownHostKey(key)
+        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+        raise UnknownHostKey(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
 
 
 class SshProcess:
@@ -95,12 +93,11 @@ class SshProcess:
 
 
 class SshShell:
-    """Runs commands on `login` (`[user@]host[:port]`, or a name from `~/.ssh/config`) over one connection."""
+    """Runs commands on a node over one connection."""
 
-    def __init__(self, login: str, *, name: str = "", config_file: str = "") -> None:
-        self.name = name or login
-        self._login = login
-        self._config_file = config_file
+    def __init__(self, node: Node) -> None:
+        self.name = node.name
+        self._node = node
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
@@ -203,7 +200,7 @@ class SshShell:
 
     def _open(self, timeout_s: float) -> Connection:
         try:
-            connection = _connection(self._login, self._config_file, timeout_s)
+            connection = _connection(self._node, timeout_s)
         except FileNotFoundError:
             hint = "sudo apt-get install openssh-client"
             raise UnreachableError("this machine: ssh is not installed", hint) from None
@@ -221,8 +218,8 @@ class SshShell:
 
     def _by_hand(self, *options: str) -> str:
         """Return the command that logs in by hand, also through the jump hosts of the ssh_config."""
-        chosen = openssh.options(self._login, self._config_file)
-        return shlex.join(["ssh", *chosen, *options, destination(self._login)])
+        chosen = openssh.options(self._node.login, self._node.ssh_config)
+        return shlex.join(["ssh", *chosen, *options, destination(self._node.login)])
 
 
 def _explain(error: Exception, connection: Connection, command: str) -> tuple[str, str]:
@@ -278,10 +275,10 @@ def _log_in(connection: Connection, timeout_s: float) -> None:
         pause_s = min(2 * pause_s, 1.0)
 
 
-def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
-    options = _options(login, config_file, timeout_s)
+def _connection(node: Node, timeout_s: float) -> Connection:
+    options = _options(node, timeout_s)
     connection = Connection(
-        login,
+        node.login,
         # lazy: do not read `fabric.yaml` files of this machine
         config=Config(ssh_config=options, lazy=True),
         # False, not None: fabric misreads `ProxyJump none` and several jump hosts
@@ -289,7 +286,7 @@ def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
         connect_timeout=timeout_s,
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
-    connection.gateway = _proxy_command(connection, config_file)
+    connection.gateway = _proxy_command(connection, node.ssh_config)
     if connection.gateway:  # the banner comes after the logins to all jump hosts
         hops = connection.ssh_config.get("proxyjump", "").count(",") + 1
         connection.connect_timeout = connection.connect_kwargs["banner_timeout"] = timeout_s * (1 + hops)
@@ -306,9 +303,9 @@ def _proxy_command(connection: Connection, config_file: str) -> str | None:
     return shlex.join([*words, "-W", f"[{connection.host}]:{connection.port}", "--", destination(last)])
 
 
-def _options(login: str, config_file: str, timeout_s: float) -> paramiko.SSHConfig:
+def _options(node: Node, timeout_s: float) -> paramiko.SSHConfig:
     """Return a login's settings from `ssh -G`, which evaluates Host, Match and Include. Raises ValueError."""
-    argv = ["ssh", "-TG", *openssh.options(login, config_file), "--", destination(login)]
+    argv = ["ssh", "-TG", *openssh.options(node.login, node.ssh_config), "--", destination(node.login)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
     if done.returncode:
         raise ValueError(done.stderr.partition("\n")[0].strip() or f"ssh -G: exit {done.returncode}")

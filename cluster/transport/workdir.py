@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,9 +81,8 @@ def send(workdir: Workdir, plan: Plan, nodes: Sequence[Node], earlier: Sequence[
         listed.write(b"".join(os.fsencode(name) + b"\0" for name in workdir.sizes))
         listed.flush()
         try:
-            sent = interruptible(
-                lambda: parallel.all_of(machines, lambda node: _send(workdir, plan, node, listed.name, earlier, report))
-            )
+            one = partial(_send, workdir, plan, listed.name, earlier, report)
+            sent = interruptible(lambda: parallel.all_of(machines, one))
         except (ClusterError, KeyboardInterrupt):
             remove = f'rm -rf -- "$0/{WORKDIR}"; rmdir -- "$0" 2> /dev/null'
             parallel.each(machines, lambda node: reach(node).run(["bash", "-c", remove, plan.dir_on(node)]))
@@ -119,7 +119,7 @@ def commit(folder: str) -> str:
     return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
 
 
-def _send(workdir: Workdir, plan: Plan, node: Node, listed: str, earlier: Sequence[str], report: files.Report) -> int:
+def _send(workdir: Workdir, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Node) -> int:
     """Copy the files to one node, and return how many were sent."""
     target = f"{plan.dir_on(node)}/{WORKDIR}"
     made = reach(node).run(["mkdir", "-p", "--", target])
@@ -127,11 +127,9 @@ def _send(workdir: Workdir, plan: Plan, node: Node, listed: str, earlier: Sequen
         raise ClusterError(f"{node.display_name}: {target} cannot be written: {made.last_line}")
     options = ["--perms", "--ignore-missing-args", "--from0", f"--files-from={listed}"]
     options += [f"--copy-dest=../../{job}/{WORKDIR}" for job in earlier[:EARLIER]]
-    run = Rsync(
-        node,
-        [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"],
-        lambda sent: report(node.name, "sending the working directory", min(sent, workdir.size), workdir.size),
-    )
+    what, size = "sending the working directory", workdir.size
+    words = [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"]
+    run = Rsync(node, words, lambda sent: report(node.name, what, min(sent, size), size))
     failures = f"{node.display_name}: {target} cannot be written", f"{workdir.folder} cannot be read"
     run(*failures, may_vanish=True)
     return sum(change[:2] in ("<f", ">f") for change, _, _ in run.changes)
