@@ -4,8 +4,6 @@ A `CommandFunction` runs unchanged. Any other function is pickled into `folder`,
 nodes. The container image must contain this package.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Text of the package's scripts, which are sent to nodes without this package, and shell quoting."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shlex

@@ -1,7 +1,5 @@
 """Backends: where jobs run. A backend is one file, and one line of `BACKENDS`."""
 
-from __future__ import annotations
-
 from cluster.backends.base import Backend
 from cluster.backends.compose import ComposeBackend
 from cluster.backends.hosts import HostsBackend

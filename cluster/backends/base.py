@@ -1,7 +1,5 @@
 """The base class of backends."""
 
-from __future__ import annotations
-
 import abc
 import os
 from collections.abc import Mapping, Sequence

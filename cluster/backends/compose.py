@@ -4,8 +4,6 @@ The plan is a compose file that works without the launcher (`docker compose -f F
 runs the agent. Containers, network and project have the job's name, so that they are found without a record.
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ The backend runs bash scripts (cluster/agent/*.sh) through a `Shell`. The script
 `CLUSTER_JOB_ID` in their environment, because a recorded pid may have been reused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ between two ticks is a suspension. `AwakeTime.seconds` counts neither the gap no
 it. `AwakeClock` returns the awake time as seconds since 1970. Every timeout of a job uses such a clock.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """Node scripts: a node's variables and command, the functions of its runtime, then agent/node.sh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

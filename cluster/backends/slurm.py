@@ -4,8 +4,6 @@ The cluster needs neither Python nor this project. The batch script (agent/batch
 and requeues itself after a checkpoint. squeue finds a job by its name. Sessions (exec, shell) are job steps of srun.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

@@ -1,7 +1,5 @@
 """`clusterctl gc`: finds orphans of dead jobs on the machines, and removes them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Commands for launched jobs: attach, wait, stop, ps, status, logs, top."""
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """The `clusterctl` program: registers all commands, and prints errors with their exit codes."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Options of the commands, each declared once: a dataclass per group, an annotated type for a single one."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import shlex

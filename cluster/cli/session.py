@@ -1,7 +1,5 @@
 """Commands for sessions with a running job: exec, shell, cp, port-forward, tensorboard."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

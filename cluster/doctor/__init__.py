@@ -1,7 +1,5 @@
 """Diagnosis of the nodes before a launch: `probe.sh` collects facts, and the pure functions of CHECKS judge them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Facts, which `probe.sh` prints on a node, and findings, which the checks derive from facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

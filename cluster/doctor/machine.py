@@ -1,7 +1,5 @@
 """Checks of one machine: disk, shared memory, limits, clock, user, data, WSL and orphans."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

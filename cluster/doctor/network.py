@@ -1,7 +1,5 @@
 """Checks of the network: addresses, name resolution, connections between all nodes, and the speed of an all-reduce."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import re

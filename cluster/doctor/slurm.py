@@ -1,7 +1,5 @@
 """Diagnosis of a Slurm cluster: its login node, then the nodes of one short job. The functions of CHECKS are pure."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Mapping, Sequence

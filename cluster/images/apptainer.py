@@ -1,7 +1,5 @@
 """SIF file of a Docker image: sends the image's files to a login node, where Apptainer builds the file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Container engine of a node: its facts, its images and their layers, and the loading of an image."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Node addresses: chooses the one that the other nodes connect to, from `ip addr` and `ip route`. Pure."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Defaults: completes the launch options to a Job, from the inventory and this machine; ports to try. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import posixpath

@@ -1,7 +1,5 @@
 """Importers: a batch script, a SkyPilot task or a torchrun command line as the keys of a job file. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Inventories from a hostfile or a list of hosts; `discovery.complete` finds what they do not specify. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """job.yaml: the keys of a job file, and the Request (request.py) that a file gives. Pure."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Data classes of the launcher: inventory, job, plan, node status, job record. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

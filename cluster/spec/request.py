@@ -1,7 +1,5 @@
 """The request for a job: what `launch` and `plan` take as options, and the Python interface as keywords. Pure."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Slurm: job states as phases, limits of partitions, and options of sbatch. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

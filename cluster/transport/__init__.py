@@ -1,7 +1,5 @@
 """Shells that run commands on this machine or over SSH, and files on nodes. `reach` returns the shell of a node."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager

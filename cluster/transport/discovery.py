@@ -1,7 +1,5 @@
 """Discovery: reads the inventory, and completes it with addresses, GPUs and runtimes of the machines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ The copy of a folder on a node is its mirror, below the node's `data_dir`. rsync
 with `checksum`. A file gets its name when it is complete.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import shlex

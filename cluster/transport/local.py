@@ -1,7 +1,5 @@
 """Commands on this machine, and the result of a command on any machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

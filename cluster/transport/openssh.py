@@ -1,7 +1,5 @@
 """Arguments of the `ssh` program for a node, for rsync and for sessions of the user. Pure."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One run of the program rsync: its command line, changes, progress and errors."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -4,8 +4,6 @@
 fabric's `run` decodes output and interpolates variables into shell code. A broken connection is opened again.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging
