@@ -56,9 +56,10 @@ class JobStore:
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):
             record = self.load(job_id)
-            ended = replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
             if not record.outcome:
-                _replace(path, ended)
+                _replace(
+                    path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
+                )
 
     def load(self, job_id: str) -> JobRecord:
         """Return the record of a job. Raise UsageError with the known names if there is none."""

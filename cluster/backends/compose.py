@@ -34,7 +34,7 @@ class ComposeBackend(Backend):
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
         nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)])
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port), in_containers=True)
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
         file = f"{made.attempt_dir}/compose.yaml"
         agent = f"{job.build}/cluster/agent/agent.py" if job.build else f"{made.attempt_dir}/agent.py"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
-from cluster.backends.monitor import NodeMonitor, NodeStatuses
+from cluster.backends.monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError
 from cluster.runtimes import RUNTIMES
@@ -26,14 +26,12 @@ class HostsBackend(Backend):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._monitor = NodeMonitor(reach, self._poll)
+        self._monitor = NodeMonitor(reach, lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
         nodes = job.hosts or local_nodes(job, ["127.0.0.1"] * job.nodes)
-        inside = any(node.runtime != "none" for node in nodes)
-        master = (nodes[0].address, port)
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=master, in_containers=inside)
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
         return replace(made, steps=tuple(script.step(job, made, rank) for rank in range(len(nodes))))
 
     def check(self, job: Job, plan: Plan) -> None:
@@ -122,6 +120,3 @@ class HostsBackend(Backend):
             raise preflight.gpus_held(node.name, started.out.strip())
         if started.code:
             raise LaunchError(f"{node.name}: cannot start the node's script: {started.last_line}")
-
-    def _poll(self, plan: Plan, machine: Node) -> NodeStatuses:
-        return monitor.poll(plan, machine, "poll")[1]

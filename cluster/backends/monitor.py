@@ -123,7 +123,7 @@ class NodeMonitor:
         self._close_after_suspension(each)
         polls = [self._polls.setdefault((plan.job_id, plan.attempt, node.name), _MachinePoll()) for node in each]
         for machine, poll in zip(each, polls, strict=True):
-            poll.start(self._reach(machine), lambda machine=machine: self._poll(plan, machine))  # type: ignore[misc]
+            poll.start(functools.partial(self._poll, plan, machine))
         wait_s = _POLL_WAIT_S if all(poll.statuses for poll in polls) else LOST_AFTER_S  # the first poll logs in
         # no longer than until a silent machine is lost
         silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
@@ -132,7 +132,7 @@ class NodeMonitor:
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
         found: NodeStatuses = {}
         for machine, poll in zip(each, polls, strict=True):
-            error = poll.wait(max(0.0, until - time.monotonic()))
+            error = poll.wait(self._reach(machine), max(0.0, until - time.monotonic()))
             # before the first answer only an error is silence: the login may take long
             silent = poll.silent_s > 2 * _POLL_WAIT_S or (error is not None and not poll.statuses)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
@@ -183,28 +183,26 @@ class _MachinePoll:
         self._answered_at = self._clock()
         self._poll_thread: threading.Thread | None = None
         self._ping_thread: threading.Thread | None = None
-        self._shell: Shell | None = None
 
     @property
     def silent_s(self) -> float:
         """The awake seconds since the machine last answered a poll or a ping."""
         return self._clock() - self._answered_at
 
-    def start(self, shell: Shell, work: Callable[[], NodeStatuses]) -> None:
+    def start(self, work: Callable[[], NodeStatuses]) -> None:
         """Start a poll, unless one is running."""
-        self._shell = shell
         if self._poll_thread is None or not self._poll_thread.is_alive():
             if self.error is None:  # time between two polls is no silence
                 self._answered_at = self._clock()
             self._poll_thread = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._poll_thread.start()
 
-    def wait(self, timeout_s: float) -> ClusterError | None:
+    def wait(self, shell: Shell, timeout_s: float) -> ClusterError | None:
         """Wait for the poll, and ping the machine while it runs. Return its error; raise one of this machine."""
         assert self._poll_thread is not None
         self._poll_thread.join(min(timeout_s, _POLL_WAIT_S))
         if self._poll_thread.is_alive() and (self._ping_thread is None or not self._ping_thread.is_alive()):
-            self._ping_thread = threading.Thread(target=self._ping, args=(self._poll_thread,), daemon=True)
+            self._ping_thread = threading.Thread(target=self._ping, args=(shell, self._poll_thread), daemon=True)
             self._ping_thread.start()
         self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))
         error = self.error
@@ -219,10 +217,9 @@ class _MachinePoll:
         except (ClusterError, OSError) as error:
             self.error = error
 
-    def _ping(self, poll_thread: threading.Thread) -> None:
-        assert self._shell is not None
+    def _ping(self, shell: Shell, poll_thread: threading.Thread) -> None:
         while poll_thread.is_alive():
-            if self._shell.ping():
+            if shell.ping():
                 self._answered_at = self._clock()
             poll_thread.join(_POLL_WAIT_S)
 

@@ -46,9 +46,26 @@ class SlurmBackend(Backend):
         assert job.queue is not None
         login = job.queue.login
         nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
-        inside = login.runtime != "none"
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port), in_containers=inside)
-        return replace(made, steps=(_step(job, made),))
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port))
+        run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
+        path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
+        while end in node:
+            end += "_"
+        values = {  # the variables of agent/batch.sh
+            "run": run_dir,
+            "nodes": str(job.nodes),
+            "port": str(job.port),
+            "max_restarts": str(max(0, job.max_restarts - attempt + 1)),
+            "first_attempt": str(attempt),
+        }
+        setup = [
+            f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.py in its folder.",
+            *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
+            f"node=$(cat <<'{end}'\n{node}{end}\n)",
+        ]
+        text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
+        needs = script.needs(job, login)
+        return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.py"),))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
@@ -62,8 +79,7 @@ class SlurmBackend(Backend):
         done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        has = slurm.by_word(done.out)
-        problems = [UsageError(*problem) for problem in slurm.problems(job, has, login.display_name)]
+        problems = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
         preflight.refuse(problems, preflight.conflicts(plan, login, done.out.splitlines()))
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
@@ -180,29 +196,6 @@ class SlurmBackend(Backend):
         found, attempt, hosts, error, own = self._query(plan, login)
         statuses = slurm.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
         return {status.node: status for status in statuses}
-
-
-def _step(job: Job, plan: Plan) -> Step:
-    assert job.queue is not None
-    login = job.queue.login
-    run_dir, folder = plan.dir_on(login), script.attempt_dir(plan, login)
-    path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, plan, login), _END
-    while end in node:
-        end += "_"
-    values = {  # the variables of agent/batch.sh
-        "run": run_dir,
-        "nodes": str(job.nodes),
-        "port": str(job.port),
-        "max_restarts": str(max(0, job.max_restarts - plan.attempt + 1)),
-        "first_attempt": str(plan.attempt),
-    }
-    setup = [
-        f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.py in its folder.",
-        *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
-        f"node=$(cat <<'{end}'\n{node}{end}\n)",
-    ]
-    text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
-    return Step(login.name, {path: text}, ("sbatch", path), script.needs(job, login), f"{folder}/agent.py")
 
 
 def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:

@@ -34,7 +34,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         # The folder "." exists, so the script creates none.
         words = [image if RUNTIMES[login.runtime].image_is_file else "", ".", "", ""]
         done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=TIMEOUT_S)
-        request = judge_request(job, slurm.by_word(done.out))
+        request = judge_request(job, done.by_word)
     except ClusterError as error:
         check = "login" if isinstance(error, UnreachableError) else "request"
         why = error.message.removeprefix(f"{name}: ")

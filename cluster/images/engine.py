@@ -55,13 +55,8 @@ def inspect(node: Node, image: str) -> Engine:
     answer = reach(node).run(_script("inspect", node, image), timeout_s=120)
     if answer.code:
         raise _no_answer(node, answer.last_line)
-    facts: dict[str, str] = {}
-    held = []
-    for line in answer.out.splitlines():
-        key, _, rest = line.partition(" ")
-        facts[key] = rest
-        if key == "layers":
-            held.append(tuple(json.loads(rest) or ()))
+    held = [tuple(json.loads(layers) or ()) for layers in answer.by_word.get("layers", ())]
+    facts = {key: rest for key, (rest, *_) in answer.by_word.items()}
     image_id, size, layers = facts.get("image", " 0 []").split(" ", 2)
     driver, _, status = facts.get("driver", "").partition(" ")
     system, _, machine = facts["platform"].partition("/")

@@ -278,9 +278,7 @@ class JobRecord:
     ended_at: float = 0.0
 
 
-def plan_of(
-    job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int], in_containers: bool
-) -> Plan:
+def plan_of(job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int]) -> Plan:
     """Return the plan for an attempt of the job on these nodes, without steps."""
     return Plan(
         job_id=job.name,
@@ -294,7 +292,7 @@ def plan_of(
         world_size=job.world_size,
         timeout_s=job.timeout_s,
         says_ready=job.says_ready,
-        image=job.image if in_containers else "",
+        image=job.image if backend == "compose" or any(node.runtime != "none" for node in nodes) else "",
         command=(job.python, *job.command),
         device=job.device,
         secrets=job.secrets,

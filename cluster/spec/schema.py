@@ -124,6 +124,9 @@ class Machine(_NodeKeys):
     labels: tuple[str, ...] = ()
 
 
+_NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=Machine | None)
+
+
 class File(Keys):
     """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
 
@@ -136,13 +139,7 @@ class File(Keys):
     mounts: list[MountText] = []
     defaults: Defaults = Field(default_factory=Defaults)
     nodes: Annotated[
-        dict[
-            Name,
-            Annotated[
-                Machine,
-                BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=Machine | None),
-            ],
-        ],
+        dict[Name, Annotated[Machine, _NONE_IS_EMPTY]],
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
         Field(min_length=1),
     ]

@@ -181,14 +181,6 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
     return found
 
 
-def by_word(text: str) -> dict[str, list[str]]:
-    """Return the lines of a text by their first word."""
-    found: dict[str, list[str]] = {}
-    for word, _, rest in (line.partition(" ") for line in text.splitlines()):
-        found.setdefault(word, []).append(rest)
-    return found
-
-
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tuple[str, str]]:
     """Return (message, hint) pairs that prevent a submission, from the output of agent/slurm_check.sh by key."""
     assert job.queue is not None

@@ -54,8 +54,7 @@ def load(
                 hint = "omit one of them"
                 raise UsageError(f"--backend {backend} runs on this machine, so {option} has no effect", hint)
         return None
-    here = Path.cwd()
-    if not named and not (here / DEFAULT_FILE).exists():
+    if not named and not Path(DEFAULT_FILE).exists():
         if only or ssh_config:
             option = "--only" if only else "--ssh-config"
             raise UsageError(f"{option}: no {DEFAULT_FILE} in this folder", "name one with --inventory FILE")
@@ -63,16 +62,16 @@ def load(
     if hosts:
         found = inventory.from_hosts(hosts)
     elif hostfile:
-        found = inventory.from_hostfile(_text(here, hostfile, "--hostfile"), hostfile)
+        found = inventory.from_hostfile(_text(hostfile, "--hostfile"), hostfile)
     else:
         from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
 
-        found = schema.read(_text(here, path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, str(here))
+        found = schema.read(_text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, str(Path.cwd()))
     if ssh_config:
-        absolute = str(here / Path(ssh_config).expanduser())
+        absolute = str(Path.cwd() / Path(ssh_config).expanduser())
         found = replace(found, nodes=tuple(replace(node, ssh_config=absolute) for node in found.nodes))
     for file in {node.ssh_config for node in found.nodes if node.ssh_config}:
-        _text(here, file, "--ssh-config" if ssh_config else f"{found.path}: ssh_config")
+        _text(file, "--ssh-config" if ssh_config else f"{found.path}: ssh_config")
     return inventory.select(found, only) if only else found
 
 
@@ -190,9 +189,9 @@ def device(found: Mapping[str, Found], given: str) -> str:
     return "cpu" if without else "cuda"
 
 
-def _text(here: Path, path: str, option: str) -> str:
+def _text(path: str, option: str) -> str:
     try:
-        return (here / Path(path).expanduser()).read_text()
+        return Path(path).expanduser().read_text()
     except UnicodeDecodeError:
         raise UsageError(f"{option} {path}: not a text file") from None
     except OSError as error:

@@ -23,6 +23,14 @@ class Completed:
     err: str
 
     @property
+    def by_word(self) -> dict[str, list[str]]:
+        """The rests of the lines of stdout, by their first word."""
+        found: dict[str, list[str]] = {}
+        for word, _, rest in (line.partition(" ") for line in self.out.splitlines()):
+            found.setdefault(word, []).append(rest)
+        return found
+
+    @property
     def last_line(self) -> str:
         """The last line of stderr, else of stdout, else `exit CODE`, for error messages."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
