@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cluster.errors import UsageError
+from cluster.spec.model import Inventory, JobRecord
+from cluster.store import JobStore
+
 if TYPE_CHECKING:
     from cluster.backends.logs import Event
-    from cluster.spec.model import Inventory, JobRecord
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,6 @@ class Launched:
 
     def wait(self) -> JobResult:
         """Follow the job to its end, restart it after failures, and collect its results."""
-        from cluster.store import JobStore
         from cluster.supervisor import jobs, report, supervisor
 
         records = JobStore()
@@ -52,14 +54,12 @@ class Launched:
 
     def state(self) -> str:
         """Return joining, running, done, failed or stopped."""
-        from cluster.store import JobStore
         from cluster.supervisor import jobs
 
         return jobs.state(JobStore().load(self.name))[0]
 
     def stop(self) -> None:
         """Stop the job on every node. Safe to repeat."""
-        from cluster.store import JobStore
         from cluster.supervisor import jobs
 
         jobs.stop(self.name, JobStore())
@@ -89,10 +89,7 @@ def launch(
     Raises:
         ClusterError: The request is wrong, or a node could not be started.
     """
-    from cluster.errors import UsageError
-    from cluster.spec.model import Inventory
     from cluster.spec.request import Request
-    from cluster.store import JobStore
     from cluster.supervisor import launcher
     from cluster.transport import discovery
 

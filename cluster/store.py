@@ -32,9 +32,8 @@ class JobStore:
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists():
-                raise UsageError(
-                    f"a job {record.plan.job_id} exists already", "choose another --name; to list jobs: clusterctl ps"
-                )
+                hint = "choose another --name; to list jobs: clusterctl ps"
+                raise UsageError(f"a job {record.plan.job_id} exists already", hint)
             _replace(path, record)
 
     def update(self, record: JobRecord) -> None:
@@ -110,7 +109,7 @@ def _lock(path: Path, *, blocking: bool = True) -> Iterator[bool]:
 def _replace(path: Path, record: JobRecord) -> None:
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        partial.write_bytes(_text(record))
+        partial.write_bytes(_adapter().dump_json(record, indent=1) + b"\n")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -131,15 +130,9 @@ def _adapter() -> TypeAdapter[JobRecord]:
     return TypeAdapter(JobRecord)
 
 
-def _text(record: JobRecord) -> bytes:
-    return _adapter().dump_json(record, indent=1) + b"\n"
-
-
 def _load(path: Path) -> JobRecord:
     try:
         return _adapter().validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ClusterError(
-            f"cannot read the job record {path}: {str(error).splitlines()[0]}",
-            f"unless another version of clusterctl wrote it: mv {path} {path}.old",
-        ) from error
+        hint = f"unless another version of clusterctl wrote it: mv {path} {path}.old"
+        raise ClusterError(f"cannot read the job record {path}: {str(error).splitlines()[0]}", hint) from error

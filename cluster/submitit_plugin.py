@@ -4,8 +4,6 @@ A `CommandFunction` runs unchanged. Any other function is pickled into `folder`,
 nodes. The container image must contain this package.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex
@@ -129,8 +127,7 @@ class ClusterctlExecutor(core.Executor):
             found = discovery.load(machines or "", backend=backend)
             machines = discovery.complete(found) if found else None
         if isinstance(function, submitit.helpers.CommandFunction):
-            words = [str(word) for word in (*function.command, *delayed.args)]
-            command = shlex.join(["--no-python", *words])
+            command = shlex.join(["--no-python", *map(str, (*function.command, *delayed.args))])
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
             delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), defaults.DEFAULT_RESTARTS)
@@ -140,13 +137,7 @@ class ClusterctlExecutor(core.Executor):
             command = shlex.join(["-m", "submitit.core._submit", str(self.folder)])
             options["env"] = (*options.get("env", ()), "SUBMITIT_EXECUTOR=clusterctl")
         launched = api.launch(
-            name=name,
-            command=command,
-            backend=backend,
-            inventory=machines,
-            mounts=tuple(mounts),
-            slurm=tuple(slurm),
-            **options,
+            name=name, command=command, backend=backend, inventory=machines, mounts=mounts, slurm=slurm, **options
         )
         is_command = isinstance(function, submitit.helpers.CommandFunction)
         tasks = 1 if is_command else int(options.get("nodes") or 1) * int(options.get("gpus") or 1)

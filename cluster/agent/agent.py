@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from io import FileIO
     from types import TracebackType
-    from typing import Any, Dict, TextIO
+    from typing import Any, Dict
 
     Fields = Dict[str, Any]
 
@@ -268,10 +268,7 @@ class Rank:
 
 
 def first_failure(ranks: Iterable[Rank]) -> Fields | None:
-    """Return the first failure of a node's ranks, causes before consequences, or None.
-
-    Its field `others` has the other failures, in the same order.
-    """
+    """Return the first failure of a node's ranks, causes first, or None. Its `others` are the rest, in order."""
     failures = [found for found in (rank.failure() for rank in ranks) if found is not None]
     failures.sort(key=lambda found: (found["secondary"], found["time"]))
     others = [{"rank": found["rank"], "error": found["error"]} for found in failures[1:]]
@@ -442,29 +439,19 @@ def query_gpus(visible: str) -> list[Fields] | None:
 
     `use` (in percent), memory (bytes) and `temperature` (°C) are None if the GPU does not report them, as a MIG device.
     """
-    names = visible.split(",")
+    units = {"use": 1, "memory": 1 << 20, "memory_total": 1 << 20, "temperature": 1}
     query = ["nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu"]
+    query += ["--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            [*query, "--format=csv,noheader,nounits"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=10,
-            check=True,
-        )
-        rows = [[field.strip() for field in line.split(",")] for line in done.stdout.decode().splitlines()]
-        found = {}
-        for index, uuid, *values in rows:
-            use, memory, total, temperature = (int(value) if value.isdigit() else None for value in values)
-            found[index] = found[uuid] = {
-                "gpu": index,
-                "use": use,
-                "memory": None if memory is None else memory << 20,
-                "memory_total": None if total is None else total << 20,
-                "temperature": temperature,
-            }
-        unknown = dict.fromkeys(("use", "memory", "memory_total", "temperature"))
-        return [found.get(name) or dict(unknown, gpu=name) for name in names]
+        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True)
+        found: dict[str, Fields] = {}
+        for line in done.stdout.decode().splitlines():
+            index, uuid, *values = [field.strip() for field in line.split(",")]
+            numbers = {key: int(value) * units[key] if value.isdigit() else None for key, value in zip(units, values)}
+            found[index] = found[uuid] = dict({"gpu": index}, **numbers)
+        if any(len(row) <= len(units) for row in found.values()):
+            return None
+        return [found.get(name) or dict(dict.fromkeys(units), gpu=name) for name in visible.split(",")]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -564,13 +551,19 @@ class Setup:
 
     def run(self) -> str:
         """Run the commands unless an earlier job has; return why they failed, or "". Raises OSError."""
+        import fcntl
+
         event = {"event": "setup", "time": round(time.time(), 3), "node": self._settings.node_rank}
         self._log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
         os.makedirs(self._folder, exist_ok=True)
         with open(os.path.join(self._folder, "setup.lock"), "w") as lock:
-            while not self._locked(lock):  # another node of this machine, or of the shared disk, sets it up
-                if self._stopped(1.0):
-                    return "stopped while it waited for another node's setup"
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:  # another node of this machine, or of the shared disk, sets it up
+                    if self._stopped(1.0):
+                        return "stopped while it waited for another node's setup"
             made = os.path.join(self._folder, "setup.done")
             with contextlib.suppress(OSError), open(made) as file:
                 if file.read() == sys.version:
@@ -640,16 +633,6 @@ class Setup:
             self._status.write()
         received = signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, timeout_s)
         return received is not None and received.si_signo in SIGNALS
-
-    @staticmethod
-    def _locked(file: TextIO) -> bool:
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 class Agent:
@@ -823,9 +806,7 @@ def _parent(pid: str) -> int:
 def record_exceptions() -> None:
     """Install an excepthook that records this rank's uncaught exception, and a handler that writes its stack.
 
-    It runs as `sitecustomize`.
-
-    Only the first Python process of a rank records. The container image's own `sitecustomize` is imported, too.
+    It runs as `sitecustomize`, imports the container image's own, and records only in a rank's first Python process.
     """
     path = os.environ.pop("CLUSTER_RANK_RECORD", "")
     folder = os.path.dirname(os.path.abspath(__file__))

@@ -1,7 +1,5 @@
 """Text of the package's scripts, which are sent to nodes without this package, and shell quoting."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import shlex
@@ -23,6 +21,11 @@ def text(*names: str) -> str:
 def command(name: str, *words: str) -> list[str]:
     """Return the command that runs agent/NAME.sh with these arguments, after the functions of agent/common.sh."""
     return ["bash", "-c", text("agent/common.sh", f"agent/{name}.sh"), name, *words]
+
+
+def bash(name: str, *words: str) -> list[str]:
+    """Return the command that runs the script `name`, relative to the package `cluster`, with these arguments."""
+    return ["bash", "-c", text(name), name, *words]
 
 
 def digest(name: str) -> str:

@@ -1,7 +1,5 @@
 """The base class of backends."""
 
-from __future__ import annotations
-
 import abc
 import os
 from collections.abc import Mapping, Sequence
@@ -25,10 +23,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """Start all nodes, or stop those that have started and raise LaunchError.
-
-        `secrets` has the values of the secrets that the plan names.
-        """
+        """Start all nodes, or stop the started ones and raise LaunchError; `secrets` are the values by name."""
 
     @abc.abstractmethod
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
@@ -40,10 +35,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
-        """Return a machine, and the command there that runs `argv` beside the ranks of a running node.
-
-        With `tty` the command's input and output are a terminal. Raises UsageError if the node does not run.
-        """
+        """Return a machine, and its command that runs `argv` beside a node's ranks (`tty`: on a terminal)."""
 
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

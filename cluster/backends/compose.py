@@ -4,8 +4,6 @@ The plan is a compose file that works without the launcher (`docker compose -f F
 runs the agent. Containers, network and project have the job's name, so that they are found without a record.
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
-from cluster.transport import Completed, Shell
+from cluster.transport import Completed, LocalShell
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
@@ -33,13 +31,10 @@ class ComposeBackend(Backend):
 
     name = "compose"
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
         nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)])
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port), in_containers=True)
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
         file = f"{made.attempt_dir}/compose.yaml"
         agent = f"{job.build}/cluster/agent/agent.py" if job.build else f"{made.attempt_dir}/agent.py"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
@@ -50,12 +45,9 @@ class ComposeBackend(Backend):
         """Raise UsageError without an engine, compose or the image, and NameTakenError for a job of this name."""
         if problem := self.problem():
             raise UsageError(*problem)
-        found = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image)
-        if found.code:
-            raise UsageError(
-                f"this machine: no image {plan.image}",
-                "make image, in a clone of the repository; or name another: --image NAME",
-            )
+        if self._docker("image", "inspect", "--format", "{{.Id}}", plan.image).code:
+            hint = "make image, in a clone of the repository; or name another: --image NAME"
+            raise UsageError(f"this machine: no image {plan.image}", hint)
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
@@ -65,22 +57,25 @@ class ComposeBackend(Backend):
         (step,) = plan.steps
         (text,) = step.files.values()
         if plan.secrets:
-            text = _with_secrets(text, {name: secrets[name] for name in plan.secrets})
+            import yaml
+
+            document = yaml.safe_load(text)
+            for service in document["services"].values():
+                service["environment"] |= {name: _escaped(secrets[name]) for name in plan.secrets}
+            text = yaml.safe_dump(document, sort_keys=False)
         if not Path(step.agent).exists():
             Path(step.agent).write_text(scripts.text("agent/agent.py"), encoding="utf-8")
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        up = self._shell.run(argv, stdin=text, timeout_s=300)
+        up = LocalShell().run(argv, stdin=text, timeout_s=300)
         if up.code:
             self.cancel(plan, grace_s=0)
-            raise LaunchError(
-                f"this machine: docker compose up: {up.last_line}",
-                "print the compose file: the same command with plan instead of launch",
-            )
+            hint = "print the compose file: the same command with plan instead of launch"
+            raise LaunchError(f"this machine: docker compose up: {up.last_line}", hint)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the agents' status files and `docker inspect`; without a container a node is lost."""
-        names = [_container(plan.job_id, node.name) for node in plan.nodes]
+        names = [f"{plan.job_id}-{node.name}" for node in plan.nodes]
         found = self._docker("inspect", "--type", "container", *names)
         if found.code and "no such container" not in found.err.lower():
             raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
@@ -89,24 +84,19 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Run `docker compose down`."""
-        self._shell.run(
-            ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"],
-            timeout_s=grace_s + 60,
-        )
+        down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"]
+        LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
-            raise ClusterError(
-                f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}",
-                f"docker rm -f {' '.join(left)}",
-            )
+            hint = f"docker rm -f {' '.join(left)}"
+            raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
         """Return `docker exec`."""
         status = next(each for each in self.observe(record.plan) if each.node == node.name)
         if status.phase in ("exited", "lost"):
             raise UsageError(f"{node.name}: its ranks have ended")
-        options = ["--interactive", *(["--tty"] if tty else [])]
-        container = _container(record.plan.job_id, node.name)
-        return node, ["docker", "exec", *options, container, *script.in_setup(record.job, argv)]
+        words = ["docker", "exec", "--interactive", *(["--tty"] if tty else []), f"{record.plan.job_id}-{node.name}"]
+        return node, [*words, *script.in_setup(record.job, argv)]
 
     def problem(self) -> tuple[str, str] | None:
         """Return why there is no engine with compose on this machine, as (message, hint), or None."""
@@ -133,18 +123,15 @@ class ComposeBackend(Backend):
         return self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}").out.split()
 
     def _docker(self, *arguments: str) -> Completed:
-        return self._shell.run(["docker", *arguments], timeout_s=30)
+        return LocalShell().run(["docker", *arguments], timeout_s=30)
 
 
 def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: str) -> str:
-    """Return the compose file: the settings that all nodes share, then one service per node.
-
-    `agent` is the path of the agent on this machine.
-    """
-    command = [_escaped(word) for word in script.command(job, AGENT)]
+    """Return the compose file: what all nodes share, then one service per node; `agent` is a path of this machine."""
+    command = [_escaped(word) for word in (job.python, AGENT, *job.command)]
     services = ""
     for rank, node in enumerate(nodes):
-        own: dict[str, Any] = {"container_name": _container(job.name, node.name), "hostname": node.name}
+        own: dict[str, Any] = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
         if job.device != "cpu" and node.gpus:
             own |= gpu_reservation(node)
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
@@ -167,15 +154,6 @@ def _yaml(values: object, indent: int, *, flow: bool = False) -> str:
     return textwrap.indent(text, indent * " ")
 
 
-def _with_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    import yaml
-
-    document = yaml.safe_load(text)
-    for service in document["services"].values():
-        service["environment"] |= {name: _escaped(value) for name, value in secrets.items()}
-    return yaml.safe_dump(document, sort_keys=False)
-
-
 def gpu_reservation(node: Node) -> dict[str, Any]:
     """Return the keys of a service that reserve exactly this node's GPUs."""
     devices = {"driver": "nvidia", "device_ids": [str(gpu) for gpu in node.gpus], "capabilities": ["gpu"]}
@@ -185,14 +163,10 @@ def gpu_reservation(node: Node) -> dict[str, Any]:
 def _node(job: Job) -> dict[str, Any]:
     """Return the keys that all services share."""
     service: dict[str, Any] = {"image": job.image}
-    if job.build:
-        service["build"] = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
-    else:
-        service["pull_policy"] = "never"
-    if job.user:
-        service["user"] = job.user
-    if job.workdir:
-        service["working_dir"] = _escaped(job.workdir)
+    build = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
+    service |= {"build": build} if job.build else {"pull_policy": "never"}
+    service |= {"user": job.user} if job.user else {}
+    service |= {"working_dir": _escaped(job.workdir)} if job.workdir else {}
     return service | {
         "configs": [{"source": "agent", "target": AGENT}],
         "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
@@ -221,22 +195,13 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
 
 def _volume(mount: Mount) -> dict[str, Any]:
     # The long form: a path may contain ':', and a missing source is an error, not a new folder of root.
-    volume: dict[str, Any] = {
-        "type": "bind",
-        "source": _escaped(mount.source),
-        "target": _escaped(mount.target),
-    }
-    if mount.read_only:
-        volume["read_only"] = True
-    return volume | {"bind": {"create_host_path": False}}
+    ends = {"source": _escaped(mount.source), "target": _escaped(mount.target)}
+    read_only = {"read_only": True} if mount.read_only else {}
+    return {"type": "bind", **ends, **read_only, "bind": {"create_host_path": False}}
 
 
 def _escaped(text: str) -> str:
     return text.replace("$", "$$")
-
-
-def _container(job_id: str, node: str) -> str:
-    return f"{job_id}-{node}"
 
 
 def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:

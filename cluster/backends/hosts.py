@@ -4,20 +4,18 @@ The backend runs bash scripts (cluster/agent/*.sh) through a `Shell`. The script
 `CLUSTER_JOB_ID` in their environment, because a recorded pid may have been reused.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
-from cluster.backends.monitor import NodeMonitor, NodeStatuses, machines
+from cluster.backends.monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
-from cluster.transport import Shell, parallel
+from cluster.transport import parallel, reach
 
 #: The exit code of agent/start.sh when another job holds a GPU.
 _GPUS_HELD = 74
@@ -26,27 +24,20 @@ _GPUS_HELD = 74
 class HostsBackend(Backend):
     """One script per node: N nodes on this machine, or one on each machine of an inventory."""
 
-    def __init__(self, name: str, reach: Callable[[Node], Shell]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._reach = reach
-        self._monitor = NodeMonitor(reach, self._poll)
+        self._monitor = NodeMonitor(reach, lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
         nodes = job.hosts or local_nodes(job, ["127.0.0.1"] * job.nodes)
-        inside = any(node.runtime != "none" for node in nodes)
-        master = (nodes[0].address, port)
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=master, in_containers=inside)
-        steps = [
-            script.step(job, made, rank, len(monitor.nodes_on(made, node)), monitor.mounts(job, node))
-            for rank, node in enumerate(nodes)
-        ]
-        return replace(made, steps=tuple(steps))
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
+        return replace(made, steps=tuple(script.step(job, made, rank) for rank in range(len(nodes))))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on every node. Raises UsageError, NameTakenError or PortTakenError."""
-        reports = parallel.all_of(machines(plan), lambda node: self._preflight(plan, node))
-        nodes = machines(plan)
+        nodes = plan.machines
+        reports = parallel.all_of(nodes, lambda node: self._preflight(plan, node))
         problems = [problem for node in nodes for problem in preflight.problems(plan, node, reports[node.name])]
         problems += preflight.different(plan, reports).values()
         conflicts = [conflict for node in nodes for conflict in preflight.conflicts(plan, node, reports[node.name])]
@@ -84,33 +75,25 @@ class HostsBackend(Backend):
             raise failed[0]
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
-        """Return statuses from the agents' status files and the scripts' exit codes; silent machines are lost.
-
-        Append to the local copies of the logs: they outlive a lost machine.
-        """
+        """Return statuses from the agents' files and the scripts' exit codes. Append to copies of the logs."""
         return self._monitor.statuses(plan)
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
-        """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; stop and remove its containers.
-
-        Tries every machine. Raises ClusterError for processes that still run, UnreachableError for silent machines.
-        """
+        """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""
 
         def stop(machine: Node) -> None:
-            engine = RUNTIMES[machine.runtime].engine
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
-            engines = [engine] if engine else []
-            monitor.stop(self._reach(machine), machine, plan.job_id, grace_s, engines, timeout_s=timeout_s)
+            engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
+            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s)
 
         try:
-            parallel.all_of(machines(plan), stop)
+            parallel.all_of(plan.machines, stop)
         except ClusterError as error:
             raise type(error)(error.message, f"once it answers: clusterctl stop {plan.job_id}") from error
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
         """Return the node, and a script that enters its container."""
-        mounts = monitor.mounts(record.job, node)
-        return node, script.exec_command(record.job, record.plan, node, mounts, argv, tty=tty)
+        return node, script.exec_command(record.job, record.plan, node, argv, tty=tty)
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
@@ -123,21 +106,17 @@ class HostsBackend(Backend):
             plan.job_id if plan.attempt == 1 else "",
         ]
         timeout_s = self._monitor.timeout_s(plan, node, 30)
-        done = self._reach(node).run(scripts.command("check", *words), timeout_s=timeout_s)
+        done = reach(node).run(scripts.command("check", *words), timeout_s=timeout_s)
         if done.code:
-            raise UnreachableError(
-                f"{node.display_name}: {done.last_line}", "the machine needs bash and a POSIX userland"
-            )
+            hint = "the machine needs bash and a POSIX userland"
+            raise UnreachableError(f"{node.display_name}: {done.last_line}", hint)
         return done.out.splitlines()
 
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:
         sizes, text = script.payload(plan, step, secrets)
         words = [attempt_dir(plan, node), node.name, plan.job_id, preflight.ids(node), *sizes]
-        started = self._reach(node).run(scripts.command("start", *words), stdin=text)
+        started = reach(node).run(scripts.command("start", *words), stdin=text)
         if started.code == _GPUS_HELD:
             raise preflight.gpus_held(node.name, started.out.strip())
         if started.code:
             raise LaunchError(f"{node.name}: cannot start the node's script: {started.last_line}")
-
-    def _poll(self, plan: Plan, machine: Node) -> NodeStatuses:
-        return monitor.poll(self._reach(machine), plan, machine, "poll")[1]

@@ -1,7 +1,5 @@
 """Node logs: read from an offset, split into lines, events parsed."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import io

@@ -7,8 +7,6 @@ between two ticks is a suspension. `AwakeTime.seconds` counts neither the gap no
 it. `AwakeClock` returns the awake time as seconds since 1970. Every timeout of a job uses such a clock.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools
@@ -24,8 +22,8 @@ from cluster.agent import scripts
 from cluster.backends import logs
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import WORKDIR, Job, Mount, Node, NodeStatus, Phase, Plan
-from cluster.transport import Shell, files, parallel, workdir
+from cluster.spec.model import WORKDIR, Node, NodeStatus, Phase, Plan
+from cluster.transport import Shell, files, parallel, reach, workdir
 
 #: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
 LOST_AFTER_S = 8.0
@@ -53,10 +51,7 @@ NodeStatuses = dict[str, NodeStatus]
 
 
 class AwakeTime:
-    """Seconds in which the launcher was not suspended, from readings of two clocks.
-
-    The monotonic clock may stop during a suspension. The wall clock may be set back.
-    """
+    """Seconds in which the launcher was not suspended, from two clocks: one may stop, the other may be set back."""
 
     def __init__(self, monotonic: float, wall: float) -> None:
         self.seconds = 0.0
@@ -124,11 +119,11 @@ class NodeMonitor:
 
         A slow machine keeps its last status. A machine that answers neither poll nor ping is silent, and then lost.
         """
-        each = machines(plan)
+        each = plan.machines
         self._close_after_suspension(each)
         polls = [self._polls.setdefault((plan.job_id, plan.attempt, node.name), _MachinePoll()) for node in each]
         for machine, poll in zip(each, polls, strict=True):
-            poll.start(self._reach(machine), lambda machine=machine: self._poll(plan, machine))  # type: ignore[misc]
+            poll.start(functools.partial(self._poll, plan, machine))
         wait_s = _POLL_WAIT_S if all(poll.statuses for poll in polls) else LOST_AFTER_S  # the first poll logs in
         # no longer than until a silent machine is lost
         silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
@@ -137,11 +132,11 @@ class NodeMonitor:
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
         found: NodeStatuses = {}
         for machine, poll in zip(each, polls, strict=True):
-            error = poll.wait(max(0.0, until - time.monotonic()))
+            error = poll.wait(self._reach(machine), max(0.0, until - time.monotonic()))
             # before the first answer only an error is silence: the login may take long
             silent = poll.silent_s > 2 * _POLL_WAIT_S or (error is not None and not poll.statuses)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
-            for node in nodes_on(plan, machine):
+            for node in plan.nodes_on(machine):
                 status = poll.statuses.get(node.name) or NodeStatus(node.name, unknown)
                 found[node.name] = self._silent_status(status, poll.silent_s, error) if silent else status
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
@@ -188,28 +183,26 @@ class _MachinePoll:
         self._answered_at = self._clock()
         self._poll_thread: threading.Thread | None = None
         self._ping_thread: threading.Thread | None = None
-        self._shell: Shell | None = None
 
     @property
     def silent_s(self) -> float:
         """The awake seconds since the machine last answered a poll or a ping."""
         return self._clock() - self._answered_at
 
-    def start(self, shell: Shell, work: Callable[[], NodeStatuses]) -> None:
+    def start(self, work: Callable[[], NodeStatuses]) -> None:
         """Start a poll, unless one is running."""
-        self._shell = shell
         if self._poll_thread is None or not self._poll_thread.is_alive():
             if self.error is None:  # time between two polls is no silence
                 self._answered_at = self._clock()
             self._poll_thread = threading.Thread(target=self._run, args=(work,), daemon=True)
             self._poll_thread.start()
 
-    def wait(self, timeout_s: float) -> ClusterError | None:
+    def wait(self, shell: Shell, timeout_s: float) -> ClusterError | None:
         """Wait for the poll, and ping the machine while it runs. Return its error; raise one of this machine."""
         assert self._poll_thread is not None
         self._poll_thread.join(min(timeout_s, _POLL_WAIT_S))
         if self._poll_thread.is_alive() and (self._ping_thread is None or not self._ping_thread.is_alive()):
-            self._ping_thread = threading.Thread(target=self._ping, args=(self._poll_thread,), daemon=True)
+            self._ping_thread = threading.Thread(target=self._ping, args=(shell, self._poll_thread), daemon=True)
             self._ping_thread.start()
         self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))
         error = self.error
@@ -224,28 +217,25 @@ class _MachinePoll:
         except (ClusterError, OSError) as error:
             self.error = error
 
-    def _ping(self, poll_thread: threading.Thread) -> None:
-        assert self._shell is not None
+    def _ping(self, shell: Shell, poll_thread: threading.Thread) -> None:
         while poll_thread.is_alive():
-            if self._shell.ping():
+            if shell.ping():
                 self._answered_at = self._clock()
             poll_thread.join(_POLL_WAIT_S)
 
 
-def poll(
-    shell: Shell, plan: Plan, machine: Node, script: str, *words: str, head: int = 0
-) -> tuple[list[str], NodeStatuses]:
+def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> tuple[list[str], NodeStatuses]:
     """Run the polling script of this name with `words`, and three more per node.
 
     Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines after the
     clock, and the status of each node. Raises UnreachableError.
     """
-    nodes = nodes_on(plan, machine)
+    nodes = plan.nodes_on(machine)
     copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
     each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
     command = scripts.command(script, plan.job_id, str(LOG_CHUNK), *words, *each)
-    done = shell.run(command, timeout_s=_POLL_TIMEOUT_S)
+    done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
     now, *lines = done.out.splitlines() or [""]
     if len(lines) != head + 4 * len(nodes):
         raise UnreachableError(f"{machine.display_name}: {done.last_line}")
@@ -263,14 +253,9 @@ def poll(
 
 
 def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why: str = "") -> NodeStatus:
-    """Return a node's status.
+    """Return a node's status from the agent's status file, the state of the node's script, and why that has ended.
 
-    Args:
-        name: The node's name.
-        agent: The agent's status file.
-        now: The clock of the node's machine, for the age of the heartbeat.
-        state: The state of the node's script: `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
-        why: Why the script ended, if the machine knows.
+    `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`. `now` is the clock of the node's machine.
     """
     word, _, rest = state.partition(" ")
     if agent.get("phase") == "exited":
@@ -281,28 +266,25 @@ def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why
             detail = "" if failure["rank"] is not None else str(failure["error"])
         return NodeStatus(name, "exited", code, detail, at, failure=failure)
     if word == "exit":
-        code_text, at_text = rest.split()[:2]
-        # the runtime failed before the agent started
+        code_text, at_text = rest.split()[:2]  # the runtime failed before the agent started
         return NodeStatus(name, "exited", int(code_text), why, float(at_text))
     if word == "no":
         return NodeStatus(name, "lost", detail="its folder does not exist")
     if word == "gone":
-        return NodeStatus(
-            name, "lost", detail="its script has ended without an exit code" + (f": {why}" if why else "")
-        )
+        detail = "its script has ended without an exit code" + (f": {why}" if why else "")
+        return NodeStatus(name, "lost", detail=detail)
     if agent and now - float(agent["heartbeat"]) > HEARTBEAT_TIMEOUT_S:
         return NodeStatus(name, "lost", detail=f"no heartbeat of its agent for {now - float(agent['heartbeat']):.0f} s")
     return NodeStatus(name, "starting", stall=tuple(agent.get("stall") or ()), usage=agent.get("usage"))
 
 
-def stop(shell: Shell, machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
+def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
     """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
-    done = shell.run(scripts.command("stop", job_id, str(int(grace_s)), *engines), timeout_s=timeout_s)
+    done = reach(machine).run(scripts.command("stop", job_id, str(int(grace_s)), *engines), timeout_s=timeout_s)
     if done.out:
-        raise ClusterError(
-            f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL",
-            "check the engine with clusterctl doctor, or kill them as root there",
-        )
+        why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
+        hint = "check the engine with clusterctl doctor, or kill them as root there"
+        raise ClusterError(why, hint)
 
 
 def collect(plan: Plan) -> list[str]:
@@ -311,7 +293,7 @@ def collect(plan: Plan) -> list[str]:
     The results are those of the first node that answers: nodes without a common disk keep checkpoints of their own. Of
     the others only the ranks' logs are copied.
     """
-    remote = [node for node in machines(plan) if plan.is_elsewhere(node)]
+    remote = [node for node in plan.machines if plan.is_elsewhere(node)]
 
     def copy_logs(node: Node) -> None:
         ranks = f"attempt-{plan.attempt}/ranks/{node.name}"
@@ -331,27 +313,6 @@ def collect(plan: Plan) -> list[str]:
         if answering[0] is not plan.nodes[0]:
             failures.append(f"the results here are those of {answering[0].name}")
     return failures
-
-
-def machines(plan: Plan) -> list[Node]:
-    """Return the first node of each machine. Nodes with the same login share a machine."""
-    first: dict[tuple[str, str], Node] = {}
-    for node in plan.nodes:
-        first.setdefault((node.login, node.ssh_config), node)
-    return list(first.values())
-
-
-def nodes_on(plan: Plan, machine: Node) -> list[Node]:
-    """Return the plan's nodes on a machine."""
-    return [node for node in plan.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
-
-
-def mounts(job: Job, node: Node) -> list[Mount]:
-    """Return the job's mounts with the node's paths: a synced folder is below `data_dir`."""
-    return [
-        replace(mount, source=files.mirror(node, mount.source)) if mount.synced and node.data_dir else mount
-        for mount in job.mounts
-    ]
 
 
 def fields(text: str) -> Mapping[str, Any]:

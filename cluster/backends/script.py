@@ -1,8 +1,7 @@
 """Node scripts: a node's variables and command, the functions of its runtime, then agent/node.sh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from cluster import contract
 from cluster.agent import scripts
@@ -18,28 +17,25 @@ def attempt_dir(plan: Plan, node: Node) -> str:
     return f"{plan.dir_on(node)}/attempt-{plan.attempt}"
 
 
-def step(job: Job, plan: Plan, rank: int, nodes_on_host: int, mounts: Sequence[Mount]) -> Step:
-    """Return the step that runs the script of a node with a known rank. `mounts` are the job's, with the node's paths.
-
-    `job.env` does not override the contract's variables.
-    """
+def step(job: Job, plan: Plan, rank: int) -> Step:
+    """Return the step that runs a node's script. `job.env` does not override the contract's variables."""
     node = plan.nodes[rank]
     values = {
         **job.env,
         contract.NODE: node.name,
         "PET_NODE_RANK": str(rank),
         **shared_environment(job, plan.attempt, plan.dir_on(node), (plan.master_addr, plan.master_port)),
-        contract.NODES_ON_HOST: str(nodes_on_host),
+        contract.NODES_ON_HOST: str(len(plan.nodes_on(node))),
         contract.NODE_ADDRESS: node.address,
         **gpu_environment(job, RUNTIMES[node.runtime].gpus(node)),
     }
     head = f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
     path = f"{attempt_dir(plan, node)}/{node.name}.sh"
-    text = head + _script(job, plan, node, values, mounts)
-    return Step(node.name, {path: text}, ("bash", path), needs(node, mounts), f"{attempt_dir(plan, node)}/agent.py")
+    text = head + _script(job, plan, node, values)
+    return Step(node.name, {path: text}, ("bash", path), needs(job, node), f"{attempt_dir(plan, node)}/agent.py")
 
 
-def render_in_batch(job: Job, plan: Plan, login: Node, mounts: Sequence[Mount]) -> str:
+def render_in_batch(job: Job, plan: Plan, login: Node) -> str:
     """Return the script of all nodes of a Slurm job; the environment has the rank, the master and the GPUs."""
     found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
     values = {
@@ -52,19 +48,21 @@ def render_in_batch(job: Job, plan: Plan, login: Node, mounts: Sequence[Mount]) 
         found.append("CUDA_VISIBLE_DEVICES")
     values = {name: value for name, value in values.items() if name not in found}
     finds = f"device={job.device}\n" + scripts.text("agent/slurm_node.sh")
-    return f"# A node of the job {job.name}.\n" + _script(job, plan, login, values, mounts, finds, found)
+    return f"# A node of the job {job.name}.\n" + _script(job, plan, login, values, finds, found)
 
 
-def needs(node: Node, mounts: Sequence[Mount]) -> tuple[str, ...]:
+def needs(job: Job, node: Node) -> tuple[str, ...]:
     """Return the paths that must exist on a node."""
-    return tuple(mount.source if node.runtime != "none" else mount.target for mount in mounts)
+    return tuple(mount.source if node.runtime != "none" else mount.target for mount in _mounts(job, node))
+
+
+def _mounts(job: Job, node: Node) -> list[Mount]:
+    """Return the job's mounts with the node's paths: a synced folder is below `data_dir`."""
+    return [replace(mount, source=node.mirror(mount.source)) if mount.synced else mount for mount in job.mounts]
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the input of agent/start.sh and slurm_submit.sh: the secrets, the agent and the step's script as one text.
-
-    The words are the numbers of lines of the first two.
-    """
+    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the first two."""
     (text,) = step.files.values()
     exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
     agent = scripts.text("agent/agent.py")
@@ -72,23 +70,17 @@ def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[list[st
 
 
 def _script(
-    job: Job,
-    plan: Plan,
-    node: Node,
-    values: Mapping[str, str],
-    mounts: Sequence[Mount],
-    finds: str = "",
-    found: Sequence[str] = (),
+    job: Job, plan: Plan, node: Node, values: Mapping[str, str], finds: str = "", found: Sequence[str] = ()
 ) -> str:
     """Return the script with the variables `values`; `finds` is text that sets the variables `found`."""
     runtime, run_dir = RUNTIMES[node.runtime], plan.dir_on(node)
-    workdir = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir
+    workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, node)
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
         folders = [run_dir, *([_setup_dir(run_dir, job)] if job.setup else [])]
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
-    words = [*runtime.run(job, node, mounts, names), *command(job, f"{attempt_dir(plan, node)}/agent.py")]
+    words = [*runtime.run(job, node, mounts, names), job.python, f"{attempt_dir(plan, node)}/agent.py", *job.command]
     text = "set -u\n" + scripts.exports(values) + "\n" + finds
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
@@ -105,12 +97,10 @@ def _entry(words: Sequence[str]) -> str:
     return f"enter=({scripts.line(enter)})\narguments=({scripts.line(arguments)})\n\n"
 
 
-def exec_command(
-    job: Job, plan: Plan, node: Node, mounts: Sequence[Mount], argv: Sequence[str], *, tty: bool
-) -> list[str]:
+def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
     """Return the command that runs `argv` beside the ranks of a node, on the node's machine."""
     runtime = RUNTIMES[node.runtime]
-    text = f"runtime={runtime.name}\n" + _entry(runtime.exec(job, node, mounts, tty=tty))
+    text = f"runtime={runtime.name}\n" + _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
     return ["bash", "-c", text, "exec", attempt_dir(plan, node), node.name, *in_setup(job, argv)]
 
@@ -121,11 +111,6 @@ def in_setup(job: Job, argv: Sequence[str]) -> list[str]:
         return list(argv)
     text = f'VIRTUAL_ENV=${contract.SETUP_DIR} PATH=${contract.SETUP_DIR}/bin:$PATH exec "$@"'
     return ["sh", "-c", text, "sh", *argv]
-
-
-def command(job: Job, agent: str) -> tuple[str, ...]:
-    """Return `python3 AGENT -m trainer train ...`; `agent` is the agent's path on the node."""
-    return (job.python, agent, *job.command)
 
 
 def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, int]) -> dict[str, str]:

@@ -4,13 +4,12 @@ The cluster needs neither Python nor this project. The batch script (agent/batch
 and requeues itself after a checkpoint. squeue finds a job by its name. Sessions (exec, shell) are job steps of srun.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
@@ -20,13 +19,15 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
-from cluster.transport import Completed, Shell
+from cluster.transport import reach
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
 #: Time for Slurm to requeue a job.
 _REQUEUE_S = 120.0
 _END = "END_OF_NODE_SCRIPT"
+#: Slurm sends USR2 to the batch script alone (B), 90 s before the time limit, as submitit does by default.
+_SIGNAL = "B:USR2@90"
 #: Runs srun without its message about the exit code of the command, which srun prints despite --quiet.
 _QUIET_STEP = """"$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
 code=$?; wait $!; exit $code"""
@@ -37,8 +38,7 @@ class SlurmBackend(Backend):
 
     name = "slurm"
 
-    def __init__(self, reach: Callable[[Node], Shell]) -> None:
-        self._reach = reach
+    def __init__(self) -> None:
         self._monitor = NodeMonitor(reach, self._poll, silent_is_lost=False)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -46,16 +46,29 @@ class SlurmBackend(Backend):
         assert job.queue is not None
         login = job.queue.login
         nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
-        inside = login.runtime != "none"
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port), in_containers=inside)
-        return replace(made, steps=(_step(job, made),))
+        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port))
+        run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
+        path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
+        while end in node:
+            end += "_"
+        values = {  # the variables of agent/batch.sh
+            "run": run_dir,
+            "nodes": str(job.nodes),
+            "port": str(job.port),
+            "max_restarts": str(max(0, job.max_restarts - attempt + 1)),
+            "first_attempt": str(attempt),
+        }
+        setup = [
+            f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.py in its folder.",
+            *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
+            f"node=$(cat <<'{end}'\n{node}{end}\n)",
+        ]
+        text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
+        needs = script.needs(job, login)
+        return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.py"),))
 
     def check(self, job: Job, plan: Plan) -> None:
-        """Run the preflight check on the login node.
-
-        Raises UsageError if the cluster lacks the partition, nodes, GPUs, image or a writable run directory, and
-        NameTakenError if it has a job of this name.
-        """
+        """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
         assert job.queue is not None
         login = job.queue.login
         (step,) = plan.steps
@@ -63,14 +76,10 @@ class SlurmBackend(Backend):
         run_dir = login.run_dir or job.run_root
         image = plan.image if RUNTIMES[login.runtime].image_is_file else ""
         words = [image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
-        done = self._reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
+        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        has: dict[str, list[str]] = {}
-        for line in done.out.splitlines():
-            word, _, text = line.partition(" ")
-            has.setdefault(word, []).append(text)
-        problems = [UsageError(*problem) for problem in slurm.problems(job, has, login.display_name)]
+        problems = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
         preflight.refuse(problems, preflight.conflicts(plan, login, done.out.splitlines()))
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
@@ -82,35 +91,33 @@ class SlurmBackend(Backend):
         login, (step,) = plan.nodes[0], plan.steps
         sizes, text = script.payload(plan, step, secrets)
         words = [script.attempt_dir(plan, login), plan.dir_on(login), *sizes, *argv]
-        _refuse_unsubmitted(login, self._reach(login).run(scripts.command("slurm_submit", *words), stdin=text))
+        self._run(login, text, "slurm_submit", *words)
+
+    def _run(self, login: Node, text: str, *command: str) -> None:
+        """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
+        done = reach(login).run(scripts.command(*command), stdin=text)
+        if done.code:
+            lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.err.splitlines() if "--help" not in line]
+            why = f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}"
+            hint = "print the batch script: the same command with plan instead of launch"
+            raise LaunchError(why, hint)
 
     def array(self, job: Job, plans: Sequence[Plan], at_once: int) -> Step:
-        """Return the batch script that runs the jobs of `plans` as an array, at most `at_once` at a time.
-
-        `job` is any of the jobs: all have the same nodes and options.
-        """
-        from cluster.backends import sbatch
-
+        """Return the script of an array of `plans`, at most `at_once` at a time; `job` is any of its similar jobs."""
         login = plans[0].nodes[0]
         folders = [plan.dir_on(login) for plan in plans]
         path = f"{folders[0]}/array.sbatch"
-        text, argv = sbatch.render(
+        head = f"# {len(plans)} jobs: each task runs the script of its job."
+        text = _render(
             replace(job, name=job.name.rpartition("-")[0]),  # NAME-0, NAME-1 and so on are tasks of the array NAME
             "folder=${folders[$SLURM_ARRAY_TASK_ID]}\n"
             'exec bash "$folder/attempt-1/job.sbatch" >> "$folder/slurm.log" 2>&1',
-            path=path,
-            run_dir=folders[0],
             output=f"{folders[0]}/array-%a.log",
-            setup=[
-                f"# {len(plans)} jobs: each task runs the script of its job.",
-                "folders=(",
-                *map(shlex.quote, folders),
-                ")",
-            ],
+            setup=[head, "folders=(", *map(shlex.quote, folders), ")"],
             map_count=len(plans),
             array_parallelism=at_once,
         )
-        return Step(login.name, {path: text}, argv)
+        return Step(login.name, {path: text}, ("sbatch", path))
 
     def submit_array(self, plans: Sequence[Plan], step: Step, secrets: Mapping[str, str]) -> None:
         """Submit the jobs with the script of `array`. Raises LaunchError with sbatch's message."""
@@ -118,8 +125,7 @@ class SlurmBackend(Backend):
         for plan in plans:
             self._send(plan, secrets, ["true"])
         ((path, text),) = step.files.items()
-        words = [path, *(plan.dir_on(login) for plan in plans), "--", *step.argv]
-        _refuse_unsubmitted(login, self._reach(login).run(scripts.command("slurm_array", *words), stdin=text))
+        self._run(login, text, "slurm_array", path, *(plan.dir_on(login) for plan in plans), "--", *step.argv)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""
@@ -130,14 +136,12 @@ class SlurmBackend(Backend):
         login = plan.nodes[0]
         # The batch script needs some seconds to forward the signal.
         words = [plan.job_id, str(max(3, int(grace_s)) if grace_s else 0), plan.dir_on(login)]
-        done = self._reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
+        done = reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
-            raise ClusterError(
-                f"{', '.join(done.out.splitlines())} of {plan.job_id} is still in the queue after scancel",
-                "squeue --me",
-            )
+            left = ", ".join(done.out.splitlines())
+            raise ClusterError(f"{left} of {plan.job_id} is still in the queue after scancel", "squeue --me")
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
         """Return the login node, and a job step on the node's host that enters its container."""
@@ -149,16 +153,11 @@ class SlurmBackend(Backend):
             raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
         step = ["bash", "-c", _QUIET_STEP, "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
-        inside = script.exec_command(
-            record.job, replace(plan, attempt=attempt), node, monitor.mounts(record.job, login), argv, tty=tty
-        )
-        return login, [*step, *inside]
+        now = replace(plan, attempt=attempt)
+        return login, [*step, *script.exec_command(record.job, now, node, argv, tty=tty)]
 
     def requeued(self, plan: Plan) -> Plan | None:
-        """Return the next attempt if Slurm has requeued the job, or None if the job has left the queue.
-
-        Raises ClusterError if the job was cancelled.
-        """
+        """Return the next attempt if Slurm has requeued the job, else None. Raises ClusterError if it was cancelled."""
         clock = monitor.AwakeClock()
         until = clock() + _REQUEUE_S
         while clock() < until:
@@ -168,7 +167,7 @@ class SlurmBackend(Backend):
                     # Slurm delays a requeued job by two minutes. A site may refuse an earlier start. A start within a
                     # second after the requeue fails: slurmd has revoked the job's credential.
                     begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now+3"]
-                    self._reach(plan.nodes[0]).run(begin, timeout_s=30)
+                    reach(plan.nodes[0]).run(begin, timeout_s=30)
             except UnreachableError:  # an error now would cancel the requeued job
                 if clock() + 1 > until:
                     raise
@@ -186,7 +185,7 @@ class SlurmBackend(Backend):
     def _query(self, plan: Plan, login: Node) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
         words = [slurm.FORMAT, plan.dir_on(login), str(INTERVAL_S)]
-        head, own = monitor.poll(self._reach(login), plan, login, "slurm_poll", *words, head=4)
+        head, own = monitor.poll(plan, login, "slurm_poll", *words, head=4)
         line, running, refused, error = head
         if refused and not line:
             raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")
@@ -199,49 +198,18 @@ class SlurmBackend(Backend):
         return {status.node: status for status in statuses}
 
 
-def _refuse_unsubmitted(login: Node, done: Completed) -> None:
-    """Raise LaunchError with sbatch's message if it failed."""
-    if done.code:
-        lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.err.splitlines() if "--help" not in line]
-        raise LaunchError(
-            f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}",
-            "print the batch script: the same command with plan instead of launch",
-        )
+def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:
+    """Return a batch script with the job's options, as submitit renders it.
 
-
-def _step(job: Job, plan: Plan) -> Step:
-    from cluster.backends import sbatch
+    `setup` has the lines before the command, `output` is the script's log, `array` has submitit's parameters of arrays.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string  # its import takes 0.1 s
 
     assert job.queue is not None
-    login = job.queue.login
-    mounts = monitor.mounts(job, login)
-    run_dir, folder = plan.dir_on(login), script.attempt_dir(plan, login)
-    path = f"{folder}/job.sbatch"
-    text, argv = sbatch.render(
-        job,
-        scripts.text("agent/batch.sh"),
-        path=path,
-        run_dir=run_dir,
-        output=f"{run_dir}/slurm.log",
-        setup=_setup(job, script.render_in_batch(job, plan, login, mounts), run_dir, plan.attempt),
-    )
-    return Step(login.name, {path: text}, argv, script.needs(login, mounts), f"{folder}/agent.py")
-
-
-def _setup(job: Job, node: str, run_dir: str, attempt: int) -> list[str]:
-    """Return lines that set the variables of agent/batch.sh; `node` is the node's script, `attempt` the first one."""
-    end = _END
-    while end in node:
-        end += "_"
-    values = {
-        "run": run_dir,
-        "nodes": str(job.nodes),
-        "port": str(job.port),
-        "max_restarts": str(max(0, job.max_restarts - attempt + 1)),
-        "first_attempt": str(attempt),
-    }
-    return [
-        f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.py in its folder.",
-        *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
-        f"node=$(cat <<'{end}'\n{node}{end}\n)",
-    ]
+    more: dict[str, Any] = {"signal": _SIGNAL, "requeue": True, "output": output}
+    if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*job.queue.options}:
+        more["gpus-per-node"] = job.procs_per_node
+    more |= {name: value or True for name, value in job.queue.options.items()}
+    options: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
+    options |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}
+    return _make_sbatch_string(command, ".", setup=list(setup), **options)

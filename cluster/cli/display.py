@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from cluster.backends.logs import number
@@ -29,6 +29,8 @@ _STYLES: dict[Phase, str] = {
     "exited": "dim",
     "lost": "bold red",
 }
+#: The options of a table without lines.
+PLAIN: dict[str, Any] = {"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", "pad_edge": False}
 #: The values that a sparkline shows, and its characters.
 _SPARKS, _BARS = 30, "▁▂▃▄▅▆▇█"
 #: The live display shows the use of nodes up to this number.
@@ -39,44 +41,27 @@ def header(plan: Plan) -> str:
     """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
     nodes = len(plan.nodes)
     each = plan.world_size // nodes
-    words = [
-        plan.job_id,
-        f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}",
-        plan.backend,
-    ]
-    if plan.image:
-        words.append(f"image {plan.image}")
-    if plan.attempt > 1:
-        words.append(f"attempt {plan.attempt}")
-    return "   ".join(words)
+    size = f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
+    image = plan.image and f"image {plan.image}"
+    attempt = f"attempt {plan.attempt}" if plan.attempt > 1 else ""
+    return "   ".join(filter(None, (plan.job_id, size, plan.backend, image, attempt)))
 
 
 def joined(view: JobView, plan: Plan) -> str:
     """Format the end of the rendezvous: `2/2 nodes ready   world size 4   gloo   9.8 s`."""
-    words = [f"{view.ready_count}/{len(view.nodes)} nodes ready"]
-    if view.ready is not None:
-        words += [f"world size {view.ready.get('world_size')}", str(view.ready.get("backend"))]
-    else:
-        words += [f"world size {plan.world_size}", "ready: the ranks started and the master is reachable"]
-    return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
+    ready = {"world_size": plan.world_size, "backend": "ready: the ranks started and the master is reachable"}
+    ready |= view.ready or {}
+    words = (f"{view.ready_count}/{len(view.nodes)} nodes ready", f"world size {ready['world_size']}", ready["backend"])
+    return "   ".join([*map(str, words), seconds(view.joined_after_s or 0.0)])
 
 
 def node_table(view: JobView, plan: Plan, now: float) -> Table:
     """Return one row per node: phase, its duration (ready: time since the start), and a note."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("  node")
-    table.add_column("phase")
-    table.add_column("for", justify="right")
-    table.add_column("note", overflow="fold")
+    table = Table("  node", "phase", Column("for", justify="right"), Column("note", overflow="fold"), **PLAIN)
     for index, node in enumerate(view.nodes):
         note = node.silent or node.note
-        if (
-            not node.silent
-            and index == 0
-            and plan.master_addr
-            and node.phase in ("starting", "joining", "ready")
-            and not note.startswith("cannot")
-        ):
+        is_master = index == 0 and plan.master_addr and node.phase in ("starting", "joining", "ready")
+        if is_master and not node.silent and not note.startswith("cannot"):
             note = f"master {plan.master_addr}:{plan.master_port}"
         duration = node.since - view.started if node.phase == "ready" else now - node.since
         phase = Text(node.phase, _STYLES[node.phase])
@@ -127,10 +112,8 @@ class UsageTable:
         samples = [(node, node.usage or {}) for node in view.nodes]
         has_gpus = any("gpu" in row for _, usage in samples for row in usage.get("ranks", ()))
         titles = [*(["rank"] if by_rank else []), "cpu", "memory", "host", *(["gpu", "gpu memory"] if has_gpus else [])]
-        table = Table("  node", box=None, padding=(0, 3, 0, 0), header_style="dim", pad_edge=False)
-        for title in titles:
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("last minute", no_wrap=True)
+        columns = [Column(title, justify="right", no_wrap=True) for title in titles]
+        table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
         for node, usage in samples:
             ranks = usage.get("ranks", [])
             if not ranks:
@@ -142,10 +125,8 @@ class UsageTable:
                 if has_gpus:
                     uses = [row["use"] for row in rows if row.get("use") is not None]
                     held = [row for row in rows if row.get("memory") is not None]
-                    cells.append(f"{sum(uses) / len(uses):.0f} %" if uses else "")
-                    cells.append(
-                        share(*(sum(row[key] for row in held) for key in ("memory", "memory_total"))) if held else ""
-                    )
+                    sums = [sum(row[key] for row in held) for key in ("memory", "memory_total")]
+                    cells += [f"{sum(uses) / len(uses):.0f} %" if uses else "", share(*sums) if held else ""]
                 table.add_row(f"  {node.name}", *cells, self.spark(rows[0]["rank"] if by_rank else node.name))
         return table
 

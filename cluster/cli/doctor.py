@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.follow import print_line
+from cluster.cli.follow import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.request import SlurmOptions, option
+from cluster.store import JobStore
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,23 +27,16 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAI
 def doctor(
     *,
     inventory: NodeOptions,
-    image: Annotated[str, option("--image", help="The container image to check; by default the inventory's.")] = "",
+    image: Annotated[str, option(help="The container image to check; by default the inventory's.")] = "",
     data: Annotated[
-        list[str],
-        typer.Option("--data", metavar="FOLDER", help="A folder that must be the same on all nodes; repeatable."),
+        list[str], typer.Option(metavar="FOLDER", help="A folder that must be the same on all nodes; repeatable.")
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
         list[str],
-        typer.Option(
-            "--skip", metavar="CHECK", help="Skip a check, named as in the second column: --skip link; repeatable."
-        ),
+        typer.Option(metavar="CHECK", help="Skip a check, named as in the second column: --skip link; repeatable."),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
-    nodes: Annotated[
-        int | None, option("--nodes", min=1, help="Slurm: how many nodes to check in one job; 2 by default.")
-    ] = None,
-    gpus: Annotated[
-        int | None, option("--gpus", min=1, help="Slurm: GPUs to request on each node; 1 by default.")
-    ] = None,
+    nodes: Annotated[int | None, option(min=1, help="Slurm: how many nodes to check in one job; 2 by default.")] = None,
+    gpus: Annotated[int | None, option(min=1, help="Slurm: GPUs to request on each node; 1 by default.")] = None,
     slurm: SlurmOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -53,10 +47,7 @@ def doctor(
 
     Exit codes: 0 a launch would succeed, 3 a check failed, 5 a node cannot be reached.
     """
-    from rich.console import Console
-
     from cluster import doctor as checks
-    from cluster.store import JobStore
     from cluster.transport import discovery
     from cluster.transport.rsync import interruptible, refuse_interrupted
 
@@ -72,30 +63,18 @@ def doctor(
     running: frozenset[str] = frozenset()
     with suppress(ClusterError):  # unreadable records do not concern the machines
         running = frozenset(record.plan.job_id for record in JobStore() if not record.outcome)
-    terminal = Console(stderr=True)
-    with terminal.status("checking") if terminal.is_terminal else nullcontext() as status:
+    with console(stderr=True).status("checking") as status:
 
         def say(text: str) -> None:
             refuse_interrupted()
-            if status is not None:
-                status.update(text)
+            status.update(text)
 
-        report = interruptible(
-            lambda: checks.examine(
-                machines,
-                image=image,
-                data=data,
-                skip=skip,
-                jobs=running,
-                nodes=nodes or 2,
-                gpus=gpus or 1,
-                say=say,
-            )
-        )
+        chosen: dict[str, Any] = {"image": image, "data": data, "skip": skip, "nodes": nodes or 2, "gpus": gpus or 1}
+        report = interruptible(lambda: checks.examine(machines, **chosen, jobs=running, say=say))
     if as_json:
         print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
     else:
-        _print(report, Console(highlight=False))
+        _print(report, console())
     raise typer.Exit(checks.exit_code(report.findings))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from cluster.supervisor.jobs import Follower
 
 EXIT_INTERRUPTED = 130
+_ERROR = "bold red"
 
 
 def follow(
@@ -33,10 +34,7 @@ def follow(
     notes: Sequence[str] = (),
     values: Mapping[str, str] | None = None,
 ) -> tuple[Follower, str]:
-    """Print the job's header, and follow the job on the terminal over its restarts.
-
-    Ctrl-C exits. With `stop_on_interrupt` it stops the job before that.
-    """
+    """Print the job's header, and follow it over its restarts. Ctrl-C exits; with `stop_on_interrupt` it stops it."""
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import jobs, supervisor
 
@@ -107,9 +105,10 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
         return report.EXIT_DONE
     cause = report.cause(view, verdict)
     if verdict == "late":
-        print_error(out, f"{plan.job_id}: {view.ready_count} of {len(view.nodes)} nodes joined in {plan.timeout_s:g} s")
+        joined = f"{view.ready_count} of {len(view.nodes)} nodes joined"
+        print_line(out, f"{plan.job_id}: {joined} in {plan.timeout_s:g} s", _ERROR)
         cause = f"missing: {cause}"
-    print_error(out, cause)
+    print_line(out, cause, _ERROR)
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):
         print_line(out, f"not restarted: {refusal}")
     for line in report.last_lines(view, verdict, follower.tails):
@@ -127,18 +126,13 @@ def print_outcome(record: JobRecord, out: Console) -> int:
     return report.EXIT_DONE if record.outcome == "done" else record.exit_code
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return the console for standard output or standard error, with colours on a terminal only."""
     from rich.console import Console
 
-    return Console(highlight=False, emoji=False, stderr=stderr)
+    return Console(highlight=False, emoji=False, stderr=stderr, quiet=quiet)
 
 
-def print_line(out: Console, text: str) -> None:
+def print_line(out: Console, text: str, style: str | None = None) -> None:
     """Print a line without wrapping or markup."""
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def print_error(out: Console, text: str) -> None:
-    """Print a line as an error."""
-    out.print(text, markup=False, highlight=False, soft_wrap=True, style="bold red")
+    out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)

@@ -11,11 +11,13 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.filesize import decimal
 
-from cluster.cli.follow import EXIT_INTERRUPTED, print_line
+from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
 from cluster.cli.sync import progress
 from cluster.errors import ClusterError, UsageError
+from cluster.runtimes import RUNTIMES, short_id
 from cluster.spec.request import argument, option
 
 if TYPE_CHECKING:
@@ -31,15 +33,13 @@ app = typer.Typer(help="Copy the container image to the nodes, and compare it be
 class ImageOptions(NodeOptions):
     """Options that choose a container image and nodes."""
 
-    names: Annotated[
-        list[str],
-        argument(metavar="[NODES]", help="By default all nodes of the inventory."),
-    ] = field(default_factory=list)
-    image: Annotated[str, option("--image", help="By default that of the inventory, else that of `make image`.")] = ""
+    names: Annotated[list[str], argument(metavar="[NODES]", help="By default all nodes of the inventory.")] = field(
+        default_factory=list
+    )
+    image: Annotated[str, option(help="By default that of the inventory, else that of `make image`.")] = ""
 
     def chosen(self) -> tuple[list[Node], str]:
         """Return the chosen nodes and image."""
-        from cluster.runtimes import RUNTIMES
         from cluster.spec.defaults import DEFAULT_IMAGE
 
         found = self.need(complete=False)
@@ -62,14 +62,11 @@ def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
     It sends only the missing layers, compressed.
     After an interruption the same command resumes the transfer.
     """
-    from rich.console import Console
-
     from cluster.transport import parallel
 
     nodes, image = options.chosen()
-    out = Console(highlight=False, stderr=as_json)
     try:
-        done = _push(nodes, image, out)
+        done = _push(nodes, image, console(stderr=as_json))
     except KeyboardInterrupt:
         print("interrupted; to resume the transfer: clusterctl image push", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -92,7 +89,6 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
     Exit codes: 0 same image on all nodes, 1 different or missing, 5 a node or its Docker Engine does not answer.
     """
     from cluster import images
-    from cluster.runtimes import short_id
     from cluster.transport import parallel
 
     nodes, image = options.chosen()
@@ -113,20 +109,15 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
 def sif(
     target: Annotated[
-        str,
-        argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir."),
+        str, argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir.")
     ] = "",
-    image: Annotated[
-        str, option("--image", help="A Docker image of this machine; by default that of `make image`.")
-    ] = "",
+    image: Annotated[str, option(help="A Docker image of this machine; by default that of `make image`.")] = "",
     inventory: InventoryFile = "",
 ) -> None:
     """Convert the Docker image to a SIF file for Apptainer.
 
     The login node converts it. This takes minutes, and temporarily twice the image's disk space.
     """
-    from rich.console import Console
-
     from cluster.images import apptainer as sif_file
     from cluster.spec.defaults import DEFAULT_IMAGE
 
@@ -136,16 +127,14 @@ def sif(
         raise UsageError(f"{found.path} does not describe a Slurm cluster", "for SSH machines: clusterctl image push")
     image = image or DEFAULT_IMAGE
     name = image.rpartition("/")[2].replace(":", "-") + ".sif"
-    target = target or (
-        found.image if found.image.endswith(".sif") else str(PurePosixPath(login.run_dir).parent / name)
-    )
+    beside = str(PurePosixPath(login.run_dir).parent / name)
+    target = target or (found.image if found.image.endswith(".sif") else beside)
     if not target.startswith("/"):
         raise UsageError(f"{target}: not an absolute path", f"for example: /shared/{name}")
-    out = Console(highlight=False)
-    began = time.monotonic()
+    out, began = console(), time.monotonic()
     try:
         with progress(out) as report:
-            sif_file.make(login, image, target, lambda node, done, size: report(node, "sending", done, size))
+            sif_file.make(login, image, target, report)
     except KeyboardInterrupt:
         print("interrupted; no file was written", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -165,27 +154,14 @@ def _push(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed |
     from cluster import images
 
     with progress(out) as report:
-        done = images.push(
-            nodes,
-            image,
-            lambda text: print_line(out, text),
-            lambda node, done, total: report(node, "sending", done, total),
-        )
+        done = images.push(nodes, image, lambda text: print_line(out, text), report)
     for name, pushed in done.items():
-        if not isinstance(pushed, ClusterError):
-            print_line(out, _line(name, image, pushed))
+        if isinstance(pushed, ClusterError):
+            continue
+        took = " already"
+        if pushed.seconds:
+            share = 100 * pushed.sent / max(1, pushed.size)
+            took = f": {pushed.missing} of {pushed.layers} layers, {decimal(pushed.sent)} ({share:.2f} % of the image)"
+            took += f", {pushed.seconds:.1f} s"
+        print_line(out, f"{name}: has {image} ({short_id(pushed.id)}){took}")
     return done
-
-
-def _line(name: str, image: str, pushed: Pushed) -> str:
-    """Format `gpu-b: has trainer:0.1 (99074e3c7b21): 1 of 6 layers, 0.7 MB (0.01 % of the image), 2.1 s`."""
-    from rich.filesize import decimal
-
-    from cluster.runtimes import short_id
-
-    has = f"{name}: has {image} ({short_id(pushed.id)})"
-    if not pushed.seconds:
-        return f"{has} already"
-    share = 100 * pushed.sent / max(1, pushed.size)
-    cost = f"{decimal(pushed.sent)} ({share:.2f} % of the image)"
-    return f"{has}: {pushed.missing} of {pushed.layers} layers, {cost}, {pushed.seconds:.1f} s"

@@ -6,21 +6,21 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from cluster.cli.follow import console
 from cluster.cli.options import AsJson, Hostfile, SshConfig
 from cluster.errors import UsageError
+from cluster.runtimes import ENGINES
+from cluster.spec.inventory import DATA_DIR, RUN_DIR
+from cluster.spec.model import Device
 from cluster.spec.request import argument
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from cluster.spec.model import Device, Inventory
     from cluster.transport.discovery import Found
 
 NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
@@ -37,40 +37,45 @@ def init(
     device: Annotated[
         str,
         typer.Option(
-            "--device",
-            help="auto: cuda if every node has a GPU, cpu if none has one; cuda; cpu; any: the program decides.",
+            help="auto: cuda if every node has a GPU, cpu if none has one; cuda; cpu; any: the program decides."
         ),
     ] = "auto",
     runtime: Annotated[
-        str,
-        typer.Option("--runtime", help="auto: docker, else podman, else none; or one of these for all nodes."),
+        str, typer.Option(help="auto: docker, else podman, else none; or one of these for all nodes.")
     ] = "auto",
     run_dir: Annotated[
-        str,
-        typer.Option(
-            "--run-dir", help="On the nodes: the parent of all run directories; '~/' is the home directory there."
-        ),
-    ] = "~/clusterctl/runs",
+        str, typer.Option(help="On the nodes: the parent of all run directories; '~/' is the home directory there.")
+    ] = RUN_DIR,
     data_dir: Annotated[
-        str, typer.Option("--data-dir", help="On the nodes: the target of `sync`; '~/' is the home directory there.")
-    ] = "~/clusterctl/data",
+        str, typer.Option(help="On the nodes: the target of `sync`; '~/' is the home directory there.")
+    ] = DATA_DIR,
     as_json: AsJson = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")] = False,
+    schema_only: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")
+    ] = False,
 ) -> None:
     """Inspect machines over SSH and write cluster.yaml.
 
     It finds GPUs, the container runtime, the address that the machines have for each other, and free disk space.
     It changes nothing on the machines, and writes no file unless all of them answer.
     """
-    if schema:
-        from cluster.spec.schema import json_schema
+    from cluster.spec import schema
 
-        print(json.dumps(json_schema(), indent=1))
+    if schema_only:
+        print(json.dumps(schema.json_schema(), indent=1))
         return
-    from cluster.runtimes import ENGINES
+    from rich.table import Column, Table
+
+    from cluster.cli.display import PLAIN
     from cluster.transport import discovery
 
-    given = _machines(hosts, hostfile, ssh_config)
+    if hosts and hostfile:
+        raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
+    given = (
+        discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config) if hosts or hostfile else None
+    )
+    if given is None:
+        raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
     for option, value, values in (
         ("--device", device, ("auto", "cuda", "cpu", "any")),
         ("--runtime", runtime, ("auto", *ENGINES, "none")),
@@ -83,30 +88,37 @@ def init(
     path = Path(output)
     if path.exists() and not force:
         raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
+    options = {"run_dir": os.path.normpath(run_dir), "data_dir": os.path.normpath(data_dir)}
+    options["runtime"] = "" if runtime == "auto" else runtime
     wanted = replace(
         given,
-        device=cast("Device", "cuda" if device == "auto" else device),
-        nodes=tuple(
-            replace(
-                node,
-                run_dir=os.path.normpath(run_dir),
-                data_dir=os.path.normpath(data_dir),
-                runtime="" if runtime == "auto" else runtime,
-            )
-            for node in given.nodes
-        ),
+        device=cast(Device, "cuda" if device == "auto" else device),
+        nodes=tuple(replace(node, **options) for node in given.nodes),  # type: ignore[arg-type]
     )
-    out, progress = _console(), _console(stderr=True)
-    with progress.status(f"inspecting {len(wanted.nodes)} machines"):
+    with console(stderr=True).status(f"inspecting {len(wanted.nodes)} machines"):
         found = discovery.inspect(wanted)
-    chosen = cast("Device", discovery.device(found, device))
+    chosen = cast(Device, discovery.device(found, device))
     nodes = tuple(replace(each.node, gpus=() if chosen == "cpu" else each.node.gpus) for each in found.values())
-    inventory = replace(wanted, device=chosen, nodes=nodes)
-    _write(path, _text(inventory, found, _command(hosts, hostfile)))
+    command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
+    notes = {
+        name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
+        for name, each in found.items()
+    }
+    manual = "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor"
+    head = [f"Found by: {command}", manual]
+    if chosen == "cpu":
+        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
+    _write(path, schema.write(replace(wanted, device=chosen, nodes=nodes), notes, head))
     if as_json:
         print(json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]}))
         return
-    _show(out, found)
+    titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
+    table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
+    for name, each in found.items():
+        address = f"{each.node.address} ({each.network})" if each.network else each.node.address
+        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.node.run_dir)
+    out = console()
+    out.print(table)
     if chosen == "cpu" and device == "auto":
         out.print(NO_GPU, style="bold yellow", soft_wrap=True)
     for name, each in found.items():
@@ -115,56 +127,8 @@ def init(
     out.print(f"wrote {output}; next: clusterctl doctor", markup=False, soft_wrap=True)
 
 
-def _machines(hosts: list[str], hostfile: str, ssh_config: str) -> Inventory:
-    from cluster.transport import discovery
-
-    if hosts and hostfile:
-        raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
-    if not hosts and not hostfile:
-        raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
-    given = discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
-    assert given is not None
-    return given
-
-
-def _command(hosts: list[str], hostfile: str) -> str:
-    return shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
-
-
-def _text(inventory: Inventory, found: Mapping[str, Found], command: str) -> str:
-    from cluster.spec import schema
-
-    notes = {name: _comments(each) for name, each in found.items()}
-    head = [
-        f"Found by: {command}",
-        "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor",
-    ]
-    if inventory.device == "cpu":
-        head.append("No node has a GPU that jobs may use, so they run CPU processes.")
-    return schema.write(inventory, notes, head)
-
-
-def _comments(each: Found) -> list[str]:
-    return [
-        f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free",
-        *each.notes,
-    ]
-
-
 def _gpus(each: Found) -> str:
     return ", ".join(f"{count} x {model}" for model, count in Counter(each.gpus.values()).items()) or "no GPU"
-
-
-def _show(out: Console, found: Mapping[str, Found]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("node", "address", "GPUs", "runtime", "free", "run directory"):
-        table.add_column(column, overflow="fold")
-    for name, each in found.items():
-        address = f"{each.node.address} ({each.network})" if each.network else each.node.address
-        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.node.run_dir)
-    out.print(table)
 
 
 def _write(path: Path, text: str) -> None:
@@ -175,9 +139,3 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise UsageError(f"-o {path}: {error.strerror}", "name a file in an existing folder") from error
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, stderr=stderr)

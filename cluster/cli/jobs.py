@@ -1,6 +1,4 @@
-"""Commands for launched jobs: attach, wait, stop, ps, status, logs."""
-
-from __future__ import annotations
+"""Commands for launched jobs: attach, wait, stop, ps, status, logs, top."""
 
 import json
 import time
@@ -10,7 +8,9 @@ import typer
 
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome
+from cluster.errors import UnreachableError, UsageError
 from cluster.spec.request import option
+from cluster.store import JobStore
 
 
 def attach(job: options.JobName, logs: options.Logs = "master") -> None:
@@ -19,8 +19,6 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     Use it after `launch --detach`, or if the launcher has ended.
     Ctrl-C detaches; the job keeps running. The exit code is the job's, as for launch.
     """
-    from cluster.store import JobStore
-
     records, out = JobStore(), console()
     record = records.load(job)
     if record.outcome:
@@ -31,7 +29,6 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
 
 def wait(job: options.JobName) -> None:
     """Wait until a job ends, without output. The exit code is the job's."""
-    from cluster.store import JobStore
     from cluster.supervisor import jobs, supervisor
 
     records, out = JobStore(), console()
@@ -50,7 +47,6 @@ def stop(job: options.JobName) -> None:
 
     It is safe to repeat.
     """
-    from cluster.store import JobStore
     from cluster.supervisor import jobs
 
     out = console()
@@ -68,10 +64,9 @@ def ps(
 
     A job is `unreachable` if its Docker Engine or its machines do not answer.
     """
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    from cluster.errors import UnreachableError
-    from cluster.store import JobStore
+    from cluster.cli.display import PLAIN
     from cluster.supervisor import jobs
     from cluster.supervisor.report import seconds
 
@@ -85,55 +80,39 @@ def ps(
         except UnreachableError:  # the other jobs are still listed
             state, ready = record.outcome or "unreachable", 0
         plan = record.plan
-        age_s = time.time() - record.created_at
-        rows.append(
-            {
-                "job": plan.job_id,
-                "state": state,
-                "backend": plan.backend,
-                "nodes": f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes),
-                "age_s": round(age_s),
-                "run_dir": plan.run_dir,
-            }
-        )
+        row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
+        row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
+        rows.append(row | {"age_s": round(time.time() - record.created_at), "run_dir": plan.run_dir})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
     if not rows:
         print_line(console(), "no jobs" if every else "no running jobs (to list all: clusterctl ps --all)")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("job", "state", "backend", "nodes", "age", "run directory"):
-        table.add_column(column, no_wrap=column != "run directory", overflow="fold")
+    columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age")]
+    table = Table(*columns, Column("run directory", overflow="fold"), **PLAIN)
     for row in rows:
-        table.add_row(
-            row["job"], row["state"], row["backend"], str(row["nodes"]), seconds(row["age_s"]), row["run_dir"]
-        )
+        table.add_row(*map(str, (row | {"age_s": seconds(row["age_s"])}).values()))
     console().print(table)
 
 
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     """Show the phase of each node of a job."""
     from cluster.cli.display import header, node_table
-    from cluster.store import JobStore
     from cluster.supervisor import jobs, report
 
     record = JobStore().load(job)
     state, view = jobs.state(record)
     if as_json:
-        nodes = [
-            {"node": node.name, "phase": node.phase, "note": node.note, "exit_code": node.exit_code}
-            for node in view.nodes
-        ]
+        keys = ("phase", "note", "exit_code")
+        nodes = [{"node": node.name, **{key: getattr(node, key) for key in keys}} for node in view.nodes]
         about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}
         print(json.dumps({**about, "nodes": nodes, "metric": view.metric}))
         return
     out = console()
     print_line(out, f"{header(record.plan)}   {state}")
-    if record.detail:
-        print_line(out, record.detail)
-    if record.commit:
-        print_line(out, f"commit: {record.commit}")
+    for text in filter(None, (record.detail, record.commit and f"commit: {record.commit}")):
+        print_line(out, text)
     if not record.outcome:
         out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:
@@ -148,7 +127,6 @@ def logs(
     everything: Annotated[bool, typer.Option("--everything", help="Also print the lines of the agent.")] = False,
 ) -> None:
     """Print a job's logs, each line with the name of its node."""
-    from cluster.store import JobStore
     from cluster.supervisor import jobs, session
 
     record = JobStore().load(job)
@@ -168,3 +146,50 @@ def logs(
             time.sleep(jobs.POLL_S)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def top(
+    job: options.JobName,
+    as_json: options.AsJson = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample, as without a terminal.")] = False,
+) -> None:
+    """Show CPU, memory and GPU use of each rank of a running job, until Ctrl-C.
+
+    The columns: cores, memory of the rank and its workers, memory in use on the host, use and memory of the GPU, and
+    the use over the last samples (of the GPU, else of the cores). The agent on each node samples every 2 s.
+    """
+    from rich.console import Group
+    from rich.live import Live
+
+    from cluster.cli.display import UsageTable, header
+    from cluster.supervisor import jobs
+
+    record = JobStore().load(job)
+    if record.outcome:
+        raise UsageError(f"{job} has ended: {record.outcome}", f"clusterctl status {job}")
+    follower, usage, out = jobs.Follower(record), UsageTable(), console()
+
+    def sample() -> None:
+        follower.step(time.time())
+        usage.add(follower.view)
+
+    def drawn() -> Group:
+        speed = f"   {follower.view.progress['images_per_s']:.0f} img/s" if follower.view.progress else ""
+        return Group(f"{header(record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(follower.view))
+
+    sample()
+    if as_json:
+        nodes = [{"node": node.name, "phase": node.phase, "usage": node.usage} for node in follower.view.nodes]
+        print(json.dumps({"job": job, "nodes": nodes, "progress": follower.view.progress}))
+    elif once or not out.is_terminal:
+        out.print(drawn())
+    else:
+        try:
+            with Live(console=out, get_renderable=drawn, auto_refresh=False, screen=True) as live:
+                while any(node.phase not in ("exited", "lost") for node in follower.view.nodes):
+                    live.refresh()
+                    time.sleep(2)
+                    sample()
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        print_line(out, f"{job}: all nodes have ended")

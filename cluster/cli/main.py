@@ -1,7 +1,5 @@
 """The `clusterctl` program: registers all commands, and prints errors with their exit codes."""
 
-from __future__ import annotations
-
 import sys
 from typing import Annotated
 
@@ -15,7 +13,6 @@ from cluster.cli.init import init
 from cluster.cli.launch import import_job, launch, plan
 from cluster.cli.serve import serve
 from cluster.cli.sync import sync
-from cluster.cli.top import top
 from cluster.errors import ClusterError
 
 # Commands import their modules when they run, so that `clusterctl --help` and completion are fast.
@@ -56,7 +53,7 @@ app.command(
 app.command("import", epilog="Example: clusterctl import train.sbatch -o job.yaml")(import_job)
 for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(command)
-app.command(epilog="Example: clusterctl top digits")(top)
+app.command(epilog="Example: clusterctl top digits")(jobs.top)
 app.command(epilog="Example: clusterctl serve --port 8000")(serve)
 app.command("exec", epilog="Example: clusterctl exec digits --node 1 -- nvidia-smi")(session.exec_)
 app.command(epilog="Example: clusterctl shell digits 1")(session.shell)

@@ -1,56 +1,37 @@
 """Options of the commands, each declared once: a dataclass per group, an annotated type for a single one."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import shlex
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
 from cluster.errors import UsageError
+from cluster.spec.model import Inventory, Job
 from cluster.spec.request import Request, option
-
-if TYPE_CHECKING:
-    from cluster.spec.model import Inventory, Job
+from cluster.store import JobStore
 
 
 def _job_names(incomplete: str) -> list[str]:
     """Return the names of recorded jobs, for completion."""
-    from cluster.store import JobStore
-
     return [name for record in JobStore() if (name := record.plan.job_id).startswith(incomplete)]
 
 
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
 ]
-InventoryFile = Annotated[
-    str,
-    option(
-        "--inventory",
-        "-i",
-        metavar="FILE",
-        help="The inventory; by default cluster.yaml in this folder, if it exists.",
-    ),
-]
+_INVENTORY = "The inventory; by default cluster.yaml in this folder, if it exists."
+InventoryFile = Annotated[str, option("--inventory", "-i", metavar="FILE", help=_INVENTORY)]
 Hostfile = Annotated[
-    str,
-    option(
-        "--hostfile",
-        metavar="FILE",
-        help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).",
-    ),
+    str, option(metavar="FILE", help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).")
 ]
-SshConfig = Annotated[
-    str, option("--ssh-config", metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")
-]
-EnvFile = Annotated[str, option("--env-file", help="A file of secrets, one NAME=VALUE per line.")]
-Logs = Annotated[Literal["master", "all"], typer.Option("--logs", help="Whose logs to show: master, all.")]
+SshConfig = Annotated[str, option(metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")]
+EnvFile = Annotated[str, option(help="A file of secrets, one NAME=VALUE per line.")]
+Logs = Annotated[Literal["master", "all"], typer.Option(help="Whose logs to show: master, all.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -61,17 +42,11 @@ class NodeOptions:
     inventory: InventoryFile = ""
     hosts: Annotated[
         str,
-        option(
-            "--hosts",
-            metavar="A,B",
-            help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config.",
-        ),
+        option(metavar="A,B", help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config."),
     ] = ""
     hostfile: Hostfile = ""
     ssh_config: SshConfig = ""
-    only: Annotated[
-        str, option("--only", metavar="A,B", help="Only these nodes of the inventory, by name or label.")
-    ] = ""
+    only: Annotated[str, option(metavar="A,B", help="Only these nodes of the inventory, by name or label.")] = ""
 
     def load(self, *, complete: bool = True, backend: str = "auto") -> Inventory | None:
         """Return the chosen inventory, or None if the options name none and there is no cluster.yaml.
@@ -98,45 +73,43 @@ class ArrayOptions:
     array: Annotated[
         str,
         option(
-            "--array",
             metavar="FILE",
             help="Slurm: one job per line of the file. The line's arguments follow those of the command line.",
         ),
     ] = ""
     array_limit: Annotated[
-        int,
-        typer.Option("--array-limit", metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time."),
+        int, typer.Option(metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time.")
     ] = 256
 
     def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], list[str]]:
         """Return the jobs NAME-0, NAME-1, ..., and notes. Raise UsageError with the number of a bad line."""
+        from cluster.spec.defaults import split
         from cluster.supervisor import launcher
 
         base, chosen, notes = launcher.resolve(request, machines)
         if chosen != "slurm":
             raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with 'backend: slurm'")
-        try:
-            text = Path(self.array).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not UTF-8 text")
-            raise UsageError(f"--array {self.array}: {why}", "one line of arguments for each job") from error
         jobs: list[Job] = []
+        text = _text(self.array, "--array ", "one line of arguments for each job")
         for nth, line in enumerate(text.splitlines(), 1):
-            try:
-                words = shlex.split(line, comments=True)
-            except ValueError as error:
-                raise UsageError(f"{self.array}:{nth}: {error}", "quote it for a shell") from error
+            words = split(line, f"{self.array}:{nth}", comments=True)
             if not words:
                 continue
-            one = replace(request, name=f"{base.name}-{len(jobs)}")
+            one: dict[str, Any] = {"arguments": [*request.arguments, *words]}
             if request.command:
-                one = replace(one, command=f"{request.command} {shlex.join(words)}")
-            else:
-                one = replace(one, arguments=[*request.arguments, *words])
-            jobs.append(launcher.resolve(one, machines)[0])
+                one = {"command": f"{request.command} {shlex.join(words)}"}
+            jobs.append(launcher.resolve(replace(request, name=f"{base.name}-{len(jobs)}", **one), machines)[0])
         if not jobs:
             raise UsageError(f"--array {self.array}: the file has no arguments", "one line of arguments for each job")
         return jobs, notes
+
+
+def _text(path: str, option: str, hint: str) -> str:
+    """Return the content of a file. Raise UsageError for an unreadable one."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option}{path}: {getattr(error, 'strerror', 'not UTF-8 text')}", hint) from error
 
 
 def with_job_file(
@@ -151,12 +124,7 @@ def with_job_file(
     from cluster.spec import job_file
 
     path, *rest = request.arguments
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "not UTF-8 text")
-        raise UsageError(f"{path}: {why}", "expected a job file: clusterctl launch JOB.yaml") from error
-    values = job_file.read(text, path)
+    values = job_file.read(_text(path, "", "expected a job file: clusterctl launch JOB.yaml"), path)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if "command" in typed:

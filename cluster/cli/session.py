@@ -1,25 +1,21 @@
 """Commands for sessions with a running job: exec, shell, cp, port-forward, tensorboard."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.errors import UsageError
+from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cluster.spec.model import JobRecord, Node
+from cluster.store import JobStore
 
 NodeName = Annotated[str, option("--node", help="The node: node-1, or 1. By default the first.")]
 
@@ -37,19 +33,19 @@ def exec_(
     """
     if not on_all:
         raise typer.Exit(_run(job, node, command))
-    from cluster.store import JobStore
     from cluster.supervisor import session
 
     record = JobStore().load(job)
     width = max(len(each.name) for each in record.plan.nodes)
-    raise typer.Exit(
-        session.run_on_all(record, command, lambda name, line: print(f"{name:<{width}} | {line}", flush=True))
-    )
+
+    def show(name: str, line: str) -> None:
+        print(f"{name:<{width}} | {line}", flush=True)
+
+    raise typer.Exit(session.run_on_all(record, command, show))
 
 
 def shell(
-    job: options.JobName,
-    node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0",
+    job: options.JobName, node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0"
 ) -> None:
     """Open a shell in the container of a node of a running job.
 
@@ -104,20 +100,13 @@ def port_forward(
 
     The program on the node may listen on localhost only.
     """
-    from cluster.supervisor import session
-
     local, _, remote = ports.rpartition(":")
-    numbers = [int(text) if text.isdigit() else 0 for text in (local or remote, remote)]
-    if not all(0 < number < 65536 for number in numbers):
-        raise UsageError(
-            f"{ports}: expected LOCAL:REMOTE or one port", f"for example: clusterctl port-forward {job} 6006"
-        )
+    here, there = (int(text) if text.isdigit() else 0 for text in (local or remote, remote))
+    if not (0 < here < 65536 and 0 < there < 65536):
+        hint = f"for example: clusterctl port-forward {job} 6006"
+        raise UsageError(f"{ports}: expected LOCAL:REMOTE or one port", hint)
     record, machine = _target(job, node)
-    out = console()
-    here, there = numbers
-    with session.forwarded(record, machine, here, there, lambda text: print_line(out, text)) as port:
-        print_line(out, f"http://localhost:{port} is port {remote} of {machine.name} (Ctrl-C to end)")
-        _wait_for_interrupt()
+    _forward(record, machine, here, there, f"http://localhost:{{}} is port {remote} of {machine.name}")
 
 
 def tensorboard(
@@ -135,25 +124,25 @@ def tensorboard(
     if record.outcome:
         words = [sys.executable, "-m", "tensorboard.main", "--logdir", record.plan.run_dir, "--port", str(port)]
         os.execv(sys.executable, words)
-    out = console()
-    with (
-        session.tensorboard(record, machine) as remote,
-        session.forwarded(record, machine, port, remote, lambda text: print_line(out, text)) as local,
-    ):
-        print_line(out, f"TensorBoard of {job}: http://localhost:{local} (Ctrl-C to end)")
-        _wait_for_interrupt()
+    with session.tensorboard(record, machine) as remote:
+        _forward(record, machine, port, remote, f"TensorBoard of {job}: http://localhost:{{}}")
 
 
 def _target(job: str, node: str) -> tuple[JobRecord, Node]:
-    from cluster.store import JobStore
     from cluster.supervisor import session
 
     record = JobStore().load(job)
     return record, session.node_named(record, node)
 
 
-def _wait_for_interrupt() -> None:
-    try:
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+def _forward(record: JobRecord, node: Node, local: int, remote: int, text: str) -> None:
+    """Forward a port until Ctrl-C; `text` is printed with the local port."""
+    from cluster.supervisor import session
+
+    out = console()
+    with session.forwarded(record, node, local, remote, lambda line: print_line(out, line)) as port:
+        print_line(out, f"{text.format(port)} (Ctrl-C to end)")
+        try:
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
-from cluster.cli.follow import print_line
+from cluster.cli.follow import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.request import argument
@@ -42,15 +43,13 @@ def sync(
     copied into the node's data_dir. Jobs see it under the path that it has here. A folder that a node sees under the
     same path (NFS) is not copied.
     """
-    from rich.console import Console
-
     from cluster.transport import files, parallel
 
     chosen = inventory.need(complete=False)
     nodes = [files.with_data_dir(node) for node in chosen.nodes if node.login]
     if not nodes:
         raise UsageError("nothing to sync: every node is this machine", "jobs read the files of this machine directly")
-    out, screen = Console(highlight=False), Console(highlight=False, stderr=True)
+    out, screen = console(), console(stderr=True)
     files.refuse_missing(folders)
     rows: list[dict[str, Any]] = []
     wrong: dict[str, ClusterError] = {}
@@ -79,8 +78,6 @@ def sync(
 
 
 def _line(done: Synced) -> str:
-    from rich.filesize import decimal
-
     took = f"{done.seconds:.1f} s"
     removed = f", {done.removed} removed" if done.removed else ""
     if done.how == "common":
@@ -103,16 +100,14 @@ def progress(screen: Console, *, quiet: bool = False) -> Iterator[Report]:
     bars: dict[str, TaskID] = {}
     lock = threading.Lock()
     text = TextColumn("{task.description}", markup=False)
-    with Progress(
-        text, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn(), console=screen, transient=True
-    ) as progress:
+    columns = (text, BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, transient=True) as progress:
 
         def report(node: str, what: str, now: int, total: int) -> None:
             with lock:
                 if node not in bars:
                     bars[node] = progress.add_task("", total=None)
-            progress.update(
-                bars[node], description=f"{node or 'this machine'}: {what}", completed=now, total=total or None
-            )
+            where = node or "this machine"
+            progress.update(bars[node], description=f"{where}: {what}", completed=now, total=total or None)
 
         yield report

@@ -1,17 +1,13 @@
-"""Diagnosis of the nodes before a launch: probes each node, tests connections, measures the link, reports findings.
-
-`probe.sh` collects the facts of a node. The functions of CHECKS are pure and turn facts into verdicts.
-"""
-
-from __future__ import annotations
+"""Diagnosis of the nodes before a launch: `probe.sh` collects facts, and the pure functions of CHECKS judge them."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cluster.agent import scripts
-from cluster.doctor import engine, link, machine, network, slurm
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, exit_code, judge, parse
+from cluster.doctor import engine, machine, network, slurm
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Node
@@ -62,22 +58,13 @@ def examine(
     jobs: frozenset[str] = frozenset(),
     nodes: int = 2,
     gpus: int = 1,
-    say: Callable[[str], None] = lambda text: None,
+    say: Say = lambda text: None,
 ) -> Report:
-    """Run all checks on all nodes and return the report. The nodes are not changed.
+    """Run all checks on the inventory's nodes, except those in `skip`, and return the report. No node is changed.
 
-    Args:
-        inventory: the nodes, or the login node of a Slurm cluster.
-        image: the container image to check; "" is the inventory's.
-        data: folders of this machine that must be the same on every node.
-        skip: names of checks to leave out.
-        jobs: ids of running jobs, whose containers and processes are not orphans.
-        nodes: Slurm: number of nodes that one short job checks.
-        gpus: Slurm: GPUs per node that the job requests if the device is cuda.
-        say: receives one line of progress per step.
-
-    Raises:
-        UsageError: `skip` has an unknown check, or a folder of `data` does not exist.
+    `data` are folders of this machine that must be the same on every node. Containers and processes of the running
+    `jobs` are not orphans. On Slurm one short job checks `nodes` nodes, with `gpus` GPUs each if the device is cuda.
+    `say` receives one line of progress per step. Raises UsageError for an unknown check or a missing folder.
     """
     start = time.monotonic()
     order = slurm.ORDER if inventory.backend == "slurm" else ORDER
@@ -88,7 +75,7 @@ def examine(
     image = image or inventory.image
     names = tuple(node.name for node in inventory.nodes)
     if inventory.backend == "slurm":
-        findings = slurm.examine(inventory, image=image, data=data, nodes=nodes, gpus=gpus, say=say)
+        findings = slurm.examine(inventory, image, data, nodes, gpus, say)
         names = tuple(dict.fromkeys(each.node for each in findings if each.check in slurm.CHECKS)) or names
     else:
         findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
@@ -98,12 +85,7 @@ def examine(
 
 
 def _examine_machines(
-    inventory: Inventory,
-    image: str,
-    data: Sequence[str],
-    skip: Sequence[str],
-    jobs: frozenset[str],
-    say: Callable[[str], None],
+    inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], jobs: frozenset[str], say: Say
 ) -> list[Finding]:
     known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
     say(f"probing {len(known)} nodes")
@@ -119,15 +101,18 @@ def _examine_machines(
         return findings
     failed = dict.fromkeys(f.node for f in findings if f.level == "failure" and f.check in _NEEDED_FOR_LINK)
     if failed:
-        why = "not measured because of the failures above"
-        fix = "fix them first, then: clusterctl doctor"
+        why, fix = "not measured because of the failures above", "fix them first, then: clusterctl doctor"
         return [*findings, Finding("link", " ".join(failed), "warning", why, fix)]
     say("measuring the link (torch starts on every node)")
-    return findings + link.measure(seen)
+    return findings + network.measure_link(seen)
 
 
 def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
     addresses = list(dict.fromkeys(node.address for node in inventory.nodes if node.address))
+    image_id = ""
+    with suppress(ClusterError):  # this machine may have no docker
+        here = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
+        image_id = "" if here.code else here.out.strip()
     findings, facts, clock_s = [], {}, {}
     for name, result in each(inventory.nodes, lambda node: _probe(node, image, addresses)).items():
         if isinstance(result, ClusterError):
@@ -140,7 +125,7 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
         nodes=tuple(node for node in inventory.nodes if node.name in facts),
         facts=facts,
         image=image,
-        image_id=_local_image_id(image),
+        image_id=image_id,
         device=inventory.device,
         clock_s=clock_s,
         jobs=jobs,
@@ -150,22 +135,13 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
 def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
     words = [*engine.probe_words(node, image), *addresses]
-    done = reach(node).run(["bash", "-c", scripts.text("doctor/probe.sh"), "probe", *words], timeout_s=TIMEOUT_S)
+    done = reach(node).run(scripts.bash("doctor/probe.sh", *words), timeout_s=TIMEOUT_S)
     facts = parse(done.out)
     if "end" not in facts.every("probe"):
-        raise UnreachableError(
-            f"{node.name}: commands do not run there: {done.last_line}", f'ssh {node.login} "bash --version"'
-        )
+        hint = f'ssh {node.login} "bash --version"'
+        raise UnreachableError(f"{node.name}: commands do not run there: {done.last_line}", hint)
     # A short command on the open connection limits the error to half its round trip.
     before = time.time()
     remote = reach(node).run(["date", "+%s.%N"]).out
     after = time.time()
     return facts, float(remote) - (before + after) / 2
-
-
-def _local_image_id(image: str) -> str:
-    try:
-        found = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
-    except ClusterError:
-        return ""
-    return found.out.strip() if found.code == 0 else ""

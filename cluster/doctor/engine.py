@@ -1,7 +1,5 @@
 """Checks of the container runtime, the GPUs and their driver, and the container image."""
 
-from __future__ import annotations
-
 import re
 
 from cluster.agent import scripts

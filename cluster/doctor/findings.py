@@ -1,7 +1,5 @@
 """Facts, which `probe.sh` prints on a node, and findings, which the checks derive from facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -10,6 +8,8 @@ from cluster.spec.model import Node
 
 TIMEOUT_S = 60.0
 Level = Literal["ok", "warning", "failure"]
+#: Receives one line of progress.
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Facts:
 
     def pairs(self, key: str) -> list[tuple[str, str]]:
         """Return every value, split at its first blank."""
-        cut = (value.partition(" ") for value in self.every(key))
-        return [(first, rest) for first, _, rest in cut]
+        return [(first, rest) for first, _, rest in (value.partition(" ") for value in self.every(key))]
 
     def has(self, tool: str) -> bool:
         """Return whether the node has this program."""
@@ -44,25 +43,18 @@ class Facts:
 def parse(text: str) -> Facts:
     """Return the facts in a probe's output."""
     values: dict[str, tuple[str, ...]] = {}
-    for line in text.splitlines():
-        key, is_fact, value = line.partition("=")
-        if is_fact and value.strip():
+    for key, _, value in (line.partition("=") for line in text.splitlines()):
+        if value.strip():
             values[key] = (*values.get(key, ()), value.strip())
     return Facts(values)
 
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Input of the checks: the reachable nodes with their facts.
+    """Input of the checks: the nodes that could be reached, and the facts of each by its name.
 
-    Attributes:
-        nodes: the nodes that could be reached.
-        facts: the facts of each node, by its name.
-        image: the container image to check.
-        image_id: the id of `image` on this machine, "" if it is absent.
-        device: "cuda" or "cpu".
-        clock_s: each node's clock minus this machine's, in seconds.
-        jobs: the ids of running jobs.
+    `image_id` is the id of `image` on this machine, "" if it is absent. `clock_s` has each node's clock minus this
+    machine's, in seconds. `jobs` are the ids of running jobs.
     """
 
     nodes: tuple[Node, ...]
@@ -99,21 +91,15 @@ class Finding:
 
 def judge(checks: Mapping[str, Check], seen: NodeFacts) -> list[Finding]:
     """Return the findings of all checks on all nodes."""
-    found = []
-    for name, check in checks.items():
-        for node in seen.nodes:
-            verdict = check(node, seen.facts[node.name], seen)
-            if verdict is not None:
-                found.append(Finding(name, node.name, *verdict))
-    return found
+    pairs = [(name, check, node) for name, check in checks.items() for node in seen.nodes]
+    verdicts = [(name, node, check(node, seen.facts[node.name], seen)) for name, check, node in pairs]
+    return [Finding(name, node.name, *verdict) for name, node, verdict in verdicts if verdict is not None]
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
     """Return 0 without failures, 5 if a node could not be reached, else 3."""
     failed = {finding.check for finding in findings if finding.level == "failure"}
-    if "login" in failed:
-        return 5
-    return 3 if failed else 0
+    return 5 if "login" in failed else 3 if failed else 0
 
 
 def usual(values: Iterable[str]) -> str:

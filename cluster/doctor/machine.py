@@ -1,7 +1,5 @@
 """Checks of one machine: disk, shared memory, limits, clock, user, data, WSL and orphans."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 
@@ -9,7 +7,6 @@ from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on
 from cluster.errors import ClusterError
 from cluster.spec.model import Node
 from cluster.transport import files
-from cluster.transport.files import Difference
 
 _GB_KB = 1 << 20
 #: Workers of a DataLoader pass batches through /dev/shm. 16 images of 640 px are 80 MB, and each rank queues several.
@@ -119,14 +116,13 @@ def data(nodes: Sequence[Node], folders: Sequence[str]) -> list[Finding]:
     remote = [files.with_data_dir(node) for node in nodes if node.login]
     found = []
     for folder in folders:
-        results = files.differences(remote, folder) if remote else {}
-        found += [Finding("data", name, *_data(name, folder, result)) for name, result in results.items()]
+        for name, result in (files.differences(remote, folder) if remote else {}).items():
+            verdict = Verdict("ok", f"{folder} is equal")
+            if isinstance(result, ClusterError):
+                why = result.message.removeprefix(f"{name}: ")
+                verdict = Verdict("failure", why, result.hint or files.command(folder))
+            elif result:
+                fix = files.command(folder, delete=bool(result.extra))
+                verdict = Verdict("failure", f"{folder} differs: {result}", fix)
+            found.append(Finding("data", name, *verdict))
     return found
-
-
-def _data(name: str, folder: str, result: Difference | ClusterError) -> Verdict:
-    if isinstance(result, ClusterError):
-        return Verdict("failure", result.message.removeprefix(f"{name}: "), result.hint or files.command(folder))
-    if result:
-        return Verdict("failure", f"{folder} differs: {result}", files.command(folder, delete=bool(result.extra)))
-    return Verdict("ok", f"{folder} is equal")

@@ -1,19 +1,13 @@
-"""Diagnosis of a Slurm cluster: its login node, then the nodes of one short job.
-
-The scripts `slurm_job.sh`, `slurm_node.sh` and `probe.sh` print the facts. The functions of CHECKS are pure and turn
-facts into verdicts.
-"""
-
-from __future__ import annotations
+"""Diagnosis of a Slurm cluster: its login node, then the nodes of one short job. The functions of CHECKS are pure."""
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Verdict, judge, parse
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, Verdict, judge, parse
 from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
@@ -28,19 +22,8 @@ _NOT_OF_NODES = ("begin", "comment", "dependency", "mail-type", "mail-user", "ni
 _ADMINISTRATOR = "ask the administrator: "
 
 
-def examine(
-    inventory: Inventory,
-    *,
-    image: str,
-    data: Sequence[str],
-    nodes: int,
-    gpus: int,
-    say: Callable[[str], None],
-) -> list[Finding]:
-    """Return the findings of the login node, then of `nodes` nodes in one Slurm job.
-
-    The job writes small files to run_dir and data_dir and removes them.
-    """
+def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say) -> list[Finding]:
+    """Return the findings of the login node, then of `nodes` nodes in one job, which writes and removes small files."""
     name = inventory.nodes[0].name
     say("probing the login node")
     try:
@@ -48,7 +31,10 @@ def examine(
         login = discovery.inspect(replace(inventory, device="any"))[name].node
         queue = Queue(login, inventory.options)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
-        request = _check_request(login, job)
+        # The folder "." exists, so the script creates none.
+        words = [image if RUNTIMES[login.runtime].image_is_file else "", ".", "", ""]
+        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=TIMEOUT_S)
+        request = judge_request(job, done.by_word)
     except ClusterError as error:
         check = "login" if isinstance(error, UnreachableError) else "request"
         why = error.message.removeprefix(f"{name}: ")
@@ -67,17 +53,6 @@ def examine(
     return found + judge_nodes(job, facts, messages)
 
 
-def _check_request(login: Node, job: Job) -> list[Finding]:
-    # The folder "." exists, so the script creates none.
-    image = job.image if RUNTIMES[login.runtime].image_is_file else ""
-    done = reach(login).run(scripts.command("slurm_check", image, ".", "", ""), timeout_s=TIMEOUT_S)
-    site: dict[str, list[str]] = {}
-    for line in done.out.splitlines():
-        word, _, rest = line.partition(" ")
-        site.setdefault(word, []).append(rest)
-    return judge_request(job, site)
-
-
 def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     """Check that the site can serve the job; `site` is the output of `slurm_check.sh` by each line's first word."""
     assert job.queue is not None
@@ -87,9 +62,8 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_from}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
     if wrong:
-        return [
-            Finding("request", name, "failure", why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong
-        ]
+        wrong = [(why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong]
+        return [Finding("request", name, "failure", *problem) for problem in wrong]
     gpus = f" with {job.procs_per_node} GPUs" if job.device == "cuda" else ""
     return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
 
@@ -101,7 +75,7 @@ def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
     on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
     words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
     words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    with reach(login).stream(["bash", "-c", scripts.text("doctor/slurm_job.sh"), "job", *words]) as running:
+    with reach(login).stream(scripts.bash("doctor/slurm_job.sh", *words)) as running:
         output = running.stdout.read()
         running.stdin.close()
         running.wait(30)
@@ -120,10 +94,7 @@ def srun(job: Job) -> list[str]:
 
 
 def parse_job_output(text: str) -> tuple[dict[int, Facts], list[str]]:
-    """Return the facts of each node by rank, and the lines of srun, from the output of `slurm_job.sh`.
-
-    Each line of a node starts with its rank (srun --label).
-    """
+    """Return the facts of each node by rank, and the lines of srun; a node's lines start with its rank (--label)."""
     lines: dict[int, list[str]] = {}
     messages = []
     for line in text.splitlines():

@@ -30,10 +30,9 @@ from cluster.images.engine import HERE, Engine
 from cluster.runtimes import short_id
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
+from cluster.transport.files import Report
 from cluster.transport.rsync import Rsync, at, error_of, interruptible, require_rsync, started
 
-#: A callback with the node's name, the sent bytes, and the total bytes, an estimate until compression ends.
-Sent = Callable[[str, int, int], None]
 #: Estimated compression ratio of a layer.
 _RATIO = 0.5
 #: The parent of the folder of compressed layers, which may be too large for /tmp.
@@ -43,15 +42,9 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.:/-]*")
 
 @dataclass(frozen=True)
 class Pushed:
-    """Result of a push for one node.
+    """Result of a push for one node: the image's id, its unpacked `size` in bytes and number of `layers`.
 
-    Attributes:
-        id: the image's id.
-        size: the unpacked size of the image in bytes.
-        layers: the number of layers of the image.
-        missing: the number of layers that were sent.
-        sent: bytes over the network.
-        seconds: duration, 0 if the node already had the image.
+    `missing` layers were sent, `sent` bytes over the network. `seconds` is 0 if the node already had the image.
     """
 
     id: str
@@ -90,16 +83,13 @@ class Layers:
 
 
 def push(
-    nodes: Sequence[Node], image: str, note: Callable[[str], None], report: Sent
+    nodes: Sequence[Node], image: str, note: Callable[[str], None], report: Report
 ) -> dict[str, Pushed | ClusterError]:
     """Send this machine's image to every node, and return the result or the error of each.
 
     Nothing is sent unless all nodes can take the image. If sending to one node fails, the others still get the image.
     After an interruption the next push resumes the partial transfers. Raise ClusterError for errors of this machine.
-
-    Args:
-        note: receives lines of text.
-        report: receives the progress of each node.
+    `note` receives lines of text.
     """
     refuse_name(image)
     here = engine.local(image)
@@ -123,10 +113,8 @@ def push(
             layers = Layers.of(here)
         except ClusterError as error:
             note(f"this machine: cannot read single layers ({error.message}): sending the whole image")
-    counts = {
-        node.name: len(here.layers) if layers is None else missing(here.layers, seen[node.name].held)
-        for node in lacking
-    }
+    held = {node.name: seen[node.name].held if layers else () for node in lacking}
+    counts = {name: missing(here.layers, theirs) for name, theirs in held.items()}
     ending = "zst" if shutil.which("zstd") and all(seen[node.name].takes_zstd for node in lacking) else "gz"
     return done | send_missing(image, here, layers, ending, counts, parallel.together(made), lacking, note, report)
 
@@ -140,28 +128,35 @@ def send_missing(
     folders: Mapping[str, str],
     nodes: Sequence[Node],
     note: Callable[[str], None],
-    report: Sent,
+    report: Report,
 ) -> dict[str, Pushed | ClusterError]:
     """Send each node its missing layers, or the whole image if `layers` is None, and load the image there.
 
-    Args:
-        ending: the compression, zst or gz.
-        counts: the number of missing layers by node name.
-        folders: the folder for received files by node name.
+    `ending` is the compression, zst or gz. `counts` are the numbers of missing layers, and `folders` the folders for
+    received files, by node name.
     """
     total, start = len(here.layers), time.monotonic()
-    archive_head = head(layers.config, image, here.layers, ending) if layers else b""
+    packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
+    #: The name of each file, its unpacked size, and the command that prints it.
+    sources: list[tuple[str, int, Sequence[str]]]
+    if layers is None:
+        archive_head = b""
+        sources = [(f"whole-{file_name(here.id, ending)}", here.size, (here.program, "save", image))]
+    else:
+        archive_head = head(layers.config, image, here.layers, ending)
+        sources = [
+            (file_name(digest, ending), size, (*layers.program, "layer", chain))
+            for digest, size, chain in zip(here.layers, layers.sizes, layers.chains, strict=True)
+        ]
 
     def names(count: int) -> list[str]:
-        if layers is None:
-            return [f"whole-{file_name(here.id, ending)}"]
-        return list(dict.fromkeys(file_name(digest, ending) for digest in here.layers[total - count :]))
+        return list(dict.fromkeys(name for name, *_ in (sources[total - count :] if layers else sources)))
 
     with (
         tempfile.TemporaryDirectory(prefix="clusterctl-", dir=_TEMPORARY) as folder,
         ThreadPoolExecutor(1) as background,
     ):
-        blobs = _blobs(Path(folder), image, here, layers, ending)
+        blobs = {name: Blob(Path(folder, name), int(_RATIO * size), argv, packer) for name, size, argv in sources}
         for name in names(max(counts.values())):
             blobs[name].made = background.submit(blobs[name].make)
 
@@ -214,53 +209,36 @@ class Blob:
         self.size = self.file.stat().st_size
 
 
-def send(node: Node, folder: str, blobs: Sequence[Blob], report: Sent) -> int:
-    """Send files into a folder of the node, each once its compression ends. The next call resumes a partial file.
+def send(node: Node, folder: str, blobs: Sequence[Blob], report: Report) -> int:
+    """Send files into a folder of the node, each once it is compressed, and return the bytes over the network.
 
-    Return the bytes over the network. Raise ClusterError.
+    The next call resumes a partial file. Raise ClusterError.
     """
     moved = before = 0
 
     def sent(now: int) -> None:
-        report(node.name, before + now, sum(blob.size for blob in blobs))
+        report(node.name, "sending", before + now, sum(blob.size for blob in blobs))
 
     for blob in blobs:
         blob.made.result()
         run = Rsync(node, ["--", str(blob.file), f"{at(node)}{folder}/"], sent=sent)
-        run()
-        run.refuse_failure(f"{node.name}: {folder} cannot be written", f"this machine: {blob.file} cannot be read")
+        run(f"{node.name}: {folder} cannot be written", f"this machine: {blob.file} cannot be read")
         moved += run.moved
         before += blob.size
     return moved
-
-
-def _blobs(folder: Path, image: str, here: Engine, layers: Layers | None, ending: str) -> dict[str, Blob]:
-    """Return all files that a node may need, by name."""
-    packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
-    if layers is None:
-        name = f"whole-{file_name(here.id, ending)}"
-        return {name: Blob(folder / name, int(_RATIO * here.size), (here.program, "save", image), packer)}
-    blobs = {}
-    for digest, size, chain in zip(here.layers, layers.sizes, layers.chains, strict=True):
-        name = file_name(digest, ending)
-        blobs[name] = Blob(folder / name, int(_RATIO * size), (*layers.program, "layer", chain), packer)
-    return blobs
 
 
 def _inspect(node: Node, image: str, here: Engine) -> Engine:
     """Return the facts of the node's engine. Raise ClusterError if it cannot take the image."""
     there = engine.inspect(node, image)
     if there.platform != here.platform:
-        raise UsageError(
-            f"{node.name}: the image is for {here.platform}, the machine is {there.platform}",
-            "build the image on a machine of that architecture, and push it from there",
-        )
+        hint = "build the image on a machine of that architecture, and push it from there"
+        raise UsageError(f"{node.name}: the image is for {here.platform}, the machine is {there.platform}", hint)
     if there.containerd != here.containerd:
         where = "there, but not here" if there.containerd else "here, but not there"
-        raise UsageError(
-            f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids",
-            'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json',
-        )
+        why = f"{node.name}: the engine keeps images in containerd's store {where}: one image has two ids"
+        hint = 'the same "features": {"containerd-snapshotter": ...} in both /etc/docker/daemon.json'
+        raise UsageError(why, hint)
     return there
 
 
@@ -291,11 +269,8 @@ def missing(layers: Sequence[str], held: Iterable[Sequence[str]]) -> int:
 
 def chain_ids(layers: Sequence[str]) -> list[str]:
     """Return the chain id of each layer (OCI image-spec, "Layer ChainID")."""
-
-    def onto(chain: str, diff: str) -> str:
-        return f"sha256:{hashlib.sha256(f'{chain} {diff}'.encode()).hexdigest()}"
-
-    return list(accumulate(layers, onto))
+    digest = hashlib.sha256
+    return list(accumulate(layers, lambda chain, diff: f"sha256:{digest(f'{chain} {diff}'.encode()).hexdigest()}"))
 
 
 def file_name(digest: str, ending: str) -> str:

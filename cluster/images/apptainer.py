@@ -1,7 +1,5 @@
 """SIF file of a Docker image: sends the image's files to a login node, where Apptainer builds the file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,22 +8,18 @@ from typing import Any
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError
-from cluster.images import Sent, engine
+from cluster.images import engine
 from cluster.spec.model import Node
 from cluster.transport import reach
+from cluster.transport.files import Report
 
 _CHUNK = 1 << 20
 #: A build of 6 GB takes minutes, or longer on a busy disk.
 _BUILD_TIMEOUT_S = 3600.0
 
 
-def make(node: Node, image: str, target: str, report: Sent) -> None:
-    """Send the image to the node and build the SIF file there, atomically.
-
-    Raises:
-        UsageError: this machine does not have the image.
-        LaunchError: the build failed.
-    """
+def make(node: Node, image: str, target: str, report: Report) -> None:
+    """Build the image's SIF file on the node, atomically. Raise UsageError if this machine lacks it, or LaunchError."""
     here = engine.local(image)
     config = json.loads(_run(here.program, "image", "inspect", "--format", "{{json .Config}}", image))
     words = [target, variables(config.get("Env") or []), runscript(config)]
@@ -33,7 +27,7 @@ def make(node: Node, image: str, target: str, report: Sent) -> None:
     try:
         with (
             subprocess.Popen([here.program, "export", container], stdout=subprocess.PIPE) as export,
-            reach(node).stream(["bash", "-c", scripts.text("images/sif.sh"), "sif", *words]) as there,
+            reach(node).stream(scripts.bash("images/sif.sh", *words)) as there,
         ):
             assert export.stdout is not None
             done = 0
@@ -41,7 +35,7 @@ def make(node: Node, image: str, target: str, report: Sent) -> None:
                 while chunk := export.stdout.read(_CHUNK):
                     there.stdin.write(chunk)
                     done += len(chunk)
-                    report(node.name, done, max(here.size, done))
+                    report(node.name, "sending", done, max(here.size, done))
                 if export.wait():
                     raise ClusterError(f"this machine: {here.program} export failed", f"{here.program} info")
             except OSError:  # the build ended; its error is reported below

@@ -1,7 +1,5 @@
 """Container engine of a node: its facts, its images and their layers, and the loading of an image."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -15,7 +13,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import ARCHITECTURES
 from cluster.spec.model import Node
 from cluster.transport import reach
-from cluster.transport.rsync import reason
+from cluster.transport.rsync import no_rsync, reason
 
 #: Exit code of engine.sh on a machine without rsync.
 _NO_RSYNC = 4
@@ -25,13 +23,9 @@ HERE = Node("this machine", "")
 
 @dataclass(frozen=True)
 class Engine:
-    """Facts of an engine and of one image in it. Layers are diff ids, lowest first.
+    """Facts of an engine and of one image in it: `id` ("": not there), `size` in bytes, and `layers`.
 
-    Attributes:
-        id: the image's id, "" if the engine does not have the image.
-        size: the image's size in bytes.
-        layers: the image's layers.
-        held: the layers of every image in the engine.
+    `held` has the layers of every image in the engine. Layers are diff ids, lowest first.
     """
 
     program: str
@@ -47,10 +41,7 @@ class Engine:
 
     @property
     def takes_layers(self) -> bool:
-        """Whether single layers can be read from the engine, and it loads an archive that lacks layers it has.
-
-        Podman, containerd's store and other storage drivers do not.
-        """
+        """Whether single layers can be read from the engine, and loaded: not with Podman or other storage drivers."""
         return self.driver == "overlay2" and not self.containerd
 
     @property
@@ -64,13 +55,8 @@ def inspect(node: Node, image: str) -> Engine:
     answer = reach(node).run(_script("inspect", node, image), timeout_s=120)
     if answer.code:
         raise _no_answer(node, answer.last_line)
-    facts: dict[str, str] = {}
-    held = []
-    for line in answer.out.splitlines():
-        key, _, rest = line.partition(" ")
-        facts[key] = rest
-        if key == "layers":
-            held.append(tuple(json.loads(rest) or ()))
+    held = [tuple(json.loads(layers) or ()) for layers in answer.by_word.get("layers", ())]
+    facts = {key: rest for key, (rest, *_) in answer.by_word.items()}
     image_id, size, layers = facts.get("image", " 0 []").split(" ", 2)
     driver, _, status = facts.get("driver", "").partition(" ")
     system, _, machine = facts["platform"].partition("/")
@@ -101,7 +87,7 @@ def make_folder(node: Node) -> str:
     """Create the node's folder for the files of a push, and return it. Raise ClusterError."""
     answer = reach(node).run(_script("folder", node, ""))
     if answer.code == _NO_RSYNC:
-        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
+        raise no_rsync(node.name)
     if answer.code:
         why = f"{node.name}: ~/.cache/clusterctl cannot be written: {reason(answer.err)}"
         raise LaunchError(why, f"on {node.name}: ls -ld ~/.cache; df -h ~/.cache")
@@ -109,10 +95,7 @@ def make_folder(node: Node) -> str:
 
 
 def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
-    """Load an image from files in the node's folder and remove them. Return the id of the image with this name.
-
-    With `head` the files are layers. Without it the only file is the whole archive. Raise LaunchError on failure.
-    """
+    """Load an image from files (layers if there is a `head`), remove them, and return its id. Raise LaunchError."""
     names = ["", *files] if head else files
     done = reach(node).run(_script("load", node, image, *names), stdin=head, timeout_s=3600)
     if done.code:
@@ -133,17 +116,11 @@ def build(folder: str, image: str) -> None:
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    return ["bash", "-c", scripts.text("images/engine.sh"), "engine", operation, _program(node), image, *files]
-
-
-def _program(node: Node) -> str:
-    """Return the node's runtime; with "" engine.sh chooses one."""
     if node.runtime == "none" and node is not HERE:
-        raise UsageError(
-            f"{node.name}: runtime: none, jobs run without an image",
-            "to use an image, in cluster.yaml: runtime: docker",
-        )
-    return "" if node.runtime == "none" else node.runtime
+        hint = "to use an image, in cluster.yaml: runtime: docker"
+        raise UsageError(f"{node.name}: runtime: none, jobs run without an image", hint)
+    program = "" if node.runtime == "none" else node.runtime  # with "" engine.sh chooses one
+    return scripts.bash("images/engine.sh", operation, program, image, *files)
 
 
 def _no_answer(node: Node, message: str) -> ClusterError:

@@ -35,10 +35,7 @@ def layer(root: str, driver: str, chain_id: str) -> Iterator[bytes]:
             elif entry.get("size"):  # the content of a file
                 raw = base64.b64decode(entry.get("name_raw") or "") or entry["name"].encode()
                 with open(bytes(files) + b"/" + raw, "rb") as file:  # noqa: PTH123 (a Path cannot hold any bytes)
-                    while True:
-                        chunk = file.read(1 << 20)
-                        if not chunk:
-                            break
+                    while chunk := file.read(1 << 20):
                         yield chunk
 
 

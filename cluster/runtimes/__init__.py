@@ -1,7 +1,5 @@
 """Runtimes: how a node enters the container. A new one is a file here, with its shell functions, and a line below."""
 
-from __future__ import annotations
-
 from cluster.runtimes.apptainer import ApptainerRuntime
 from cluster.runtimes.base import BareRuntime, Runtime
 from cluster.runtimes.docker import DOCKER, PODMAN, ContainerRuntime

@@ -79,10 +79,7 @@ DOCKER = ContainerRuntime(
 PODMAN = ContainerRuntime(
     "podman",
     "https://podman.io/docs/installation",
-    info=(
-        "engine_version={{.Version.Version}}",
-        "engine_security={{if .Host.Security.Rootless}}rootless{{end}}",
-    ),
+    info=("engine_version={{.Version.Version}}", "engine_security={{if .Host.Security.Rootless}}rootless{{end}}"),
     label='{{index .Labels "CLUSTER_JOB_ID"}}',
     gpu="nvidia.com/gpu={}",
 )

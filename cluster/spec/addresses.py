@@ -1,7 +1,5 @@
 """Node addresses: chooses the one that the other nodes connect to, from `ip addr` and `ip route`. Pure."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
@@ -77,9 +75,7 @@ def candidates(found: Sequence[Address]) -> list[Address]:
 
 
 def choose(
-    found: Mapping[str, Sequence[Address]],
-    routes: Mapping[str, Mapping[str, Route]],
-    logins: Mapping[str, str],
+    found: Mapping[str, Sequence[Address]], routes: Mapping[str, Mapping[str, Route]], logins: Mapping[str, str]
 ) -> dict[str, Choice]:
     """Return for every node an address to which all other nodes have a route.
 
@@ -100,9 +96,8 @@ def choose(
             if bad:
                 failed.append(f"{address} cannot be reached from {bad[0]} ({bad[1].problem})")
                 continue
-            overlay = any(
-                _OVERLAY.fullmatch(device) for device in (address.device, *(w.device for w in paths.values()))
-            )
+            devices = (address.device, *(path.device for path in paths.values()))
+            overlay = any(_OVERLAY.fullmatch(device) for device in devices)
             gateways = sum(bool(path.via) for path in paths.values())
             not_login = address.number != logins.get(name)
             is_v6 = ipaddress.ip_address(address.number).version == 6
@@ -112,15 +107,13 @@ def choose(
             slow = f"its only usable address is on {address.device}, an overlay network: training will be slow"
             chosen[name] = Choice(address, slow if rank[0] else "")
         elif others:
-            problems.append(
-                f"{name}: the other nodes can reach none of its addresses: {'; '.join(failed) or 'it has none'}"
-            )
+            why = "; ".join(failed) or "it has none"
+            problems.append(f"{name}: the other nodes can reach none of its addresses: {why}")
         else:
             chosen[name] = Choice(Address("127.0.0.1", "lo"))
     if problems:
-        raise ClusterError(
-            "\n       ".join(problems), "check `ip address` and `ip route` there, or set `address` in cluster.yaml"
-        )
+        hint = "check `ip address` and `ip route` there, or set `address` in cluster.yaml"
+        raise ClusterError("\n       ".join(problems), hint)
     return chosen
 
 

@@ -1,7 +1,5 @@
 """Defaults: completes the launch options to a Job, from the inventory and this machine; ports to try. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import posixpath
@@ -55,7 +53,12 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     inventory = inventory if backend in ("ssh", "slurm") else None
     fewest, most = node_range(request.nodes, len(inventory.nodes) - request.spares if inventory else 1)
     _refuse_unsupported(request, backend, is_range=fewest < most)
-    queue = _queue(request, inventory) if backend == "slurm" else None
+    queue = None
+    if backend == "slurm":  # by default this machine is the login node
+        this_machine = Node("login", "", runtime="apptainer" if request.image else "none")
+        login = inventory.nodes[0] if inventory else this_machine
+        login = replace(login, run_dir="") if request.run_root and not login.login else login
+        queue = Queue(login, request.for_sbatch(inventory.options if inventory else {}))
     device, notes = _device(request, here, most, inventory, queue)
     hosts, spares = _hosts(request, most, device, inventory) if inventory and not queue else ((), ())
     elsewhere = bool(hosts) or bool(queue and queue.login.login)
@@ -66,7 +69,10 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     workdir = _workdir(request, here, mounts)
     copies = bool(request.command) and (elsewhere or queue is not None)
     if request.command:
-        command = _command(request.command, arguments)
+        if arguments:
+            hint = "put all of them into --command '...'"
+            raise UsageError("--command and arguments after -- exclude each other", hint)
+        command = tuple(split(request.command, f"--command {request.command!r}"))
         if not copies:
             mounts.append(Mount(workdir, workdir, read_only=False))
     else:
@@ -78,6 +84,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     env, secrets = _environment(request.env)
     restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
     stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
+    run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
     # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
     shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
     new = Job(
@@ -85,7 +92,8 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         command=command,
         nodes=most,
         procs_per_node=request.gpus,
-        run_root=_run_root(request.run_root or (queue.login.run_dir if queue and not elsewhere else ""), here.cwd),
+        # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
+        run_root=run_root if run_root.startswith("./") else _absolute(run_root or "runs", here.cwd),
         device=device,
         image=_image(request, backend, inventory, queue),
         user=here.user if backend == "compose" else "",
@@ -136,22 +144,10 @@ def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> No
     for backends, options in supported:
         for option, value in options.items():
             if value and backend not in backends:
-                raise UsageError(
-                    f"{option}: --backend {backend} does not support it", f"omit it, or use --backend {backends[0]}"
-                )
+                hint = f"omit it, or use --backend {backends[0]}"
+                raise UsageError(f"{option}: --backend {backend} does not support it", hint)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
-
-
-def _queue(request: Request, inventory: Inventory | None) -> Queue:
-    """Return the inventory's Slurm cluster with the typed options; by default this machine is its login node."""
-    if inventory is not None:
-        login = inventory.nodes[0]
-    else:
-        login = Node("login", "", runtime="apptainer" if request.image else "none")
-    if request.run_root and not login.login:
-        login = replace(login, run_dir="")
-    return Queue(login, request.for_sbatch(inventory.options if inventory else {}))
 
 
 def _device(
@@ -185,32 +181,34 @@ def _hosts(
     """Return the job's machines and its spares, the first ones of the inventory, each with the GPUs that it uses."""
     if len(inventory.nodes) < nodes + request.spares:
         known = ", ".join(node.name for node in inventory.nodes)
-        raise UsageError(
-            f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}",
-            "use fewer --nodes, or add machines to the inventory: clusterctl init",
-        )
+        why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
+        hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
+        raise UsageError(why, hint)
     hosts = []
     for node in inventory.nodes[: nodes + request.spares]:
         if (device == "cuda" or node.gpus) and len(node.gpus) < request.gpus:
-            raise UsageError(
-                f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})",
-                "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)",
-            )
+            hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
+            raise UsageError(f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})", hint)
         hosts.append(replace(node, gpus=node.gpus[: request.gpus]))
     return tuple(hosts[:nodes]), tuple(hosts[nodes:])
 
 
 def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[list[str], list[str]]:
     """Return the trainer's arguments with absolute paths of files, and the folders to mount for them."""
+    words: list[str] = []
+    for word in request.arguments:  # `--data=x` is two words
+        option, mark, value = word.partition("=")
+        words += [option, value] if mark and option in _FILE_OPTIONS else [word]
     arguments: list[str] = []
     folders = []
-    for argument in _split(request.arguments):
+    for argument in words:
         path = _absolute(argument, here.cwd)
+        is_mounted = any(f"{argument}/".startswith(f"{each.target}/") for each in mounts)
         folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             folders.append(path if here.is_folder(path) else str(PurePosixPath(path).parent))
             argument = path
-        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not _is_mounted(argument, mounts):
+        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not is_mounted:
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
         arguments.append(argument)
     return arguments, folders
@@ -239,31 +237,23 @@ def _setup_key(text: str, workdir: str, here: Here) -> str:
     return digest.hexdigest()[:16] if text else ""
 
 
-def _command(text: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    if arguments:
-        raise UsageError("--command and arguments after -- exclude each other", "put all of them into --command '...'")
+def split(text: str, where: str, *, comments: bool = False) -> list[str]:
+    """Split a text into words as a shell does. Raise UsageError if it is malformed."""
     try:
-        return tuple(shlex.split(text))
+        return shlex.split(text, comments=comments)
     except ValueError as error:
-        raise UsageError(f"--command {text!r}: {error}", "quote it as for a shell") from error
+        raise UsageError(f"{where}: {error}", "quote it as for a shell") from error
 
 
 def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the variables of `NAME=VALUE` texts, and the names of the secrets, which are given without a value."""
-    values: dict[str, str] = {}
-    secrets = []
-    for text in given:
-        name, mark, value = text.partition("=")
+    pairs = [text.partition("=") for text in given]
+    for name, _, _ in pairs:
         if not re.fullmatch(ENV_NAME, name):
-            raise UsageError(
-                f"--env {name!r}: not the name of a variable",
-                "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown",
-            )
-        if mark:
-            values[name] = value
-        else:
-            secrets.append(name)
-    return values, tuple(dict.fromkeys(secrets))
+            hint = "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown"
+            raise UsageError(f"--env {name!r}: not the name of a variable", hint)
+    secrets = dict.fromkeys(name for name, mark, _ in pairs if not mark)
+    return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
 
 
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
@@ -276,10 +266,8 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
     if queue.login.runtime == "none":
         return ""
     if not image:
-        raise UsageError(
-            f"no image: {queue.login.runtime} has no default image",
-            f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml",
-        )
+        hint = f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml"
+        raise UsageError(f"no image: {queue.login.runtime} has no default image", hint)
     return image
 
 
@@ -329,19 +317,6 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     return fewest, most
 
 
-def _split(arguments: Sequence[str]) -> list[str]:
-    """Split `--data=x` into two words, for options that name files."""
-    words: list[str] = []
-    for argument in arguments:
-        option, mark, value = argument.partition("=")
-        words += [option, value] if mark and option in _FILE_OPTIONS else [argument]
-    return words
-
-
-def _is_mounted(path: str, mounts: Sequence[Mount]) -> bool:
-    return any(path == mount.target or path.startswith(f"{mount.target}/") for mount in mounts)
-
-
 def _port(text: str) -> int:
     if text == "auto":
         return 0
@@ -360,11 +335,6 @@ def mount(text: str, cwd: str) -> Mount:
     if not target.startswith("/"):
         raise UsageError(f"--mount {text!r}: the target must be an absolute path", "for example: --mount ./data:/data")
     return Mount(source, target, read_only=rest[1:] != ["rw"])
-
-
-def _run_root(given: str, cwd: str) -> str:
-    # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
-    return given if given.startswith("./") else _absolute(given or "runs", cwd)
 
 
 def _absolute(path: str, cwd: str) -> str:

@@ -1,7 +1,5 @@
 """Importers: a batch script, a SkyPilot task or a torchrun command line as the keys of a job file. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping
@@ -10,6 +8,7 @@ from typing import Any
 
 from cluster.errors import UsageError
 from cluster.spec import schema, slurm
+from cluster.spec.defaults import split
 from cluster.spec.job_file import JobFile
 
 #: torchrun's options without a value, and those that clusterctl sets for each node.
@@ -59,10 +58,7 @@ class Imported:
     def command_line(self, line: str, where: str) -> None:
         """Take over `[srun ...] torchrun OPTIONS PROGRAM ARGUMENTS`. Raises UsageError if it is none."""
         line = Template(line).safe_substitute(self.variables)
-        try:
-            words = shlex.split(line)
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}", "quote it for a shell") from error
+        words = split(line, where)
         names = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
         at = next((nth for nth, word in enumerate(words) if word.rpartition("/")[2] in names), None)
         if at is None:
@@ -83,7 +79,7 @@ class Imported:
         elif "$" in value or name in _FLAGS or name in _SET_PER_NODE:
             pass
         elif name == "nnodes":
-            self.keys.setdefault("nodes", int(value) if value.isdecimal() else value)
+            self.keys.setdefault("nodes", _number(value))
         elif name == "nproc-per-node" and value.isdecimal():
             self.keys["gpus"] = int(value)
         elif name == "max-restarts":
@@ -119,7 +115,7 @@ class Imported:
     def sbatch(self, name: str, value: str) -> None:
         """Take over an option of sbatch."""
         if name == "nodes":
-            self.keys["nodes"] = int(value) if value.isdecimal() else value.replace("-", ":")
+            self.keys["nodes"] = _number(value.replace("-", ":"))
         elif name == "job-name":
             self.keys["name"] = _name(value)
         elif name in ("gpus-per-node", "gres") and (count := re.search(r"(?:^|:)(\d+)$", value)):
@@ -138,8 +134,7 @@ class Imported:
 def read(text: str, path: str) -> Imported:
     """Return the keys of a SkyPilot task (`*.yaml`), of a batch script, or of a shell script with torchrun.
 
-    Raises:
-        UsageError: The file has no torchrun command, or is malformed.
+    Raises UsageError if the file has no torchrun command, or is malformed.
     """
     if path.endswith((".yaml", ".yml")):
         return _task(schema.Source(text, path).data, path)
@@ -170,13 +165,11 @@ def _task(task: Any, path: str) -> Imported:
     if not isinstance(task, Mapping) or not isinstance(task.get("run"), str):
         raise UsageError(f"{path}: not a SkyPilot task: no key `run`", "a job file needs no import: clusterctl launch")
     made = Imported()
-    if isinstance(task.get("name"), str):
-        made.keys["name"] = _name(task["name"])
-    for name in ("workdir", "setup"):
-        if isinstance(task.get(name), str):
-            made.keys[name] = task[name].strip()
+    for name in ("name", "workdir", "setup"):
+        if isinstance(value := task.get(name), str):
+            made.keys[name] = _name(value) if name == "name" else value.strip()
     if task.get("num_nodes"):
-        made.keys["nodes"] = int(task["num_nodes"]) if str(task["num_nodes"]).isdecimal() else task["num_nodes"]
+        made.keys["nodes"] = _number(task["num_nodes"])
     for key in ("envs", "secrets"):
         for name, value in (task.get(key) or {}).items():
             if value is None or key == "secrets":
@@ -196,6 +189,10 @@ def _task(task: Any, path: str) -> Imported:
     made.notes += [f"{name}: {value}" for name, value in task.items() if name not in known]
     made.shell(task["run"], f"{path}: run")
     return made
+
+
+def _number(value: Any) -> Any:
+    return int(value) if str(value).isdecimal() else value
 
 
 def _name(text: str) -> str:

@@ -1,9 +1,4 @@
-"""Inventories from a hostfile or a list of hosts. Pure; `schema` reads and writes cluster.yaml.
-
-Values that the text does not specify (address, GPUs, runtime) stay empty; `discovery.complete` finds them.
-"""
-
-from __future__ import annotations
+"""Inventories from a hostfile or a list of hosts; `discovery.complete` finds what they do not specify. Pure."""
 
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """job.yaml: the keys of a job file, and the Request (request.py) that a file gives. Pure."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from cluster.errors import UsageError
 from cluster.spec import schema
-from cluster.spec.defaults import node_range
+from cluster.spec.defaults import node_range, split
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Options, Text
 
@@ -30,10 +28,7 @@ _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to 
 def _words(value: Any) -> Any:
     """Return a list of words; a text is split as by a shell."""
     if isinstance(value, str):
-        try:
-            return shlex.split(value)
-        except ValueError as error:
-            raise UsageError(f"{value!r}: {error}", "quote it as for a shell") from error
+        return split(value, repr(value))
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise UsageError(f"{value!r} is not a text or a list of words", "for example: train.py --lr 0.1")
     return value
@@ -43,14 +38,9 @@ def _names(value: Any) -> Any:
     return value.replace(" ", "").split(",") if isinstance(value, str) else value
 
 
-def _range(text: str) -> str:
-    node_range(text, 1)
-    return text
-
-
 Words = Annotated[list[str], BeforeValidator(_words, json_schema_input_type=str | list[str])]
 Names = Annotated[list[str], BeforeValidator(_names, json_schema_input_type=str | list[str])]
-Count = Annotated[Text, AfterValidator(_range)]
+Count = Annotated[Text, AfterValidator(lambda text: node_range(text, 1) and text)]
 
 
 class JobFile(Keys):
@@ -93,17 +83,13 @@ def json_schema() -> dict[str, Any]:
     made = schema.json_schema(JobFile)
     hints = get_type_hints(Request, include_extras=True)
     for key, described in made["properties"].items():
-        hint = hints.get(_PARAMETERS.get(key, key))
-        if hint is not None:
+        if hint := hints.get(_PARAMETERS.get(key, key)):
             described["description"] = hint.__metadata__[0].help
     return made
 
 
 def read(text: str, path: str) -> dict[str, Any]:
-    """Return the values of a job file by the parameter of their option; only those that the file has.
-
-    Raises one UsageError with every invalid key; `path` is the file's name for errors.
-    """
+    """Return the values of a job file by their option's parameter. Raises one UsageError with all invalid keys."""
     source = schema.Source(text, path)
     file = schema.validate(JobFile, source, "for example: command: train.py --lr 0.1")
     if file.command and file.args:
@@ -123,21 +109,16 @@ def read(text: str, path: str) -> dict[str, Any]:
 
 def write(request: Request, more: Mapping[str, str], head: str = "") -> str:
     """Return the job file of a request; `more` has keys that are not in a request (inventory, env_file)."""
-    given = {each.name: getattr(request, each.name) for each in fields(request)}
     keys = {_PARAMETERS.get(key, key): key for key in JobFile.model_fields}
-    found: dict[str, Any] = {}
-    for each in fields(request):
-        value = given[each.name]
-        if each.name in keys and value not in (each.default, [], ""):
-            found[keys[each.name]] = list(value) if isinstance(value, list) else value
+    given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
+    found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
     if request.nodes.isdecimal():
         found["nodes"] = int(request.nodes)
-    env = [text.partition("=") for text in found.pop("env", [])]
-    slurm = request.for_sbatch()
+    env = [text.partition("=") for text in request.env]
     found |= {
         "env": {name: value for name, mark, value in env if mark},
         "secrets": [name for name, mark, _ in env if not mark],
-        "slurm": slurm,
+        "slurm": request.for_sbatch(),
         **more,
     }
     ordered = {key: found[key] for key in JobFile.model_fields if found.get(key) not in (None, "", [], {})}

@@ -1,7 +1,5 @@
 """Data classes of the launcher: inventory, job, plan, node status, job record. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +60,10 @@ class Node:
     def display_name(self) -> str:
         """The machine's name in messages."""
         return self.name if self.is_machine else "this machine"
+
+    def mirror(self, path: str) -> str:
+        """Return the path on the node of the copy of an absolute path of this machine; the same on this machine."""
+        return f"{self.data_dir}{path}" if self.login else path
 
     def hint_for_missing(self, path: str) -> str:
         """Return a hint on how to copy a missing path to this node; "" if the launcher cannot."""
@@ -142,10 +144,8 @@ class Job:
     def __post_init__(self) -> None:
         """Raise UsageError if a field is invalid for every backend."""
         if not NAME.fullmatch(self.name):
-            raise UsageError(
-                f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most",
-                "for example: --name digits-2",
-            )
+            hint = "for example: --name digits-2"
+            raise UsageError(f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most", hint)
         if not self.command:
             raise UsageError("--command: it is empty", "for example: --command 'train.py --lr 0.1'")
         for option, value, least in (
@@ -185,10 +185,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All files and commands of one attempt of a job; equal jobs have equal plans.
-
-    `workdir` is the folder of this machine of which each node gets a copy ("": none).
-    """
+    """All files and commands of an attempt; equal jobs have equal plans. Each node gets a copy of `workdir`."""
 
     job_id: str
     attempt: int
@@ -211,6 +208,18 @@ class Plan:
     def attempt_dir(self) -> str:
         """The folder of this attempt's scripts, logs and node statuses on this machine."""
         return f"{self.run_dir}/attempt-{self.attempt}"
+
+    @property
+    def machines(self) -> list[Node]:
+        """The first node of each machine. Nodes with the same login share a machine."""
+        first: dict[tuple[str, str], Node] = {}
+        for node in self.nodes:
+            first.setdefault((node.login, node.ssh_config), node)
+        return list(first.values())
+
+    def nodes_on(self, machine: Node) -> list[Node]:
+        """Return the nodes on a machine."""
+        return [node for node in self.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
 
     def dir_on(self, node: Node) -> str:
         """Return the job's run directory on a node."""
@@ -276,9 +285,7 @@ class JobRecord:
     ended_at: float = 0.0
 
 
-def plan_of(
-    job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int], in_containers: bool
-) -> Plan:
+def plan_of(job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int]) -> Plan:
     """Return the plan for an attempt of the job on these nodes, without steps."""
     return Plan(
         job_id=job.name,
@@ -292,7 +299,7 @@ def plan_of(
         world_size=job.world_size,
         timeout_s=job.timeout_s,
         says_ready=job.says_ready,
-        image=job.image if in_containers else "",
+        image=job.image if backend == "compose" or any(node.runtime != "none" for node in nodes) else "",
         command=(job.python, *job.command),
         device=job.device,
         secrets=job.secrets,

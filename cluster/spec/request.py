@@ -1,7 +1,5 @@
 """The request for a job: what `launch` and `plan` take as options, and the Python interface as keywords. Pure."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,14 +19,13 @@ class SlurmOptions:
     """Options that are passed to Slurm."""
 
     partition: Annotated[str, option("--partition", "-p", metavar="NAME", help="Slurm: the partition.")] = ""
-    account: Annotated[str, option("--account", metavar="NAME", help="Slurm: the account.")] = ""
-    qos: Annotated[str, option("--qos", metavar="NAME", help="Slurm: the quality of service.")] = ""
+    account: Annotated[str, option(metavar="NAME", help="Slurm: the account.")] = ""
+    qos: Annotated[str, option(metavar="NAME", help="Slurm: the quality of service.")] = ""
     time_limit: Annotated[
         str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written 90 s before.")
     ] = ""
     slurm: Annotated[
-        list[str],
-        option("--slurm", metavar="KEY=VALUE", help="Slurm: any other sbatch option, such as mem=32G. Repeatable."),
+        list[str], option(metavar="KEY=VALUE", help="Slurm: any other sbatch option, such as mem=32G. Repeatable.")
     ] = field(default_factory=list)
 
     def for_sbatch(self, listed: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -70,26 +67,23 @@ class Request(SlurmOptions):
             "auto: the inventory's backend, else here.",
         ),
     ] = "auto"
-    name: Annotated[str, option("--name", help="The job's name; by default derived from the command.")] = ""
+    name: Annotated[str, option(help="The job's name; by default derived from the command.")] = ""
     device: Annotated[
         str,
         typer.Option(
-            "--device",
             help="auto: the device of cluster.yaml (default cuda); on this machine cuda if it has enough GPUs, else "
-            "cpu with a note; cuda: GPUs or an error; cpu; any: the program decides.",
+            "cpu with a note; cuda: GPUs or an error; cpu; any: the program decides."
         ),
     ] = "auto"
     image: Annotated[
-        str, option("--image", help="The container image; by default the inventory's, else that of `make image`.")
+        str, option(help="The container image; by default the inventory's, else that of `make image`.")
     ] = ""
     build: Annotated[
-        str,
-        option("--build", metavar="DIR", help="First build the container image from DIR/Dockerfile, and push it."),
+        str, option(metavar="DIR", help="First build the container image from DIR/Dockerfile, and push it.")
     ] = ""
     setup: Annotated[
         str,
         option(
-            "--setup",
             metavar="COMMANDS",
             help="Shell commands that run once per node before the program: 'pip install -r requirements.txt'. They "
             "install into a virtual environment, which later jobs with the same commands and files use again.",
@@ -119,31 +113,24 @@ class Request(SlurmOptions):
         300.0
     )
     python: Annotated[
-        str,
-        option("--python", help="The Python interpreter with torch, on the machines or in the container image."),
+        str, option(help="The Python interpreter with torch, on the machines or in the container image.")
     ] = ""
-    command: Annotated[
-        str, option("--command", help="A program for torchrun instead of the trainer: 'train.py --lr 0.1'.")
-    ] = ""
+    command: Annotated[str, option(help="A program for torchrun instead of the trainer: 'train.py --lr 0.1'.")] = ""
     workdir: Annotated[
         str,
         option(
-            "--workdir",
             metavar="DIR",
             help="With --command: the program's working directory, by default the current folder. Other machines and "
             "Slurm get a copy, without what .gitignore and .clusterignore list.",
         ),
     ] = ""
-    master_port: Annotated[str, typer.Option("--master-port", help="A port number, or auto.")] = "auto"
+    master_port: Annotated[str, typer.Option(help="A port number, or auto.")] = "auto"
     spares: Annotated[
-        int, typer.Option("--spares", help="How many nodes of the inventory to reserve as replacements for lost nodes.")
+        int, typer.Option(help="How many nodes of the inventory to reserve as replacements for lost nodes.")
     ] = 0
     max_restarts: Annotated[
         int | None,
-        option(
-            "--max-restarts",
-            help="Restarts after failures, each from the newest checkpoint; by default 3, with --command 0.",
-        ),
+        option(help="Restarts after failures, each from the newest checkpoint; by default 3, with --command 0."),
     ] = None
     stall_timeout_s: Annotated[
         float | None,

@@ -1,7 +1,4 @@
-"""cluster.yaml: pydantic models of its keys, reading and writing; the checks of YAML that job.yaml shares.
-
-Every error names the file, the line and the key.
-"""
+"""cluster.yaml: pydantic models, reading, writing; YAML checks that job.yaml shares. Errors name file, line and key."""
 
 from __future__ import annotations
 
@@ -63,14 +60,12 @@ def _address(text: str) -> str:
     try:
         number = ipaddress.ip_address(text)
     except ValueError:
-        raise UsageError(
-            f"{text!r} is not an IP address; a name may resolve differently on other machines",
-            "list addresses there with: ip address; or omit the key, and clusterctl chooses one",
-        ) from None
+        why = f"{text!r} is not an IP address; a name may resolve differently on other machines"
+        hint = "list addresses there with: ip address; or omit the key, and clusterctl chooses one"
+        raise UsageError(why, hint) from None
     if number.is_unspecified or number.is_multicast or (number.version == 6 and number.is_link_local):
-        raise UsageError(
-            f"no other machine can connect to {text}", "use the machine's own address, for example 10.0.0.5"
-        )
+        hint = "use the machine's own address, for example 10.0.0.5"
+        raise UsageError(f"no other machine can connect to {text}", hint)
     return text
 
 
@@ -82,15 +77,6 @@ def _named(value: Any) -> Any:
         if value.count(name) > 1:
             raise UsageError(f"{name!r} occurs twice", "name each machine once")
     return dict.fromkeys(value)
-
-
-def _keys(value: Any) -> Any:
-    return {} if value is None else value
-
-
-def _mount(text: str) -> str:
-    mount(text, "/")
-    return text
 
 
 Folder = Annotated[str, StringConstraints(pattern=_ABSOLUTE), AfterValidator(posixpath.normpath)]
@@ -105,7 +91,7 @@ Text = Annotated[
 Options = Annotated[dict[str, Text], AfterValidator(slurm.checked)]
 EnvName = Annotated[str, StringConstraints(pattern=ENV_NAME)]
 Environment = dict[EnvName, Text]
-MountText = Annotated[str, AfterValidator(_mount)]
+MountText = Annotated[str, AfterValidator(lambda text: mount(text, "/") and text)]
 if TYPE_CHECKING:
     RuntimeName = str
 else:
@@ -140,6 +126,9 @@ class Machine(_NodeKeys):
     labels: tuple[str, ...] = ()
 
 
+_NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=Machine | None)
+
+
 class File(Keys):
     """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
 
@@ -153,7 +142,7 @@ class File(Keys):
     mounts: list[MountText] = []
     defaults: Defaults = Field(default_factory=Defaults)
     nodes: Annotated[
-        dict[Name, Annotated[Machine, BeforeValidator(_keys, json_schema_input_type=Machine | None)]],
+        dict[Name, Annotated[Machine, _NONE_IS_EMPTY]],
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
         Field(min_length=1),
     ]
@@ -245,24 +234,21 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     raised = context.get("error")
     if isinstance(raised, UsageError):
-        return source.error(
-            key, *(re.sub(r"^--(mount|slurm|nodes) ", "", text) for text in (raised.message, raised.hint))
-        )
+        return source.error(key, re.sub(r"^--(mount|slurm|nodes) ", "", raised.message), raised.hint)
+    problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
     if kind == "extra_forbidden":
         known = list((model if len(key) == 1 else Defaults if key[0] == "defaults" else Machine).model_fields)
         near = difflib.get_close_matches(str(key[-1]), known, 1)
-        return source.error(
-            key, "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        )
-    if kind in ("missing", "too_short"):
-        return source.error(key, "no node", "for example: nodes: [gpu-a, gpu-b]")
-    if kind in ("dict_type", "model_type"):
-        return source.error(key, f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}")
-    if kind == "tuple_type":
-        return source.error(key, f"{given!r}: must be a list", f"for example: {key[-1]}: [a, b]")
-    if kind == "string_pattern_mismatch":
-        return source.error(key, f"{given!r}: expected {_EXPECTED[context['pattern']]}")
-    return source.error(key, f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}")
+        problem, hint = "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    elif kind in ("missing", "too_short"):
+        problem, hint = "no node", "for example: nodes: [gpu-a, gpu-b]"
+    elif kind in ("dict_type", "model_type"):
+        problem, hint = f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}"
+    elif kind == "tuple_type":
+        problem, hint = f"{given!r}: must be a list", f"for example: {key[-1]}: [a, b]"
+    elif kind == "string_pattern_mismatch":
+        problem = f"{given!r}: expected {_EXPECTED[context['pattern']]}"
+    return source.error(key, problem, hint)
 
 
 def read(text: str, path: str, cwd: str = "/") -> Inventory:
@@ -282,9 +268,8 @@ def read(text: str, path: str, cwd: str = "/") -> Inventory:
                 hint = "set backend: slurm, or runtime: docker"
                 raise source.error(("nodes",), f"runtime {name} needs backend slurm", hint)
     if file.backend == "slurm" and len(file.nodes) > 1:
-        raise source.error(
-            ("nodes",), "expected one node, the login node of the Slurm cluster", "Slurm chooses the nodes of a job"
-        )
+        problem = "expected one node, the login node of the Slurm cluster"
+        raise source.error(("nodes",), problem, "Slurm chooses the nodes of a job")
     folder = posixpath.dirname(posixpath.join(cwd, path))
     made = Inventory(
         nodes=tuple(_node(name, machine, file, source, folder) for name, machine in file.nodes.items()),

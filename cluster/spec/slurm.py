@@ -1,10 +1,9 @@
 """Slurm: job states as phases, limits of partitions, and options of sbatch. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
@@ -48,15 +47,11 @@ _ENDS = {
 CANCELLED = _ENDS["CANCELLED"]
 
 
-def checked(options: Mapping[str, str], *, typed: Sequence[str] = ()) -> dict[str, str]:
-    """Return valid options for sbatch, by their long names. sbatch itself rejects unknown options.
-
-    `typed` has further options from the command line, each as `name=value`.
+def checked(options: dict[str, str]) -> dict[str, str]:
+    """Return the options for sbatch, by their long names. sbatch itself rejects unknown ones.
 
     Raises UsageError for an option that the launcher sets, and for a value that is empty or needs quotes.
     """
-    pairs = (text.partition("=") for text in typed)
-    options = {**options, **{name.removeprefix("--"): value for name, _, value in pairs}}
     for name, value in options.items():
         if name in _SET:
             raise UsageError(f"--slurm {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
@@ -86,13 +81,11 @@ def seconds(time: str) -> int | None:
 class Row:
     """A job in the output of `squeue`."""
 
-    job: str
     number: str
     state: str
     restarts: int
     exit_code: str
     start: str
-    nodes: str
     reason: str
 
     @property
@@ -103,15 +96,12 @@ class Row:
 
 def row(line: str) -> Row | None:
     """Parse a line of squeue; None if it is empty."""
-    values, at = [], 0
-    for width in COLUMNS.values():
-        values.append(line[at : at + width].strip())
-        at += width
-    if not values[0]:
-        return None
-    name, number, array, task, state, restarts, code, start, nodes, reason = values
+    ends = [*accumulate(COLUMNS.values(), initial=0)]
+    name, number, array, task, state, restarts, code, start, _, reason = (
+        line[begin:end].strip() for begin, end in pairwise(ends)
+    )
     number = f"{array}_{task}" if task.isdigit() else number
-    return Row(name, number, state.split("+")[0], int(restarts or 0), code, start, nodes, reason)
+    return Row(number, state.split("+")[0], int(restarts or 0), code, start, reason) if name else None
 
 
 def statuses(
@@ -127,19 +117,15 @@ def statuses(
     for rank, status in enumerate(own):
         where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
         if status.phase == "exited":
-            if not status.exit_code:
-                made.append(replace(status, detail=""))
-            elif found is not None and found.state == "CANCELLED":
-                made.append(replace(status, detail=CANCELLED))
-            else:
-                made.append(replace(status, where=where))
+            was_cancelled = found is not None and found.state == "CANCELLED"
+            changes = {"detail": CANCELLED} if was_cancelled else {"where": where}
+            made.append(replace(status, **(changes if status.exit_code else {"detail": ""})))  # type: ignore[arg-type]
         elif requeued:
             made.append(NodeStatus(status.node, "lost", detail=f"Slurm requeued the job {where}".strip()))
         elif found is None:
             made.append(NodeStatus(status.node, "lost", detail="squeue does not list the job"))
         elif found.is_active:
-            detail = _pending_reason(found) or where
-            made.append(replace(status, phase=_PHASES[found.state], detail=detail))
+            made.append(replace(status, phase=_PHASES[found.state], detail=_pending_reason(found) or where))
         else:
             made.append(_ended(status.node, found, error or where))
     return made
@@ -154,11 +140,9 @@ def _pending_reason(found: Row) -> str:
     """Return `in the queue: Resources; expected start: 2026-11-21T17:02:11`, with the reason that squeue shows."""
     if not is_pending(found):
         return {"SUSPENDED": "suspended", "STOPPED": "suspended"}.get(found.state, "")
-    words = f"in the queue: {found.reason}"
-    if found.state == "CONFIGURING":
-        words = "its nodes are being configured"
-    known = re.match(r"\d{4}-\d\d-\d\dT", found.start)
-    return f"{words}; expected start: {found.start}" if known else words
+    words = "its nodes are being configured" if found.state == "CONFIGURING" else f"in the queue: {found.reason}"
+    has_start = re.match(r"\d{4}-\d\d-\d\dT", found.start)
+    return f"{words}; expected start: {found.start}" if has_start else words
 
 
 def _ended(node: str, found: Row, why: str) -> NodeStatus:
@@ -221,26 +205,15 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         if name not in known:
             found.append((f"{where}: no partition {name}", f"one of: {', '.join(known)}"))
             continue
-        found += [(f"partition {name}: {problem}", hint) for problem, hint in _exceeded(job, known[name])]
-    return found
-
-
-def _exceeded(job: Job, has: Partition) -> list[tuple[str, str]]:
-    assert job.queue is not None
-    options = job.queue.options
-    found = []
-    if job.nodes > has.nodes:
-        found.append((f"it has {has.nodes} nodes, and --nodes {job.nodes} asks for more", "use fewer --nodes"))
-    if job.device == "cuda" and job.procs_per_node > has.gpus:
-        found.append(
-            (
-                f"its nodes have {has.gpus or 'no'} GPUs, and --gpus {job.procs_per_node} asks for more",
-                "use fewer --gpus, another --partition, or --device cpu",
-            )
-        )
-    limit = seconds(options["time"]) if "time" in options else None
-    if limit and has.limit_s is not None and limit > has.limit_s:
-        found.append(
-            (f"its time limit is shorter than --time {options['time']}", f"use at most {has.limit_s // 60} minutes")
-        )
+        nodes, gpus, limit_s = known[name].nodes, known[name].gpus, known[name].limit_s
+        if job.nodes > nodes:
+            why = f"partition {name}: it has {nodes} nodes, and --nodes {job.nodes} asks for more"
+            found.append((why, "use fewer --nodes"))
+        if job.device == "cuda" and job.procs_per_node > gpus:
+            why = f"partition {name}: its nodes have {gpus or 'no'} GPUs, and --gpus {job.procs_per_node} asks for more"
+            found.append((why, "use fewer --gpus, another --partition, or --device cpu"))
+        wanted_s = seconds(options.get("time", ""))
+        if wanted_s and limit_s is not None and wanted_s > limit_s:
+            why = f"partition {name}: its time limit is shorter than --time {options['time']}"
+            found.append((why, f"use at most {limit_s // 60} minutes"))
     return found

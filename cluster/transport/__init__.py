@@ -1,7 +1,5 @@
 """Shells that run commands on this machine or over SSH, and files on nodes. `reach` returns the shell of a node."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -59,7 +57,7 @@ def reach(node: Node) -> Shell:
             # paramiko imports slowly, and local jobs do not need it
             from cluster.transport.ssh import SshShell
 
-            _shells[key] = SshShell(node.login, name=node.name, config_file=node.ssh_config)
+            _shells[key] = SshShell(node)
         return _shells[key]
 
 

@@ -4,8 +4,6 @@ The copy of a folder on a node is its mirror, below the node's `data_dir`. rsync
 with `checksum`. A file gets its name when it is complete.
 """
 
-from __future__ import annotations
-
 import os
 import posixpath
 import shlex
@@ -13,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -21,14 +20,15 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.inventory import DATA_DIR
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
-from cluster.transport.rsync import EXCLUDED, PREFIX, VANISHED, Rsync, at, error_of, interruptible, reason
+from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, interruptible, no_rsync, reason
 
 #: The state of a mirror: missing, a copy, a link to the shared folder, a link to another folder.
 State = Literal["none", "copy", "common", "elsewhere"]
 #: A callback with the node's name, the operation, the sent bytes, and the total bytes.
 Report = Callable[[str, str, int, int], None]
 
-#: Exit code of files.sh on a machine without rsync.
+_SCRIPT = "transport/files.sh"
+#: Exit code of the script on a machine without rsync.
 _NO_RSYNC = 4
 
 
@@ -73,11 +73,6 @@ class NoFolderError(ClusterError):
     """The folder to fetch does not exist on the node."""
 
 
-def mirror(node: Node, path: str) -> str:
-    """Return the path on the node for an absolute path of this machine; the same if the node is this machine."""
-    return f"{node.data_dir}{path}" if node.login else path
-
-
 def command(folder: str, *, delete: bool = False) -> str:
     """Return the command that syncs a folder, for hints."""
     return shlex.join(["clusterctl", "sync", folder, *(["--delete"] if delete else [])])
@@ -119,29 +114,26 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
     heres = [_here(folder) for folder in folders]
 
     def compare(node: Node) -> None:
-        wrong = []
+        wrong = {}
         for here, seen in zip(heres, _mirrors(node, heres), strict=True):
-            difference = _difference(node, here, seen, checksum=False)
-            if difference:
+            if difference := _difference(node, here, seen, checksum=False):
                 what = "does not exist" if seen.state == "none" else f"differs: {difference}"
-                wrong.append((f"{node.name}: {here.path} {what}", command(here.path, delete=bool(difference.extra))))
-        if wrong:
-            hints = list(dict.fromkeys(hint for _, hint in wrong))
-            raise ClusterError("\n       ".join(line for line, _ in wrong), "\n      ".join(hints))
+                hint = command(here.path, delete=bool(difference.extra))
+                wrong[here.path] = ClusterError(f"{node.name}: {here.path} {what}", hint)
+        parallel.together(wrong)
 
     if heres:
         interruptible(lambda: parallel.all_of(_remote(nodes), compare))
 
 
 def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
-    """Return the differences in content between the folder and each node's mirror, or the error, by node name.
-
-    Raises UsageError for a missing folder.
-    """
+    """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
-    return interruptible(
-        lambda: parallel.each(nodes, lambda node: _difference(node, here, _mirrors(node, [here])[0], checksum=True))
-    )
+
+    def compare(node: Node) -> Difference:
+        return _difference(node, here, _mirrors(node, [here])[0], checksum=True)
+
+    return interruptible(lambda: parallel.each(nodes, compare))
 
 
 def sync(
@@ -161,11 +153,8 @@ def sync(
     """
     here = _here(folder)
     with _marker(here) as marker:
-        return interruptible(
-            lambda: parallel.each(
-                _remote(nodes), lambda node: _sync(node, here, marker, delete, checksum, copy, report)
-            )
-        )
+        one = partial(_sync, here=here, marker=marker, delete=delete, checksum=checksum, copy=copy, report=report)
+        return interruptible(lambda: parallel.each(_remote(nodes), one))
 
 
 def refuse_missing(folders: Sequence[str]) -> None:
@@ -204,9 +193,8 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
         raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
     options = ["--perms", *(f"--exclude={pattern}" for pattern in exclude)]
     run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
-    interruptible(run)
-    if run.code != VANISHED:  # a running job removes files
-        run.refuse_failure(f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read")
+    failures = f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read"
+    interruptible(lambda: run(*failures, may_vanish=True))  # a running job removes files
     files = [change for change, _, _ in run.changes if change[1] in "fL"]
     return Synced(node.name, "rsync" if files else "same", len(files), run.moved, seconds=time.monotonic() - began)
 
@@ -214,8 +202,8 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
 def send(node: Node, file: Path, remote_folder: str) -> None:
     """Send a local file into a folder of the node. Raise ClusterError naming the node if that fails."""
     run = Rsync(node, ["--perms", "--copy-links", "--", str(file), f"{at(node)}{remote_folder}/"])
-    interruptible(run)
-    run.refuse_failure(f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read")
+    failures = f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read"
+    interruptible(lambda: run(*failures))
 
 
 def _remote(nodes: Sequence[Node]) -> list[Node]:
@@ -252,21 +240,16 @@ def _marker(here: _Here) -> Iterator[str]:
             file.unlink()
 
 
-def _script(*words: str) -> list[str]:
-    return ["bash", "-c", scripts.text("transport/files.sh"), "files", *words]
-
-
 def _mirrors(node: Node, heres: Sequence[_Here], marker: str = "") -> list[_Mirror]:
-    done = reach(node).run(_script("state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)))
+    words = ["state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)]
+    done = reach(node).run(scripts.bash(_SCRIPT, *words))
     if done.code == _NO_RSYNC:
-        raise ClusterError(f"{node.name}: rsync is not installed", f"on {node.name}: sudo apt-get install rsync")
+        raise no_rsync(node.name)
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    return [
-        _Mirror(cast(State, state), mirror, bool(seen))
-        for state, mirror, seen in zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
-    ]
+    each = zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
+    return [_Mirror(cast(State, state), mirror, bool(seen)) for state, mirror, seen in each]
 
 
 def _difference(node: Node, here: _Here, seen: _Mirror, *, checksum: bool) -> Difference:
@@ -285,8 +268,7 @@ def _compare(node: Node, here: _Here, mirror: str, *, checksum: bool) -> tuple[D
     """Return the differences of a mirror, and the bytes to send."""
     options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
     run = Rsync(node, [*options, *here.arguments(node, mirror)])
-    run()
-    run.refuse_failure(f"{node.name}: {mirror} cannot be read", f"this machine: {here.path} cannot be read")
+    run(f"{node.name}: {mirror} cannot be read", f"this machine: {here.path} cannot be read")
     missing, extra, different, size = [], [], [], 0
     for change, length, name in run.changes:
         if change.startswith("*deleting"):
@@ -313,11 +295,11 @@ def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, co
     seen = _mirrors(node, [here], marker)[0]
     if seen.is_shared and not copy and seen.state != "copy":
         if seen.state != "common":
-            _run_on(node, _script("link", here.path, seen.path), f"{seen.path} cannot be written")
+            _run_on(node, scripts.bash(_SCRIPT, "link", here.path, seen.path), f"{seen.path} cannot be written")
         return Synced(node.name, "common", seconds=time.monotonic() - began)
     if seen.state in ("common", "elsewhere"):
         # Remove the mirror only if it is a link; never remove its target.
-        if copy and not reach(node).run(_script("unlink", seen.path)).code:
+        if copy and not reach(node).run(scripts.bash(_SCRIPT, "unlink", seen.path)).code:
             seen = _mirrors(node, [here], marker)[0]
         if seen.state in ("common", "elsewhere"):
             raise _foreign_link(node, seen)
@@ -330,14 +312,10 @@ def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, co
     files = len(difference.missing) + len(difference.different)
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
-    options = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
-    run = Rsync(
-        node,
-        [*options, *here.arguments(node, seen.path)],
-        lambda sent: report(node.name, "sending", min(sent, size), size),
-    )
-    run()
-    run.refuse_failure(f"{node.name}: {seen.path} cannot be written", f"this machine: {here.path} cannot be read")
+    words = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
+    words += here.arguments(node, seen.path)
+    run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
+    run(f"{node.name}: {seen.path} cannot be written", f"this machine: {here.path} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 
 

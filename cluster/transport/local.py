@@ -1,7 +1,5 @@
 """Commands on this machine, and the result of a command on any machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile
@@ -23,6 +21,14 @@ class Completed:
     code: int
     out: str
     err: str
+
+    @property
+    def by_word(self) -> dict[str, list[str]]:
+        """The rests of the lines of stdout, by their first word."""
+        found: dict[str, list[str]] = {}
+        for word, _, rest in (line.partition(" ") for line in self.out.splitlines()):
+            found.setdefault(word, []).append(rest)
+        return found
 
     @property
     def last_line(self) -> str:

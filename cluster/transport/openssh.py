@@ -1,7 +1,5 @@
 """Arguments of the `ssh` program for a node, for rsync and for sessions of the user. Pure."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 from collections.abc import Sequence
@@ -10,6 +8,7 @@ from pathlib import Path
 from cluster.spec.model import Node
 from cluster.transport.local import MORE_PATH
 
+WITHOUT_PROMPTS = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 #: Every remote command prints this line first. Any output before it comes from the login shell.
 BEGIN = "clusterctl begins"
 
@@ -20,21 +19,11 @@ def destination(login: str) -> str:
     return f"{user}{mark}{_split(rest)[0]}"
 
 
-def port_of(login: str) -> str:
-    """Return the port of a login, or ""."""
-    return _split(login.rpartition("@")[2])[1]
-
-
 def remote_shell(node: Node) -> str:
-    """Return the value of rsync's `-e`: ssh without prompts, with known host keys only, with the node's ssh_config.
-
-    A filter drops the login shell's output up to the line BEGIN.
-    """
+    """Return the value of rsync's `-e`: ssh with the node's options, and a filter that drops output up to BEGIN."""
     # The login shell's last line may lack its newline, so BEGIN may follow other text.
-    filter_ = (
-        f'set -o pipefail; "$@" | {{ while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done; exec cat; }}'
-    )
-    return shlex.join(["bash", "-c", filter_, "rsh", *_ssh(node)])
+    skip = f'while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done'
+    return shlex.join(["bash", "-c", f'set -o pipefail; "$@" | {{ {skip}; exec cat; }}', "rsh", *_ssh(node)])
 
 
 def command(node: Node, argv: Sequence[str], *, tty: bool = False) -> list[str]:
@@ -54,14 +43,16 @@ def remote_line(argv: Sequence[str], before: str = "") -> str:
     return f'exec env SHLVL=3 bash -c \'{begin}; line=$(printf %s "$@" | base64 -d) && eval "exec $line"\' bash {words}'
 
 
+def options(login: str, config_file: str) -> list[str]:
+    """Return ssh's options for the configuration and the port of a login."""
+    _, port = _split(login.rpartition("@")[2])
+    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
+    return [*file, *(["-p", port] if port else [])]
+
+
 def _ssh(node: Node) -> list[str]:
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
-    words += ["-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5"]
-    if node.ssh_config:
-        words += ["-F", str(Path(node.ssh_config).expanduser())]
-    if port := port_of(node.login):
-        words += ["-p", port]
-    return words
+    limits = ("-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5")
+    return [*WITHOUT_PROMPTS, *limits, *options(node.login, node.ssh_config)]
 
 
 def _split(host: str) -> tuple[str, str]:

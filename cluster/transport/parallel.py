@@ -1,7 +1,5 @@
 """Parallel calls for many nodes, with a bounded number of threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar

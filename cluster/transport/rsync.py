@@ -1,7 +1,5 @@
 """One run of the program rsync: its command line, changes, progress and errors."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -57,6 +55,11 @@ def require_rsync() -> None:
         raise ClusterError("this machine: rsync is not installed", "sudo apt-get install rsync")
 
 
+def no_rsync(name: str) -> ClusterError:
+    """Return the error for a node without rsync."""
+    return ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
+
+
 def at(node: Node) -> str:
     """Return the prefix `user@host:` of paths on the node, "" if the node is this machine."""
     user, mark, host = destination(node.login).rpartition("@")
@@ -74,22 +77,23 @@ class Rsync:
         self.code, self.errors, self.moved = 0, "", 0
         self.changes: list[tuple[str, int, str]] = []
 
-    def __call__(self) -> None:
+    def __call__(self, receiver: str, sender: str, *, may_vanish: bool = False) -> None:
         """Run rsync, and retry if sshd refuses the connection because of MaxStartups.
 
-        Raises LaunchError after an interruption, ClusterError if rsync is missing here.
+        `receiver` and `sender` are the messages for a failure on each side, such as `gpu-a: /data cannot be written`.
+        With `may_vanish` other programs may remove files. Raises LaunchError after an interruption, else ClusterError.
         """
         require_rsync()
         until = time.monotonic() + _BUSY_S
         with _CONNECTIONS:
             self._run()
-            while (
-                self.code in _DISCONNECTED
-                and re.search("kex_exchange|banner exchange", self.errors)
-                and time.monotonic() < until
-            ):
+            while self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors):
+                if time.monotonic() > until:
+                    break
                 time.sleep(random.uniform(0.5, 1.5))
                 self._run()
+        if self.code and not (may_vanish and self.code == VANISHED):
+            raise self._failure(receiver, sender)
 
     def _run(self) -> None:
         # In the C locale rsync escapes every byte except printable ASCII as \#ooo.
@@ -106,24 +110,17 @@ class Rsync:
             errors.seek(0)
             self.errors = errors.read().decode(errors="replace")
 
-    def refuse_failure(self, receiver: str, sender: str) -> None:
-        """Raise ClusterError with the reason if rsync failed.
-
-        `receiver` and `sender` are the messages for a failure on each side, such as `gpu-a: /data cannot be written`.
-        """
-        if not self.code:
-            return
+    def _failure(self, receiver: str, sender: str) -> ClusterError:
         name = self._node.name
         if self.code in _DISCONNECTED and "failed" not in self.errors:
-            raise UnreachableError(
-                f"{name}: the connection broke: {reason(self.errors)}", "repeat the command: it continues the transfer"
-            )
+            hint = "repeat the command: it continues the transfer"
+            return UnreachableError(f"{name}: the connection broke: {reason(self.errors)}", hint)
         if re.search(r"rsync.*not found", self.errors):
-            raise ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
+            return no_rsync(name)
         # If the receiver failed, the sender reports a write error, too.
         errors = re.sub(r"(?m)^rsync: \[sender\] write error.*", "", self.errors)
         is_sender = self.code == VANISHED or re.search(r"(?m)^rsync: \[sender\]", errors)
-        raise error_of(sender if is_sender else receiver, errors)
+        return error_of(sender if is_sender else receiver, errors)
 
     def _read(self, line: str) -> None:
         if found := _CHANGE.fullmatch(line):

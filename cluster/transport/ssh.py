@@ -4,8 +4,6 @@
 fabric's `run` decodes output and interpolates variables into shell code. A broken connection is opened again.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging
@@ -24,8 +22,10 @@ import paramiko
 from fabric import Config, Connection
 
 from cluster.errors import UnreachableError
+from cluster.spec.model import Node
+from cluster.transport import openssh
 from cluster.transport.local import Completed
-from cluster.transport.openssh import BEGIN, destination, port_of, remote_line
+from cluster.transport.openssh import BEGIN, destination, remote_line
 
 CONNECT_TIMEOUT_S = 8.0
 #: How long to wait for the end of a closed connection's thread.
@@ -49,16 +49,13 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())
 class UnknownHostKey(paramiko.SSHException):
     """The host key is in no known_hosts file."""
 
-    def __init__(self, key: paramiko.PKey) -> None:
-        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
-        super().__init__(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
-
 
 class _Refuse(paramiko.MissingHostKeyPolicy):
     """Rejects unknown host keys: trust on first use would also accept an attacker's key."""
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        raise UnknownHostKey(key)
+        digest = base64.b64encode(hashlib.sha256(key.asbytes()).digest()).decode().rstrip("=")
+        raise UnknownHostKey(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
 
 
 class SshProcess:
@@ -94,12 +91,11 @@ class SshProcess:
 
 
 class SshShell:
-    """Runs commands on `login` (`[user@]host[:port]`, or a name from `~/.ssh/config`) over one connection."""
+    """Runs commands on a node over one connection."""
 
-    def __init__(self, login: str, *, name: str = "", config_file: str = "") -> None:
-        self.name = name or login
-        self._login = login
-        self._config_file = config_file
+    def __init__(self, node: Node) -> None:
+        self.name = node.name
+        self._node = node
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
@@ -136,10 +132,8 @@ class SshShell:
         has_mark, out = _after_mark(out)
         done = Completed(code, out.decode(errors="replace"), _after_mark(errors)[1].decode(errors="replace"))
         if not has_mark:
-            raise UnreachableError(
-                f"{self.name}: its login shell does not run commands: {done.last_line}",
-                f'try by hand: {self._by_hand()} "bash --version"',
-            )
+            hint = f'try by hand: {self._by_hand()} "bash --version"'
+            raise UnreachableError(f"{self.name}: its login shell does not run commands: {done.last_line}", hint)
         return done
 
     @contextmanager
@@ -204,15 +198,13 @@ class SshShell:
 
     def _open(self, timeout_s: float) -> Connection:
         try:
-            connection = _connection(self._login, self._config_file, timeout_s)
+            connection = _connection(self._node, timeout_s)
         except FileNotFoundError:
-            raise UnreachableError(
-                "this machine: ssh is not installed", "sudo apt-get install openssh-client"
-            ) from None
+            hint = "sudo apt-get install openssh-client"
+            raise UnreachableError("this machine: ssh is not installed", hint) from None
         except (ValueError, OSError, subprocess.TimeoutExpired) as error:
-            raise UnreachableError(
-                f"{self.name}: ssh configuration: {error}", f"check it: {self._by_hand('-G')}"
-            ) from error
+            hint = f"check it: {self._by_hand('-G')}"
+            raise UnreachableError(f"{self.name}: ssh configuration: {error}", hint) from error
         try:
             _log_in(connection, timeout_s)
         except (OSError, EOFError, paramiko.SSHException) as error:
@@ -224,9 +216,8 @@ class SshShell:
 
     def _by_hand(self, *options: str) -> str:
         """Return the command that logs in by hand, also through the jump hosts of the ssh_config."""
-        file = ["-F", self._config_file] if self._config_file else []
-        port = ["-p", port_of(self._login)] if port_of(self._login) else []
-        return shlex.join(["ssh", *file, *port, *options, destination(self._login)])
+        chosen = openssh.options(self._node.login, self._node.ssh_config)
+        return shlex.join(["ssh", *chosen, *options, destination(self._node.login)])
 
 
 def _explain(error: Exception, connection: Connection, command: str) -> tuple[str, str]:
@@ -274,22 +265,18 @@ def _log_in(connection: Connection, timeout_s: float) -> None:
         except (OSError, EOFError, paramiko.SSHException) as error:
             now = time.monotonic()
             # Retry only if sshd closed the connection at once, as above MaxStartups; not after a timeout.
-            if not _hung_up(error) or now - began >= timeout_s or now + pause_s > until:
+            is_refused = isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
+            if not is_refused or now - began >= timeout_s or now + pause_s > until:
                 raise
         # Spread the retries of many threads.
         time.sleep(pause_s * random.uniform(0.5, 1))
         pause_s = min(2 * pause_s, 1.0)
 
 
-def _hung_up(error: BaseException) -> bool:
-    """Whether the peer closed the connection before its SSH banner."""
-    return isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
-
-
-def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
-    options = _options(login, config_file, timeout_s)
+def _connection(node: Node, timeout_s: float) -> Connection:
+    options = _options(node, timeout_s)
     connection = Connection(
-        login,
+        node.login,
         # lazy: do not read `fabric.yaml` files of this machine
         config=Config(ssh_config=options, lazy=True),
         # False, not None: fabric misreads `ProxyJump none` and several jump hosts
@@ -297,7 +284,7 @@ def _connection(login: str, config_file: str, timeout_s: float) -> Connection:
         connect_timeout=timeout_s,
         connect_kwargs={"banner_timeout": timeout_s, "auth_timeout": timeout_s, "channel_timeout": timeout_s},
     )
-    connection.gateway = _proxy_command(connection, config_file)
+    connection.gateway = _proxy_command(connection, node.ssh_config)
     if connection.gateway:  # the banner comes after the logins to all jump hosts
         hops = connection.ssh_config.get("proxyjump", "").count(",") + 1
         connection.connect_timeout = connection.connect_kwargs["banner_timeout"] = timeout_s * (1 + hops)
@@ -310,21 +297,13 @@ def _proxy_command(connection: Connection, config_file: str) -> str | None:
     if "proxyjump" not in connection.ssh_config:
         return cast("str | None", connection.ssh_config.get("proxycommand"))
     before, _, last = connection.ssh_config["proxyjump"].rpartition(",")
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
-    words += ["-F", str(Path(config_file).expanduser())] if config_file else []
-    words += ["-J", before] if before else []
-    words += ["-p", port_of(last)] if port_of(last) else []
+    words = [*openssh.WITHOUT_PROMPTS, *openssh.options(last, config_file), *(["-J", before] if before else [])]
     return shlex.join([*words, "-W", f"[{connection.host}]:{connection.port}", "--", destination(last)])
 
 
-def _options(login: str, config_file: str, timeout_s: float) -> paramiko.SSHConfig:
-    """Return the settings of a login from `ssh -G`, which evaluates Host, Match and Include.
-
-    Raises ValueError with ssh's message for an invalid file.
-    """
-    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
-    port = ["-p", port_of(login)] if port_of(login) else []
-    argv = ["ssh", "-TG", *file, *port, "--", destination(login)]
+def _options(node: Node, timeout_s: float) -> paramiko.SSHConfig:
+    """Return a login's settings from `ssh -G`, which evaluates Host, Match and Include. Raises ValueError."""
+    argv = ["ssh", "-TG", *openssh.options(node.login, node.ssh_config), "--", destination(node.login)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
     if done.returncode:
         raise ValueError(done.stderr.partition("\n")[0].strip() or f"ssh -G: exit {done.returncode}")

@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
 
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Node, Plan
 from cluster.transport import files, parallel, reach
 from cluster.transport.local import LocalShell
-from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, VANISHED, Rsync, at, interruptible
+from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, Rsync, at, interruptible
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -61,11 +64,10 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
         parts: Counter[str] = Counter()
         for name, size in found.sizes.items():
             parts[name.partition("/")[0]] += size
-        largest = ", ".join(f"{name} {_decimal(size)}" for name, size in parts.most_common(3))
-        raise UsageError(
-            f"the working directory {folder} has {_decimal(found.size)}, more than {_decimal(limit)}: {largest}",
-            "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount",
-        )
+        largest = ", ".join(f"{name} {decimal(size)}" for name, size in parts.most_common(3))
+        why = f"the working directory {folder} has {decimal(found.size)}, more than {decimal(limit)}: {largest}"
+        hint = "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount"
+        raise UsageError(why, hint)
     return found
 
 
@@ -79,16 +81,15 @@ def send(workdir: Workdir, plan: Plan, nodes: Sequence[Node], earlier: Sequence[
         listed.write(b"".join(os.fsencode(name) + b"\0" for name in workdir.sizes))
         listed.flush()
         try:
-            sent = interruptible(
-                lambda: parallel.all_of(machines, lambda node: _send(workdir, plan, node, listed.name, earlier, report))
-            )
+            one = partial(_send, workdir, plan, listed.name, earlier, report)
+            sent = interruptible(lambda: parallel.all_of(machines, one))
         except (ClusterError, KeyboardInterrupt):
             remove = f'rm -rf -- "$0/{WORKDIR}"; rmdir -- "$0" 2> /dev/null'
             parallel.each(machines, lambda node: reach(node).run(["bash", "-c", remove, plan.dir_on(node)]))
             raise
     most = max(sent.values(), default=0)
     where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].display_name if machines else "")
-    return f"working directory: {len(workdir.sizes)} files, {_decimal(workdir.size)}; {most} sent to {where}"
+    return f"working directory: {len(workdir.sizes)} files, {decimal(workdir.size)}; {most} sent to {where}"
 
 
 def without_copy(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
@@ -98,17 +99,14 @@ def without_copy(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
 
 
 def fetch(plan: Plan, node: Node) -> None:
-    """Copy the files that the job has written or changed in its working directory on a node to `workdir` here.
-
-    Raises ClusterError naming the node.
-    """
+    """Copy files that the job has written or changed in its workdir on a node to `workdir` here. Raise ClusterError."""
     source, target = f"{plan.dir_on(node)}/{WORKDIR}", f"{plan.run_dir}/{WORKDIR}"
     if reach(node).run(["test", "-d", source]).code:
         return
     options = ["--perms", "--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
     run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{target}/"])
-    interruptible(run)
-    run.refuse_failure(f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read")
+    failures = f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read"
+    interruptible(lambda: run(*failures))
 
 
 def commit(folder: str) -> str:
@@ -121,7 +119,7 @@ def commit(folder: str) -> str:
     return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
 
 
-def _send(workdir: Workdir, plan: Plan, node: Node, listed: str, earlier: Sequence[str], report: files.Report) -> int:
+def _send(workdir: Workdir, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Node) -> int:
     """Copy the files to one node, and return how many were sent."""
     target = f"{plan.dir_on(node)}/{WORKDIR}"
     made = reach(node).run(["mkdir", "-p", "--", target])
@@ -129,14 +127,11 @@ def _send(workdir: Workdir, plan: Plan, node: Node, listed: str, earlier: Sequen
         raise ClusterError(f"{node.display_name}: {target} cannot be written: {made.last_line}")
     options = ["--perms", "--ignore-missing-args", "--from0", f"--files-from={listed}"]
     options += [f"--copy-dest=../../{job}/{WORKDIR}" for job in earlier[:EARLIER]]
-    run = Rsync(
-        node,
-        [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"],
-        lambda sent: report(node.name, "sending the working directory", min(sent, workdir.size), workdir.size),
-    )
-    run()
-    if run.code != VANISHED:  # another program removes files
-        run.refuse_failure(f"{node.display_name}: {target} cannot be written", f"{workdir.folder} cannot be read")
+    what, size = "sending the working directory", workdir.size
+    words = [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"]
+    run = Rsync(node, words, lambda sent: report(node.name, what, min(sent, size), size))
+    failures = f"{node.display_name}: {target} cannot be written", f"{workdir.folder} cannot be read"
+    run(*failures, may_vanish=True)
     return sum(change[:2] in ("<f", ">f") for change, _, _ in run.changes)
 
 
@@ -179,9 +174,3 @@ def _is_ignored(name: str, rules: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:
     """Return whether the last matching pattern ignores a file, or a folder (with a final slash)."""
     matches = (spec.check_file(name[len(below) :]).include for below, spec in reversed(rules))
     return bool(next((match for match in matches if match is not None), False))
-
-
-def _decimal(size: int) -> str:
-    from rich.filesize import decimal
-
-    return decimal(size)

@@ -86,8 +86,8 @@ def test_a_folder_is_copied_exactly_and_a_second_sync_sends_nothing(nodes, folde
         "gpu-b": ("rsync", len(NAMES) + 2),
     }
     for node in nodes:
-        assert files.mirror(node, str(folder)) == f"{node.data_dir}{folder}"
-        assert contents(files.mirror(node, str(folder))) == contents(folder)
+        assert node.mirror(str(folder)) == f"{node.data_dir}{folder}"
+        assert contents(node.mirror(str(folder))) == contents(folder)
     files.check(nodes, [str(folder)])
     again = sync(nodes, folder)
     assert {(done.how, done.files, done.bytes) for done in again.values()} == {("same", 0, 0)}
@@ -101,7 +101,7 @@ def test_only_what_changed_is_sent(nodes, folder):
     done = sync(nodes[:1], folder)["gpu-a"]
     assert (done.how, done.files) == ("rsync", 2)
     assert done.bytes < 100_000
-    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+    assert contents(nodes[0].mirror(str(folder))) == contents(folder)
 
 
 def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, folder):
@@ -109,7 +109,7 @@ def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, 
         files.check(nodes, [str(folder)])
     assert absent.value.hint == f"clusterctl sync '{folder}'"
     sync(nodes, folder)
-    there = Path(files.mirror(nodes[1], str(folder)))
+    there = Path(nodes[1].mirror(str(folder)))
     (there / "plain.txt").write_text("other")
     (there / "one\ntwo").unlink()
     (there / "left over").write_text("x")
@@ -123,7 +123,7 @@ def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, 
 
 def test_extra_files_stay_without_delete(nodes, folder):
     sync(nodes, folder)
-    there = Path(files.mirror(nodes[0], str(folder)))
+    there = Path(nodes[0].mirror(str(folder)))
     for name in ("-only\nthere", "sub/der/old"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_text("x")
@@ -146,12 +146,12 @@ def test_a_file_in_place_of_a_folder_is_replaced_only_with_delete(nodes, folder)
     assert refused.message.endswith("cannot be written: could not make way for new regular file: deep")
     assert "--delete" in refused.hint
     sync(nodes[:1], folder, delete=True)
-    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+    assert contents(nodes[0].mirror(str(folder))) == contents(folder)
 
 
 def test_a_change_that_keeps_size_and_time_is_found_by_content(nodes, folder):
     sync(nodes[:1], folder)
-    there = Path(files.mirror(nodes[0], str(folder))) / "ünïcode/ß"
+    there = Path(nodes[0].mirror(str(folder))) / "ünïcode/ß"
     seen = there.stat()
     with there.open("r+b") as file:
         file.write(b"CONTENT")
@@ -159,7 +159,7 @@ def test_a_change_that_keeps_size_and_time_is_found_by_content(nodes, folder):
     assert files.differences(nodes[:1], str(folder)) == {"gpu-a": Difference(different=("ünïcode/ß",))}
     done = sync(nodes[:1], folder, checksum=True)["gpu-a"]
     assert done.files == 1
-    assert contents(files.mirror(nodes[0], str(folder))) == contents(folder)
+    assert contents(nodes[0].mirror(str(folder))) == contents(folder)
 
 
 def test_one_file_is_synced_alone(nodes, folder, tmp_path):
@@ -167,7 +167,7 @@ def test_one_file_is_synced_alone(nodes, folder, tmp_path):
     (tmp_path / "my.yaml").symlink_to("real.yaml")
     done = sync(nodes[:1], tmp_path / "my.yaml")["gpu-a"]
     assert done.files == 1
-    there = Path(files.mirror(nodes[0], f"{tmp_path}/my.yaml"))
+    there = Path(nodes[0].mirror(f"{tmp_path}/my.yaml"))
     assert there.read_text() == "path: .\n"
     assert not there.is_symlink()
     assert [path.name for path in there.parent.iterdir()] == ["my.yaml"]
@@ -180,7 +180,7 @@ def test_one_file_is_synced_alone(nodes, folder, tmp_path):
 def test_a_shared_folder_is_linked_not_copied(nodes, folder):
     done = files.sync(nodes, str(folder))
     assert {each.how for each in done.values()} == {"common"}
-    there = Path(files.mirror(nodes[0], str(folder)))
+    there = Path(nodes[0].mirror(str(folder)))
     assert there.readlink() == folder
     files.check(nodes, [str(folder)])
     (folder / "new").write_text("x")
@@ -194,7 +194,7 @@ def test_a_shared_folder_is_linked_not_copied(nodes, folder):
 def test_a_link_to_another_folder_is_never_written_through(nodes, folder, tmp_path):
     elsewhere = tmp_path / "precious"
     elsewhere.mkdir()
-    there = Path(files.mirror(nodes[0], str(folder)))
+    there = Path(nodes[0].mirror(str(folder)))
     there.parent.parent.mkdir(parents=True)
     there.parent.symlink_to(elsewhere)
     refused = sync(nodes[:1], folder)["gpu-a"]
@@ -213,7 +213,7 @@ def test_files_with_other_times_and_the_same_content_are_no_difference(nodes, fo
 
 def test_a_missing_executable_bit_and_a_change_within_the_same_second_are_differences(nodes, folder):
     sync(nodes[:1], folder)
-    there = Path(files.mirror(nodes[0], str(folder)))
+    there = Path(nodes[0].mirror(str(folder)))
     seen = (folder / "ünïcode/ß").stat()
     (folder / "ünïcode/ß").write_bytes((folder / "ünïcode/ß").read_bytes()[::-1])
     os.utime(folder / "ünïcode/ß", ns=(seen.st_mtime_ns // 10**9 * 10**9,) * 2)
@@ -235,7 +235,7 @@ def test_caches_run_directories_and_special_files_are_excluded(nodes, tmp_path):
     (root / "folder link").symlink_to("sub")
     assert files.differences(nodes[:1], str(root))["gpu-a"].missing == ("folder link", "sub/y")
     sync(nodes[:1], root)
-    there = Path(files.mirror(nodes[0], str(root)))
+    there = Path(nodes[0].mirror(str(root)))
     assert set(contents(there)) == {"folder link", "sub/y"}
     (there / "sub" / "__pycache__").mkdir()
     (there / "sub" / "__pycache__" / "z").write_text("")
@@ -267,7 +267,7 @@ def test_a_broken_transfer_leaves_complete_files_and_continues(sshd, nodes, tmp_
     root.mkdir()
     for index in range(6):
         (root / f"{index}.bin").write_bytes(os.urandom(10_000_000))
-    there = Path(files.mirror(nodes[0], str(root)))
+    there = Path(nodes[0].mirror(str(root)))
     begun = threading.Event()
 
     def report(node, what, now, total):
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_at_once_and_leaves_no_partial_file(nodes, tmp_path):
     )
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
     assert time.monotonic() - began < 20
-    there = Path(files.mirror(nodes[0], str(root)))
+    there = Path(nodes[0].mirror(str(root)))
     for path in there.glob("*.bin"):
         assert path.read_bytes() == (root / path.name).read_bytes()
     assert sync(nodes[:1], root)["gpu-a"].how == "rsync"
@@ -396,7 +396,7 @@ def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, 
         f"gpu-b: {len(NAMES) + 2} files",
     ]
     assert " sent, " in lines[0]
-    (Path(files.mirror(nodes[1], str(folder))) / "left over").write_text("x")
+    (Path(nodes[1].mirror(str(folder))) / "left over").write_text("x")
     done = clusterctl(*words, "--json")
     assert done.returncode == 3
     rows = {row["node"]: row for row in json.loads(done.stdout)}

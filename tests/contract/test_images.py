@@ -32,7 +32,7 @@ class Progress:
         self.last = {}
         self.enough, self.reached = enough, threading.Event()
 
-    def __call__(self, node, done, total):
+    def __call__(self, node, what, done, total):
         self.last[node] = (done, total)
         if done > self.enough:
             self.reached.set()
@@ -143,7 +143,7 @@ from cluster.images import Blob, send
 from cluster.spec.model import Node
 rsync._OPTIONS = (*rsync._OPTIONS, "--bwlimit=15m")
 begun = threading.Event()
-def sent(node, done, total):
+def sent(node, what, done, total):
     if done > 10_000_000 and not begun.is_set():
         begun.set()
         os.kill(os.getpid(), signal.SIGINT)

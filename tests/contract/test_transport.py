@@ -135,7 +135,7 @@ def test_files_are_compared_sent_and_fetched_despite_a_greeting(greeting, tmp_pa
     assert files.differences([node], str(tmp_path / "set"))["gpu-a"].missing == ("a",)
     files.sync([node], str(tmp_path / "set"), copy=True)
     assert not files.differences([node], str(tmp_path / "set"))["gpu-a"]
-    files.collect(node, files.mirror(node, str(tmp_path / "set")), str(tmp_path / "back"))
+    files.collect(node, node.mirror(str(tmp_path / "set")), str(tmp_path / "back"))
     assert (tmp_path / "back" / "a").read_text() == "a"
 
 

@@ -154,7 +154,7 @@ def test_5_different_data(inventory, testbed, tmp_path, monkeypatch):
         (folder / f"{index}.jpg").write_bytes(os.urandom(1000))
     files.sync(inventory.nodes, str(folder))
     assert failures(inventory, data=[str(folder)]) == {}
-    testbed["n1"].run(f"printf x >> '{files.mirror(inventory.nodes[1], str(folder))}/7.jpg'")
+    testbed["n1"].run(f"printf x >> '{inventory.nodes[1].mirror(str(folder))}/7.jpg'")
     found = failures(inventory, data=[str(folder)])
     assert list(found) == [("data", "n1")]
     assert "1 file different (7.jpg)" in found["data", "n1"].detail

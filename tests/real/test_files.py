@@ -46,7 +46,7 @@ def test_three_machines_have_the_same_files_and_one_that_differs_is_named(testbe
         ("n0", "n1", "n2"), ("rsync", 200)
     )
     files.check(nodes, [str(folder)])
-    there = files.mirror(nodes[1], str(folder))
+    there = nodes[1].mirror(str(folder))
     assert testbed["n1"].run(f'stat -c %U "{there}/images/it\'s 7.jpg"') == "ada"
     testbed["n2"].run(f'printf x >> "{there}/images/it\'s 7.jpg"')
     with pytest.raises(ClusterError) as differs:
@@ -62,7 +62,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_and_leaves_whole_files(testbed,
     host.run("mount -t tmpfs -o size=100m,nr_inodes=60 none '/data/sync test'")
     try:
         failed = files.sync(nodes[:1], str(folder))["n0"]
-        there = files.mirror(nodes[0], str(folder))
+        there = nodes[0].mirror(str(folder))
         assert failed.message == f"n0: {there} cannot be written: No space left on device"
         assert host.run(f"find '{there}' -type f ! -size 20000c") == ""
         host.run("mount -o remount,nr_inodes=1000 '/data/sync test'")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.doctor import CHECKS, exit_code, link
+from cluster.doctor import CHECKS, exit_code, network
 from cluster.doctor.findings import Facts, Finding, NodeFacts, judge, parse
 from cluster.doctor.network import judge_connections
 from cluster.errors import ClusterError
@@ -309,11 +309,11 @@ def test_exit_code_distinguishes_unreachable_nodes_from_failures():
 def test_link_is_computed_from_the_all_reduce_and_a_failed_node_is_named():
     text = "joined\nsum 1024 0.0002\nsum 67108864 0.0536870912\n"
     what = seen()
-    (said,) = link.judge(what, {"n1": text, "n2": text}, "gloo")
+    (said,) = network.judge_link(what, {"n1": text, "n2": text}, "gloo")
     assert (said.level, said.detail) == ("ok", "gloo: 1250 MB/s (10 Gbit/s), 0.2 ms")
-    (said,) = link.judge(seen(count=4), dict.fromkeys(("n1", "n2", "n3", "n4"), text), "gloo")
+    (said,) = network.judge_link(seen(count=4), dict.fromkeys(("n1", "n2", "n3", "n4"), text), "gloo")
     assert said.detail.startswith("gloo: 1875 MB/s")
-    (said,) = link.judge(what, {"n1": text, "n2": ClusterError("n2: no connection")}, "gloo")
+    (said,) = network.judge_link(what, {"n1": text, "n2": ClusterError("n2: no connection")}, "gloo")
     assert (said.node, said.level, said.detail) == ("n2", "failure", "no connection")
 
 
@@ -328,6 +328,6 @@ def test_link_is_computed_from_the_all_reduce_and_a_failed_node_is_named():
 def test_the_link_is_measured_on_the_first_gpu_of_the_node(runtime, options, visible):
     what = seen()
     node = replace(what.nodes[0], gpus=(3, 5), runtime=runtime)
-    words = list(link._python_command(node, what, "doctor-1", gpus=True))
+    words = list(network._all_reduce_command(node, what, "doctor-1", gpus=True))
     assert [word for word in words if word in options] == options
     assert any(word.endswith(f"CUDA_VISIBLE_DEVICES={visible}") for word in words)

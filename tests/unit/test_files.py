@@ -11,11 +11,8 @@ from cluster.transport.rsync import at, reason
 
 
 def test_a_mirror_is_below_the_data_dir_and_this_machine_needs_none():
-    assert (
-        files.mirror(Node("a", "10.0.0.1", login="a", data_dir="/big/data"), "/home/me/coco")
-        == "/big/data/home/me/coco"
-    )
-    assert files.mirror(Node("here", "10.0.0.1", data_dir="/big/data"), "/home/me/coco") == "/home/me/coco"
+    assert Node("a", "10.0.0.1", login="a", data_dir="/big/data").mirror("/home/me/coco") == "/big/data/home/me/coco"
+    assert Node("here", "10.0.0.1", data_dir="/big/data").mirror("/home/me/coco") == "/home/me/coco"
 
 
 def test_differences_are_counted_and_the_first_are_named():

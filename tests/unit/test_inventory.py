@@ -198,28 +198,31 @@ def test_an_invalid_hostfile_is_an_error_with_its_line(text, message):
         inventory.from_hostfile(text, "hostfile")
 
 
-def test_load_reads_the_file_in_the_folder_and_none_means_this_machine(tmp_path):
-    assert discovery.load(cwd=str(tmp_path)) is None
+def test_load_reads_the_file_in_the_folder_and_none_means_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert discovery.load() is None
     (tmp_path / "cluster.yaml").write_text("nodes: [a, b]")
-    assert [node.name for node in discovery.load(cwd=str(tmp_path)).nodes] == ["a", "b"]
-    assert [node.name for node in discovery.load(hosts="c", cwd=str(tmp_path)).nodes] == ["c"]
-    assert [node.name for node in discovery.load(only="b", cwd=str(tmp_path)).nodes] == ["b"]
+    assert [node.name for node in discovery.load().nodes] == ["a", "b"]
+    assert [node.name for node in discovery.load(hosts="c").nodes] == ["c"]
+    assert [node.name for node in discovery.load(only="b").nodes] == ["b"]
     with pytest.raises(UsageError, match="no node 'c'"):
-        discovery.load(only="a,c", cwd=str(tmp_path))
+        discovery.load(only="a,c")
 
 
-def test_a_missing_file_that_an_option_names_is_an_error(tmp_path):
+def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for option in ("path", "hostfile", "ssh_config"):
         arguments = {option: "nowhere", **({"hosts": "a"} if option == "ssh_config" else {})}
         with pytest.raises(UsageError, match=r"nowhere: No such file"):
-            discovery.load(**arguments, cwd=str(tmp_path))
+            discovery.load(**arguments)
     (tmp_path / "cluster.yaml").write_text("ssh_config: nowhere\nnodes: [a]")
     with pytest.raises(UsageError, match=r"cluster\.yaml: ssh_config .*nowhere: No such file"):
-        discovery.load(cwd=str(tmp_path))
+        discovery.load()
     with pytest.raises(UsageError, match="--hosts and --hostfile exclude each other"):
         discovery.load(hosts="a", hostfile="b")
+    monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UsageError, match=r"--only: no cluster\.yaml"):
-        discovery.load(only="a", cwd=str(tmp_path.parent))
+        discovery.load(only="a")
 
 
 def test_nodes_are_chosen_by_name_or_label():

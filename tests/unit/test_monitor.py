@@ -53,25 +53,25 @@ def test_neither_a_suspension_nor_the_grace_period_after_it_counts():
 
 def test_only_a_machine_that_does_not_answer_a_poll_is_silent():
     poll = _MachinePoll()
-    poll.start(LocalShell(), dict)
-    assert poll.wait(5) is None
+    poll.start(dict)
+    assert poll.wait(LocalShell(), 5) is None
     time.sleep(2)  # a stalled terminal, or a program that polls now and then
     slow = threading.Event()
-    poll.start(LocalShell(), lambda: slow.wait(5) and {})
+    poll.start(lambda: slow.wait(5) and {})
     assert poll.silent_s < 1
     time.sleep(0.5)
-    poll.start(LocalShell(), dict)  # while the last poll runs
+    poll.start(dict)  # while the last poll runs
     assert poll.silent_s > 0.4
     slow.set()
-    poll.wait(5)
+    poll.wait(LocalShell(), 5)
 
     def fails():
         raise UnreachableError("gone")
 
-    poll.start(LocalShell(), fails)
-    assert poll.wait(5) is not None
+    poll.start(fails)
+    assert poll.wait(LocalShell(), 5) is not None
     time.sleep(0.5)
-    poll.start(LocalShell(), fails)
+    poll.start(fails)
     assert poll.silent_s > 0.4
 
 
