@@ -144,6 +144,9 @@ class TrainLoop:
             checkpoints.share_best(training.run_dir / checkpoints.BEST, training.state.best_epoch, self.writes)
             step = f"step {training.state.step} of {training.train_loader.steps}"
             training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
+            before, now = len(content["ranks"]), training.strategy.share[1]
+            if before != now:
+                training.display.print(f"the checkpoint is of a training on {before} ranks, this one has {now}")
         if self.writes:
             results.write_table(training.history, training.run_dir / "results.csv")
             checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
