@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from subprocess import DEVNULL, PIPE, STDOUT
 
 TYPE_CHECKING = False  # the import of `typing` would delay each rank's start by some milliseconds
 if TYPE_CHECKING:
@@ -180,12 +181,7 @@ class Rank:
         self.output_at = time.monotonic()
         self._record = environment["CLUSTER_RANK_RECORD"]
         self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_in_rank,
+            command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=_in_rank
         )
         self.reader = threading.Thread(target=self.read, args=(log,), daemon=True)
         self.reader.start()
@@ -443,7 +439,7 @@ def query_gpus(visible: str) -> list[Fields] | None:
     query = ["nvidia-smi", "--query-gpu=index,uuid,utilization.gpu,memory.used,memory.total,temperature.gpu"]
     query += ["--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True)
+        done = subprocess.run(query, stdout=PIPE, stderr=DEVNULL, timeout=10, check=True)
         found: dict[str, Fields] = {}
         for line in done.stdout.decode().splitlines():
             index, uuid, *values = [field.strip() for field in line.split(",")]
@@ -601,9 +597,9 @@ class Setup:
         process = subprocess.Popen(
             [shell, "-ec", self._text],
             env=self._environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdin=DEVNULL,
+            stdout=PIPE,
+            stderr=STDOUT,
             preexec_fn=_in_rank,
             start_new_session=True,
         )

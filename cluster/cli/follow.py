@@ -43,8 +43,7 @@ def follow(
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
         on_interrupt(out, message if stop_on_interrupt else "")
         screen = LiveDisplay(out, record.plan, all_nodes=all_nodes, is_attached=not stop_on_interrupt)
-        for text in (header(record.plan), *notes):
-            print_line(out, text)
+        print_line(out, header(record.plan), *notes)
         with screen:
             return supervisor.Supervisor(record, records, screen, values).run()
     except KeyboardInterrupt as interrupted:
@@ -60,9 +59,7 @@ def follow(
     nodes = len(record.plan.nodes)
     print_line(out, f"stopping {job_id} on {nodes} node{'s' if nodes > 1 else ''} (Ctrl-C again exits at once)")
     _, problems = jobs.stop(job_id, records)
-    for text in problems:
-        print_line(out, text)
-    print_line(out, "stopped; nothing of it is running")
+    print_line(out, *problems, "stopped; nothing of it is running")
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -95,8 +92,7 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     plan, view, verdict = follower.plan, follower.view, follower.verdict
     ended_at = time.time()
     outcome, problems = jobs.finish(follower, records)
-    for text in problems:
-        print_line(out, text)
+    print_line(out, *problems)
     if outcome == "stopped":
         print_line(out, f"{plan.job_id} was stopped")
         return report.EXIT_FAILED
@@ -106,13 +102,12 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     cause = report.cause(view, verdict)
     if verdict == "late":
         joined = f"{view.ready_count} of {len(view.nodes)} nodes joined"
-        print_line(out, f"{plan.job_id}: {joined} in {plan.timeout_s:g} s", _ERROR)
+        print_line(out, f"{plan.job_id}: {joined} in {plan.timeout_s:g} s", style=_ERROR)
         cause = f"missing: {cause}"
-    print_line(out, cause, _ERROR)
+    print_line(out, cause, style=_ERROR)
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):
         print_line(out, f"not restarted: {refusal}")
-    for line in report.last_lines(view, verdict, follower.tails):
-        print_line(out, line)
+    print_line(out, *report.last_lines(view, verdict, follower.tails))
     print_line(out, f"all nodes stopped {time.time() - ended_at:.1f} s later; every rank's log: {plan.attempt_dir}")
     return records.load(plan.job_id).exit_code
 
@@ -133,6 +128,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return Console(highlight=False, emoji=False, stderr=stderr, quiet=quiet)
 
 
-def print_line(out: Console, text: str, style: str | None = None) -> None:
-    """Print a line without wrapping or markup."""
-    out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+def print_line(out: Console, *texts: str, style: str | None = None) -> None:
+    """Print each text as a line without wrapping or markup."""
+    for text in texts:
+        out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)

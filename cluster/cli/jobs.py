@@ -51,9 +51,7 @@ def stop(job: options.JobName) -> None:
 
     out = console()
     record, problems = jobs.stop(job, JobStore())
-    for text in problems:
-        print_line(out, text)
-    print_line(out, f"{job}: {record.outcome}; nothing of it is running")
+    print_line(out, *problems, f"{job}: {record.outcome}; nothing of it is running")
 
 
 def ps(
@@ -110,9 +108,8 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
         print(json.dumps({**about, "nodes": nodes, "metric": view.metric}))
         return
     out = console()
-    print_line(out, f"{header(record.plan)}   {state}")
-    for text in filter(None, (record.detail, record.commit and f"commit: {record.commit}")):
-        print_line(out, text)
+    commit = record.commit and f"commit: {record.commit}"
+    print_line(out, *filter(None, (f"{header(record.plan)}   {state}", record.detail, commit)))
     if not record.outcome:
         out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:

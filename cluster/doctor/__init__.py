@@ -121,15 +121,8 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
         else:
             facts[name], clock_s[name] = result
             findings.append(Finding("login", name, "ok", "reachable, host key known"))
-    return NodeFacts(
-        nodes=tuple(node for node in inventory.nodes if node.name in facts),
-        facts=facts,
-        image=image,
-        image_id=image_id,
-        device=inventory.device,
-        clock_s=clock_s,
-        jobs=jobs,
-    ), findings
+    nodes = tuple(node for node in inventory.nodes if node.name in facts)
+    return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, jobs), findings
 
 
 def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from subprocess import PIPE
 from typing import IO, BinaryIO, cast
 
 from cluster.errors import UnreachableError
@@ -60,23 +61,16 @@ class LocalShell:
 
     def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
-        try:
+        data = stdin.encode() if isinstance(stdin, str) else stdin
+        try:  # in a session of its own: Ctrl-C must reach only the launcher, which stops its commands in order
             done = subprocess.run(
-                list(argv),
-                input=stdin.encode() if isinstance(stdin, str) else stdin,
-                capture_output=True,
-                timeout=timeout_s,
-                check=False,
-                env=_environment(),
-                # Ctrl-C must reach only the launcher, which stops its commands in order.
-                start_new_session=True,
+                argv, input=data, capture_output=True, timeout=timeout_s, env=_environment(), start_new_session=True
             )
         except FileNotFoundError as error:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
         except subprocess.TimeoutExpired as error:
-            raise UnreachableError(
-                f"this machine: `{' '.join(argv[:3])}` did not answer within {timeout_s:g} s"
-            ) from error
+            shown = " ".join(argv[:3])
+            raise UnreachableError(f"this machine: `{shown}` did not answer within {timeout_s:g} s") from error
         return Completed(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
 
     @contextmanager
@@ -85,12 +79,7 @@ class LocalShell:
         with tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
-                    list(argv),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    env=_environment(),
-                    start_new_session=True,
+                    argv, stdin=PIPE, stdout=PIPE, stderr=errors, env=_environment(), start_new_session=True
                 )
             except FileNotFoundError as error:
                 raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
