@@ -36,12 +36,8 @@ def _kind_of(setting: dataclasses.Field[Any], kind: Any) -> Any:
         kind = str  # a file
     elif setting.default is None:
         kind = typing.Optional[kind]  # noqa: UP045 (`kind` is a value)
-    option = typer.Option(
-        *(declared["names"] or (option_of(setting.name),)),
-        help=declared["help"],
-        metavar=declared["metavar"],
-        show_default=setting.default not in (None, ""),
-    )
+    names, shown = declared["names"] or (option_of(setting.name),), setting.default not in (None, "")
+    option = typer.Option(*names, help=declared["help"], metavar=declared["metavar"], show_default=shown)
     return Annotated[kind, option]
 
 

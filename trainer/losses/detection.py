@@ -64,10 +64,8 @@ class DetectionLoss(Loss):
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
         """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts."""
-        levels = [
-            assign_level(targets, anchors, height // stride, width // stride, self.hyp.anchor_t)
-            for anchors, stride in zip(self.anchors, self.strides, strict=True)
-        ]
+        pairs = zip(self.anchors, self.strides, strict=True)
+        levels = [assign_level(targets, a, height // s, width // s, self.hyp.anchor_t) for a, s in pairs]
         counts = [images, *(len(level.image) for level in levels)]
         return Assignment(levels, torch.tensor(counts, dtype=torch.float64, device=targets.device))
 
