@@ -36,12 +36,8 @@ class Command(TyperCommand):
         return super().parse_args(ctx, joined)
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    help="Train and use a detector: in one process, under torchrun, or on several machines with clusterctl.",
-)
+HELP = "Train and use a detector: in one process, under torchrun, or on several machines with clusterctl."
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False, help=HELP)
 for command in (train, val, predict, export, info):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(verify)

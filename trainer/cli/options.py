@@ -17,19 +17,16 @@ def takes(settings: type[Any], **more: tuple[Any, Any]) -> Callable[[Any], Any]:
     fields = [(field.name, _kind_of(field, kinds[field.name]), field.default) for field in dataclasses.fields(settings)]
     fields.sort(key=lambda field: field[2] is not dataclasses.MISSING)  # required options first
     fields += [(name, kind, default) for name, (kind, default) in more.items()]
-    parameters = [_parameter("context", typer.Context)]
-    parameters += [_parameter(name, kind, default) for name, kind, default in fields]
+    parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for name, kind, default in fields:
+        default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
 
     def declare(command: Any) -> Any:
         command.__signature__ = inspect.Signature(parameters)
         return command
 
     return declare
-
-
-def _parameter(name: str, kind: Any, default: Any = dataclasses.MISSING) -> inspect.Parameter:
-    default = inspect.Parameter.empty if default is dataclasses.MISSING else default
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 
 def _kind_of(setting: dataclasses.Field[Any], kind: Any) -> Any:
@@ -39,12 +36,8 @@ def _kind_of(setting: dataclasses.Field[Any], kind: Any) -> Any:
         kind = str  # a file
     elif setting.default is None:
         kind = typing.Optional[kind]  # noqa: UP045 (`kind` is a value)
-    option = typer.Option(
-        *(declared["names"] or (option_of(setting.name),)),
-        help=declared["help"],
-        metavar=declared["metavar"],
-        show_default=setting.default not in (None, ""),
-    )
+    names, shown = declared["names"] or (option_of(setting.name),), setting.default not in (None, "")
+    option = typer.Option(*names, help=declared["help"], metavar=declared["metavar"], show_default=shown)
     return Annotated[kind, option]
 
 

@@ -7,6 +7,7 @@ import typer
 from trainer.cli.options import takes, typed_options
 from trainer.config import TASKS, Settings
 from trainer.config.inference import ValSettings
+from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the scores as one line of JSON in place of the table.")]
@@ -62,13 +63,9 @@ def _score(context: typer.Context, kind: str, json: bool, options: dict[str, Any
 
     wrong = sorted(typed_options(context) & BOXES_ONLY)
     if wrong:
-        raise TrainerError(
-            f"--{wrong[0].replace('_', '-')} is for boxes, but these are weights of --task {kind}", "omit it"
-        )
+        raise TrainerError(f"{option_of(wrong[0])} is for boxes, but these are weights of --task {kind}", "omit it")
     if options.pop("split") != "val":
-        raise TrainerError(
-            f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit --split"
-        )
+        raise TrainerError(f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit it")
     plots = options.pop("plots")
     options = {name: value for name, value in options.items() if name not in BOXES_ONLY}
     imgsz = options.pop("imgsz") or int(checkpoint_file.load(options["weights"])["imgsz"])

@@ -1,7 +1,5 @@
 """Faults of a data set or a YAML file, with file and line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +37,7 @@ class BadData(TrainerError):
         more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
         super().__init__(f"{count} faults: {first}{more}", hint or self.faults[0].hint)
 
-    def __reduce__(self) -> tuple[type[BadData], tuple[list[Fault], str]]:
+    def __reduce__(self) -> tuple["type[BadData]", tuple[list[Fault], str]]:
         return BadData, (self.faults, self._next)  # for other processes
 
 

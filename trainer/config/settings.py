@@ -233,14 +233,11 @@ def check_declared(settings: Any) -> None:
     """Raise TrainerError for the first setting that is not among its `known` texts, or below its `least` number."""
     for each in dataclasses.fields(settings):
         value, known, least = getattr(settings, each.name), each.metadata["known"], each.metadata["least"]
-        if value is PRESET:
-            continue
-        if known and value not in known:
-            raise TrainerError(
-                f"{option_of(each.name)} {value}: unknown", f"use one of {', '.join(filter(None, known))}"
-            )
-        if least is not None and value < least:
-            raise TrainerError(f"{option_of(each.name)} is {value:g}, it must be {least} or more")
+        option = option_of(each.name)
+        if known and value is not PRESET and value not in known:
+            raise TrainerError(f"{option} {value}: unknown", f"use one of {', '.join(filter(None, known))}")
+        if least is not None and value is not PRESET and value < least:
+            raise TrainerError(f"{option} is {value:g}, it must be {least} or more")
 
 
 def option_of(name: str) -> str:

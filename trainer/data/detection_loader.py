@@ -1,8 +1,8 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,28 +66,21 @@ class _DecodedImages:
     """LRU cache of the last `count` images of `dataset`, decoded to at least `min_side` px."""
 
     def __init__(self, dataset: Dataset, count: int, min_side: int) -> None:
-        self._dataset, self._count, self._min_side = dataset, count, min_side
-        self._images: OrderedDict[int, Image] = OrderedDict()
+        self._arguments = dataset, count, min_side
+        self._decoded = lru_cache(count)(lambda index: dataset.image(index, min_side))
         self.names, self.flips = dataset.names, dataset.flips
         self.name, self.size = dataset.name, dataset.size
         self.labels, self.segments = dataset.labels, dataset.segments
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_images": OrderedDict()}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _DecodedImages, self._arguments  # a worker starts with an empty cache
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._arguments[0])
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return image `index` in the cache's size; `min_side` is ignored."""
-        image = self._images.get(index)
-        if image is None:
-            image = self._dataset.image(index, self._min_side)
-            while len(self._images) >= self._count:
-                self._images.popitem(last=False)
-            self._images[index] = image
-        self._images.move_to_end(index)
-        return image
+        return self._decoded(index)
 
 
 class _TrainCollate(Collate[Batch]):

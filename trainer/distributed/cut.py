@@ -155,8 +155,6 @@ def split(seconds: Sequence[float], sent: Sequence[float], stages: int) -> list[
         distance[np.isinf(sent)] = np.inf
         near = distance <= max(total * TOLERANCE, distance.min())
         if np.isinf(distance.min()):
-            raise TrainerError(
-                f"--stages {stages}: the model has too few operations to split", "use fewer --stages, or fsdp"
-            )
+            raise TrainerError(f"--stages {stages}: too few operations to split", "use fewer --stages, or fsdp")
         cuts.append(int(np.where(near, sent, np.inf).argmin()))
     return [*cuts, len(seconds)]

@@ -87,9 +87,7 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     folder = find(given.resume, given.project)
     content = newest(folder)
     if not content:
-        raise TrainerError(
-            f"--resume {folder}: its checkpoints cannot be read", "start without --resume, or from --weights"
-        )
+        raise TrainerError(f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights")
     saved = content["settings"]
     for name in sorted((typed & saved.keys()) - FREE):
         _compare(name, dataclasses.asdict(given)[name], saved[name])

@@ -29,14 +29,9 @@ class TrainingDisplay:
             return
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        self._bar = Progress(
-            TextColumn("epoch {task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("loss {task.fields[loss]}   {task.fields[rate]} img/s   epoch ends in"),
-            TimeRemainingColumn(),
-            transient=True,
-        )
+        columns = (TextColumn("epoch {task.description}"), BarColumn(), TaskProgressColumn())
+        rates = TextColumn("loss {task.fields[loss]}   {task.fields[rate]} img/s   epoch ends in")
+        self._bar = Progress(*columns, rates, TimeRemainingColumn(), transient=True)
         self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, loss="-", rate="-")
         self._bar.start()
 

@@ -1,7 +1,5 @@
 """Watchdog: reports a stalled run and the rank that the others wait for, and ends a rank that cannot continue."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -85,7 +83,7 @@ class Watchdog:
         # rank -> last heartbeat and its time of arrival
         self._seen = {rank: (json.dumps([0, START, 0]), self._since) for rank in range(world.size)}
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         self._watcher.start()
         if self._store is not None:
             self._sender.start()

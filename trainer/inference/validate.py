@@ -1,7 +1,5 @@
 """Evaluation of a detector on a dataset, on one or more ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -116,7 +114,7 @@ class _RankResult:
         if s.save_json or s.save_txt:
             self._found[index] = (found.boxes.numpy(), found.scores.numpy(), found.classes.numpy())
 
-    def merge(self, other: _RankResult) -> None:
+    def merge(self, other: "_RankResult") -> None:
         self.metric.merge(other.metric)
         self._shown |= other._shown
         self._found |= other._found

@@ -5,8 +5,6 @@ The result does not depend on the order of images or ranks. The library has neit
 over the confidence: its `extended_metrics` count a detection that matches at any IoU threshold from 0.5 up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -97,7 +95,7 @@ class _Boxes(NamedTuple):
     score: Floats  # (n,) 1 for ground truth
     crowd: Bools  # (n,) a region of many objects; False for detections
 
-    def where(self, rows: Ints | Bools) -> _Boxes:
+    def where(self, rows: Ints | Bools) -> "_Boxes":
         """Pick rows by number or mask."""
         return _Boxes._make(column[rows] for column in self)
 
@@ -170,7 +168,7 @@ class BoxMAP:
         """Return the number of images."""
         return len(self._images)
 
-    def merge(self, other: BoxMAP) -> None:
+    def merge(self, other: "BoxMAP") -> None:
         """Add another rank's images."""
         self._images.update(other._images)
         self._confusion = self._confusion + other._confusion

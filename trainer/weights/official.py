@@ -30,21 +30,14 @@ MALFORMED = (
 )
 
 
-class _Inert:
-    """Placeholder for an object of the file: holds its attributes and has no behaviour."""
-
-    def __init__(self, *arguments: object) -> None:
-        pass
-
-
 def load(path: str) -> dict[str, Any]:
     """Load an official checkpoint, with the keys of this trainer: model, ema, cfg, names, imgsz, epoch, hyp.
 
     Half precision becomes float32. `ema` is the file's EMA model, else its model. The cfg's anchors are those of the
     head, in pixels. Raise TrainerError with the name of any class that is not allowed.
     """
-    # New classes for each file, because a pickle can set attributes of the classes it names.
-    placeholders = [(type(name, (_Inert,), {}), name) for name in MODULES]
+    # Classes without behaviour, new for each file, because a pickle can set attributes of the classes it names.
+    placeholders = [(type(name, (), {}), name) for name in MODULES]
     try:
         _check_archive(path)
         with safe_globals(placeholders):  # type: ignore[arg-type]

@@ -59,9 +59,7 @@ def from_coco(
         return conversion
     content = _load(val_annotations)
     if _categories(content, val_annotations) != names:
-        raise TrainerError(
-            f"{val_annotations}: other categories than {annotations}", "use the same ids and names in both"
-        )
+        raise TrainerError(f"{val_annotations}: other categories than {annotations}", "use equal ids and names in both")
     val = _read(content, val_annotations, val_images or images, list(names), conversion)
     conversion.splits = {"train": items, "val": val}
     return conversion
