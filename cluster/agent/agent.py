@@ -1,4 +1,4 @@
-"""The agent, instead of torchrun: runs a node's setup and its ranks, masks secrets, finds failing and idle ranks.
+"""The agent: runs the setup commands and the ranks of a node, masks secrets, finds failing and idle ranks.
 
     python3 agent.py [-m MODULE | --no-python PROGRAM | SCRIPT] ARGUMENTS...
 

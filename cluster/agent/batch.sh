@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. The lines above it
-# set `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt` and `node` (the script of a node).
+# The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
+# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt` and `node` (the script of a node).
 set -u
 restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 export CLUSTER_ATTEMPT=$((first_attempt + restarts))

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154,SC2034
-# exec and shell: enters a node's container and runs a command beside the ranks: $1 the attempt's folder, $2 the node, then the command. The lines above set
-# `runtime`, `enter` and `arguments` (the words before the command, before and after the runtime's options), and may
-# define the runtime's functions.
+# exec and shell: enters a node's container and runs a command beside the ranks. Arguments: the attempt's folder, the node,
+# the command. Above it, backends/script.py writes `runtime`, `enter` and `arguments` (the words before the command, before
+# and after the runtime's options) and the runtime's functions.
 fail() { echo "error: $node: $1" >&2; exit 71; }
 
 out=$1 node=$2

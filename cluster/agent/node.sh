@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154
-# The rest of a node's script: it reads secrets, chooses the network device, enters the container, and keeps the exit code.
-# In the container, agent.py runs the setup commands and starts the ranks.
-# The lines above it set `enter` and `arguments` (the command, before and after the runtime's options), and may define the
+# Runs on each node before agent.py, outside of the container: reads secrets, chooses the network device, enters the
+# container, and keeps the exit code. In the container, agent.py runs the setup commands and starts the ranks.
+# Above it, backends/script.py writes `enter` and `arguments` (the command, before and after the runtime's options) and the
 # runtime's functions.
 
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"

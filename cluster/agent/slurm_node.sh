@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154
-# The node's number, and the GPUs that Slurm assigned.
+# Sets the node's number and the GPUs that Slurm assigned. node.sh follows.
 export CLUSTER_NODE="node-$SLURM_NODEID" PET_NODE_RANK="$SLURM_NODEID"
 where=$(hostname)
 if [ "$device" = cuda ]; then

@@ -1,4 +1,7 @@
-"""Runtimes: how a node enters the container. A new one is a file here, with its shell functions, and a line below."""
+"""Runtimes: how a node enters the container. A new one is a file here, with its shell functions, and a line below.
+
+The interface is in base.py. A runtime without an engine works on the backend slurm only.
+"""
 
 from cluster.runtimes.apptainer import ApptainerRuntime
 from cluster.runtimes.base import BareRuntime, Runtime

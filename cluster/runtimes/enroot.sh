@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# Only the variables `names` enter the container, and no value is on a command line.
+# The functions of enroot.
+# Only the variables `names` and `site` enter the container, and no value is on a command line.
 prepare() {
     local name
     for name in "${names[@]}" "${site[@]}"; do [ -z "${!name+set}" ] || options+=(--env "$name"); done

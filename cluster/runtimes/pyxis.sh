@@ -1,4 +1,4 @@
 # shellcheck shell=bash disable=SC2034
-# The step of Slurm is for this node.
+# The functions of pyxis: the container is a job step on this node.
 prepare() { options=(--nodelist "$SLURMD_NODENAME"); }
 prepare_exec() { prepare; }

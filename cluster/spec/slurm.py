@@ -1,4 +1,4 @@
-"""Slurm: job states as phases, limits of partitions, and options of sbatch. Pure."""
+"""Slurm: phases of nodes from job states (also lost), limits of partitions, and options of sbatch. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence

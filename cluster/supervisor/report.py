@@ -1,4 +1,4 @@
-"""The final report of a job: its cause of failure, the last log lines, and the exit code. Pure."""
+"""The final report of a job on the terminal: its cause of failure, the last log lines, and the exit code. Pure."""
 
 from __future__ import annotations
 

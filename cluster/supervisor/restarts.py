@@ -1,4 +1,7 @@
-"""Restart policy: whether a failed job is restarted, and on which nodes (on Slurm: agent/batch.sh). Pure."""
+"""Restart policy: whether a failed job is restarted, and on which nodes. Pure.
+
+On Slurm, agent/batch.sh requeues the job after a checkpoint or a dead node, and Slurm chooses the nodes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""--parallel ddp (DistributedDataParallel, also used by a single process) and --parallel dp (DataParallel)."""
+"""--parallel ddp and dp.
+
+ddp sums the gradients over the ranks with DistributedDataParallel; a single process uses the same class. dp is
+DataParallel.
+"""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""--parallel fsdp: sharded data parallelism with fully_shard."""
+"""--parallel fsdp: weights, gradients and optimizer state in shards of the ranks, by fully_shard."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Run folders and checkpoint files, written atomically. engine/checkpoints.py decides when and what to write."""
+"""Run folders, and checkpoint files: written atomically, read without running code. engine/loop.py decides when."""
 
 import contextlib
 import os
