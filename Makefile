@@ -4,10 +4,10 @@ IMAGE := trainer:$(VERSION)
 BIN := .venv/bin
 NODES ?= 2
 GPUS ?= 2
-export BASE_IMAGE CI ENGINE PYTHON
+export BASE_IMAGE CI DEVICE ENGINE PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help run venv image engine check test test-fast test-real testbed testbed-down docs golden lock dist clean
+.PHONY: help run venv image engine check test test-fast test-gpu test-real testbed testbed-down docs golden lock dist clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -46,6 +46,9 @@ test-fast: venv  ## unit and golden tests without the slow ones, while you edit 
 
 test-real: venv  ## start the testbed and run the tests on its three hosts
 	@packaging/test.sh $(IMAGE) real
+
+test-gpu: venv  ## the tests on the GPUs of this machine (DEVICE=cpu: a rehearsal without one)
+	$(BIN)/python -m pytest -s -m gpu tests/gpu $(ARGS)
 
 testbed:  ## start three hosts on this machine: n0, n1, n2 with sshd, Docker Engine and Slurm
 	@testbed/up.sh

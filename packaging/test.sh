@@ -75,7 +75,7 @@ fi
 
 if [ "${2:-}" != real ]; then
     test_on_another_python
-    $PYTEST -n 3 --dist worksteal -m "not real${missing:+ and not engine}" --durations 10
+    $PYTEST -n 3 --dist worksteal -m "not real and not gpu${missing:+ and not engine}" --durations 10
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
     list_tests_not_run "$missing" real

@@ -70,14 +70,14 @@ def write(record: JobRecord, view: JobView | None = None) -> Path:
     path = Path(record.plan.run_dir, NAME)
     partial = path.with_suffix(".tmp")
     try:
-        partial.write_text(report(record, view), encoding="utf-8")
+        partial.write_text(render(record, view), encoding="utf-8")
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path
 
 
-def report(record: JobRecord, view: JobView | None = None) -> str:
+def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a job that has ended, from its record, its last view and the files in its run directory."""
     plan = record.plan
     logs = (_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)

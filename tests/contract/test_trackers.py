@@ -95,7 +95,7 @@ def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
         print(f"MLflow: {found}")
         assert found == f"FINISHED 5 {list(range(1, EPOCHS + 1))}\n"
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        os.killpg(server.pid, signal.SIGKILL)  # after SIGTERM it can wait for its workers
         server.wait(20)
     process = train("--track", "mlflow", "--exist-ok", MLFLOW_TRACKING_URI=f"http://{address}")
     text, _ = process.communicate(timeout=200)

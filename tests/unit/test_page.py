@@ -52,7 +52,7 @@ def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
 
 
 def test_attempts_have_their_nodes_times_and_causes(record):
-    shown = Tags(page.report(replace(record, detail="rank 0: exit code 1")))
+    shown = Tags(page.render(replace(record, detail="rank 0: exit code 1")))
     assert f"attempt 1node-0, node-1, 30 s: rank 1: {SCRIPT}" in shown.text
     assert "attempt 2node-0, node-1, 1 h 06 min: rank 0: exit code 1" in shown.text
     assert [value for name, value in shown.attributes if name == "width"] == ["0.75", "99.20"]
@@ -61,7 +61,7 @@ def test_attempts_have_their_nodes_times_and_causes(record):
 def test_a_long_curve_keeps_its_extremes(record, tmp_path):
     rows = [f"{epoch},{0.5 if epoch != 77_777 else 9},nan" for epoch in range(100_000)]
     (tmp_path / "job" / "results.csv").write_text("\n".join(["epoch,box_loss,obj_loss", *rows, "100000,", "x,1"]))
-    text = page.report(record)
+    text = page.render(record)
     assert len(text) < 30_000
     points = re.search('points="([^"]*)"', text)[1].split()
     assert 200 <= len(points) <= 400
@@ -73,7 +73,7 @@ def test_a_long_curve_keeps_its_extremes(record, tmp_path):
 def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):
     path = tmp_path / "job" / "attempt-2" / "node-1.log"
     path.write_bytes(b"\xff\n" * 5 + b"".join(b"line %d\n" % number for number in range(100_000)))
-    shown = Tags(page.report(record))
+    shown = Tags(page.render(record))
     assert "node-1: the last 200 lines" in shown.text
     assert "line 99999" in shown.text
     assert "line 99799\n" not in shown.text
