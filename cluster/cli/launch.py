@@ -53,7 +53,7 @@ def launch(
     """
     from cluster.cli.sync import progress
     from cluster.store import JobStore
-    from cluster.supervisor import launcher
+    from cluster.supervisor import gpu_queue, launcher
 
     request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
     saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
@@ -98,7 +98,7 @@ def launch(
             )
 
         if wait:
-            record, more = launcher.launch_in_turn(
+            record, more = gpu_queue.launch_in_turn(
                 request, machines, records, _seconds(wait), lambda text: print_line(out, text), start
             )
         else:

@@ -10,12 +10,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from cluster.agent import scripts
-from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
+from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Inventory, Job, Node
+from cluster.spec.request import Request
+from cluster.store import JobStore
+from cluster.supervisor import launcher
 from cluster.transport import parallel, reach
 
+T = TypeVar("T")
 _POLL_S = 2.0
 
 
@@ -119,3 +124,41 @@ def candidates(job: Job, backend: str, inventory: Inventory | None, gpus: Sequen
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     return nodes
+
+
+def launch_in_turn(
+    request: Request,
+    inventory: Inventory | None,
+    records: JobStore,
+    wait_s: float,
+    note: Callable[[str], None],
+    start: Callable[[Job], T],
+) -> T:
+    """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
+
+    Args:
+        request: The request, as for `launcher.resolve`.
+        inventory: The machines; the job gets the first ones with enough free GPUs.
+        records: Of the jobs on this machine.
+        wait_s: How long to wait.
+        note: Gets a sentence for the user when the reason for waiting changes.
+        start: Starts a job. On GpusHeldError the launcher keeps its place and waits again.
+
+    Raises:
+        LaunchError: There were not enough free GPUs in time.
+    """
+    job, backend, _ = launcher.resolve(request, inventory)
+    nodes = candidates(job, backend, inventory, launcher.local_machine(request, backend).gpus)
+    until = time.time() + wait_s
+    in_use: Callable[[], dict[int, str]] = dict if job.hosts else lambda: launcher.gpus_in_use(records)
+    with GpuQueue(job.name, nodes, in_use) as queue:
+        while True:
+            free = queue.wait(job, until, note)
+            if job.hosts and inventory:
+                job, _, _ = launcher.resolve(request, replace(inventory, nodes=tuple(free)))
+            else:
+                job, _, _ = launcher.resolve(request, inventory, free[0].gpus)
+            try:
+                return start(job)
+            except GpusHeldError as error:  # by a launcher without --wait, at the same moment
+                note(error.message)

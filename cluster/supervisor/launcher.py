@@ -6,10 +6,9 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from cluster.backends import BACKENDS, SLURM
 from cluster.errors import (
@@ -27,12 +26,11 @@ from cluster.spec.defaults import Here
 from cluster.spec.model import Inventory, Job, JobRecord, Node, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
-from cluster.supervisor import gpu_queue, jobs
+from cluster.supervisor import jobs
 from cluster.transport import files, parallel, rsync, workdir
 from cluster.transport.local import LocalShell
 
 _PORT_TRIES = 20
-T = TypeVar("T")
 
 
 def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str, str]:
@@ -70,7 +68,7 @@ def resolve(
         UsageError: The request is contradictory.
     """
     chosen, note = choose_backend(request.backend, inventory)
-    here = _local_machine(request, chosen)
+    here = local_machine(request, chosen)
     here = here if gpus is None else replace(here, gpus=tuple(gpus))
     job, notes = defaults.job(request, here, chosen, inventory)
     return job, chosen, [*([note] if note else []), *notes]
@@ -78,10 +76,10 @@ def resolve(
 
 def absolute_paths(request: Request) -> Request:
     """Return the request with absolute paths of its files and folders."""
-    return defaults.absolute_paths(request, _local_machine(replace(request, device="cpu"), "local"))
+    return defaults.absolute_paths(request, local_machine(replace(request, device="cpu"), "local"))
 
 
-def _local_machine(request: Request, backend: str) -> Here:
+def local_machine(request: Request, backend: str) -> Here:
     """Return the properties of this machine that a job of this backend depends on."""
     return Here(
         cwd=str(Path.cwd()),
@@ -341,44 +339,6 @@ def gpus_in_use(records: JobStore) -> dict[int, str]:
         except ClusterError:  # its Docker Engine is down, and so are its containers
             continue
     return held
-
-
-def launch_in_turn(
-    request: Request,
-    inventory: Inventory | None,
-    records: JobStore,
-    wait_s: float,
-    note: Callable[[str], None],
-    start: Callable[[Job], T],
-) -> T:
-    """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
-
-    Args:
-        request: The request, as for `resolve`.
-        inventory: The machines; the job gets the first ones with enough free GPUs.
-        records: Of the jobs on this machine.
-        wait_s: How long to wait.
-        note: Gets a sentence for the user when the reason for waiting changes.
-        start: Starts a job. On GpusHeldError the launcher keeps its place and waits again.
-
-    Raises:
-        LaunchError: There were not enough free GPUs in time.
-    """
-    job, backend, _ = resolve(request, inventory)
-    nodes = gpu_queue.candidates(job, backend, inventory, _local_machine(request, backend).gpus)
-    until = time.time() + wait_s
-    in_use: Callable[[], dict[int, str]] = dict if job.hosts else lambda: gpus_in_use(records)
-    with gpu_queue.GpuQueue(job.name, nodes, in_use) as queue:
-        while True:
-            free = queue.wait(job, until, note)
-            if job.hosts and inventory:
-                job, _, _ = resolve(request, replace(inventory, nodes=tuple(free)))
-            else:
-                job, _, _ = resolve(request, inventory, free[0].gpus)
-            try:
-                return start(job)
-            except GpusHeldError as error:  # by a launcher without --wait, at the same moment
-                note(error.message)
 
 
 def _check_run_dir(plan: Plan) -> None:

@@ -13,7 +13,7 @@ from cluster.backends.logs import number
 from cluster.supervisor.report import SCORES
 
 if TYPE_CHECKING:
-    from cluster.web.server import PolledJob
+    from cluster.web.watch import PolledJob
 
 #: Fields of progress events, and of a rank's sample: metric, help, factor.
 _PROGRESS = {

@@ -13,8 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from html import escape
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
@@ -26,15 +25,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from cluster.errors import ClusterError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
-from cluster.supervisor import jobs, page
-from cluster.supervisor.job_state import JobView
-from cluster.supervisor.report import seconds
+from cluster.supervisor import page
+from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines
 
-_POLL_S = 1.0
 #: A comment in each stream at this interval finds the connections that a browser has closed.
 _KEEP_ALIVE_S = 10.0
-#: Lines of a log, or of a search in it, that the page shows at first.
-_LOG_LINES = 2000
 _COOKIE = "clusterctl"
 #: The host names with which a browser on this machine reaches a server that listens on localhost only.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -88,109 +83,6 @@ connect()
 """
 
 
-class Watch:
-    """Polls in a thread while someone reads: `with watch:`, then `wait`."""
-
-    def __init__(self, poll: Callable[[], str]) -> None:
-        self._poll = poll
-        self._changed = threading.Condition()
-        self._readers, self._thread = 0, threading.Thread()
-        self.version, self.body = 0, ""
-
-    def __enter__(self) -> Watch:
-        """Start to poll, unless another reader did."""
-        with self._changed:
-            self._readers += 1
-            if not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, daemon=True)
-                self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop after the last reader."""
-        with self._changed:
-            self._readers -= 1
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                body = self._poll()
-            except (ClusterError, OSError) as error:
-                body = f'<section class="failed">{escape(str(error))}</section>'
-            with self._changed:
-                if body != self.body or not self.version:
-                    self.body, self.version = body, self.version + 1
-                    self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._readers, _POLL_S)
-                if not self._readers:
-                    self._thread = threading.Thread()
-                    return
-
-    def wait(self, version: int, timeout_s: float) -> int:
-        """Wait until the body is newer than `version`, and return its version."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.version != version, timeout_s)
-            return self.version
-
-
-class PolledJob:
-    """Polls one job, over all its attempts, for the list and for the job's own page."""
-
-    def __init__(self, job_id: str, store: JobStore) -> None:
-        self._job_id, self._store = job_id, store
-        self._lock, self._polled_at = threading.Lock(), 0.0
-        self.record = store.load(job_id)
-        self._follower = jobs.Follower(self.record)
-        self.state: str = self.record.outcome or "joining"
-        self.view: JobView | None = None
-
-    def poll(self) -> None:
-        """Poll, unless another page has just done so. An ended job is not polled: its machines may be off."""
-        with self._lock:
-            if (
-                self.record.outcome and self.state == self.record.outcome
-            ) or time.time() - self._polled_at < _POLL_S / 2:
-                return
-            self.record = record = self._store.load(self._job_id)
-            if record.plan.attempt != self._follower.plan.attempt:
-                metrics = self._follower.view.metrics
-                self._follower = jobs.Follower(record)
-                self._follower.view.metrics = metrics
-            try:
-                self.state, self.view = jobs.state(record, self._follower)
-            except ClusterError:
-                self.state = record.outcome or "unreachable"
-            self._polled_at = time.time()
-
-    @property
-    def ended_at(self) -> float:
-        """The job's end, or now."""
-        return self.record.ended_at or time.time()
-
-    def body(self) -> str:
-        """Poll, and return the content of the job's page."""
-        self.poll()
-        return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True)
-
-    def row(self) -> str:
-        """Poll, and return the job's row of the list."""
-        self.poll()
-        record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
-        begin = record.history[0].started_at if record.history else record.created_at
-        ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
-        cells = (
-            f'<a href="jobs/{escape(plan.job_id)}/">{escape(plan.job_id)}</a>',
-            f'<span class="{self.state}">{self.state}</span>',
-            escape(plan.backend),
-            f"{ready}{count}",
-            str(plan.attempt),
-            seconds(max(0.0, self.ended_at - begin)),
-            escape(record.detail),
-        )
-        return "<tr>" + "".join(f"<td>{cell}" for cell in cells)
-
-
 class Server(ThreadingHTTPServer):
     """The server. With a `token`, each browser must open a URL with `?token=TOKEN` once."""
 
@@ -236,49 +128,6 @@ class Server(ThreadingHTTPServer):
             f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", "cause")
         )
         return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
-
-    def log_lines(self, job_id: str, node: str, query: str) -> Iterator[list[str]]:
-        """Yield the lines of a node's log that have `query`, over all attempts: the last ones, then new ones.
-
-        An empty list means that nothing is new.
-        """
-        job, wanted, attempt, offset, rest = self.job(job_id), query.casefold(), 1, 0, b""
-        lines: deque[str] = deque(maxlen=_LOG_LINES)
-        version, is_first = -1, True
-        with self.watch(job_id) as watch:
-            while True:
-                run_dir, newest = Path(job.record.plan.run_dir), job.record.plan.attempt
-                while attempt <= newest:
-                    path = run_dir / f"attempt-{attempt}" / f"{node}.log"
-                    if offset == 0 and not wanted and newest > 1 and path.exists():
-                        lines.append(f"--- attempt {attempt} ---")
-                    offset, rest = _read(path, offset, rest, wanted, lines)
-                    if attempt == newest:
-                        break
-                    attempt, offset, rest = attempt + 1, 0, b""
-                if lines or is_first:
-                    is_first = False
-                    yield list(lines)
-                    lines.clear()
-                version = watch.wait(version, _POLL_S)
-                yield []
-
-
-def _read(path: Path, offset: int, rest: bytes, wanted: str, lines: deque[str]) -> tuple[int, bytes]:
-    """Append the lines of a log after `offset` that have `wanted`. Return the new offset and the incomplete line."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while chunk := file.read(1 << 20):
-                offset += len(chunk)
-                *complete, rest = (rest + chunk).split(b"\n")
-                for line in complete:
-                    text = line.decode(errors="replace").rstrip("\r")
-                    if "::cluster {" not in text and (not wanted or wanted in text.casefold()):
-                        lines.append(text)
-    except OSError:
-        pass
-    return offset, rest
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -346,7 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._stream(_bodies(self.server.watch(job_id)))
             elif log and log[1] in {node.name for node in record.plan.nodes}:
                 if log[2]:
-                    self._stream(self.server.log_lines(job_id, log[1], query.get("q", [""])[0]))
+                    words = query.get("q", [""])[0]
+                    self._stream(log_lines(self.server.job(job_id), self.server.watch(job_id), log[1], words))
                 else:
                     self._log_page(job_id, log[1])
             else:
@@ -437,6 +287,6 @@ def _bodies(watch: Watch) -> Iterator[str]:
     version = 0
     with watch:
         while True:
-            newer = watch.wait(version, _POLL_S)
+            newer = watch.wait(version, POLL_S)
             yield watch.body if newer != version else ""
             version = newer
