@@ -192,7 +192,15 @@ def judge_link(seen: NodeFacts, outputs: Mapping[str, str | ClusterError], backe
     bytes_per_s = size * 2 * (nodes - 1) / nodes / large_s
     speed = f"{bytes_per_s / 1e6:.0f} MB/s ({bytes_per_s * 8e-9:.2g} Gbit/s)"
     names = " ".join(node.name for node in seen.nodes)
-    return [Finding("link", names, "ok", f"{backend}: {speed}, {latency_s * 1e3:.2g} ms")]
+    # The transport that NCCL chose, from its log: IB (InfiniBand or RoCE), Socket, or that of a plugin.
+    used = re.search(r"NCCL INFO Using network (\S+)", str(outputs[seen.nodes[0].name]))
+    what = f"{backend} over {used[1]}" if used else backend
+    detail = f"{what}: {speed}, {latency_s * 1e3:.2g} ms"
+    if used and used[1] == "Socket" and all(seen.facts[node.name].text("infiniband") for node in seen.nodes):
+        why = f"{detail}: the nodes have InfiniBand devices, which NCCL does not use"
+        fix = "the image needs libibverbs1 and ibverbs-providers; NCCL's reason: NCCL_DEBUG=INFO"
+        return [Finding("link", names, "failure", why, fix)]
+    return [Finding("link", names, "ok", detail)]
 
 
 def _all_reduce_command(node: Node, seen: NodeFacts, name: str, *, gpus: bool) -> Sequence[str]:
@@ -201,11 +209,17 @@ def _all_reduce_command(node: Node, seen: NodeFacts, name: str, *, gpus: bool) -
     values |= {"OMP_NUM_THREADS": "1"}
     kind = ENGINES.get(node.runtime)
     if gpus:
-        values |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "0" if kind else str(node.gpus[0])}
+        values |= {
+            "NCCL_DEBUG": "INFO",
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": "0" if kind else str(node.gpus[0]),
+        }
     pairs = [f"{key}={value}" for key, value in values.items()]
     if kind is None:
         return ["env", *pairs, "python3"]
     devices = kind.gpu_words(node.gpus[:1]) if gpus else []
+    if gpus and seen.facts[node.name].text("infiniband"):
+        devices += ["--device", "/dev/infiniband", "--ulimit", "memlock=-1"]
     return [
         *(node.runtime, "run", "--rm", "-i", "--init", "--name", name, "--label", f"{contract.JOB_ID}={name}"),
         *("--network", "host", "--ipc", "host", *devices),

@@ -74,6 +74,8 @@ if has nvidia-smi; then
     done <<< "$found"
 fi
 
+[ ! -d /dev/infiniband ] || fact infiniband yes
+
 # Windows Subsystem for Linux
 case $(cat /proc/version) in *[Mm]icrosoft*)
     fact wsl_networking "$(wslinfo --networking-mode 2>/dev/null | tr -d '\r')"

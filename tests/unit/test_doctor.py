@@ -317,6 +317,22 @@ def test_link_is_computed_from_the_all_reduce_and_a_failed_node_is_named():
     assert (said.node, said.level, said.detail) == ("n2", "failure", "no connection")
 
 
+def test_the_transport_of_nccl_is_named_and_must_be_infiniband_where_nodes_have_it():
+    """Lines of NCCL's log."""
+    text = "joined\nsum 1024 0.0002\nsum 67108864 0.0536870912\n"
+    for network_name, infiniband, level in (("IB", True, "ok"), ("Socket", False, "ok"), ("Socket", True, "failure")):
+        log = (
+            f"n1:7:9 [0] NCCL INFO NET/IB : No device found.\nn1:7:9 [0] NCCL INFO Using network {network_name}\n{text}"
+        )
+        what = seen(*[[("infiniband", "yes")]] * 2) if infiniband else seen()
+        (said,) = network.judge_link(what, {"n1": log, "n2": log}, "nccl")
+        assert said.level == level
+        assert said.detail.startswith(f"nccl over {network_name}: 1250 MB/s (10 Gbit/s), 0.2 ms")
+    assert "libibverbs1" in said.fix
+    command = network._all_reduce_command(what.nodes[0], what, "doctor-1", gpus=True)
+    assert "/dev/infiniband" in command
+
+
 @pytest.mark.parametrize(
     ("runtime", "options", "visible"),
     [
