@@ -11,7 +11,7 @@ from cluster.errors import UsageError
 
 
 def serve(
-    host: Annotated[str, typer.Option("--host", help="The address to listen on. 0.0.0.0 needs a token.")] = "localhost",
+    host: Annotated[str, typer.Option("--host", help="The address to listen on, or 0.0.0.0 for all.")] = "localhost",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="The port; 0 takes a free one.")] = 8265,
     metrics: Annotated[bool, typer.Option("--metrics", help="Also /metrics, in Prometheus' text format.")] = False,
 ) -> None:
@@ -21,6 +21,7 @@ def serve(
     that each browser needs once, and Prometheus as its bearer token; the connection is not encrypted.
     """
     import secrets
+    import socket
 
     from cluster.store import JobStore
     from cluster.web.server import LOOPBACK, Server
@@ -35,7 +36,8 @@ def serve(
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
     except OSError as error:
         raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", "another --port, or --port 0") from error
-    shown = f"[{host}]" if ":" in host else host
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    shown = f"[{name}]" if ":" in name else name
     query = f"/?token={token}" if token else "/"
     with server:
         print_line(console(), f"http://{shown}:{server.server_address[1]}{query}  (Ctrl-C to end)")
