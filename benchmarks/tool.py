@@ -153,6 +153,7 @@ def hosts(bench: Bench) -> Iterator[list[Row]]:
     program = bench.cwd / "program"
     program.write_text(SLEEP)
     program.chmod(0o755)
+    (bench.cwd / "it.py").touch()
     number = itertools.count()
 
     def launch(count: int) -> float:
