@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2154,SC2034
-# exec and shell: enters a node's container and runs a command beside the ranks. Arguments: the attempt's folder, the node,
+# exec and shell: enters a node's container and runs a command there. Arguments: the attempt's folder, the node,
 # the command. Above it, backends/script.py writes `runtime`, `enter` and `arguments` (the words before the command, before
 # and after the runtime's options) and the runtime's functions.
 fail() { echo "error: $node: $1" >&2; exit 71; }

@@ -35,7 +35,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
-        """Return a machine, and its command that runs `argv` beside a node's ranks (`tty`: on a terminal)."""
+        """Return a machine, and its command that runs `argv` in the container of a node (`tty`: on a terminal)."""
 
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

@@ -127,8 +127,8 @@ def sif(
         raise UsageError(f"{found.path} does not describe a Slurm cluster", "for SSH machines: clusterctl image push")
     image = image or DEFAULT_IMAGE
     name = image.rpartition("/")[2].replace(":", "-") + ".sif"
-    beside = str(PurePosixPath(login.run_dir).parent / name)
-    target = target or (found.image if found.image.endswith(".sif") else beside)
+    default = str(PurePosixPath(login.run_dir).parent / name)
+    target = target or (found.image if found.image.endswith(".sif") else default)
     if not target.startswith("/"):
         raise UsageError(f"{target}: not an absolute path", f"for example: /shared/{name}")
     out, began = console(), time.monotonic()

@@ -55,6 +55,7 @@ def launch(
     from cluster.store import JobStore
     from cluster.supervisor import gpu_queue, launcher
 
+    wait_s = _seconds(wait) if wait else 0.0
     request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
     saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
     in_file = read_secrets(env_file)
@@ -99,7 +100,7 @@ def launch(
 
         if wait:
             record, more = gpu_queue.launch_in_turn(
-                request, machines, records, _seconds(wait), lambda text: print_line(out, text), start
+                request, machines, records, wait_s, lambda text: print_line(out, text), start
             )
         else:
             record, more = start(job)

@@ -1,7 +1,7 @@
 """Queue for GPUs (`launch --wait`): tickets on the nodes order the launchers that wait, without a daemon.
 
-A ticket is a file beside the GPU locks of each node. Its name begins with the time of the launcher's arrival, so that
-all nodes have the same order. The launcher renews it at each poll; a ticket that is not renewed does not count.
+A ticket is a file in the folder of each node's GPU locks. Its name begins with the time of the launcher's arrival, so
+that all nodes have the same order. The launcher renews it at each poll; a ticket that is not renewed does not count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A job as an HTML page: outcome, nodes, attempts, curves and images. `write` makes report.html, which has logs too.
 
 All text of the job is escaped, so a name or a log line is shown and never run. Images and logs are links to the files
-beside the page.
+in the folder of the page.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1
 a { color: var(--link) } table { border-collapse: collapse; width: 100% }
 td, th { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top }
 tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem } td { overflow-wrap: anywhere }
-.wide { overflow-x: auto } .wide td { white-space: nowrap } .wide th { min-width: 0 } .number { text-align: right }
+.wide { overflow-x: auto } .wide td { white-space: nowrap } .wide th { min-width: 0 }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
 .done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }

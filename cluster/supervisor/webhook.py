@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import urllib.parse
 import urllib.request
 from typing import Literal
 
@@ -25,14 +24,13 @@ def post(plan: Plan, event: Literal["done", "failed", "stopped", "restarted"], d
     url = os.environ.get(VARIABLE, "")
     if not url:
         return []
-    if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+    if not url.startswith(("http://", "https://")):
         return [f"{VARIABLE}: expected a URL with http:// or https://; not sent: {event}"]
     text = f"{plan.job_id}: {event}" + (f": {detail}" if detail else "")
     fields = {"text": text, "job": plan.job_id, "event": event, "attempt": plan.attempt, "detail": detail}
-    request = urllib.request.Request(
-        url, json.dumps(fields).encode(), {"Content-Type": "application/json", "User-Agent": "clusterctl"}
-    )
+    headers = {"Content-Type": "application/json", "User-Agent": "clusterctl"}
     try:
+        request = urllib.request.Request(url, json.dumps(fields).encode(), headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
             return []
     except (OSError, ValueError, http.client.HTTPException) as error:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import page
@@ -140,13 +140,15 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if self._is_allowed(url.query, url.path):
                 self._route(unquote(url.path), parse_qs(url.query))
-        except ClusterError:
+        except UsageError:
             self._refuse(HTTPStatus.NOT_FOUND, "no such job")
+        except ClusterError as error:  # a record that cannot be read
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, error.message)
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             pass
 
     def _is_allowed(self, query: str, path: str) -> bool:
-        """Answer requests from other sites and without the token, and return whether to go on."""
+        """Answer requests from other sites and without the token, and return whether the request is allowed."""
         host = urlsplit("//" + self.headers.get("Host", "")).hostname
         if self.server.is_local and host not in LOOPBACK:  # DNS rebinding: another site's name for this address
             self._refuse(HTTPStatus.FORBIDDEN, "open this page as http://localhost")

@@ -256,6 +256,25 @@ def test_the_webhook_receives_the_restart_and_the_end(clusterctl, job_name):
     assert code == 0, text
     assert "CLUSTERCTL_WEBHOOK: not sent: done: [Errno 111] Connection refused" in text
     assert "SECRET" not in text
+    for url, why in (
+        ("http://[SECRET", "not sent: done: "),
+        ("SECRET.example", "expected a URL with http:// or https://"),
+    ):
+        clusterctl.env["CLUSTERCTL_WEBHOOK"] = url
+        code, text = clusterctl.run("launch", "--backend", "local", "--command", "ticks.py --ticks 1")
+        assert code == 0, text
+        assert f"CLUSTERCTL_WEBHOOK: {why}" in text
+        assert "SECRET" not in text
+        assert "Traceback" not in text
+
+
+def test_a_record_that_cannot_be_read_is_an_error_on_the_page_and_in_the_metrics(clusterctl):
+    (clusterctl.folder / "records").mkdir()
+    (clusterctl.folder / "records" / "broken.json").write_text("{")
+    with serving(clusterctl, "--metrics") as url:
+        assert "cannot read the job record" in fetch(url)[2]
+        status, _, text = fetch(f"{url}metrics")
+        assert (status, "cannot read the job record" in text) == (500, True)
 
 
 def test_a_port_in_use_is_one_error(clusterctl):

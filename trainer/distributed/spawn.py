@@ -122,7 +122,7 @@ def end_with_parent() -> None:
 
 
 def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerError:
-    """Return the first error that the ranks reported in an event; without one, that of a rank that ended by itself.
+    """Return the first error that the ranks reported in an event; without one, that of a rank that was not stopped.
 
     Unless it is bad input, the last lines of that rank's stderr are printed.
     """
