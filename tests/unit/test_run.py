@@ -13,6 +13,7 @@ from tests.unit.settings import settings
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.distributed.comm import World
+from trainer.engine import trainer
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
@@ -80,6 +81,20 @@ def test_cudnn_is_fast_or_deterministic(monkeypatch: pytest.MonkeyPatch) -> None
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("multi_scale", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_training_on_a_gpu_chooses_the_algorithms(
+    deterministic: bool, multi_scale: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The constructor of Trainer needs no GPU for this, except to ask for bf16."""
+    chosen: list[dict[str, bool]] = []
+    monkeypatch.setattr(trainer, "native_bf16", lambda _: False)
+    monkeypatch.setattr(trainer, "set_algorithms", lambda **options: chosen.append(options))
+    more = {"hyp": Hyp(), "deterministic": deterministic, "multi_scale": multi_scale}
+    Trainer(settings(str(squares(tmp_path / "set", train=6)), **more), World(), torch.device("cuda"), Events({}))
+    assert chosen == [{"deterministic": deterministic, "has_one_shape": not multi_scale}]
 
 
 def test_compile_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
