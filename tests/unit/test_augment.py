@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from trainer.config import Hyp
-from trainer.data.augment import FILL, _mosaic_tiles, _scene, _seen_bounds, letterbox, shift_colours, training_image
+from trainer.data.augment import _mosaic_tiles, _seen_bounds, recipe_of
+from trainer.data.paint import FILL, letterbox, paint, shift_colours
 
 STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
 MARGIN = np.array([-5, -5, 5, 5])
@@ -49,6 +50,12 @@ class Blocks:
             x1, y1, x2, y2 = (cx - w / 2) * width, (cy - h / 2) * height, (cx + w / 2) * width, (cy + h / 2) * height
             image[round(y1) : round(y2), round(x1) : round(x2)] = COLOURS[index]
         return image
+
+
+def training_image(data, index, near, hyp, rng, out):
+    recipe = recipe_of(data, index, near, hyp, rng, out.shape[:2])
+    paint(recipe, data, out)
+    return recipe.labels
 
 
 class Photos(Blocks):
@@ -107,10 +114,10 @@ def test_boxes_stay_around_their_blocks(hyp, slack):
 def test_the_fused_mosaic_equals_a_mosaic_on_a_canvas(turn):
     """Reference: four resized images on a canvas of 2 s, then one warp (YOLOv5's mosaic)."""
     data, side = Photos(), 128
-    hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0)
+    hyp = Hyp(**STILL, degrees=turn, translate=0.0, scale=0.0, fliplr=0.0)
     for seed in range(6):
         fused = np.empty((side, side, 3), np.uint8)
-        _scene(data, 0, every(data), hyp, np.random.default_rng(seed), fused)
+        training_image(data, 0, every(data), hyp, np.random.default_rng(seed), fused)
 
         rng = np.random.default_rng(seed)
         rng.random()  # mosaic or not
@@ -316,7 +323,9 @@ def hues_after(gains, count=200):
     found = []
     for seed in range(count):
         image = np.full((4, 4, 3), (200, 150, 100), np.uint8)
-        shift_colours(image, Hyp(**{**STILL, **gains}), np.random.default_rng(seed))
+        hyp = Hyp(**{**STILL, **gains})
+        shifts = np.random.default_rng(seed).uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)
+        shift_colours(image, tuple(shifts.tolist()))
         found.append(cv2.cvtColor(image.astype(np.float32) / 255, cv2.COLOR_RGB2HSV)[0, 0])
     return np.array(found)
 
@@ -336,7 +345,7 @@ def test_saturation_and_value_are_scaled_and_hue_is_rotated():
     assert darker[:, 2].max() == 1
     np.testing.assert_allclose(hues_after({}, 1), [[30, 0.5, 200 / 255]], atol=1e-4)
     gray = np.full((4, 4, 3), 77, np.uint8)
-    shift_colours(gray, Hyp(hsv_h=0.5, hsv_s=0.9, hsv_v=0.0), np.random.default_rng(0))
+    shift_colours(gray, (0.3, -0.4, 0.0))
     np.testing.assert_array_equal(gray, 77)
 
 

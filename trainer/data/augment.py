@@ -1,23 +1,21 @@
-"""Augmentation of detection: mosaic, affine, colour and flips, all from one random generator.
+"""Augmentation of detection, as data: which images a training image shows and where, its colours, flips and labels.
 
-The mosaic's 2 s x 2 s canvas is never built: each tile is warped directly into the s x s result. A tile outside of
-the result is not decoded. A single image may have a rectangular result, whose longer side is `s`.
+A recipe is a function of one random generator, and needs no pixel. A painter makes the image from it: OpenCV in a
+dataloader worker (paint.py), or torch on the training device (device_painter.py).
 
-Coordinates are continuous: pixel k covers k to k + 1.
+The mosaic's 2 s x 2 s canvas is never built: each tile is warped directly into the s x s result. A single image may
+have a rectangular result, whose longer side is `s`. Coordinates are continuous: pixel k covers k to k + 1.
 """
 
 import math
 from dataclasses import dataclass
-from functools import cache
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 
 from trainer.config import Hyp
-from trainer.data.dataset import Dataset, Image, Labels
+from trainer.data.dataset import Dataset, Labels
 
-FILL = 114  # gray of the background
 _MIN_SIDE_PX = 2.0
 _MIN_AREA_SHARE = 0.1  # of a box that must stay visible
 _MIN_OUTLINE_SHARE = 0.01  # the same for an object with an outline
@@ -48,7 +46,36 @@ class _Objects:
     points: Floats  # (sum of corners, 2): the concatenated outlines
 
 
-def _shift(x: float, y: float) -> Floats:
+@dataclass(frozen=True)
+class Layer:
+    """A source image in a result, or the part of it within an outline."""
+
+    tile: _Tile
+    canvas: Floats  # (3, 3): from the canvas to the result
+    bounds: Floats  # (4,) xyxy of the whole layer in the result
+    outline: Floats | None = None  # (k, 2) in the result
+
+    def matrix(self, height: int, width: int) -> Floats:
+        """Return the matrix (3, 3) to the result from the pixels of the source, decoded to `height` x `width`."""
+        tile = self.tile
+        return self.canvas @ (translation(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training image of `height` x `width` px, and its labels."""
+
+    height: int
+    width: int
+    scenes: list[list[Layer]]  # two with mixup; later layers cover earlier ones
+    share: float  # weight of the first scene
+    colours: tuple[float, float, float] | None  # shifts of hue, saturation and value, in -1..1
+    flips: tuple[bool, bool]  # left to right, upside down
+    labels: Labels  # fractions of width and height
+
+
+def translation(x: float, y: float) -> Floats:
+    """Return the matrix (3, 3) of a translation."""
     return np.array([[1, 0, x], [0, 1, y], [0, 0, 1]], np.float64)
 
 
@@ -61,7 +88,7 @@ def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Gener
 
     `canvas` and `result` are (width, height) in pixels.
     """
-    centre = _shift(*(-canvas / 2))
+    centre = translation(*(-canvas / 2))
     perspective = np.eye(3)
     perspective[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
     reach = float(np.abs(perspective[2, :2]) @ canvas) / 2
@@ -72,8 +99,8 @@ def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Gener
     rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
     shear = np.eye(3)
     shear[0, 1], shear[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
-    translation = _shift(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
-    return translation @ shear @ rotation @ perspective @ centre, scale
+    moved = translation(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
+    return moved @ shear @ rotation @ perspective @ centre, scale
 
 
 def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
@@ -100,69 +127,31 @@ def _move(matrix: Floats, points: Floats) -> Floats:
     return xy
 
 
+def is_upright(matrix: Floats) -> bool:
+    """Return whether `matrix` (3, 3) only scales, to the same side, and translates; copies are mirrored."""
+    (scale_x, slant, _), (turn, _, _), (bend_x, bend_y, _) = matrix.tolist()
+    return bool(slant == turn == bend_x == bend_y == 0 < scale_x)
+
+
+def span(length: int, scale: float, origin: float, side: int) -> tuple[int, int, int, int]:
+    """Return (first, last) of the visible source pixels of a row of `length`, and their (start, stop) in the result.
+
+    Edges are rounded to whole pixels, so that adjacent tiles have no gap; this moves the image by under half a pixel.
+    """
+    first = max(0, math.floor(-origin / scale))
+    last = min(length, math.ceil((side - origin) / scale))
+    start = round(first * scale + origin)
+    return first, last, start, max(start + 1, round(last * scale + origin))
+
+
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     """Return the axis-aligned bounds (n, 4) xyxy of `boxes` (n, 4) xyxy transformed by `matrix` (3, 3)."""
-    (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
-    if slant == turn == bend_x == bend_y == 0 < scale_x:
+    if is_upright(matrix):
+        scale_x, scale_y, x, y = matrix[[0, 1, 0, 1], [0, 1, 2, 2]].tolist()
         moved: Floats = boxes * np.array([scale_x, scale_y, scale_x, scale_y]) + np.array([x, y, x, y])
         return moved
     corners = _move(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]])
     return np.concatenate([corners.min(1), corners.max(1)], 1)
-
-
-def _paint(out: Image, image: Image, matrix: Floats, seen: Floats) -> None:
-    """Warp `image` by `matrix` (image to result) into the part of `out` bounded by `seen` (4,)."""
-    (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
-    if slant == turn == bend_x == bend_y == 0 < scale_x:
-        _paint_upright(out, image, (scale_x, scale_y), (x, y))
-        return
-    low, high = np.floor(seen[:2]), np.ceil(seen[2:])
-    x1, y1, x2, y2 = np.append(low, high).clip(0, np.tile(out.shape[1::-1], 2)).astype(int).tolist()
-    if x1 >= x2 or y1 >= y2:
-        return
-    m = _shift(-x1 - 0.5, -y1 - 0.5) @ matrix @ _shift(0.5, 0.5)  # OpenCV counts from pixel centres
-    size, place = (x2 - x1, y2 - y1), out[y1:y2, x1:x2]
-    if m[2, 0] == m[2, 1] == 0:
-        cv2.warpAffine(image, m[:2] / m[2, 2], size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
-    else:
-        cv2.warpPerspective(image, m, size, dst=place, borderMode=cv2.BORDER_TRANSPARENT)
-
-
-def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
-    """Warp the part of `image` within `outline` (k, 2), in the result's pixels, into `out`."""
-    bounds = np.concatenate([outline.min(0), outline.max(0)])
-    x1, y1, x2, y2 = (int(v) for v in (*np.floor(bounds[:2]), *np.ceil(bounds[2:])))
-    x1, y1, x2, y2 = max(x1, 0), max(y1, 0), min(x2, out.shape[1]), min(y2, out.shape[0])
-    if x1 >= x2 or y1 >= y2:
-        return
-    place = out[y1:y2, x1:x2]
-    cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
-    _paint(cut, image, _shift(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
-    cv2.fillPoly(mask, [np.rint(outline - (x1 + 0.5, y1 + 0.5)).astype(np.int32)], 1)
-    cv2.copyTo(cut, mask, dst=place)
-
-
-def _paint_upright(out: Image, image: Image, scale: tuple[float, float], shift: tuple[float, float]) -> None:
-    """Resize `image` into `out`: `_paint` for a matrix of scale and shift only, over three times as fast.
-
-    Edges are rounded to whole pixels, so that adjacent tiles have no gap; this moves the image by under half a pixel.
-    """
-    height, width = out.shape[:2]
-    left, right, x1, x2 = _span(image.shape[1], scale[0], shift[0], width)
-    top, bottom, y1, y2 = _span(image.shape[0], scale[1], shift[1], height)
-    if min(x2, y2) > 0 and x1 < width and y1 < height:
-        part = cv2.resize(image[top:bottom, left:right], (x2 - x1, y2 - y1))
-        part = part[max(0, -y1) : height - y1, max(0, -x1) : width - x1]
-        y, x = max(0, y1), max(0, x1)
-        out[y : y + part.shape[0], x : x + part.shape[1]] = part
-
-
-def _span(length: int, scale: float, shift: float, side: int) -> tuple[int, int, int, int]:
-    """Return (first, last) of the visible source pixels of a row of `length`, and their (start, stop) in the result."""
-    first = max(0, math.floor(-shift / scale))
-    last = min(length, math.ceil((side - shift) / scale))
-    start = round(first * scale + shift)
-    return first, last, start, max(start + 1, round(last * scale + shift))
 
 
 def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
@@ -252,33 +241,11 @@ def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) 
     return rows
 
 
-def shift_colours(image: Image, hyp: Hyp, rng: np.random.Generator) -> None:
-    """Change hue, saturation and value of `image` (h, w, 3) in place, by r = U(-1, 1) * gain each.
-
-    Value and saturation are multiplied by 1 + r, as in YOLOv5. Hue is rotated by r * 180 degrees, the mean of YOLOv5's
-    multiplication. No conversion to HSV is needed, which would take twice as long: with v the largest channel, each
-    channel c becomes `value * (saturation * c + (1 - saturation) * v)`, and hue rotates about the gray axis.
-    """
-    hue, saturation, value = (rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)).tolist()
-    saturation, value = 1 + saturation, 1 + value
-    channels = cv2.split(image)
-    top = cv2.max(cv2.max(channels[0], channels[1]), channels[2])
-    own, shared = value * saturation, value * (1 - saturation)
-    cv2.merge([cv2.addWeighted(channel, own, top, shared, 0) for channel in channels], dst=image)
-    if hue:
-        cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
-        gray = (1 - cos) / 3
-        turn = [
-            [cos + gray, gray - sin, gray + sin],
-            [gray + sin, cos + gray, gray - sin],
-            [gray - sin, gray + sin, cos + gray],
-        ]
-        cv2.transform(image, np.array(turn), dst=image)
-
-
-def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image) -> Floats:
-    """Warp image `index`, alone or in a mosaic, randomly into `out`; return the boxes (n, 5)."""
-    height, width = out.shape[:2]
+def _scene(
+    dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, shape: tuple[int, int]
+) -> tuple[list[Layer], Floats]:
+    """Return the layers of image `index`, alone or in a mosaic, in a result of `shape` (h, w), and the boxes (n, 5)."""
+    height, width = shape
     result, side = np.array([width, height], np.float64), max(height, width)
     is_mosaic = rng.random() < hyp.mosaic
     if is_mosaic:
@@ -292,69 +259,66 @@ def _scene(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Ge
     originals = len(objects.classes)
     if is_mosaic and hyp.copy_paste and dataset.flips and len(objects.points):
         objects = _with_copies(objects, 2 * width, hyp.copy_paste, rng)
-
-    @cache
-    def source(k: int) -> tuple[Image, Floats]:
-        """Return tile `k`'s image and the matrix from its pixels to the canvas."""
-        tile = tiles[k]
-        image = dataset.image(tile.index, side)
-        height, width = image.shape[:2]
-        return image, _shift(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height)
-
-    out[:] = FILL
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
-    for k, bounds in enumerate(seen):
-        x1, y1, x2, y2 = bounds.tolist()
-        if x1 < width and y1 < height and min(x2, y2) > 0:
-            image, place = source(k)
-            _paint(out, image, matrix @ place, bounds)
-    ends = np.cumsum(objects.corners)
+    layers = [Layer(tile, matrix, bounds) for tile, bounds in zip(tiles, seen, strict=True)]
+    mirrored, ends = matrix @ translation(2 * width, 0) @ _stretch(-1, 1), np.cumsum(objects.corners)
     for k in range(originals, len(objects.classes)):
         outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
-        image, place = source(int(objects.tiles[k]))
-        _paste(out, image, matrix @ _shift(2 * width, 0) @ _stretch(-1, 1) @ place, outline)
-    return _labels_in(objects, matrix, scale, result)
+        bounds = np.concatenate([outline.min(0), outline.max(0)])
+        layers.append(Layer(tiles[objects.tiles[k]], mirrored, bounds, outline))
+    visible = [layer for layer in layers if (layer.bounds[:2] < result).all() and min(layer.bounds[2:]) > 0]
+    return visible, _labels_in(objects, matrix, scale, result)
 
 
-def training_image(dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, out: Image) -> Labels:
-    """Write the augmented image `index` to `out` (h, w, 3) and return its labels (n, 5) as fractions of w and h.
+def recipe_of(
+    dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, shape: tuple[int, int]
+) -> Recipe:
+    """Return the recipe of image `index` in a result of `shape` (h, w), at random.
 
     `near` are the candidates for mosaic and mixup. A mosaic needs h = w.
     """
-    height, width = out.shape[:2]
-    boxes = _scene(dataset, index, near, hyp, rng, out)
+    height, width = shape
+    layers, boxes = _scene(dataset, index, near, hyp, rng, shape)
+    scenes, share = [layers], 1.0
     if hyp.mixup and rng.random() < hyp.mixup:
-        other = np.empty_like(out)
-        boxes = np.concatenate([boxes, _scene(dataset, int(near[rng.integers(len(near))]), near, hyp, rng, other)])
-        share = rng.beta(32, 32)
-        cv2.addWeighted(out, share, other, 1 - share, 0, dst=out)
+        layers, more = _scene(dataset, int(near[rng.integers(len(near))]), near, hyp, rng, shape)
+        scenes, boxes, share = [*scenes, layers], np.concatenate([boxes, more]), rng.beta(32, 32)
+    colours, flips = None, (False, False)
     if hyp.hsv_h or hyp.hsv_s or hyp.hsv_v:
-        shift_colours(out, hyp, rng)
+        hue, saturation, value = (rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)).tolist()
+        colours = hue, saturation, value
     if dataset.flips:
-        if rng.random() < hyp.fliplr:
-            cv2.flip(out, 1, dst=out)
-            boxes[:, [1, 3]] = width - boxes[:, [3, 1]]
-        if rng.random() < hyp.flipud:
-            cv2.flip(out, 0, dst=out)
-            boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
+        flips = bool(rng.random() < hyp.fliplr), bool(rng.random() < hyp.flipud)
+    if flips[0]:
+        boxes[:, [1, 3]] = width - boxes[:, [3, 1]]
+    if flips[1]:
+        boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
     labels = np.empty((len(boxes), 5), np.float32)
     labels[:, 0] = boxes[:, 0]
     size = np.array([width, height])
     labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * size)
     labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / size
-    return labels
+    return Recipe(height, width, scenes, share, colours, flips, labels)
 
 
-def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
-    """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
+def colour_matrices(colours: tuple[float, float, float]) -> tuple[float, float, Floats | None]:
+    """Return (own, shared, turn) for shifts r of hue, saturation and value: how a painter changes colours.
 
-    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
+    Value and saturation are multiplied by 1 + r, as in YOLOv5. Hue is rotated by r * 180 degrees, the mean of YOLOv5's
+    multiplication. No conversion to HSV is needed: with v the largest channel, each channel c becomes
+    `value * (saturation * c + (1 - saturation) * v)`, here `own * c + shared * v`. `turn` (3, 3) then rotates hue about
+    the gray axis; None if it is not rotated.
     """
-    height, width = image.shape[:2]
-    scale = side / max(height, width)
-    w, h = max(1, round(width * scale)), max(1, round(height * scale))
-    x, y = (out.shape[1] - w) // 2, (out.shape[0] - h) // 2
-    out[:] = FILL
-    how = cv2.INTER_LINEAR if scale >= 1 else cv2.INTER_AREA
-    out[y : y + h, x : x + w] = cv2.resize(image, (w, h), interpolation=how)
-    return scale, float(x), float(y)
+    hue, saturation, value = colours[0], 1 + colours[1], 1 + colours[2]
+    turn = None
+    if hue:
+        cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
+        gray = (1 - cos) / 3
+        turn = np.array(
+            [
+                [cos + gray, gray - sin, gray + sin],
+                [gray + sin, cos + gray, gray - sin],
+                [gray - sin, gray + sin, cos + gray],
+            ]
+        )
+    return value * saturation, value * (1 - saturation), turn

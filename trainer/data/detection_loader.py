@@ -11,11 +11,12 @@ import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
-from trainer.data.augment import letterbox, training_image
+from trainer.data.augment import recipe_of
 from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
 from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.image_cache import Exchange, cache_images
+from trainer.data.paint import letterbox, paint
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
@@ -97,7 +98,9 @@ class _TrainCollate(Collate[Batch]):
         for k, index in enumerate(spec.ids.tolist()):
             repeat = [] if spec.repeats is None else spec.repeats[k : k + 1].tolist()
             rng = np.random.default_rng([IMAGE, self.seed, spec.epoch, index, *repeat])
-            labels.append(training_image(self.dataset, index, spec.neighbours[k], hyp, rng, images[k].numpy()))
+            recipe = recipe_of(self.dataset, index, spec.neighbours[k], hyp, rng, spec.shape)
+            paint(recipe, self.dataset, images[k].numpy())
+            labels.append(recipe.labels)
         owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
         targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
         return Batch(images, targets, torch.tensor(spec.ids), spec.global_size)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import DIGITS
-from trainer.data.augment import letterbox
 from trainer.data.detection_loader import check_imgsz
+from trainer.data.paint import letterbox
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, fuse

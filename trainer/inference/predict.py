@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from trainer.config.inference import PredictSettings
-from trainer.data.augment import letterbox
 from trainer.data.dataset import Image
 from trainer.data.detection_loader import check_imgsz
 from trainer.data.listing import SUFFIXES
+from trainer.data.paint import letterbox
 from trainer.data.progress import bar
 from trainer.distributed import comm
 from trainer.errors import TrainerError
