@@ -156,6 +156,13 @@ class Settings:
         known=("", "ram", "disk"),
         metavar="[ram|disk]",
     )
+    augment_on: str = option(
+        "auto",
+        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (torch), where they stay with "
+        "--cache if there is room. auto: device on a GPU.",
+        known=("auto", "workers", "device"),
+        metavar="[auto|workers|device]",
+    )
     image_weights: bool = option(False, "Sample images of rare classes, and of classes with low scores, more often.")
     single_cls: bool = option(False, "Treat all classes as one class, `item`.")
     allow_bad_labels: bool = option(False, "Omit and list faulty label rows and images, in place of an error.")

@@ -35,13 +35,15 @@ class Pinnable:
     def pin_memory(self: Any) -> Any:
         """Return the same batch in pinned memory."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{k: v.pin_memory() for k, v in values.items() if isinstance(v, torch.Tensor)})
+        return replace(
+            self, **{k: v.pin_memory() for k, v in values.items() if isinstance(v, (torch.Tensor, Pinnable))}
+        )
 
 
 class Collate(Generic[BatchType]):
     """Map-style dataset of batches whose keys are batch specs; runs in this process or in a worker."""
 
-    channels: ClassVar = 3  # bytes of a pixel in a batch
+    channels = 3  # bytes of a pixel in a batch
     extra: ClassVar = 0  # images that each rank's batch holds in addition to its own
 
     def __init__(self, dataset: Any) -> None:

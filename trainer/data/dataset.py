@@ -11,6 +11,7 @@ import numpy.typing as npt
 from trainer.errors import TrainerError
 
 Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
+Pixels = npt.NDArray[np.uint8]  # (p, 3), RGB
 Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the image's sides
 Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) without a polygon
 

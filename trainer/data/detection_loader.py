@@ -1,6 +1,7 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,8 @@ from trainer.data.augment import recipe_of
 from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
 from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
 from trainer.data.dataset import Dataset, Image
-from trainer.data.image_cache import Exchange, cache_images
+from trainer.data.device_painter import DevicePainter, pack
+from trainer.data.image_cache import CachedImages, Exchange, cache_images
 from trainer.data.paint import letterbox, paint
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
@@ -23,6 +25,7 @@ from trainer.errors import TrainerError
 Floats32 = npt.NDArray[np.float32]
 STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
 _GROUP = 32  # validation images that share a shape
+_PACKED = 4  # pixels of the visible sources per pixel of a mosaic at --hyp's scale of 0.5
 _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
@@ -30,7 +33,7 @@ _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 class Batch(Pinnable):
     """One rank's part of a global training batch."""
 
-    images: torch.Tensor  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale
+    images: Any  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale. From a worker: or a Painting
     targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
@@ -85,22 +88,32 @@ class _DecodedImages:
 
 
 class _TrainCollate(Collate[Batch]):
-    def __init__(self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float) -> None:
-        """Disable mosaic, mixup and copy-paste from epoch `plain_from` on."""
+    resident: CachedImages | None = None  # sources that the device holds
+
+    def __init__(
+        self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float, *, paints: bool = True
+    ) -> None:
+        """Disable mosaic, mixup and copy-paste from epoch `plain_from` on; unless `paints`, pack the recipes."""
         super().__init__(_DecodedImages(dataset, WINDOW + WINDOW // 4, min_side))
-        self.seed, self.hyp, self.plain_from = seed, hyp, plain_from
+        self.seed, self.hyp, self.plain_from, self.paints = seed, hyp, plain_from, paints
+        self.channels = 3 if paints else 3 * _PACKED
 
     def collate(self, spec: BatchSpec) -> Batch:
-        images = empty_images((len(spec.ids), *spec.shape, 3))
         plain = spec.epoch >= self.plain_from
         hyp = replace(self.hyp, mosaic=0.0, mixup=0.0, copy_paste=0.0) if plain else self.hyp
-        labels = []
+        recipes = []
         for k, index in enumerate(spec.ids.tolist()):
             repeat = [] if spec.repeats is None else spec.repeats[k : k + 1].tolist()
             rng = np.random.default_rng([IMAGE, self.seed, spec.epoch, index, *repeat])
-            recipe = recipe_of(self.dataset, index, spec.neighbours[k], hyp, rng, spec.shape)
-            paint(recipe, self.dataset, images[k].numpy())
-            labels.append(recipe.labels)
+            recipes.append(recipe_of(self.dataset, index, spec.neighbours[k], hyp, rng, spec.shape))
+        images: Any
+        if self.paints:
+            images = empty_images((len(spec.ids), *spec.shape, 3))
+            for recipe, out in zip(recipes, images.numpy(), strict=True):
+                paint(recipe, self.dataset, out)
+        else:
+            images = pack(recipes, self.dataset, self.resident)
+        labels = [recipe.labels for recipe in recipes]
         owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
         targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
         return Batch(images, targets, torch.tensor(spec.ids), spec.global_size)
@@ -140,18 +153,21 @@ class TrainLoader(EpochLoader[Batch]):
         rect: bool = False,
         image_weights: bool = False,
         stride: int = STRIDE,
+        painter: DevicePainter | None = None,
         **options: Any,
     ) -> None:
         """Open the loader; the last `close_mosaic` epochs have no mosaics, with `rect` no epoch has them.
 
-        `image_weights` draws images by the classes of their boxes. `options` are those of EpochLoader.
+        `image_weights` draws images by the classes of their boxes. `painter` paints them on its device, otherwise the
+        workers do. `options` are those of EpochLoader.
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self.min_side = sides[-1]
+        self.min_side, self._painter = sides[-1], painter
+        plain_from = 0 if rect else epochs - close_mosaic
         super().__init__(
             dataset,
-            _TrainCollate(dataset, self.min_side, seed, hyp, 0 if rect else epochs - close_mosaic),
+            _TrainCollate(dataset, self.min_side, seed, hyp, plain_from, paints=painter is None),
             sides=sides,
             seed=seed,
             epochs=epochs,
@@ -163,9 +179,21 @@ class TrainLoader(EpochLoader[Batch]):
         if hyp.copy_paste and not any(len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)):
             self.notes.append("copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only")
 
-    def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> None:
-        """Decode all images once, before the first epoch (see cache_images). The batches stay the same."""
-        self._collate.dataset = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
+    def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> str:
+        """Decode all images once, before the first epoch (see cache_images). The batches stay the same.
+
+        A painter keeps them on its device if there is room; return a message about it.
+        """
+        images = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
+        self._collate.dataset = images
+        message = self._painter.hold(images) if self._painter else ""
+        self._collate.resident = images if self._painter and self._painter.is_resident else None
+        return message
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield this rank's batches of `epoch` from `first_step` on, painted."""
+        for batch in super().epoch(epoch, first_step):
+            yield replace(batch, images=self._painter(batch.images)) if self._painter else batch
 
 
 class ValLoader(EvalLoader[ValBatch]):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.dataset import Dataset, Image, reduction
+from trainer.data.dataset import Dataset, Image, Pixels, reduction
 from trainer.data.label_cache import cache_folders, new_draft
 from trainer.data.progress import bar
 from trainer.distributed.comm import World
@@ -51,7 +51,8 @@ class CachedImages:
         self.names, self.flips = dataset.names, dataset.flips
         self.name, self.size = dataset.name, dataset.size
         self.labels, self.segments = dataset.labels, dataset.segments
-        self._offsets = _Layout(dataset, min_side).offsets
+        layout = _Layout(dataset, min_side)
+        self._offsets, self.widest = layout.offsets, int(layout.sizes.max(initial=0))
         self._open(path)
 
     def _open(self, path: str) -> None:
@@ -78,6 +79,14 @@ class CachedImages:
             return self._dataset.image(index, min_side)
         first = int(self._offsets[index])
         return self._bytes[first : first + height * width * 3].reshape(height, width, 3)
+
+    def pixels(self) -> Pixels:
+        """Return the pixels of all images, uint8 (p, 3), read-only; `first_pixel` finds an image in them."""
+        return self._bytes[self._offsets[0] :].reshape(-1, 3)
+
+    def first_pixel(self, index: int) -> int:
+        """Return the number of image `index`'s first pixel in `pixels`."""
+        return int(self._offsets[index] - self._offsets[0]) // 3
 
 
 def image_folders(data: str) -> list[Path]:

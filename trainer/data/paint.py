@@ -2,6 +2,7 @@
 
 import cv2
 import numpy as np
+import numpy.typing as npt
 
 from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataset import Dataset, Image
@@ -61,8 +62,14 @@ def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
     place = out[y1:y2, x1:x2]
     cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
     _paint(cut, image, translation(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
-    cv2.fillPoly(mask, [np.rint(outline - (x1 + 0.5, y1 + 0.5)).astype(np.int32)], 1)
+    fill_outline(mask, outline - (x1, y1), 1)
     cv2.copyTo(cut, mask, dst=place)
+
+
+def fill_outline(mask: npt.NDArray[np.uint8], outline: Floats, value: int) -> None:
+    """Set the pixels of `mask` (h, w) within `outline` (k, 2) to `value`."""
+    filled = cv2.fillPoly(np.zeros(mask.shape, np.uint8), [np.rint(outline - 0.5).astype(np.int32)], 1)
+    mask[filled > 0] = value
 
 
 def _paint_upright(out: Image, image: Image, matrix: Floats) -> None:

@@ -1,5 +1,6 @@
 """Training loop: epochs, validation, checkpoints, stop signals, and non-finite losses."""
 
+import contextlib
 import functools
 import os
 import time
@@ -135,7 +136,9 @@ class TrainLoop:
         training.start(resuming=bool(content))
         if s.cache:
             threads = max(1, comm.usable_cores() // training.world.local_size)
-            training.train_loader.cache(s.cache, image_folders(s.data), training.world, comm.all_gather, threads)
+            folders = image_folders(s.data)
+            if note := training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads):
+                training.display.print(note)
         if self.writes:
             for line in note_left_out(training.task.left_out, training.run_dir):
                 training.display.print(line)
@@ -282,15 +285,9 @@ class TrainLoop:
                 continue
             if training.logger and training.global_step == 0:
                 training.logger.first_batch(batch)
-            try:
+            count, height, width = batch.images.shape[:3]
+            with self._memory_errors(f"with {count} images of {width} x {height} px"):
                 result = training.step(batch, bool(self.signals.received), self._is_save_due(training.global_step))
-            except (RuntimeError, MemoryError) as error:
-                if not memory.is_out_of_memory(error):
-                    raise
-                count, height, width = batch.images.shape[:3]
-                rank = f"rank {training.world.rank}: " if training.world.size > 1 else ""
-                where = f"on {training.device} with {count} images of {width} x {height} px"
-                raise TrainerError(f"{rank}out of memory {where}", memory.HINT) from None
             self.watchdog.step(training.global_step)
             if self._is_readback_step():
                 training.check_finite()
@@ -310,11 +307,23 @@ class TrainLoop:
         state = self.training.state
         batches = self.training.timer.waiting(self.training.train_loader.epoch(state.epoch, state.step))
         while True:
-            with self.watchdog.during("loading"):
+            with self.watchdog.during("loading"), self._memory_errors("while a batch was prepared"):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch
+
+    @contextlib.contextmanager
+    def _memory_errors(self, when: str) -> Iterator[None]:
+        """Turn a failed allocation of the block into a TrainerError."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            training = self.training
+            rank = f"rank {training.world.rank}: " if training.world.size > 1 else ""
+            raise TrainerError(f"{rank}out of memory on {training.device} {when}", memory.HINT) from None
 
     def _is_save_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after global step `step` (--save-every)."""

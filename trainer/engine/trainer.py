@@ -76,7 +76,7 @@ class Trainer:
             self.display.print(f"frozen: {which} with {freeze(self.model, numbers):,} parameters{until}")
         share = comm.share_of(world, device, s.workers, self.task.stride)
         self.workers: int = share["workers"]
-        self.train_loader = self.task.train_loader({**share, "rank": number, "world": shares})
+        self.train_loader = self.task.train_loader({**share, "rank": number, "world": shares}, device)
         self._check_batch_norm()
         self.val_loader = self.task.val_loader(share)
         for note in dict.fromkeys((*self.train_loader.notes, *self.val_loader.notes)):

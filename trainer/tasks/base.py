@@ -47,7 +47,7 @@ class Task(ABC):
         """Return the factor of the mean loss of a step with `images` images (a scalar)."""
 
     @abstractmethod
-    def train_loader(self, share: Mapping[str, Any]) -> Any:
+    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
         """Return this rank's loader of augmented batches; `share` has rank, world, local_size, workers and stride."""
 
     @abstractmethod

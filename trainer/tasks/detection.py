@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer.config import Hyp, Settings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import Batch, TrainLoader, ValBatch, ValLoader
+from trainer.data.device_painter import DevicePainter
 from trainer.data.registry import left_out, open_dataset
 from trainer.errors import TrainerError
 from trainer.losses import Loss
@@ -86,7 +87,7 @@ class Detection(Task):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def train_loader(self, share: Mapping[str, Any]) -> TrainLoader:
+    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> TrainLoader:
         """Return the loader of augmented batches."""
         s = self._settings
         close_mosaic = s.hyp.close_mosaic
@@ -94,6 +95,8 @@ class Detection(Task):
             close_mosaic = 10 if self.terms == AlignedLoss.terms else 0
         keys = ("imgsz", "batch", "seed", "hyp", "epochs", "multi_scale", "rect", "image_weights")
         options: dict[str, Any] = {key: getattr(s, key) for key in keys}
+        if s.augment_on == "device" or (s.augment_on == "auto" and device.type == "cuda"):
+            options["painter"] = DevicePainter(device)
         return TrainLoader(self.train_set, close_mosaic=close_mosaic, **options, **share)
 
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:

@@ -40,7 +40,16 @@ from trainer.tasks.detector import to_device
 from trainer.weights import checkpoint_file
 
 # Settings of detection only.
-_BOXES_ONLY = ("multi_scale", "rect", "image_weights", "single_cls", "cache", "allow_bad_labels", "noautoanchor")
+_BOXES_ONLY = (
+    "augment_on",
+    "multi_scale",
+    "rect",
+    "image_weights",
+    "single_cls",
+    "cache",
+    "allow_bad_labels",
+    "noautoanchor",
+)
 # Hyper-parameters with an effect on all models of torchvision.
 _COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
 _COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr")
@@ -99,7 +108,7 @@ class TorchvisionTask(Task):
         """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
         return torch.full_like(images, 1 / gathered(self._settings.hyp, self._settings.batch))
 
-    def train_loader(self, share: Mapping[str, Any]) -> Any:
+    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
         """Return the loader of augmented batches."""
         s = self._settings
         own: dict[str, Any] = {"imgsz": s.imgsz, "batch": s.batch, "seed": s.seed, "hyp": s.hyp, "epochs": s.epochs}
