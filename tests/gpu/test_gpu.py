@@ -13,11 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import squares
+from trainer.config import Hyp
+from trainer.data.augment import recipe_of
+from trainer.data.device_painter import DevicePainter, pack
+from trainer.data.paint import paint
+from trainer.data.registry import open_dataset
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(480)]
 DEVICE = os.environ.get("DEVICE") or "cuda"
@@ -105,6 +111,20 @@ def test_compiled_losses_are_those_of_eager_ones(data: Path, tmp_path: Path) -> 
     for name, more in (("eager", []), ("compiled", ["--compile"])):
         train(tmp_path, *small(data, name, "--precision", "fp32", *more))
     assert torch.allclose(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), rtol=1e-3)
+
+
+@pytest.mark.parametrize("hyp", [Hyp(mixup=0.5), Hyp(degrees=20.0, perspective=0.001)], ids=["upright", "warped"])
+def test_images_painted_on_the_device_are_those_of_the_workers(hyp: Hyp, data: Path) -> None:
+    images = open_dataset(str(data), "train", imgsz=160)
+    near = np.arange(len(images))
+    made = [recipe_of(images, k, near, hyp, np.random.default_rng(k), (160, 160)) for k in range(16)]
+    expected = np.empty((16, 160, 160, 3), np.uint8)
+    for recipe, out in zip(made, expected, strict=True):
+        paint(recipe, images, out)
+    found = DevicePainter(torch.device(DEVICE))(pack(made, images, None)).cpu().numpy()
+    near_enough = (np.abs(found.astype(int) - expected) <= 2).mean()
+    print(f"{near_enough:.2%} of the values within 2 gray levels")
+    assert near_enough >= 0.99
 
 
 @several

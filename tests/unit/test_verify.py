@@ -23,7 +23,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
     return stop.value.code, *capsys.readouterr()
 
 
-@pytest.mark.parametrize("more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"]])
+@pytest.mark.parametrize(
+    "more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
+)
 def test_uneven_shares_of_a_batch_train_as_one_rank_does(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,7 +124,7 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
 def steps_of(run: Trainer) -> Iterator[Batch]:
     """Yield the batches of an endless training."""
     while True:
-        yield from run.train_loader.epoch(run.state.epoch, run.state.step)
+        yield from run.batches()
         run.begin_epoch()
 
 

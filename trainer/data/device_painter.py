@@ -221,7 +221,9 @@ def _sample(pool: Tensor, p: Painting, part: slice) -> Tensor:
             edge = (1 - (x - torch.clamp(x, m[17], m[18])).abs()) * (1 - (y - torch.clamp(y, m[19], m[20])).abs())
             inside = cover & (x > m[17] - 1) & (x < m[18] + 1) & (y > m[19] - 1) & (y < m[20] + 1)
             weight = torch.where(inside, edge, 0)[..., None]
-            image = (image + (_interpolate(pool, *sample) - image) * weight).round()
+            new = _interpolate(pool, *sample)
+            # Exact for a weight of 1, so that an image does not depend on the others of its batch.
+            image = torch.where(weight == 1, new, image + (new - image) * weight).round()
     return _interpolate(pool, *chosen).round() if p.upright else image
 
 

@@ -304,8 +304,7 @@ class TrainLoop:
         return (training.term_sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Any]:
-        state = self.training.state
-        batches = self.training.timer.waiting(self.training.train_loader.epoch(state.epoch, state.step))
+        batches = self.training.timer.waiting(self.training.batches())
         while True:
             with self.watchdog.during("loading"), self._memory_errors("while a batch was prepared"):
                 batch = next(batches, None)

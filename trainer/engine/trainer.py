@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.config import Settings
 from trainer.config.settings import layers
+from trainer.data.dataloader import on_side_stream
 from trainer.distributed import comm
 from trainer.distributed.data_parallel import Ddp, Dp
 from trainer.distributed.fsdp import Fsdp
@@ -161,6 +162,11 @@ class Trainer:
     def logged_steps(self) -> int:
         """The number of steps whose loss has been reduced and logged; the last step's follows with the next step."""
         return max(self.unreduced_step, int(self.state.epoch * self.train_loader.steps))
+
+    def batches(self) -> Iterator[Any]:
+        """Return the rest of the epoch's batches of this rank."""
+        batches = self.train_loader.epoch(self.state.epoch, self.state.step)
+        return on_side_stream(batches, self.device) if self.device.type == "cuda" else batches
 
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
         """Run forward and backward on a batch, and step the optimizer when enough batches are accumulated.

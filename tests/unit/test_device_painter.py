@@ -1,0 +1,105 @@
+"""The two painters make the same image of a recipe: OpenCV, and torch, here on the CPU."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.test_augment import Trapezoids, every
+from trainer.config import Hyp
+from trainer.data.augment import recipe_of
+from trainer.data.device_painter import DevicePainter, pack
+from trainer.data.image_cache import cache_images
+from trainer.data.paint import paint
+from trainer.distributed.comm import World
+
+CPU = torch.device("cpu")
+
+
+class Scenes(Trapezoids):
+    """Images with soft structures of all sizes, as photographs have, each with a trapezoid."""
+
+    def image(self, index, min_side=0):
+        height, width = self.sizes[index]
+        rng, image = np.random.default_rng(index), np.zeros((height, width, 3), np.float32)
+        for cells in (3, 9, 27):
+            coarse = rng.uniform(0, 85, (cells, cells, 3)).astype(np.float32)
+            image += cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+        points = np.rint(self.corners * (width, height) - 0.5).astype(np.int32)
+        return cv2.fillPoly(image.clip(0, 255).astype(np.uint8), [points], (200, 90, 40))
+
+
+def recipes(data, hyp, shape=(160, 160), count=24):
+    return [recipe_of(data, k % len(data), every(data), hyp, np.random.default_rng(k), shape) for k in range(count)]
+
+
+def painted(data, made):
+    images = np.empty((len(made), made[0].height, made[0].width, 3), np.uint8)
+    for recipe, out in zip(made, images, strict=True):
+        paint(recipe, data, out)
+    return images
+
+
+@pytest.mark.parametrize(
+    ("hyp", "shape"),
+    [
+        (Hyp(), (160, 160)),
+        (Hyp(mosaic=0.0), (96, 160)),
+        (Hyp(mosaic=0.5, mixup=0.5), (160, 160)),
+        (Hyp(degrees=20.0, shear=5.0), (160, 160)),
+        (Hyp(perspective=0.001), (160, 160)),
+        (Hyp(copy_paste=1.0, flipud=0.5), (160, 160)),
+        (Hyp(degrees=30.0, mixup=1.0, copy_paste=0.5, flipud=0.5), (160, 160)),
+    ],
+    ids=["default", "no mosaic", "mixup", "degrees", "perspective", "copy-paste", "all"],
+)
+def test_both_painters_agree_within_two_gray_levels(hyp, shape):
+    data = Scenes()
+    made = recipes(data, hyp, shape)
+    difference = np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data, None)).numpy())
+    near = (difference <= 2).mean((1, 2, 3))
+    print(
+        f"within 2: {near.mean():.4%} of all pixels, {near.min():.2%} of the worst image; mean {difference.mean():.3f}"
+    )
+    assert near.mean() >= 0.99
+    assert near.min() >= 0.96
+
+
+def test_an_image_does_not_depend_on_its_batch():
+    data = Scenes()
+    for hyp in (Hyp(mixup=0.5), Hyp(copy_paste=0.2), Hyp(degrees=20.0, copy_paste=0.2, mixup=0.5)):
+        made = recipes(data, hyp, count=12)
+        whole = DevicePainter(CPU)(pack(made, data, None))
+        # Alone, a batch can be upright or without mixup, and takes another path.
+        for recipe, image in zip(made, whole, strict=True):
+            assert torch.equal(DevicePainter(CPU)(pack([recipe], data, None))[0], image)
+
+
+def test_resident_sources_give_the_same_images():
+    data = Scenes()
+    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
+    painter = DevicePainter(CPU)
+    assert "copied to cpu" in painter.hold(cached)
+    assert painter.is_resident
+    for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0)):
+        made = recipes(data, hyp)
+        packed = pack(made, cached, cached)
+        assert not packed.pixels.numel()
+        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data, None)))
+
+
+def test_sources_beyond_half_of_the_memory_are_not_resident(monkeypatch):
+    data = Scenes()
+    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
+    monkeypatch.setattr("trainer.data.device_painter.memory_free", lambda: 2 * cached.pixels().nbytes - 2)
+    painter = DevicePainter(CPU)
+    assert "exceed half" in painter.hold(cached)
+    assert not painter.is_resident
+
+
+def test_the_host_never_waits_for_the_device():
+    """On the device "meta", which has no values, a wait is an error."""
+    data, meta = Scenes(), torch.device("meta")
+    for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0, perspective=0.001, copy_paste=1.0)):
+        images = DevicePainter(meta)(pack(recipes(data, hyp), data, None))
+        assert (images.device, tuple(images.shape)) == (meta, (24, 160, 160, 3))
