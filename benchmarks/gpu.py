@@ -95,7 +95,7 @@ def pieces(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Re
             yield f"{cfg}, largest batch", partial(largest, arguments, cfg)
     for more in (["--augment-on", "workers"], ["--augment-on", "device"], ["--compile"]):
         yield f"yolov5n.yaml, batch 16 {' '.join(more)}", partial(speed, arguments, "yolov5n.yaml", 16, *more)
-    profile = ("profile", "--cfg", "yolov5n.yaml", "--batch", "16", "--out", os.devnull)
+    profile = ("profile", "--cfg", "yolov5n.yaml", "--batch", "16", "--out", str(arguments.state.with_suffix(".json")))
     yield "profile of yolov5n.yaml, batch 16", lambda: {"text": trainer(arguments, *profile)}
     for number in range(arguments.rounds if arguments.peer_python else 0):
         for cfg, model in PAIRS[: 3 if on_gpu else 1]:

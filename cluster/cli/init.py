@@ -86,6 +86,8 @@ def init(
         if not folder.startswith(("/", "~/")) or "\0" in folder:
             raise UsageError(f"{option} {folder!r}: not an absolute path", f"for example: {option} /data/runs")
     path = Path(output)
+    if path.exists() and not path.is_file():  # for example /dev/null, which the file would replace
+        raise UsageError(f"{output} is not a regular file", "to write another: -o FILE")
     if path.exists() and not force:
         raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
     options = {"run_dir": os.path.normpath(run_dir), "data_dir": os.path.normpath(data_dir)}

@@ -41,6 +41,7 @@ def test_a_failed_profile_leaves_no_file(
         (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
         (["--out", "none/trace.json"], "error: --out none/trace.json: No such file or directory"),
         (["--out", "."], "error: --out .: is a folder"),
+        (["--out", "/dev/null"], "error: --out /dev/null: not a regular file"),
         (["--steps", "0"], "error: --steps is 0"),
         (["--ranks", "5"], "error: --batch 4 is smaller than the number of ranks, 5"),
     ):

@@ -17,6 +17,8 @@ SHOWN = 10  # operators
 
 def profile(settings: Settings, ranks: int, threads: int, steps: int, warmup: int, trace: Path) -> str:
     """Profile `steps` training steps after `warmup` steps; write rank 0's `trace`, and return its operators' table."""
+    if trace.exists() and not trace.is_file():  # for example /dev/null, which the file would replace
+        raise TrainerError(f"--out {trace}: not a regular file", "use another path")
     partial = trace.absolute().with_name(f".{trace.name}")  # keeps the suffix: torch compresses .gz
     try:
         partial.touch()
