@@ -83,6 +83,17 @@ class Sshd:
         while (self.folder / "pid").exists() and time.time() < until:  # sshd removes the file after it closed its ports
             time.sleep(0.02)
 
+    def bin(self) -> Path:
+        """Return a folder that is first on the PATH of every later login."""
+        folder = self.folder / "bin"
+        if not folder.exists():
+            folder.mkdir()
+            with (self.folder / "sshd_config").open("a") as file:
+                file.write(f"SetEnv PATH={folder}:{os.environ['PATH']}\n")
+            self.stop()
+            self.start()
+        return folder
+
     def before_each_command(self, number: int, text: str) -> None:
         """Run bash code on one address before each command; `kill -9 $PPID` in it breaks the connection."""
         wrapper = self.folder / "wrapper"
