@@ -51,6 +51,12 @@ class ComposeBackend(Backend):
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
+        if plan.device == "cuda":
+            gpus = Node("this machine", "", job.gpus)
+            words = ["docker", plan.image, "", "cuda", preflight.ids(gpus), "", "", "", "", ""]
+            done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
+            report = done.out.splitlines()
+            preflight.refuse(preflight.problems(plan, gpus, report), preflight.conflicts(plan, gpus, report))
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start the project; stop it again if a container does not start."""

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
-from typing import cast
+from typing import NamedTuple, cast
 
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import PASS_ENV, Device, Inventory, Job, Mount, Node, Queue
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
 from cluster.spec.request import Request
 
 DEFAULT_IMAGE = "trainer:0.1"
@@ -42,7 +42,7 @@ class Here:
     cwd: str
     user: str
     python: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     exists: Callable[[str], bool] = lambda path: False
     is_folder: Callable[[str], bool] = lambda path: False
     read: Callable[[str], bytes] = lambda path: b""
@@ -271,18 +271,45 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
     return image
 
 
-def visible_gpus(listed: str, visible: str | None) -> tuple[int, ...]:
+class ListedGpu(NamedTuple):
+    """A GPU, or a MIG slice with the index of its GPU and the UUIDs of both."""
+
+    model: str
+    gpu_index: str
+    uuids: tuple[str, ...]
+
+
+def listed_gpus(text: str) -> dict[Gpu, ListedGpu]:
+    """Return the GPUs in the output of `nvidia-smi -L`. MIG slices replace their GPU, which no program can use."""
+    found: dict[Gpu, ListedGpu] = {}
+    whole = ListedGpu("", "", ())
+    for line in text.splitlines():
+        if match := re.match(r"GPU (\d+): (.*) \(UUID: ([^)]+)\)", line):
+            whole = ListedGpu(match[2], match[1], (match[3],))
+            found[int(match[1])] = whole
+        elif match := re.match(r"\s*MIG (\S+) .*\(UUID: (MIG-[\w-]+)\)", line):
+            found.pop(int(whole.gpu_index), None)
+            found[match[2]] = ListedGpu(f"{whole.model} MIG {match[1]}", whole.gpu_index, (match[2], *whole.uuids))
+    return found
+
+
+def visible_gpus(listed: str, visible: str | None) -> tuple[Gpu, ...]:
     """Return the GPU ids in `nvidia-smi -L` output that CUDA_VISIBLE_DEVICES (None: not set) selects, in its order.
 
-    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list.
+    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list. The entry of a GPU
+    with MIG slices is the first of them.
     """
-    uuids = {int(match[1]): match[2] for match in re.finditer(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", listed, re.MULTILINE)}
+    gpus = listed_gpus(listed)
     if visible is None:
-        return tuple(uuids)
-    chosen: list[int] = []
+        return tuple(gpus)
+    chosen: list[Gpu] = []
     for word in visible.split(","):
         word = word.strip()
-        found = [gpu for gpu, uuid in uuids.items() if word == str(gpu) or (word and uuid.startswith(word))]
+        found = [
+            gpu
+            for gpu, (_, index, uuids) in gpus.items()
+            if word == index or (word and any(uuid.startswith(word) for uuid in uuids))
+        ]
         if not found:
             break
         chosen.append(found[0])

@@ -32,6 +32,7 @@ class Sshd:
         startups: str = "10:30:100",
     ) -> None:
         self.folder, self.addresses = folder, addresses
+        self._variables = {"HOME": str(folder)} if bare else {}
         folder.mkdir(parents=True)
         folder.chmod(0o700)
         for name in ("host", "user"):
@@ -88,11 +89,18 @@ class Sshd:
         folder = self.folder / "bin"
         if not folder.exists():
             folder.mkdir()
-            with (self.folder / "sshd_config").open("a") as file:
-                file.write(f"SetEnv PATH={folder}:{os.environ['PATH']}\n")
-            self.stop()
-            self.start()
+            self.set_env(PATH=f"{folder}:{os.environ['PATH']}")
         return folder
+
+    def set_env(self, **variables: str) -> None:
+        """Set variables of every later login."""
+        self._variables |= variables
+        config = self.folder / "sshd_config"
+        others = [line for line in config.read_text().splitlines(True) if not line.startswith("SetEnv ")]
+        pairs = " ".join(f"{name}={value}" for name, value in self._variables.items())
+        config.write_text(f"SetEnv {pairs}\n{''.join(others)}")
+        self.stop()
+        self.start()
 
     def before_each_command(self, number: int, text: str) -> None:
         """Run bash code on one address before each command; `kill -9 $PPID` in it breaks the connection."""

@@ -134,13 +134,14 @@ def test_without_any_gpu_the_device_is_cpu_with_a_note_and_cuda_is_an_error(sshd
 
 
 def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd, clusterctl):
-    nvidia_smi.install(sshd.bin(), nvidia_smi.gpus(2))
+    nvidia_smi.install(sshd.bin(), [nvidia_smi.Gpu("GPU-0", slices=("MIG-0-a", "MIG-0-b")), *nvidia_smi.gpus(1)])
     arguments = ("init", "--ssh-config", str(sshd.config), "h0")
     code, text = clusterctl.run(*arguments)
     assert code == 0, text
-    assert "2 x NVIDIA H200" in text
-    made = schema.read((clusterctl.folder / "cluster.yaml").read_text(), "cluster.yaml")
-    assert (made.device, made.nodes[0].gpus) == ("cuda", (0, 1))
+    file = (clusterctl.folder / "cluster.yaml").read_text()
+    assert ": 2 x NVIDIA H200 MIG 1g.18gb, 1 x NVIDIA H200, " in file
+    made = schema.read(file, "cluster.yaml")
+    assert (made.device, made.nodes[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
     nvidia_smi.install(sshd.bin(), [], broken=nvidia_smi.BROKEN)
     code, text = clusterctl.run(*arguments, "-o", "x.yaml")
     assert (code, f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}" in text) == (3, True)

@@ -27,7 +27,6 @@ ID = "sha256:" + "1" * 64
         ("engine permission denied while trying to connect", "b: docker does not answer", "usermod -aG docker"),
         (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
         ("no_way 10.0.0.0:20000: No route to host", "b: cannot reach the master at 10.0.0.0:20000: No route", "doctor"),
-        ("no_gpu 1", "b: no GPU 1", "cluster.yaml"),
         ("no_rsync", "b: rsync is not installed", "apt-get install rsync"),
     ],
 )
@@ -99,7 +98,7 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
 @pytest.mark.parametrize(("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"])
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
-    words = ["none", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", ""]
+    words = ["none", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", "", ""]
     text = f"ulimit -f {limit}; trap '' XFSZ\n{scripts.text('agent/common.sh', 'agent/check.sh')}"
     done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in lines]
