@@ -36,6 +36,7 @@ class Here:
     """Facts about the launching machine that the defaults of a job depend on.
 
     `gpus` are the visible GPU ids, `user` is the UID:GID for containers. `exists` and `is_folder` examine a path.
+    `variables` are the names of environment variables.
     `read` returns the content of a file, or b"".
     """
 
@@ -43,6 +44,7 @@ class Here:
     user: str
     python: str
     gpus: tuple[Gpu, ...] = ()
+    variables: tuple[str, ...] = ()
     exists: Callable[[str], bool] = lambda path: False
     is_folder: Callable[[str], bool] = lambda path: False
     read: Callable[[str], bytes] = lambda path: b""
@@ -103,7 +105,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         setup=request.setup,
         setup_key=_setup_key(request.setup, workdir, here),
         env={**(inventory.env if inventory else {}), **env},
-        pass_env=inventory.pass_env if inventory else PASS_ENV,
+        pass_env=inventory.pass_env if inventory else _pass_env(here) if backend == "compose" else PASS_ENV,
         secrets=secrets,
         mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
         port=_port(request.master_port),
@@ -254,6 +256,12 @@ def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
             raise UsageError(f"--env {name!r}: not the name of a variable", hint)
     secrets = dict.fromkeys(name for name, mark, _ in pairs if not mark)
     return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
+
+
+def _pass_env(here: Here) -> tuple[str, ...]:
+    """Return the variables of this machine that match PASS_ENV. The network devices of a container differ from its."""
+    beginnings = tuple(pattern.rstrip("*") for pattern in PASS_ENV)
+    return tuple(sorted(name for name in here.variables if name.startswith(beginnings) and "_IFNAME" not in name))
 
 
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:

@@ -86,6 +86,7 @@ def local_machine(request: Request, backend: str) -> Here:
         user=BACKENDS[backend].user(),
         python=sys.executable,
         gpus=_visible_gpus() if request.device != "cpu" else (),
+        variables=tuple(os.environ),
         exists=lambda path: Path(path).exists(),
         is_folder=lambda path: Path(path).is_dir(),
         read=_content,
