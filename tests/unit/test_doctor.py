@@ -231,6 +231,7 @@ def test_driver_must_support_the_images_cuda():
         detail == "torch 2.9.0, CUDA 13.0, NCCL 2.27.7, but driver 550.54.15 is too old: CUDA 13.0 needs 580 or newer"
     )
     assert bad("versions", seen([], [old], device="cpu")) == []
+    assert bad("versions", seen([], [old, ("compat", "yes")])) == []
     assert "without CUDA" in one("versions", seen([("cuda",)]))[2]
     assert "no torch in trainer:0.1" in one("versions", seen([("torch",)]))[2]
 

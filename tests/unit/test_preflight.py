@@ -36,6 +36,14 @@ def test_a_problem_has_the_nodes_name_and_a_hint(line, why, hint):
     assert hint in error.hint
 
 
+def test_compatibility_libraries_of_the_image_make_an_older_driver_sufficient():
+    plan = replace(PLAN, device="cuda")
+    report = ["listed GPU 0: A (UUID: GPU-a)", "listed GPU 1: A (UUID: GPU-b)", "driver=535.183.01", "cuda=13.0"]
+    (error,) = preflight.problems(plan, HOSTS[1], report)
+    assert error.message == "b: driver 535.183.01 is too old: CUDA 13.0 needs 580 or newer"
+    assert preflight.problems(plan, HOSTS[1], [*report, "compat=yes"]) == []
+
+
 def test_the_hint_for_a_missing_path_is_sync_or_with_runtime_none_a_common_disk():
     node = Node("b", "", (), "ann@b", "/runs", "/data", "docker")
     assert node.hint_for_missing("/data/home/ann/coco") == "clusterctl sync /home/ann/coco"
