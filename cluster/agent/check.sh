@@ -2,9 +2,9 @@
 # Preflight check of a node: prints a line `WORD TEXT` for each problem, and for values that are compared between nodes.
 # Arguments: $1 runtime, $2 image, $3 run directory, $4 device, $5 GPUs, $6 Python, $7 the job's folder if it must not
 # exist, $8 the master's ADDRESS:PORT unless this is its node, $9 the master's port if this is its node, ${10} the job's
-# name if it must be free; then paths that must exist.
-runtime=$1 image=$2 folder=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9 name=${10}
-shift 10
+# name if it must be free, ${11} with GPUs the command that prints the versions in the image; then paths that must exist.
+runtime=$1 image=$2 folder=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9 name=${10} versions=${11}
+shift 11
 
 # Prints `port taken ...` if a program listens on port $1. Without ss the agent finds that out.
 listener() {
@@ -18,6 +18,13 @@ namesakes() {
     pids "$name" | sed 's/^/process /'
     [ "$runtime" = none ] || "$runtime" ps -aq --filter "label=CLUSTER_JOB_ID=$name" 2>/dev/null | sed 's/^/container /'
 }
+# The GPUs, their driver, and the versions in the image.
+gpu_facts() {
+    nvidia-smi -L 2>&1 | sed 's/^/listed /'
+    nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed 's/^/driver=/'
+    eval "timeout 30 $versions" 2>/dev/null < /dev/null
+}
+[ "$device" != cuda ] || gpu_facts &
 [ -z "$port" ] || listener "$port" &
 [ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 command -v rsync > /dev/null || echo "no_rsync"
@@ -43,10 +50,6 @@ if [ -n "$master" ]; then
 fi
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 for path; do test -e "$path" || echo "missing $path"; done
-if [ "$device" = cuda ]; then
-    found=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | tr '\n' ' ')
-    for id in ${gpus//,/ }; do case " $found " in *" $id "*) ;; *) echo "no_gpu $id" ;; esac done
-fi
 holders "$gpus"
 wait
 exit 0

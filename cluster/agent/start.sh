@@ -17,7 +17,7 @@ for id in ${4//,/ }; do
     [ "$held" = "$3" ] && patience=10 || patience=0
     if ! flock --wait "$patience" "$lock"; then
         rm -f -- "$1/$2.secrets"
-        echo "$held"
+        cat "$folder/gpu-$id.lock"
         exit 74
     fi
     printf '%s\n' "$3" | dd of="$folder/gpu-$id.lock" conv=nocreat status=none

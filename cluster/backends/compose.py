@@ -51,6 +51,12 @@ class ComposeBackend(Backend):
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
+        if plan.device == "cuda":
+            gpus = Node("this machine", "", job.gpus)
+            words = ["docker", plan.image, "", "cuda", preflight.ids(gpus), "", "", "", "", ""]
+            done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
+            report = done.out.splitlines()
+            preflight.refuse(preflight.problems(plan, gpus, report), preflight.conflicts(plan, gpus, report))
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start the project; stop it again if a container does not start."""
@@ -178,7 +184,7 @@ def _node(job: Job) -> dict[str, Any]:
 
 
 def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> dict[str, Any]:
-    """Return the variables that all services share; compose takes the values of secrets from its own environment."""
+    """Return the variables that all services share; compose takes the values of those without one from its own."""
     gpus = range(len(nodes[0].gpus))  # a container numbers its GPUs from 0
     values = {
         **job.env,
@@ -190,7 +196,8 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
         name: int(text) if text.isdigit() and str(int(text)) == text else _escaped(text)
         for name, text in values.items()
     }
-    return plain | dict.fromkeys(job.secrets)
+    passed = [name for name in job.pass_env if "*" not in name]
+    return {**dict.fromkeys(passed), **plain, **dict.fromkeys(job.secrets)}
 
 
 def _volume(mount: Mount) -> dict[str, Any]:

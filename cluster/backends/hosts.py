@@ -104,6 +104,7 @@ class HostsBackend(Backend):
             f"{plan.master_addr}:{plan.master_port}" if peer else "",
             str(plan.master_port) if node is plan.nodes[0] and not alone else "",
             plan.job_id if plan.attempt == 1 else "",
+            preflight.versions(plan, node.runtime),
         ]
         timeout_s = self._monitor.timeout_s(plan, node, 30)
         done = reach(node).run(scripts.command("check", *words), timeout_s=timeout_s)

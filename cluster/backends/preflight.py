@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from cluster.agent import scripts
 from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
-from cluster.runtimes import ARCHITECTURES, short_id
+from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
+from cluster.spec.defaults import listed_gpus
 from cluster.spec.model import Node, Plan
 
 
 def ids(node: Node) -> str:
     """Return the ids of a node's GPUs, which a job locks: "0,1"."""
     return ",".join(str(gpu) for gpu in node.gpus)
+
+
+def versions(plan: Plan, runtime: str) -> str:
+    """Return the command that prints the versions of torch and CUDA in the plan's image, or "" without GPUs."""
+    words = RUNTIMES[runtime].check(plan.image, plan.command[0], "-c", scripts.text("doctor/versions.py"))
+    return scripts.line(words) if plan.device == "cuda" else ""
 
 
 def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
@@ -45,11 +53,23 @@ def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
             why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
         elif word == "missing":
             why, hint = f"{text} does not exist", node.hint_for_missing(text)
-        elif word == "no_gpu":
-            why, hint = f"no GPU {text}", f"gpus of {where} in cluster.yaml, or --device cpu"
         else:
             continue
         found.append(UsageError(f"{where}: {why}", hint))
+    return found + (_gpu_problems(node, report) if plan.device == "cuda" else [])
+
+
+def _gpu_problems(node: Node, report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each GPU of a node that nvidia-smi does not list, and for a driver that is too old."""
+    where, text = node.display_name, "\n".join(line[7:] for line in report if line.startswith("listed "))
+    listed = listed_gpus(text)
+    here = ", ".join(map(str, listed)) or text.partition("\n")[0] or "none"
+    hint = f"gpus of {where} in cluster.yaml, or --device cpu"
+    absent = [gpu for gpu in node.gpus if gpu not in listed]
+    found = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
+    facts = dict(line.partition("=")[::2] for line in reversed(report))  # Python imports the first of two packages
+    if "compat" not in facts and (why := driver_problem(facts.get("driver", ""), facts.get("cuda", ""))):
+        found.append(UsageError(f"{where}: {why}", f"on {where}: {NEWER_DRIVER}"))
     return found
 
 

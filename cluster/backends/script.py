@@ -6,7 +6,7 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import SETUP, WORKDIR, Job, Mount, Node, Plan, Step
+from cluster.spec.model import SETUP, WORKDIR, Gpu, Job, Mount, Node, Plan, Step
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -139,7 +139,7 @@ def _setup_dir(run_dir: str, job: Job) -> str:
     return f"{run_dir.rpartition('/')[0]}/{SETUP}/{job.setup_key or job.name}"
 
 
-def gpu_environment(job: Job, gpus: Sequence[int]) -> dict[str, str]:
+def gpu_environment(job: Job, gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the variables that select a node's GPUs; `gpus` are ids in the container."""
     if job.device == "cpu":
         # accelerate and the Trainer of transformers start no process group on CPUs without it

@@ -5,11 +5,9 @@ import re
 from cluster.agent import scripts
 from cluster.doctor.findings import Facts, NodeFacts, Verdict, typed_on, usual
 from cluster.doctor.machine import is_wsl
-from cluster.runtimes import ARCHITECTURES, ENGINES, RUNTIMES, short_id
-from cluster.spec.model import Node
-
-#: Oldest driver per major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility).
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+from cluster.runtimes import ARCHITECTURES, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
+from cluster.spec import defaults
+from cluster.spec.model import Gpu, Node
 
 
 def probe_words(node: Node, image: str) -> list[str]:
@@ -66,9 +64,10 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
         if is_wsl(facts):
             fix = "on Windows: install NVIDIA's driver (none inside WSL), then: wsl --shutdown"
         return Verdict("failure", f"{len(node.gpus)} GPUs in the inventory, but {missing}", fix)
-    absent = [gpu for gpu in node.gpus if str(gpu) not in {row[0] for row in rows}]
+    listed = listed_gpus(facts)
+    absent = [gpu for gpu in node.gpus if gpu not in listed]
     if absent:
-        here = ", ".join(row[0] for row in rows)
+        here = ", ".join(map(str, listed))
         why = f"no GPU {', '.join(map(str, absent))}: the node has {here}"
         return Verdict("failure", why, f"in cluster.yaml, {node.name}: gpus: [{here}]")
     if node.runtime != "none" and not facts.has("nvidia-ctk") and "nvidia" not in facts.text("engine_runtimes"):
@@ -77,16 +76,17 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
         install = typed_on(node, facts, "apt-get install nvidia-container-toolkit", root=True)
         configure = typed_on(node, facts, "nvidia-ctk runtime configure --runtime=docker", root=True)
         return Verdict("failure", why, f"{install}, then: {configure}")
-    return _compared(node, facts, seen, [row for row in rows if int(row[0]) in node.gpus])
+    return _compared(node, facts, seen)
 
 
-def _compared(node: Node, facts: Facts, seen: NodeFacts, mine: list[list[str]]) -> Verdict:
+def _compared(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     """Compare the node's GPUs with those of the other nodes, and their memory in use with nothing."""
+    mine = _used_rows(node, facts)
     busy = [row for row in mine if row[2].isdigit() and row[3].isdigit() and int(row[3]) > int(row[2]) // 10]
     if busy:
         shown = ", ".join(f"GPU {row[0]} ({int(row[3]) / 1024:.1f} of {int(row[2]) / 1024:.0f} GB)" for row in busy)
         return Verdict("warning", f"in use: {shown}", f"list the processes: {typed_on(node, facts, 'nvidia-smi')}")
-    rows = [row for each in seen.nodes for row in gpu_rows(seen.facts[each.name])]
+    rows = [row for each in seen.nodes for row in _used_rows(each, seen.facts[each.name])]
     driver, usual_driver = mine[0][1], usual(row[1] for row in rows)
     if driver != usual_driver:
         why = f"driver {driver}, most nodes have {usual_driver}"
@@ -142,11 +142,8 @@ def versions(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     if not cuda:
         why = f"{shown}: a build of torch without CUDA"
         return Verdict("failure", why, "build the image with a CUDA build of torch")
-    needed = OLDEST_DRIVER.get(_major(cuda), 0)
-    if rows and _major(rows[0][1]) < needed:
-        why = f"{shown}, but driver {rows[0][1]}: CUDA {cuda} needs {needed} or newer"
-        fix = f"install driver {needed} or newer on {node.name}, or build the image with an older CUDA"
-        return Verdict("failure", why, fix)
+    if rows and not facts.text("compat") and (why := driver_problem(rows[0][1], cuda)):
+        return Verdict("failure", f"{shown}, but {why}", f"on {node.name}: {NEWER_DRIVER}")
     return Verdict("ok", shown)
 
 
@@ -156,6 +153,16 @@ def gpu_rows(facts: Facts) -> list[list[str]]:
     return [row for row in cut if len(row) == 5 and row[0].isdigit()]
 
 
-def _major(version: str) -> int:
-    number = re.match(r"\d+", version)
-    return int(number[0]) if number else 0
+def listed_gpus(facts: Facts) -> dict[Gpu, defaults.ListedGpu]:
+    """Return the GPUs and MIG slices of a node."""
+    return defaults.listed_gpus("\n".join(facts.every("listed")))
+
+
+def _used_rows(node: Node, facts: Facts) -> list[list[str]]:
+    """Return the rows of the inventory's GPUs. A MIG slice has the row of its GPU, without the memory in use."""
+    rows, listed = {row[0]: row for row in gpu_rows(facts)}, listed_gpus(facts)
+    found = []
+    for gpu in node.gpus:
+        if gpu in listed and (row := rows.get(listed[gpu].gpu_index)):
+            found.append([*row[:3], row[3] if isinstance(gpu, int) else "", listed[gpu].model])
+    return found

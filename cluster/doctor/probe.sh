@@ -72,6 +72,7 @@ if has nvidia-smi; then
     while IFS= read -r line; do
         if [ "$code" = 0 ]; then fact gpu "$line"; elif [ -n "$line" ]; then fact gpu_says "$line"; fi
     done <<< "$found"
+    while IFS= read -r line; do fact listed "$line"; done < <(timeout 20 nvidia-smi -L 2>/dev/null < /dev/null)
 fi
 
 [ ! -d /dev/infiniband ] || fact infiniband yes

@@ -197,14 +197,14 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     if seen.device != "cuda":
         return Verdict("ok", f"not used: device: {seen.device}")
     given = [each for each in facts.text("visible_gpus").split(",") if each]
-    rows = engine.gpu_rows(facts)
+    rows, listed = engine.gpu_rows(facts), engine.listed_gpus(facts)
     if len(given) < len(node.gpus):
         why = f"{len(node.gpus)} GPUs requested, but CUDA_VISIBLE_DEVICES has {len(given)}"
         fix = "in cluster.yaml, slurm: gres or gpus-per-node, as the site requires (sinfo --format '%P %G')"
         return Verdict("failure", why, fix)
-    if len(rows) < len(given):
+    if not rows or len(listed) < len(given):
         message = " ".join(facts.every("gpu_says"))
-        lists = f"nvidia-smi lists {len(rows)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
+        lists = f"nvidia-smi lists {len(listed)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
         fix = f"{_ADMINISTRATOR}install NVIDIA's driver; until then: --slurm exclude={node.name}"
         return Verdict("failure", f"Slurm allocated {len(given)} GPUs, but {message or lists}", fix)
     return Verdict("ok", f"{len(given)} x {rows[0][4]}, driver {rows[0][1]}")

@@ -22,6 +22,8 @@ def main() -> None:
             text = pathlib.Path(str(found.locate_file("torch/version.py"))).read_text()
             for key, value in re.findall(r"^(cuda|hip)\b[^=]*= *'([^']+)'", text, re.M):
                 print(f"{key}={value}")
+    if pathlib.Path("/usr/local/cuda/compat").is_dir():  # libraries that make an older driver sufficient
+        print("compat=yes")
 
 
 if __name__ == "__main__":

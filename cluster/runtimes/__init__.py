@@ -21,6 +21,19 @@ ENGINES: dict[str, ContainerRuntime] = {
 #: The architecture names of docker and podman by Linux' machine names.
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
+#: Oldest driver per major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility).
+OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+#: The remedy for an older driver.
+NEWER_DRIVER = "install a newer driver (https://www.nvidia.com/drivers), or use torch for an older CUDA"
+
+
+def driver_problem(driver: str, cuda: str) -> str:
+    """Return why a driver such as 580.82.07 does not support a version of CUDA, or ""."""
+    needed, have = OLDEST_DRIVER.get(cuda.partition(".")[0], 0), driver.partition(".")[0]
+    if not have.isdigit() or int(have) >= needed:
+        return ""
+    return f"driver {driver} is too old: CUDA {cuda} needs {needed} or newer"
+
 
 def short_id(image_id: str) -> str:
     """Return the first 12 hex digits of an image's id, as `docker images` does."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Job, Mount, Node
+    from cluster.spec.model import Gpu, Job, Mount, Node
 
 
 class Runtime(ABC):
@@ -52,7 +52,7 @@ class Runtime(ABC):
         """Return the words that run a command in the image without mounts, for checks; () if a check cannot run it."""
         return ()
 
-    def gpus(self, node: Node) -> tuple[int, ...]:
+    def gpus(self, node: Node) -> tuple[Gpu, ...]:
         """Return the ids of the node's GPUs in the container: by default those of the host."""
         return node.gpus
 

@@ -10,7 +10,7 @@ from cluster.agent import scripts
 from cluster.runtimes.base import Runtime
 
 if TYPE_CHECKING:
-    from cluster.spec.model import Job, Mount, Node
+    from cluster.spec.model import Gpu, Job, Mount, Node
 
 
 class ContainerRuntime(Runtime):
@@ -59,7 +59,7 @@ class ContainerRuntime(Runtime):
         """Return ids from 0: a container numbers its GPUs from 0."""
         return tuple(range(len(node.gpus)))
 
-    def gpu_words(self, gpus: Sequence[int]) -> list[str]:
+    def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
         """Return the options that give a container these GPUs of the host."""
         if self._gpu:
             return [word for gpu in gpus for word in ("--device", self._gpu.format(gpu))]

@@ -16,14 +16,15 @@ class PyxisRuntime(Runtime):
     """`srun --container-image`. The image is REGISTRY#NAME:TAG, or a .sqsh file."""
 
     name = "pyxis"
+    takes_names = True
     image_from = "enroot import docker://NAME:TAG"
     script = "runtimes/pyxis.sh"
     version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
-        """Return `srun --container-image ...` for this node; variables are passed by name."""
+        """Return `srun --container-image ...` for this node."""
         words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={job.image}"]
-        words += ["--no-container-mount-home", f"--container-env={','.join(names)}"]
+        words.append("--no-container-mount-home")
         sources = [f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "") for mount in mounts]
         if sources:
             words.append(f"--container-mounts={','.join(sources)}")

@@ -1,4 +1,7 @@
-# shellcheck shell=bash disable=SC2034
-# The functions of pyxis: the container is a job step on this node.
-prepare() { options=(--nodelist "$SLURMD_NODENAME"); }
+# shellcheck shell=bash disable=SC2034,SC2154
+# The functions of pyxis: the container is a job step on this node. Without --container-env the image's values would win.
+prepare() {
+    local IFS=, all=("${names[@]}" "${site[@]}")
+    options=(--nodelist "$SLURMD_NODENAME" "--container-env=${all[*]}")
+}
 prepare_exec() { prepare; }

@@ -8,11 +8,11 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
-from typing import cast
+from typing import NamedTuple, cast
 
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import PASS_ENV, Device, Inventory, Job, Mount, Node, Queue
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
 from cluster.spec.request import Request
 
 DEFAULT_IMAGE = "trainer:0.1"
@@ -36,13 +36,15 @@ class Here:
     """Facts about the launching machine that the defaults of a job depend on.
 
     `gpus` are the visible GPU ids, `user` is the UID:GID for containers. `exists` and `is_folder` examine a path.
+    `variables` are the names of environment variables.
     `read` returns the content of a file, or b"".
     """
 
     cwd: str
     user: str
     python: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
+    variables: tuple[str, ...] = ()
     exists: Callable[[str], bool] = lambda path: False
     is_folder: Callable[[str], bool] = lambda path: False
     read: Callable[[str], bytes] = lambda path: b""
@@ -103,7 +105,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         setup=request.setup,
         setup_key=_setup_key(request.setup, workdir, here),
         env={**(inventory.env if inventory else {}), **env},
-        pass_env=inventory.pass_env if inventory else PASS_ENV,
+        pass_env=inventory.pass_env if inventory else _pass_env(here) if backend == "compose" else PASS_ENV,
         secrets=secrets,
         mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
         port=_port(request.master_port),
@@ -256,6 +258,12 @@ def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
     return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
 
 
+def _pass_env(here: Here) -> tuple[str, ...]:
+    """Return the variables of this machine that match PASS_ENV. The network devices of a container differ from its."""
+    beginnings = tuple(pattern.rstrip("*") for pattern in PASS_ENV)
+    return tuple(sorted(name for name in here.variables if name.startswith(beginnings) and "_IFNAME" not in name))
+
+
 def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
     if backend == "local":
         return ""
@@ -271,18 +279,45 @@ def _image(request: Request, backend: str, inventory: Inventory | None, queue: Q
     return image
 
 
-def visible_gpus(listed: str, visible: str | None) -> tuple[int, ...]:
+class ListedGpu(NamedTuple):
+    """A GPU, or a MIG slice with the index of its GPU and the UUIDs of both."""
+
+    model: str
+    gpu_index: str
+    uuids: tuple[str, ...]
+
+
+def listed_gpus(text: str) -> dict[Gpu, ListedGpu]:
+    """Return the GPUs in the output of `nvidia-smi -L`. MIG slices replace their GPU, which no program can use."""
+    found: dict[Gpu, ListedGpu] = {}
+    whole = ListedGpu("", "", ())
+    for line in text.splitlines():
+        if match := re.match(r"GPU (\d+): (.*) \(UUID: ([^)]+)\)", line):
+            whole = ListedGpu(match[2], match[1], (match[3],))
+            found[int(match[1])] = whole
+        elif match := re.match(r"\s*MIG (\S+) .*\(UUID: (MIG-[\w-]+)\)", line):
+            found.pop(int(whole.gpu_index), None)
+            found[match[2]] = ListedGpu(f"{whole.model} MIG {match[1]}", whole.gpu_index, (match[2], *whole.uuids))
+    return found
+
+
+def visible_gpus(listed: str, visible: str | None) -> tuple[Gpu, ...]:
     """Return the GPU ids in `nvidia-smi -L` output that CUDA_VISIBLE_DEVICES (None: not set) selects, in its order.
 
-    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list.
+    As in CUDA, entries are numbers or prefixes of UUIDs, and the first invalid entry ends the list. The entry of a GPU
+    with MIG slices is the first of them.
     """
-    uuids = {int(match[1]): match[2] for match in re.finditer(r"^GPU (\d+):.*\(UUID: ([^)]+)\)", listed, re.MULTILINE)}
+    gpus = listed_gpus(listed)
     if visible is None:
-        return tuple(uuids)
-    chosen: list[int] = []
+        return tuple(gpus)
+    chosen: list[Gpu] = []
     for word in visible.split(","):
         word = word.strip()
-        found = [gpu for gpu, uuid in uuids.items() if word == str(gpu) or (word and uuid.startswith(word))]
+        found = [
+            gpu
+            for gpu, (_, index, uuids) in gpus.items()
+            if word == index or (word and any(uuid.startswith(word) for uuid in uuids))
+        ]
         if not found:
             break
         chosen.append(found[0])

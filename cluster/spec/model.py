@@ -9,6 +9,8 @@ from cluster.errors import UsageError
 
 Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
+#: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
+Gpu = int | str
 
 #: The pattern of a job's name, which container, network and folder names contain.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
@@ -43,7 +45,7 @@ class Node:
 
     name: str
     address: str
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     login: str = ""
     run_dir: str = ""
     data_dir: str = ""
@@ -133,7 +135,7 @@ class Job:
     port: int = 0
     timeout_s: float = 300.0
     says_ready: bool = True
-    gpus: tuple[int, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     hosts: tuple[Node, ...] = ()
     spares: tuple[Node, ...] = ()
     queue: Queue | None = None
@@ -157,6 +159,10 @@ class Job:
         ):
             if value < least:
                 raise UsageError(f"{option} {value:g}: must be at least {least}")
+        used = [gpu for gpus in (self.gpus, *(node.gpus for node in self.hosts)) for gpu in gpus]
+        if self.procs_per_node > 1 and any(isinstance(gpu, str) for gpu in used):
+            why = f"--gpus {self.procs_per_node}: CUDA shows a process only one MIG slice"
+            raise UsageError(why, "--gpus 1, with one slice for each node")
 
     @property
     def least_nodes(self) -> int:

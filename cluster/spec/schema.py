@@ -25,7 +25,7 @@ from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import inventory, slurm
 from cluster.spec.defaults import ENV_NAME, mount
-from cluster.spec.model import PASS_ENV, Device, Inventory, Node
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Node
 
 _Key = tuple[str | int, ...]
 
@@ -49,11 +49,13 @@ _TAGS = {
 
 
 def _gpus(value: Any) -> Any:
-    """Return the ids of GPUs; a number N means the first N."""
+    """Return the ids of GPUs and UUIDs of MIG slices; a number N means the first N."""
     ids = [*range(int(value))] if isinstance(value, str) and re.fullmatch("[0-9]{1,4}", value) else value
-    if not isinstance(ids, list) or len(set(map(str, ids))) < len(ids):
-        raise UsageError(f"{value!r} is not a number or list of GPUs", "for example: gpus: 4, or [0, 2]")
-    return ids
+    words = [str(each) for each in ids] if isinstance(ids, list) else [""]
+    if len(set(words)) < len(words) or not all(re.fullmatch(r"[0-9]{1,4}|MIG-[\w-]+", word) for word in words):
+        hint = "for example: gpus: 4, or [0, 2], or UUIDs of MIG slices (nvidia-smi -L): [MIG-...]"
+        raise UsageError(f"{value!r} is not a number or list of GPUs", hint)
+    return [int(word) if word.isdigit() else word for word in words]
 
 
 def _address(text: str) -> str:
@@ -81,7 +83,7 @@ def _named(value: Any) -> Any:
 
 Folder = Annotated[str, StringConstraints(pattern=_ABSOLUTE), AfterValidator(posixpath.normpath)]
 Gpus = Annotated[
-    tuple[NonNegativeInt, ...], BeforeValidator(_gpus, json_schema_input_type=NonNegativeInt | list[NonNegativeInt])
+    tuple[Gpu, ...], BeforeValidator(_gpus, json_schema_input_type=NonNegativeInt | list[NonNegativeInt | str])
 ]
 Name = Annotated[str, StringConstraints(pattern=inventory.NAME)]
 #: Any scalar, as the text in the file.

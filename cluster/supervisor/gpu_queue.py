@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Inventory, Job, Node
+from cluster.spec.model import Gpu, Inventory, Job, Node
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import launcher
@@ -28,14 +28,14 @@ _POLL_S = 2.0
 class _Node:
     """What a node reports: the jobs that hold its GPUs by GPU id, and the tickets there."""
 
-    held: dict[int, str] = field(default_factory=dict)
+    held: dict[Gpu, str] = field(default_factory=dict)
     tickets: list[str] = field(default_factory=list)
 
 
 class GpuQueue:
     """The place of one launcher in the queue. Leaving the `with` block gives it up."""
 
-    def __init__(self, name: str, nodes: Sequence[Node], held: Callable[[], dict[int, str]] = dict) -> None:
+    def __init__(self, name: str, nodes: Sequence[Node], held: Callable[[], dict[Gpu, str]] = dict) -> None:
         """`held` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
         self._ticket, self._nodes, self._held = f"{time.time_ns():020d}-{os.getpid()}-{name}", nodes, held
 
@@ -100,7 +100,7 @@ class GpuQueue:
                     found[name].tickets.append(rest)
                 elif word == "held":
                     job, _, gpu = rest.rpartition(" ")
-                    found[name].held[int(gpu)] = job
+                    found[name].held[int(gpu) if gpu.isdigit() else gpu] = job
         if not found:
             raise next(error for error in answers.values() if isinstance(error, ClusterError))
         return found
@@ -112,7 +112,7 @@ class GpuQueue:
         return done.out.splitlines()
 
 
-def candidates(job: Job, backend: str, inventory: Inventory | None, gpus: Sequence[int]) -> list[Node]:
+def candidates(job: Job, backend: str, inventory: Inventory | None, gpus: Sequence[Gpu]) -> list[Node]:
     """Return the nodes whose GPUs a job may use: all of the inventory, or this machine with the GPUs `gpus`.
 
     Raises:
@@ -150,7 +150,7 @@ def launch_in_turn(
     job, backend, _ = launcher.resolve(request, inventory)
     nodes = candidates(job, backend, inventory, launcher.local_machine(request, backend).gpus)
     until = time.time() + wait_s
-    in_use: Callable[[], dict[int, str]] = dict if job.hosts else lambda: launcher.gpus_in_use(records)
+    in_use: Callable[[], dict[Gpu, str]] = dict if job.hosts else lambda: launcher.gpus_in_use(records)
     with GpuQueue(job.name, nodes, in_use) as queue:
         while True:
             free = queue.wait(job, until, note)

@@ -23,7 +23,7 @@ from cluster.errors import (
 )
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
-from cluster.spec.model import Inventory, Job, JobRecord, Node, Plan, Step
+from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import jobs
@@ -60,7 +60,7 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
 
 
 def resolve(
-    request: Request, inventory: Inventory | None, gpus: Sequence[int] | None = None
+    request: Request, inventory: Inventory | None, gpus: Sequence[Gpu] | None = None
 ) -> tuple[Job, str, list[str]]:
     """Return the job of a request, its backend, and notes for the user. `gpus` are the usable ones of this machine.
 
@@ -86,6 +86,7 @@ def local_machine(request: Request, backend: str) -> Here:
         user=BACKENDS[backend].user(),
         python=sys.executable,
         gpus=_visible_gpus() if request.device != "cpu" else (),
+        variables=tuple(os.environ),
         exists=lambda path: Path(path).exists(),
         is_folder=lambda path: Path(path).is_dir(),
         read=_content,
@@ -99,7 +100,7 @@ def _content(path: str) -> bytes:
         return b""
 
 
-def _visible_gpus() -> tuple[int, ...]:
+def _visible_gpus() -> tuple[Gpu, ...]:
     try:
         listed = LocalShell().run(["nvidia-smi", "-L"], timeout_s=20)
     except UnreachableError:
@@ -322,16 +323,16 @@ def _check_gpus(job: Job, records: JobStore) -> None:
     """Raise GpusHeldError if a running job on this machine uses one of the GPUs."""
     held = gpus_in_use(records) if job.gpus else {}
     for name in dict.fromkeys(held[gpu] for gpu in job.gpus if gpu in held):
-        ids = ", ".join(str(gpu) for gpu in sorted(job.gpus) if held.get(gpu) == name)
+        ids = ", ".join(str(gpu) for gpu in job.gpus if held.get(gpu) == name)
         raise GpusHeldError(
             f"this machine: GPU {ids} is held by the job {name}",
             "choose others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait: clusterctl launch --wait 2h ...",
         )
 
 
-def gpus_in_use(records: JobStore) -> dict[int, str]:
+def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     """Return this machine's GPUs that recorded jobs use, with the jobs' names."""
-    held: dict[int, str] = {}
+    held: dict[Gpu, str] = {}
     for record in records:
         try:
             if record.job.gpus and not record.outcome and jobs.state(record)[0] in ("joining", "running"):

@@ -9,7 +9,7 @@ from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.runtimes import ENGINES
 from cluster.spec import addresses, defaults, inventory
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Gpu, Inventory, Node
 from cluster.transport import parallel, reach
 
 DEFAULT_FILE = "cluster.yaml"
@@ -27,7 +27,7 @@ class Found:
 
     node: Node
     hostname: str
-    gpus: dict[int, str]
+    gpus: dict[Gpu, str]
     engine: str
     free_gb: float
     addresses: tuple[addresses.Address, ...]
@@ -132,7 +132,7 @@ def _inspect(node: Node, *, needs_gpus: bool) -> Found:
     )
 
 
-def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[int, str], list[str]]:
+def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[Gpu, str], list[str]]:
     """Return the machine's GPUs by id, and notes."""
     if fields.get("gpus_code", "0") != "0":
         last = (fields["gpus"].strip().splitlines() or ["no answer in 10 s"])[-1]
@@ -140,8 +140,7 @@ def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[
             hint = "repair its driver, or use --device cpu (in cluster.yaml: device: cpu)"
             raise LaunchError(f"{node.name}: nvidia-smi fails: {last}", hint)
         return {}, [f"nvidia-smi fails: {last}"]
-    found = re.findall(r"(?m)^GPU (\d+): (.*?)(?: \(UUID.*)?$", fields.get("gpus", ""))
-    return {int(number): model for number, model in found}, []
+    return {gpu: each.model for gpu, each in defaults.listed_gpus(fields.get("gpus", "")).items()}, []
 
 
 def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:

@@ -32,6 +32,7 @@ class Sshd:
         startups: str = "10:30:100",
     ) -> None:
         self.folder, self.addresses = folder, addresses
+        self._variables = {"HOME": str(folder)} if bare else {}
         folder.mkdir(parents=True)
         folder.chmod(0o700)
         for name in ("host", "user"):
@@ -82,6 +83,24 @@ class Sshd:
         until = time.time() + 10
         while (self.folder / "pid").exists() and time.time() < until:  # sshd removes the file after it closed its ports
             time.sleep(0.02)
+
+    def bin(self) -> Path:
+        """Return a folder that is first on the PATH of every later login."""
+        folder = self.folder / "bin"
+        if not folder.exists():
+            folder.mkdir()
+            self.set_env(PATH=f"{folder}:{os.environ['PATH']}")
+        return folder
+
+    def set_env(self, **variables: str) -> None:
+        """Set variables of every later login."""
+        self._variables |= variables
+        config = self.folder / "sshd_config"
+        others = [line for line in config.read_text().splitlines(True) if not line.startswith("SetEnv ")]
+        pairs = " ".join(f"{name}={value}" for name, value in self._variables.items())
+        config.write_text(f"SetEnv {pairs}\n{''.join(others)}")
+        self.stop()
+        self.start()
 
     def before_each_command(self, number: int, text: str) -> None:
         """Run bash code on one address before each command; `kill -9 $PPID` in it breaks the connection."""

@@ -94,6 +94,23 @@ def test_nodes_join_and_end_and_nothing_remains(clusterctl, backend, start, job_
     assert len(list((clusterctl.folder / f"runs/{job_name}/attempt-1/ranks").glob("node-*/*.log"))) == 4
 
 
+def test_the_sites_network_variables_reach_the_ranks(clusterctl, backend, start, request):
+    """Containers of compose have network devices of their own, so no name of a device enters them."""
+    variables = {"NCCL_IB_HCA": "mlx5", "FI_PROVIDER": "efa", "UCX_TLS": "rc", "OMPI_MCA_btl": "tcp"}
+    variables["NCCL_SOCKET_IFNAME"] = "ib7"
+    if backend.name == "ssh":
+        request.getfixturevalue("sshd").set_env(**variables)
+    else:
+        clusterctl.env |= variables
+    program = f"import os\nprint('sees', {{name: os.environ.get(name) for name in {sorted(variables)}}})\n"
+    (clusterctl.folder / "show.py").write_text(program)
+    text, _ = start("--logs", "all", program="show.py").communicate(timeout=120)
+    if backend.name == "compose":
+        variables["NCCL_SOCKET_IFNAME"] = None
+    for node in ("node-0", "node-1"):
+        assert f"{node} | sees {dict(sorted(variables.items()))}" in text
+
+
 def test_a_killed_node_is_named_within_10_s_and_nothing_remains(clusterctl, backend, start, job_name):
     process = start()
     clusterctl.wait_for(job_name, "tick 1", node="node-1")

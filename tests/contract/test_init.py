@@ -1,4 +1,4 @@
-"""`clusterctl init` against a real sshd, with a fake nvidia-smi."""
+"""`clusterctl init` against a real sshd. Only nvidia-smi and a broken docker are fakes."""
 
 import json
 import os
@@ -12,13 +12,7 @@ import pytest
 from cluster.errors import ClusterError
 from cluster.spec import inventory, schema
 from cluster.transport import close_all, discovery
-
-# `nvidia-smi -L` of a machine with two GPUs, one of them in parts
-GPUS = """\
-GPU 0: NVIDIA H200 (UUID: GPU-5b1ab3a4-3b02-0be4-1c5c-f43f06c4a1c4)
-  MIG 1g.18gb     Device  0: (UUID: MIG-41b1ab3a-0000-0000-0000-000000000000)
-GPU 1: NVIDIA H200 (UUID: GPU-6b1ab3a4-3b02-0be4-1c5c-f43f06c4a1c4)
-"""
+from tests import nvidia_smi
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +23,8 @@ def _connections():
 
 def program(sshd, name, text):
     """Put a program first on the PATH of every later login."""
-    folder = sshd.folder / "bin"
-    if not folder.exists():
-        folder.mkdir()
-        with (sshd.folder / "sshd_config").open("a") as file:
-            file.write(f"SetEnv PATH={folder}:{os.environ['PATH']}\n")
-        sshd.stop()
-        sshd.start()
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
+    (sshd.bin() / name).write_text(text)
+    (sshd.bin() / name).chmod(0o755)
 
 
 def machine(sshd, yaml):
@@ -135,7 +122,7 @@ def test_an_invalid_option_is_an_error_before_a_connection(clusterctl, arguments
 
 
 def test_without_any_gpu_the_device_is_cpu_with_a_note_and_cuda_is_an_error(sshd, clusterctl):
-    program(sshd, "nvidia-smi", "#!/bin/sh\nexit 0\n")
+    nvidia_smi.install(sshd.bin(), [])
     arguments = ("init", "h0", "--ssh-config", str(sshd.config))
     code, text = clusterctl.run(*arguments)
     assert code == 0, text
@@ -147,21 +134,22 @@ def test_without_any_gpu_the_device_is_cpu_with_a_note_and_cuda_is_an_error(sshd
 
 
 def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd, clusterctl):
-    program(sshd, "nvidia-smi", f"#!/bin/sh\necho 'Welcome' >&2\ncat <<'END'\n{GPUS}END\n")
+    nvidia_smi.install(sshd.bin(), [nvidia_smi.Gpu("GPU-0", slices=("MIG-0-a", "MIG-0-b")), *nvidia_smi.gpus(1)])
     arguments = ("init", "--ssh-config", str(sshd.config), "h0")
     code, text = clusterctl.run(*arguments)
     assert code == 0, text
-    assert "2 x NVIDIA H200" in text
-    made = schema.read((clusterctl.folder / "cluster.yaml").read_text(), "cluster.yaml")
-    assert (made.device, made.nodes[0].gpus) == ("cuda", (0, 1))
-    program(sshd, "nvidia-smi", "#!/bin/sh\necho 'Driver/library version mismatch'; exit 18\n")
+    file = (clusterctl.folder / "cluster.yaml").read_text()
+    assert ": 2 x NVIDIA H200 MIG 1g.18gb, 1 x NVIDIA H200, " in file
+    made = schema.read(file, "cluster.yaml")
+    assert (made.device, made.nodes[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
+    nvidia_smi.install(sshd.bin(), [], broken=nvidia_smi.BROKEN)
     code, text = clusterctl.run(*arguments, "-o", "x.yaml")
-    assert (code, "h0: nvidia-smi fails: Driver/library version mismatch" in text) == (3, True)
+    assert (code, f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}" in text) == (3, True)
 
 
 def test_missing_values_of_cluster_yaml_are_found_and_given_ones_are_kept(sshd):
     first, second = sshd.addresses[:2]
-    program(sshd, "nvidia-smi", f"#!/bin/sh\ncat <<'END'\n{GPUS}END\n")
+    nvidia_smi.install(sshd.bin(), nvidia_smi.gpus(2))
     made = machine(
         sshd,
         "defaults: {runtime: none, data_dir: /var/tmp/data}\n"

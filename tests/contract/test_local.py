@@ -18,6 +18,7 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
+from tests import nvidia_smi
 from tests.conftest import processes_of
 from tests.contract.sshd import TICKS
 
@@ -46,16 +47,10 @@ def test_nodes_that_do_not_join_in_time_are_named_and_stopped(clusterctl, job_na
 
 
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
-    """Simulate the GPUs in the output of nvidia-smi."""
+    """Three simulated GPUs."""
     first, second, third = (f"{job_name}-{nth}" for nth in ("first", "second", "third"))
-    smi = clusterctl.folder / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(
-        "#!/bin/sh\ncase $1 in --query-gpu=index) seq 0 2; exit ;; esac\n"
-        'for gpu in 0 1 2; do echo "GPU $gpu: NVIDIA (UUID: GPU-$gpu$gpu$gpu)"; done\n'
-    )
-    smi.chmod(0o755)
-    clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "2,1"}
+    folder = nvidia_smi.install(clusterctl.folder / "bin", nvidia_smi.gpus(3))
+    clusterctl.env |= {"PATH": f"{folder}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "2,1"}
     clusterctl.env["CLUSTERCTL_LOCKS"] = str(clusterctl.folder / "locks")
     (clusterctl.folder / "show.py").write_text(
         "import os, time\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"

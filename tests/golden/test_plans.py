@@ -1,6 +1,8 @@
 """Whole rendered plans compared with files; `make golden` rewrites them, and the diff is the review."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,3 +142,47 @@ def test_the_copy_of_the_working_directory_is_mounted_and_writable(runtime):
         copy = "type=bind,source=/home/ann/clusterctl/runs/mine/workdir,target=/home/ann/work"
         assert f"--mount {copy} " in text
         assert "--workdir /home/ann/work " in text
+
+
+SITE = {"NCCL_IB_HCA": "mlx5", "FI_PROVIDER": "efa", "UCX_TLS": "rc", "OMPI_MCA_btl": "tcp"}
+#: A container runtime, or python3 on the machine. It prints the variables of the program: those that its options name.
+RUNTIME = """\
+import os, sys
+
+words, env = sys.argv[1:], os.environ
+if words[0] == "info":
+    sys.exit()
+runtime = os.path.basename(sys.argv[0])
+names = [word.partition("=")[0] for option, word in zip(words, words[1:]) if option == "--env"]
+names += [name for word in words if word.startswith("--container-env=") for name in word[16:].split(",")]
+found = {name: env[name] for name in names if name in env}
+if runtime == "apptainer":
+    found = {name[13:]: value for name, value in env.items() if name.startswith("APPTAINERENV_")}
+if runtime == "python3":
+    found = dict(env)
+print(*(f"{name}={value}" for name, value in found.items()), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("case", [case for case in PLANS if not case.startswith("compose")])
+def test_the_sites_network_variables_reach_the_program(case, tmp_path):
+    """The rendered script runs; only the container runtime and Slurm's variables are fakes."""
+    text = next(text for step in plan(case).steps for text in step.files.values())
+    if case.startswith("slurm"):
+        text = text.partition("node=$(cat <<'END_OF_NODE_SCRIPT'\n")[2].partition("\nEND_OF_NODE_SCRIPT")[0]
+    for path in ("/home/ann", "/shared/ann"):
+        text = text.replace(path, f"{tmp_path}{path}")
+    text = text.replace("NODE_ADDRESS=10.0.0.0", "NODE_ADDRESS=127.0.0.1")
+    for folder in ("home/ann/it's here", "shared/ann/my runs/mine/workdir"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name in ("docker", "podman", "apptainer", "enroot", "srun", "python3"):
+        (tmp_path / name).write_text(f"#!{sys.executable} -IS\n{RUNTIME}")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NODEID": "0", "SLURMD_NODENAME": "n0", "CLUSTER_HOSTS": "127.0.0.1 127.0.0.1"}
+    slurm |= {"CUDA_VISIBLE_DEVICES": "0,1", "CLUSTER_ATTEMPT": "1"} if case.startswith("slurm") else {}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKEN": "x", "MODULE": "x", **SITE, **slurm}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    found = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    assert done.returncode == 0, done.stderr
+    assert found.items() >= {**SITE, "NCCL_SOCKET_IFNAME": "=lo"}.items(), done.stdout
+    assert ("MODULE" in found) == ("foreign" in case), "other variables stay outside of a container"

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.agent import agent, scripts
+from tests import nvidia_smi
 
 AGENT = Path(agent.__file__)
 
@@ -437,26 +438,25 @@ def test_the_place_is_the_programs_newest_line(collective):
     assert agent.place([]) == {"collective": "", "call": "", "place": ""}
 
 
-GPUS = """0, GPU-aa, 7, 1024, 81920, 41
-1, GPU-bb, 0, 3, 81920, 38"""
+GPUS = [nvidia_smi.Gpu("GPU-aa", use=7), nvidia_smi.Gpu("GPU-bb")]
 
 
 @pytest.mark.parametrize(
-    ("visible", "printed", "is_active", "uses"),
+    ("visible", "gpus", "broken", "is_active", "uses"),
     [
-        ("0,1", f"cat <<'END'\n{GPUS}\nEND", True, [7, 0]),
-        ("GPU-bb", f"cat <<'END'\n{GPUS}\nEND", False, [0]),
-        ("1,0", f"cat <<'END'\n{GPUS}\nEND", True, [0, 7]),
-        ("MIG-cc", f"cat <<'END'\n{GPUS}\nEND", True, [None]),
-        ("0", "echo '0, GPU-aa, [N/A], [N/A], [N/A], [N/A]'", True, [None]),
-        ("0,1", "exit 9", True, None),
-        ("0,1", "echo unexpected", True, None),
+        ("0,1", GPUS, {}, True, [7, 0]),
+        ("GPU-bb", GPUS, {}, False, [0]),
+        ("1,0", GPUS, {}, True, [0, 7]),
+        ("MIG-cc", [nvidia_smi.Gpu("GPU-aa", slices=("MIG-cc",))], {}, True, [None]),
+        ("0", [nvidia_smi.Gpu("GPU-aa", slices=("MIG-cc",))], {}, True, [None]),
+        ("0,1", [], {"broken": nvidia_smi.BROKEN}, True, None),
+        ("0,1", [], {"broken": "unexpected", "code": 0}, True, None),
     ],
 )
-def test_a_gpu_that_computes_or_does_not_answer_is_active(tmp_path, monkeypatch, visible, printed, is_active, uses):
-    """Simulate the output of nvidia-smi."""
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{printed}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+def test_a_gpu_that_computes_or_does_not_answer_is_active(
+    tmp_path, monkeypatch, visible, gpus, broken, is_active, uses
+):
+    nvidia_smi.install(tmp_path, gpus, **broken)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = agent.query_gpus(visible)

@@ -42,6 +42,8 @@ nccl=2.27.7
 has=nvidia-smi
 gpu=0, 580.82.07, 24564, 1, NVIDIA GeForce RTX 4090
 gpu=1, 580.82.07, 24564, 12, NVIDIA GeForce RTX 4090
+listed=GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-{last}0)
+listed=GPU 1: NVIDIA GeForce RTX 4090 (UUID: GPU-{last}1)
 has=nvidia-ctk
 probe=end
 """
@@ -190,7 +192,7 @@ def test_gpus_are_compared_with_the_inventory_and_other_nodes():
         "driver 550.54.15, most nodes have 580.82.07",
         "install driver 580.82.07 on n3",
     )
-    single = ("gpu", "0, 580.82.07, 24564, 1, NVIDIA GeForce RTX 4090")
+    single = ("listed", "GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-10)")
     node, level, detail, fix = one("gpus", seen([single]))
     assert (node, level, detail, fix) == ("n1", "failure", "no GPU 1: the node has 0", "in cluster.yaml, n1: gpus: [0]")
     busy = ("gpu", "0, 580.82.07, 24564, 20480, NVIDIA GeForce RTX 4090", HEALTHY.split("gpu=")[2].splitlines()[0])
@@ -225,8 +227,11 @@ def test_driver_must_support_the_images_cuda():
     old = ("gpu", "0, 550.54.15, 24564, 1, RTX", "1, 550.54.15, 24564, 1, RTX")
     node, level, detail, _ = one("versions", seen([], [old]))
     assert (node, level) == ("n2", "failure")
-    assert detail == "torch 2.9.0, CUDA 13.0, NCCL 2.27.7, but driver 550.54.15: CUDA 13.0 needs 580 or newer"
+    assert (
+        detail == "torch 2.9.0, CUDA 13.0, NCCL 2.27.7, but driver 550.54.15 is too old: CUDA 13.0 needs 580 or newer"
+    )
     assert bad("versions", seen([], [old], device="cpu")) == []
+    assert bad("versions", seen([], [old, ("compat", "yes")])) == []
     assert "without CUDA" in one("versions", seen([("cuda",)]))[2]
     assert "no torch in trainer:0.1" in one("versions", seen([("torch",)]))[2]
 

@@ -27,7 +27,6 @@ ID = "sha256:" + "1" * 64
         ("engine permission denied while trying to connect", "b: docker does not answer", "usermod -aG docker"),
         (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
         ("no_way 10.0.0.0:20000: No route to host", "b: cannot reach the master at 10.0.0.0:20000: No route", "doctor"),
-        ("no_gpu 1", "b: no GPU 1", "cluster.yaml"),
         ("no_rsync", "b: rsync is not installed", "apt-get install rsync"),
     ],
 )
@@ -35,6 +34,14 @@ def test_a_problem_has_the_nodes_name_and_a_hint(line, why, hint):
     (error,) = preflight.problems(PLAN, HOSTS[1], [line])
     assert error.message.startswith(why)
     assert hint in error.hint
+
+
+def test_compatibility_libraries_of_the_image_make_an_older_driver_sufficient():
+    plan = replace(PLAN, device="cuda")
+    report = ["listed GPU 0: A (UUID: GPU-a)", "listed GPU 1: A (UUID: GPU-b)", "driver=535.183.01", "cuda=13.0"]
+    (error,) = preflight.problems(plan, HOSTS[1], report)
+    assert error.message == "b: driver 535.183.01 is too old: CUDA 13.0 needs 580 or newer"
+    assert preflight.problems(plan, HOSTS[1], [*report, "compat=yes"]) == []
 
 
 def test_the_hint_for_a_missing_path_is_sync_or_with_runtime_none_a_common_disk():
@@ -99,7 +106,7 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
 @pytest.mark.parametrize(("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"])
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
-    words = ["none", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", ""]
+    words = ["none", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", "", ""]
     text = f"ulimit -f {limit}; trap '' XFSZ\n{scripts.text('agent/common.sh', 'agent/check.sh')}"
     done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in lines]

@@ -121,14 +121,17 @@ def test_only_the_administrator_can_fix_the_nodes():
 
 
 CUDA = job(gpus=2, device="cuda")
-SMI = "1: gpu=0, 580.82.07, 81559, 1, NVIDIA H100\n1: gpu=1, 580.82.07, 81559, 1, NVIDIA H100\n"
+SMI = (
+    "1: gpu=0, 580.82.07, 81559, 1, NVIDIA H100\n1: gpu=1, 580.82.07, 81559, 1, NVIDIA H100\n"
+    "1: listed=GPU 0: NVIDIA H100 (UUID: GPU-a)\n1: listed=GPU 1: NVIDIA H100 (UUID: GPU-b)\n"
+)
 
 
 def test_gpus_must_be_visible_to_the_step_and_the_driver():
     given = ("visible_gpus=", "visible_gpus=0,1")
     listed = [
         ("^1: probe=end", SMI + "1: probe=end"),
-        ("^0: probe=end", SMI.replace("1: gpu", "0: gpu") + "0: probe=end"),
+        ("^0: probe=end", re.sub("(?m)^1", "0", SMI) + "0: probe=end"),
     ]
     assert judged(given, *listed, request=CUDA) == []
     assert one(given, listed[0], request=CUDA)[1:] == (

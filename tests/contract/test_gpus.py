@@ -1,0 +1,293 @@
+"""GPUs in plan, doctor and launch, on this machine and over a real sshd. Only nvidia-smi and docker are fakes.
+
+The product reads nothing else of a GPU: no NVML, and no file in /dev.
+"""
+
+import json
+import platform
+import sys
+import time
+
+import pytest
+import yaml
+
+from tests import nvidia_smi
+from tests.conftest import Clusterctl, processes_of
+from tests.nvidia_smi import Gpu
+
+BARE = True
+SLICES = ("MIG-41b1ab3a-0000-0000-0000-000000000000", "MIG-41b1ab3a-0000-0000-0000-000000000001")
+MIG = [Gpu("GPU-0000", slices=SLICES)]
+BUSY = [Gpu("GPU-0000", memory_used=40960), Gpu("GPU-1111", memory_used=600)]
+OLD = "535.183.01"
+
+SHOW = """\
+import os, sys, time
+print('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)
+time.sleep(int(sys.argv[1]))
+"""
+#: docker with one image. It runs the image's python3 on the machine.
+DOCKER = """#!/bin/sh
+case $1 in
+version) echo 27.5.1 ;;
+info) printf 'engine_version=27.5.1\\nengine_security=[]\\nengine_runtimes=nvidia runc \\n' ;;
+image) echo "$4" | sed 's/{{.Id}}/sha256:1234/; s/{{"\\\\n"}}/\\n/; s/{{.Architecture}}/ARCHITECTURE/' ;;
+run) while [ "$1" != -c ]; do shift; done; exec python3 "$@" ;;
+esac
+"""
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Return a folder for PYTHONPATH: torch 2.9 with the version file of its wheel for CUDA 13."""
+    folder = tmp_path / "site"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    (folder / "torch-2.9.0.dist-info").mkdir()
+    (folder / "torch-2.9.0.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.9.0\n")
+    return folder
+
+
+class Local:
+    """This machine."""
+
+    name = "local"
+
+    def __init__(self, folder, site):
+        self._folder, self._site = folder, site
+
+    def has(self, gpus, driver="580.82.07"):
+        """Install the GPUs."""
+        nvidia_smi.install(self._folder / "bin", gpus, driver)
+
+    def log(self, user, job):
+        """Return the log of the only node."""
+        return user.folder / "runs" / job / "attempt-1" / "node-0.log"
+
+    def user(self, name):
+        """Return the command line of a user with a folder and records of their own."""
+        folder = self._folder / name
+        folder.mkdir()
+        made = Clusterctl(folder)
+        made.env.pop("CUDA_VISIBLE_DEVICES", None)
+        made.env |= {
+            "PATH": f"{self._folder / 'bin'}:{made.env['PATH']}",
+            "CLUSTERCTL_LOCKS": str(self._folder / "locks"),
+        }
+        made.env["PYTHONPATH"] = f"{self._site}:{made.env.get('PYTHONPATH', '')}"
+        (folder / "show.py").write_text(SHOW)
+        self._describe(folder)
+        return made
+
+    def _describe(self, folder):
+        """Write the user's cluster.yaml, if the backend has one."""
+
+
+class Ssh(Local):
+    """Machines behind a real sshd. Their GPUs and runtime are not in cluster.yaml."""
+
+    name = "ssh"
+
+    def __init__(self, folder, site, sshd, runtime="none"):
+        super().__init__(folder, site)
+        self._sshd, self._runtime = sshd, runtime
+        python = f'#!/bin/sh\nPYTHONPATH={site} exec {sys.executable} "$@"\n'
+        architecture = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+        for name, text in (("python3", python), ("docker", DOCKER.replace("ARCHITECTURE", architecture))):
+            (sshd.bin() / name).write_text(text)
+            (sshd.bin() / name).chmod(0o755)
+        sshd.set_env(CLUSTERCTL_LOCKS=str(folder / "locks"))
+
+    def has(self, gpus, driver="580.82.07"):
+        nvidia_smi.install(self._sshd.bin(), gpus, driver)
+
+    def log(self, user, job):
+        return user.folder / "remote" / job / "attempt-1" / "h0.log"
+
+    def _describe(self, folder):
+        keys = {"run_dir": str(folder / "remote"), "runtime": self._runtime, "address": self._sshd.addresses[0]}
+        (folder / ".clusterignore").write_text("/remote\n/records\n")
+        described = {"ssh_config": str(self._sshd.config), "nodes": {"h0": keys}}
+        (folder / "cluster.yaml").write_text(yaml.safe_dump(described))
+
+
+@pytest.fixture(params=["local", "ssh", "ssh-docker"])
+def machine(request, tmp_path, site):
+    """Return a machine whose GPUs a test chooses."""
+    if request.param == "local":
+        return Local(tmp_path, site)
+    sshd = request.getfixturevalue("sshd")
+    return Ssh(tmp_path, site, sshd, "docker" if request.param == "ssh-docker" else "none")
+
+
+def launch(machine, job, *more, seconds=0):
+    return ["launch", "--backend", machine.name, "--name", job, *more, "--command", f"show.py {seconds}"]
+
+
+without_container = pytest.mark.parametrize("machine", ["local", "ssh"], indirect=True)
+over_ssh = pytest.mark.parametrize("machine", ["ssh", "ssh-docker"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "per_node", "ids"),
+    [
+        (nvidia_smi.gpus(8), 4, ["0,1,2,3", "4,5,6,7"]),
+        (MIG, 1, [SLICES[0], SLICES[1]]),
+        (BUSY, 1, ["0", "1"]),  # doctor warns
+    ],
+    ids=["8 GPUs", "MIG", "busy"],
+)
+def test_plan_gives_each_node_its_own_gpus_or_mig_slices(tmp_path, site, gpus, per_node, ids):
+    machine = Local(tmp_path, site)
+    machine.has(gpus)
+    ann = machine.user("ann")
+    words = ["--nodes", "2", "--gpus", str(per_node), "--command", "show.py"]
+    code, text = ann.run("plan", "--backend", "local", *words)
+    assert code == 0, text
+    assert [line[28:] for line in text.splitlines() if line.startswith("export CUDA_VISIBLE_DEVICES=")] == ids
+    assert not (ann.folder / "runs").exists()
+    code, text = ann.run("plan", "--backend", "compose", *words, "-o", "job.yml")
+    assert code == 0, text
+    services = yaml.safe_load((ann.folder / "job.yml").read_text())["services"].values()
+    devices = [each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for each in services]
+    assert devices == [each.split(",") for each in ids]
+
+
+@over_ssh
+@pytest.mark.parametrize(
+    ("gpus", "count", "options"),
+    [(nvidia_smi.gpus(8), 8, "0,1,2,3,4,5,6,7"), (MIG, 1, SLICES[0])],
+    ids=["8 GPUs", "MIG"],
+)
+def test_plan_finds_the_gpus_of_a_machine(machine, gpus, count, options):
+    machine.has(gpus)
+    code, text = machine.user("ann").run("plan", "--gpus", str(count), "--command", "show.py")
+    assert code == 0, text
+    in_container = ",".join(map(str, range(count)))
+    if "--gpus" in text:
+        assert f"--gpus '\"device={options}\"'" in text
+        options = in_container
+    assert f"export CUDA_VISIBLE_DEVICES={options}\n" in text
+
+
+def test_a_process_gets_one_mig_slice(tmp_path, site):
+    machine = Local(tmp_path, site)
+    machine.has(MIG)
+    code, text = machine.user("ann").run("plan", "--backend", "local", "--gpus", "2", "--command", "show.py")
+    assert (code, "--gpus 2: CUDA shows a process only one MIG slice" in text) == (2, True), text
+
+
+@over_ssh
+@pytest.mark.parametrize(
+    ("gpus", "driver", "check", "level", "detail", "fix"),
+    [
+        (nvidia_smi.gpus(8), "580.82.07", "gpus", "ok", "8 x NVIDIA H200, driver 580.82.07", ""),
+        (MIG, "580.82.07", "gpus", "ok", "2 x NVIDIA H200 MIG 1g.18gb, driver 580.82.07", ""),
+        (BUSY, "580.82.07", "gpus", "warning", "in use: GPU 0 (40.0 of 140 GB)", "nvidia-smi"),
+        (
+            nvidia_smi.gpus(2),
+            OLD,
+            "versions",
+            "failure",
+            f", but driver {OLD} is too old: CUDA 13.0 needs 580 or newer",
+            "on h0: install a newer driver",
+        ),
+    ],
+    ids=["8 GPUs", "MIG", "busy", "old driver"],
+)
+def test_doctor_reports_the_gpus(machine, gpus, driver, check, level, detail, fix):
+    machine.has(gpus, driver)
+    code, text = machine.user("ann").run("doctor", "--skip", "image", "--skip", "orphans", "--json")
+    report = json.loads(text)
+    found = {each["check"]: each for each in report["findings"]}
+    assert found[check]["level"] == level
+    assert found[check]["detail"].endswith(detail)
+    assert fix in found[check]["fix"]
+    failed = [each["check"] for each in report["findings"] if each["level"] == "failure"]
+    assert (code, failed) == ((3, [check]) if level == "failure" else (0, [])), text
+
+
+def test_launch_refuses_a_driver_that_is_too_old_for_the_cuda_of_torch(machine, job_name):
+    machine.has(nvidia_smi.gpus(2), OLD)
+    ann = machine.user("ann")
+    code, text = ann.run(*launch(machine, job_name))
+    assert code == 2, text
+    assert f"driver {OLD} is too old: CUDA 13.0 needs 580 or newer" in text
+    assert "hint: on " in text
+    assert "install a newer driver (https://www.nvidia.com/drivers)" in text
+    assert processes_of(job_name) == []
+    assert not (ann.folder / "runs").exists()
+
+
+@without_container
+def test_launch_starts_on_a_new_driver_and_without_gpus_on_an_old_one(machine, job_name):
+    python = ["--python", sys.executable]
+    machine.has(nvidia_smi.gpus(2))
+    ann = machine.user("ann")
+    code, text = ann.run(*launch(machine, job_name, *python))
+    assert (code, "sees 0" in text) == (0, True), text
+    machine.has(nvidia_smi.gpus(2), OLD)
+    code, text = ann.run(*launch(machine, f"{job_name}-cpu", *python, "--device", "cpu"))
+    assert (code, "sees" in text) == (0, True), text
+
+
+@pytest.mark.engine
+def test_compose_refuses_a_driver_that_is_too_old_for_the_image(tmp_path, site, job_name):
+    """The image is the real one, with wheels for CUDA 13."""
+    machine = Local(tmp_path, site)
+    machine.has(nvidia_smi.gpus(2), OLD)
+    ann = machine.user("ann")
+    code, text = ann.run("launch", "--backend", "compose", "--name", job_name, "--gpus", "2")
+    assert code == 2, text
+    assert f"this machine: driver {OLD} is too old: CUDA 13." in text
+    assert not (ann.folder / "runs").exists()
+
+
+@over_ssh
+def test_a_gpu_of_cluster_yaml_that_was_divided_into_slices_is_an_error(machine, job_name):
+    machine.has(MIG)
+    ann = machine.user("ann")
+    described = yaml.safe_load((ann.folder / "cluster.yaml").read_text())
+    described["nodes"]["h0"]["gpus"] = [0]
+    (ann.folder / "cluster.yaml").write_text(yaml.safe_dump(described))
+    code, text = ann.run(*launch(machine, job_name))
+    assert (code, f"h0: no GPU 0: nvidia-smi lists {', '.join(SLICES)}" in text) == (2, True), text
+
+
+@without_container
+@pytest.mark.parametrize(("gpus", "ids"), [(nvidia_smi.gpus(2), ["0", "1"]), (MIG, SLICES)], ids=["GPUs", "MIG"])
+def test_two_users_never_get_the_same_gpu_or_mig_slice(machine, gpus, ids, job_name):
+    """The users share nothing but the machine: only its locks keep them apart."""
+    machine.has(gpus)
+    users = {name: machine.user(name) for name in ("ann", "bob", "dan", "eve")}
+    options = ["--python", sys.executable, "--detach"]
+
+    def start(name, *more):
+        return users[name].start(*launch(machine, f"{job_name}-{name}", *options, *more, seconds=600))
+
+    def sees(name):
+        log, until = machine.log(users[name], f"{job_name}-{name}"), time.monotonic() + 30
+        while not (log.exists() and "sees" in log.read_text()):
+            assert time.monotonic() < until, name
+            time.sleep(0.1)
+        return log.read_text().split()[-1]
+
+    try:
+        both = {name: start(name) for name in ("ann", "bob")}
+        texts = {name: process.communicate(timeout=90)[0] for name, process in both.items()}
+        codes = {process.returncode: name for name, process in both.items()}
+        assert codes.keys() == {0, 2}, texts
+        winner = codes[0]
+        assert "held by the job" in texts[codes[2]]
+        assert sees(winner) == ids[0]
+        second = start("dan", "--wait", "60s")
+        text, _ = second.communicate(timeout=90)
+        assert second.returncode == 0, text
+        assert sees("dan") == ids[1]
+        third = start("eve", "--wait", "1s")
+        text, _ = third.communicate(timeout=90)
+        assert (third.returncode, f"held by {job_name}-{winner}, {job_name}-dan" in text) == (3, True), text
+    finally:
+        for name, each in users.items():
+            each.run("stop", f"{job_name}-{name}")
