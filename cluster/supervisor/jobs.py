@@ -12,7 +12,7 @@ from cluster.backends import BACKENDS, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
-from cluster.supervisor import job_state, page, report, webhook
+from cluster.supervisor import job_state, report, webhook
 from cluster.supervisor.job_state import JobView, Verdict
 
 POLL_S = 0.4
@@ -186,6 +186,8 @@ def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
 def _write_page(record: JobRecord, view: JobView | None = None) -> list[str]:
     if not Path(record.plan.run_dir).is_dir():  # the job ended before it had files
         return []
+    from cluster.supervisor import page  # slow to import for `plan`
+
     try:
         page.write(record, view)
     except OSError as error:
