@@ -7,6 +7,7 @@ in the folder of the page.
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -125,7 +126,7 @@ def sections(record: JobRecord, state: str, view: JobView | None, now: float, *,
         _table(facts),
         _nodes(plan, view, is_live=is_live) if view or is_live else "",
         "<h2>Attempts</h2>" + _attempts(attempts),
-        _section("Curves", _curves(_rows(run_dir / "results.csv") or (view.metrics if view else []))),
+        _section("Curves", _file_curves(run_dir / "results.csv") or _curves(view.metrics if view else [])),
         _section("Images", (_image(path, is_live) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
     ]
     return "\n".join(f"<section>{part}</section>" for part in parts)
@@ -226,12 +227,18 @@ def _attempts(attempts: Sequence[PastAttempt]) -> str:
     return _table(rows)
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
+def _file_curves(path: Path) -> Sequence[str]:
     try:
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        found = path.stat()
+        return _parsed_curves(path, found.st_mtime_ns, found.st_size)
     except (OSError, csv.Error):
         return []
+
+
+@functools.lru_cache(maxsize=16)  # a live page is drawn once per second
+def _parsed_curves(path: Path, *_version: int) -> Sequence[str]:
+    with path.open(newline="") as file:
+        return _curves(list(csv.DictReader(file)))
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
