@@ -132,7 +132,13 @@ def _adapter() -> TypeAdapter[JobRecord]:
 
 def _load(path: Path) -> JobRecord:
     try:
-        return _adapter().validate_json(path.read_bytes())
+        found = path.stat()
+        return _parse(path, found.st_ino, found.st_mtime_ns, found.st_size)
     except (OSError, ValueError) as error:
         hint = f"unless another version of clusterctl wrote it: mv {path} {path}.old"
         raise ClusterError(f"cannot read the job record {path}: {str(error).splitlines()[0]}", hint) from error
+
+
+@functools.lru_cache(maxsize=4096)  # `clusterctl serve` polls all jobs once per second
+def _parse(path: Path, *_version: int) -> JobRecord:
+    return _adapter().validate_json(path.read_bytes())

@@ -55,10 +55,10 @@ fi
 
 # MLflow's server and the trackers' clients, over the packages of .venv.
 install_trackers() {
-    [ ! -x .make/trackers/bin/mlflow ] || return 0
-    echo "test: installing mlflow and wandb into .make/trackers"
+    [ ! -x .make/trackers/bin/trackio ] || return 0
+    echo "test: installing mlflow, wandb and trackio into .make/trackers"
     .venv/bin/python -m venv .make/trackers
-    .make/trackers/bin/pip install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0
+    .make/trackers/bin/pip install -qq --disable-pip-version-check mlflow==3.17.2 wandb==0.31.0 trackio==0.43.0
     packages='import sysconfig; print(sysconfig.get_path("purelib"))'
     .venv/bin/python -c "$packages" >"$(.make/trackers/bin/python -c "$packages")/venv.pth"
 }

@@ -100,7 +100,7 @@ def launch(
 
         if wait:
             record, more = gpu_queue.launch_in_turn(
-                request, machines, records, wait_s, lambda text: print_line(out, text), start
+                job, chosen, request, machines, records, wait_s, lambda text: print_line(out, text), start
             )
         else:
             record, more = start(job)

@@ -112,21 +112,9 @@ class GpuQueue:
         return done.out.splitlines()
 
 
-def candidates(job: Job, backend: str, inventory: Inventory | None, gpus: Sequence[Gpu]) -> list[Node]:
-    """Return the nodes whose GPUs a job may use: all of the inventory, or this machine with the GPUs `gpus`.
-
-    Raises:
-        UsageError: The job cannot wait for GPUs.
-    """
-    if backend == "slurm":
-        raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
-    nodes = list(inventory.nodes) if job.hosts and inventory else [Node("this-machine", "", tuple(gpus))]
-    if not all(node.gpus for node in nodes):
-        raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
-    return nodes
-
-
 def launch_in_turn(
+    job: Job,
+    backend: str,
     request: Request,
     inventory: Inventory | None,
     records: JobStore,
@@ -137,7 +125,9 @@ def launch_in_turn(
     """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
 
     Args:
-        request: The request, as for `launcher.resolve`.
+        job: The job of the request, resolved with all GPUs.
+        backend: The name of its backend.
+        request: The request, which is resolved again with the free GPUs.
         inventory: The machines; the job gets the first ones with enough free GPUs.
         records: Of the jobs on this machine.
         wait_s: How long to wait.
@@ -146,9 +136,14 @@ def launch_in_turn(
 
     Raises:
         LaunchError: There were not enough free GPUs in time.
+        UsageError: The job cannot wait for GPUs.
     """
-    job, backend, _ = launcher.resolve(request, inventory)
-    nodes = candidates(job, backend, inventory, launcher.local_machine(request, backend).gpus)
+    if backend == "slurm":
+        raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
+    here = Node("this-machine", "", launcher.local_machine(request, backend).gpus)
+    nodes = inventory.nodes if job.hosts and inventory else [here]
+    if not all(node.gpus for node in nodes):
+        raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     until = time.time() + wait_s
     in_use: Callable[[], dict[Gpu, str]] = dict if job.hosts else lambda: launcher.gpus_in_use(records)
     with GpuQueue(job.name, nodes, in_use) as queue:

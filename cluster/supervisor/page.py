@@ -7,6 +7,7 @@ in the folder of the page.
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,9 +36,11 @@ _CHARTS = (
     ("learning rate", ("lr",)),
 )
 _IMAGES = ("*.png", "*.jpg")
-#: Classes of the phases' colours, and the number of ranks whose table is open at first.
+#: Classes of the phases' colours, and the number of ranks whose table is open at first and has lines over time.
 _PHASES = {"ready": "running", "lost": "failed", "joining": "joining", "setup": "joining", "starting": "joining"}
-_MOST_RANKS = 16
+MOST_RANKS = 16
+#: The samples of a job's ranks, by rank.
+Ranks = Mapping[int, Mapping[str, Any]]
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: #0550ae;
@@ -52,6 +55,7 @@ code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-
 .done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
+.spark { border-bottom: 1px solid var(--line); display: block; width: 4rem; height: 1rem }
 .bar { display: block; fill: #0072b2; width: 100%; height: .5rem; margin: .25rem 0 } summary { cursor: pointer }
 svg text { fill: currentColor; font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }
 polyline { stroke-linecap: round }
@@ -91,7 +95,15 @@ def document(title: str, head: str, body: str) -> str:
     return f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>{head}\n{body}\n</html>\n'
 
 
-def sections(record: JobRecord, state: str, view: JobView | None, now: float, *, is_live: bool = False) -> str:
+def sections(
+    record: JobRecord,
+    state: str,
+    view: JobView | None,
+    now: float,
+    *,
+    is_live: bool = False,
+    past: Sequence[Ranks] = (),
+) -> str:
     """Return the sections of a job's page, all but its logs, as HTML.
 
     Args:
@@ -100,6 +112,7 @@ def sections(record: JobRecord, state: str, view: JobView | None, now: float, *,
         view: The view of the last poll, if any.
         now: A Unix time; of a job that has ended, its end.
         is_live: Link to the pages of `cluster.web.server`.
+        past: The samples of the ranks over time.
     """
     plan, run_dir = record.plan, Path(record.plan.run_dir)
     names, count = [node.name for node in plan.nodes], len(plan.nodes)
@@ -123,9 +136,9 @@ def sections(record: JobRecord, state: str, view: JobView | None, now: float, *,
         f"<p>{escape(record.detail)}</p>" if record.detail else "",
         _progress(view) if view and not record.outcome else "",
         _table(facts),
-        _nodes(plan, view, is_live=is_live) if view or is_live else "",
+        _nodes(plan, view, past, is_live=is_live) if view or is_live else "",
         "<h2>Attempts</h2>" + _attempts(attempts),
-        _section("Curves", _curves(_rows(run_dir / "results.csv") or (view.metrics if view else []))),
+        _section("Curves", _file_curves(run_dir / "results.csv") or _curves(view.metrics if view else [])),
         _section("Images", (_image(path, is_live) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
     ]
     return "\n".join(f"<section>{part}</section>" for part in parts)
@@ -147,8 +160,8 @@ def _progress(view: JobView) -> str:
     )
 
 
-def _nodes(plan: Plan, view: JobView | None, *, is_live: bool) -> str:
-    """Return a table of the nodes, and one of the ranks with the newest sample of their use."""
+def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool) -> str:
+    """Return a table of the nodes, and one of the ranks with the newest sample of their use and lines over time."""
     rows, ranks, has_gpus = [], [], False
     for index, node in enumerate(plan.nodes):
         seen = view.nodes[index] if view else None
@@ -163,12 +176,16 @@ def _nodes(plan: Plan, view: JobView | None, *, is_live: bool) -> str:
         host = usage.get("host")
         for row in usage.get("ranks", ()):
             has_gpus = has_gpus or "gpu" in row
+            samples = [each[row["rank"]] for each in past if row["rank"] in each]
             gpu = [
-                f"{row['use']} %" if row.get("use") is not None else "",
+                f"{row['use']} %{_line(samples, 'use', 100)}" if row.get("use") is not None else "",
                 f"{row['memory'] / 1e9:.1f}/{row['memory_total'] / 1e9:.1f} GB"
+                + _line(samples, "memory", row["memory_total"])
                 if row.get("memory") is not None
                 else "",
-                f"{row['temperature']} °C" if row.get("temperature") is not None else "",
+                f"{row['temperature']} °C{_line(samples, 'temperature', 100)}"
+                if row.get("temperature") is not None
+                else "",
             ]
             free = f"{(host['total'] - host['free']) / 1e9:.1f}/{host['total'] / 1e9:.1f} GB" if host else ""
             ranks.append([str(row["rank"]), name, f"{row['cpu']:.1f}", f"{row['rss'] / 1e9:.2f} GB", free, *gpu])
@@ -187,9 +204,20 @@ def _nodes(plan: Plan, view: JobView | None, *, is_live: bool) -> str:
             *(["GPU", "GPU memory", "temp."] if has_gpus else []),
         ]
         table = _wide(titles, [row[: len(titles)] for row in ranks])
-        shown = " open" if len(ranks) <= _MOST_RANKS else ""
+        shown = " open" if len(ranks) <= MOST_RANKS else ""
         text += f'<details id="ranks"{shown}><summary>{len(ranks)} ranks</summary>{table}</details>'
     return text
+
+
+def _line(samples: Sequence[Mapping[str, Any]], key: str, most: float) -> str:
+    """Return a small line of the samples' values, from 0 to `most`."""
+    values = [sample[key] for sample in samples if sample.get(key) is not None]
+    if len(values) < 2:
+        return ""
+    points = " ".join(f"{x},{15 - 14 * value / most:.1f}" for x, value in enumerate(values))
+    head = f'<svg class="spark" viewBox="0 0 {len(values) - 1} 16" preserveAspectRatio="none" role="img" '
+    label = f'aria-label="{key}: {min(values)} to {max(values)}">'
+    return f'{head}{label}<polyline class="s0" vector-effect="non-scaling-stroke" points="{points}"/></svg>'
 
 
 def _wide(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -226,12 +254,18 @@ def _attempts(attempts: Sequence[PastAttempt]) -> str:
     return _table(rows)
 
 
-def _rows(path: Path) -> list[Mapping[str, Any]]:
+def _file_curves(path: Path) -> Sequence[str]:
     try:
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
+        found = path.stat()
+        return _parsed_curves(path, found.st_mtime_ns, found.st_size)
     except (OSError, csv.Error):
         return []
+
+
+@functools.lru_cache(maxsize=16)  # a live page is drawn once per second
+def _parsed_curves(path: Path, *_version: int) -> Sequence[str]:
+    with path.open(newline="") as file:
+        return _curves(list(csv.DictReader(file)))
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:

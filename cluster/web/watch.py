@@ -18,6 +18,8 @@ from cluster.supervisor.report import seconds
 POLL_S = 1.0
 #: Lines of a log, or of a search in it, that the page shows at first.
 _LOG_LINES = 2000
+#: Samples of the ranks that the page draws. Those before a longer pause of the polls are not drawn.
+_SAMPLES, _PAUSE_S = 60, 10.0
 
 
 class Watch:
@@ -76,6 +78,7 @@ class PolledJob:
         self._follower = jobs.Follower(self.record)
         self.state: str = self.record.outcome or "joining"
         self.view: JobView | None = None
+        self._past: list[page.Ranks] = []
 
     def poll(self) -> None:
         """Poll, unless another page has just done so. An ended job is not polled: its machines may be off."""
@@ -93,7 +96,13 @@ class PolledJob:
                 self.state, self.view = jobs.state(record, self._follower)
             except ClusterError:
                 self.state = record.outcome or "unreachable"
+            if time.time() - self._polled_at > _PAUSE_S:
+                self._past = []
             self._polled_at = time.time()
+            nodes = self.view.nodes if self.view else ()
+            ranks = {row["rank"]: row for node in nodes for row in (node.usage or {}).get("ranks", ())}
+            if len(ranks) <= page.MOST_RANKS and ranks not in self._past[-1:]:
+                self._past = [*self._past, ranks][-_SAMPLES:]
 
     @property
     def ended_at(self) -> float:
@@ -103,7 +112,7 @@ class PolledJob:
     def body(self) -> str:
         """Poll, and return the content of the job's page."""
         self.poll()
-        return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True)
+        return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True, past=self._past)
 
     def row(self) -> str:
         """Poll, and return the job's row of the list."""

@@ -99,6 +99,35 @@ def test_pages_follow_a_job_through_a_restart_to_its_end(clusterctl, job):
     supervisor.stdout.close()
 
 
+def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl, job_name, page, request):
+    """Simulate a GPU in the output of nvidia-smi: 5 %, 1 GiB and 1 °C more at each query."""
+    smi = clusterctl.folder / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        "#!/bin/sh\ncase $1 in --query-gpu=index) echo 0; exit ;; -L) echo 'GPU 0: A (UUID: GPU-0)'; exit ;; esac\n"
+        f"echo >>{smi}.count; n=$(wc -l <{smi}.count)\n"
+        "echo 0, GPU-0, $((5 * n)), $((1024 * n)), 81920, $((40 + n))\n"
+    )
+    smi.chmod(0o755)
+    clusterctl.env |= {"PATH": f"{smi.parent}:{clusterctl.env['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    clusterctl.env["CLUSTERCTL_LOCKS"] = str(clusterctl.folder / "locks")
+    (clusterctl.folder / "sleep.py").write_text("import time\ntime.sleep(600)\n")
+    command = ["launch", "--backend", "local", "--name", job_name, "--gpus", "1", "--detach", "--command", "sleep.py"]
+    code, text = clusterctl.run(*command)
+    assert code == 0, text
+    request.addfinalizer(lambda: clusterctl.run("stop", job_name))
+    with serving(clusterctl) as url:
+        page.goto(f"{url}jobs/{job_name}/")
+        for key, least in (("use", 5), ("memory", 1 << 30), ("temperature", 41)):
+            line = page.get_by_label(re.compile(f"^{key}: "))
+            expect(line.locator("polyline")).to_have_attribute("points", re.compile(r"0,\S+ 1,\S+ 2,"), timeout=20_000)
+            low, high = map(int, re.findall(r"\d+", line.get_attribute("aria-label")))
+            assert least <= low < high
+            heights = [float(point.split(",")[1]) for point in line.locator("polyline").get_attribute("points").split()]
+            assert heights == sorted(heights, reverse=True)  # the values rise
+            assert line.bounding_box()["width"] > 30
+
+
 def test_files_of_the_run_directory_and_no_others(clusterctl, job):
     folder = clusterctl.folder / "runs" / job
     (folder / "<script>.png").write_bytes(b"\x89PNG")

@@ -1,6 +1,7 @@
-"""`trainer train --track` with a real MLflow server, and with Weights & Biases offline."""
+"""`trainer train --track` with a real MLflow server, Weights & Biases offline, and Trackio's local database."""
 
 import csv
+import json
 import os
 import signal
 import socket
@@ -127,3 +128,26 @@ def test_wandb_offline_has_one_run_with_each_epoch_once(train, tmp_path):
     found = subprocess.run([PYTHON, "-c", read, *files], capture_output=True, text=True, check=False)
     print(f"W&B: {found.stdout.split()}")
     assert [int(step) for step in found.stdout.split()] == list(range(1, EPOCHS + 1)), found.stderr
+
+
+@pytest.mark.parametrize("storage", ["sqlite", "jsonl"])  # the client's choice on a local disk, on a network disk
+def test_trackio_has_one_run_with_each_epoch_once(train, tmp_path, storage):
+    # The client writes every half second. After the pause, the database has the first epoch at the kill, and no other.
+    (tmp_path / "slow.py").write_text(
+        "import time, trainer\nclass Slow(trainer.Callback):\n"
+        "    def on_epoch_end(self, metrics): time.sleep(metrics['epoch'] == 1)\n"
+    )
+    kill_and_resume(train, tmp_path, "--track", "trackio", "--callback", "slow:Slow", TRACKIO_STORAGE_MODE=storage)
+    query = "SELECT run_id, run_name, step, json_extract(metrics, '$.box_loss') FROM metrics ORDER BY step"
+    words = [PYTHON.with_name("trackio"), "query", "project", "--project", "trainer", "--sql", query, "--json"]
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "run" / "trackio")}
+    copy = "from trackio import fragments; fragments.import_inbox_dir()"  # as the dashboard does
+    subprocess.run([PYTHON, "-c", copy], env=env, check=True)
+    found = subprocess.run(words, env=env, capture_output=True, text=True, check=True).stdout
+    print(f"Trackio: {found}")
+    rows = [list(row.values()) for row in json.loads(found)["rows"]]
+    assert {tuple(row[:2]) for row in rows} == {(rows[0][0], "run")}
+    assert [row[2] for row in rows] == list(range(1, EPOCHS + 1))
+    with (tmp_path / "run" / "results.csv").open() as file:
+        losses = [float(row["box_loss"]) for row in csv.DictReader(file)]
+    assert [row[3] for row in rows] == pytest.approx(losses, rel=1e-4)

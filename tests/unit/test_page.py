@@ -1,3 +1,4 @@
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -68,6 +69,16 @@ def test_a_long_curve_keeps_its_extremes(record, tmp_path):
     assert min(float(point.split(",")[1]) for point in points) == 6  # the top of the chart
     assert "box_loss 0.5" in text
     assert "obj_loss" not in text
+
+
+def test_a_changed_table_of_results_is_read_again(record, tmp_path):
+    path = tmp_path / "job" / "results.csv"
+    for at, loss in enumerate(("0.5", "0.7")):  # of one size
+        path.write_text(f"epoch,box_loss\n1,{loss}\n")
+        os.utime(path, (at, at))
+        assert f"box_loss {loss}" in page.render(record)
+    path.unlink()
+    assert "box_loss" not in page.render(record)
 
 
 def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):

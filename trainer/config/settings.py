@@ -195,8 +195,8 @@ class Settings:
     log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.")
     track: str = option(
         "",
-        "Log each epoch to mlflow or wandb too; a resumed run is continued. TensorBoard's file is always written.",
-        known=("", "mlflow", "wandb"),
+        "Log each epoch to mlflow, wandb or trackio; a resumed run is continued. TensorBoard's file is always written.",
+        known=("", "mlflow", "wandb", "trackio"),
     )
     callback: str = option("", "Your subclass of trainer.Callback as package.module:Class.")
     project: str = option("runs", "Folder that holds the run's folder. Under clusterctl the job's folder replaces it.")

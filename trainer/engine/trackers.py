@@ -1,4 +1,4 @@
-"""Experiment trackers: log each epoch to MLflow or Weights & Biases, through the tracker's own client.
+"""Experiment trackers: log each epoch to MLflow, Weights & Biases or Trackio, through their own clients.
 
 The run's ID is in the checkpoints, so a resumed training continues the run. The clients read the address and the
 account of the tracker from their own environment variables.
@@ -20,15 +20,15 @@ from trainer.config import Settings
 from trainer.errors import TrainerError
 
 _PROJECT = "trainer"
-_HINT = "its packages: pip install 'clusterctl[track]'; its address and account are environment variables"
+_HINT = "its packages: pip install 'clusterctl[track]' or [trackio]; its address and account are environment variables"
 Row = Mapping[str, float]
 
 
 class Client(Protocol):
-    """A tracker's run. `id` continues it later; `logged` is the last epoch that it has, 0 if it is unknown."""
+    """A tracker's run. `id` continues it later; `logged` is the last epoch that it has, None if it is unknown."""
 
     id: str
-    logged: int
+    logged: int | None
 
     def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
         """Start a run, or continue `run_id`."""
@@ -89,7 +89,7 @@ class Wandb:
             resume="allow",
             settings=wandb.Settings(console="off", silent=True),
         )
-        self.logged = max(0, self._run.step - 1) if self._run.resumed else 0
+        self.logged = max(0, self._run.step - 1) if self._run.resumed else None
 
     def log(self, epoch: int, values: Row) -> None:
         """Log an epoch."""
@@ -100,7 +100,44 @@ class Wandb:
         self._run.finish()
 
 
-CLIENTS: dict[str, type[Client]] = {"mlflow": MLflow, "wandb": Wandb}
+class Trackio:
+    """A run of Trackio: in the folder TRACKIO_DIR, or on TRACKIO_SERVER_URL or TRACKIO_SPACE_ID."""
+
+    def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
+        # By default the client writes to the home folder, which a container loses at its end.
+        os.environ.setdefault("TRACKIO_DIR", str(folder.absolute() / "trackio"))
+        import trackio
+        from trackio import fragments
+        from trackio.sqlite_storage import SQLiteStorage
+
+        self._api = trackio
+        self._run = trackio.init(
+            project=_PROJECT,
+            name=name,
+            config=dict(config),
+            resume="allow" if run_id else "never",
+            auto_log_gpu=False,  # its threads could log before the next line
+            auto_log_cpu=False,
+        )
+        self.id = self._run.id = run_id or self._run.id  # the client finds a run by its name only
+        self.logged = None
+        if not self._run.url:
+            # On a network file system, epochs are in fragments until the dashboard copies them to the database.
+            texts = [path.read_bytes() for path in fragments.local_inbox_dir().rglob("*.jsonl")]
+            records = [record for text in texts for record in fragments.parse_fragment_bytes(text)]
+            steps = [record["step"] for record in records if record["run_id"] == self.id]
+            self.logged = max([*steps, SQLiteStorage.get_max_step_for_run(_PROJECT, run_id=self.id) or 0])
+
+    def log(self, epoch: int, values: Row) -> None:
+        """Log an epoch."""
+        self._run.log(dict(values), step=epoch)
+
+    def finish(self) -> None:
+        """Write the last epochs. Trackio's runs have no state."""
+        self._api.finish()
+
+
+CLIENTS: dict[str, type[Client]] = {"mlflow": MLflow, "wandb": Wandb, "trackio": Trackio}
 
 
 class Tracker:
@@ -121,7 +158,8 @@ class Tracker:
             lines = str(error).splitlines() or [type(error).__name__]
             raise TrainerError(f"--track {self.kind}: {lines[0]}", _HINT) from error
         self.id = self._client.id
-        self._logged = self._client.logged or (epochs if run_id else 0)
+        logged = self._client.logged
+        self._logged = (epochs if run_id else 0) if logged is None else logged
 
     def log(self, rows: Sequence[Row]) -> str:
         """Log the epochs that are not logged yet. Return why that failed, or ""."""
