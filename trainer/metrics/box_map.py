@@ -246,7 +246,7 @@ def _boxes(
     areas: npt.ArrayLike | None = None,
 ) -> _Boxes:
     """One image's boxes, from corners."""
-    box = np.array(xyxy, np.float64).reshape(-1, 4)
+    box = np.asarray(xyxy).astype(np.float64).reshape(-1, 4)  # np.array of a tensor is deprecated
     box[:, 2:] -= box[:, :2]
     return _Boxes(
         np.full(len(box), image_id),

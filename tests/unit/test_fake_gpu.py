@@ -1,0 +1,237 @@
+"""The trainer's code for GPUs on the simulated GPUs of tests/fake_gpu.py: all tasks, and all strategies on two of them.
+
+Steps raise an error for tensors on the wrong device and for a wait of the host, and their losses are those of the CPU.
+The first step may wait: it copies the anchors to the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tests.fake_gpu import DeviceMismatch, HostWait, simulated_gpus, step
+from tests.unit import test_classification, test_segmentation
+from tests.unit.settings import settings
+from tests.unit.trainer_process import TINY, call
+from tests.unit.yolo_folder import squares
+from trainer.config import Hyp
+from trainer.distributed import comm, cut
+from trainer.distributed.comm import World
+from trainer.engine.events import Events
+from trainer.engine.trainer import Trainer
+from trainer.losses import detection
+from trainer.weights import checkpoint_file
+
+STATE = ("model", "ema", "optimizer", "scaler", "total", "ranks")
+GPU = torch.device("cuda", 1)
+CPU = torch.device("cpu")
+STRATEGIES = [("ddp", "fp32"), ("ddp", "bf16"), ("fsdp", "bf16"), ("pipeline", "fp32"), ("pipeline", "bf16")]
+
+
+@pytest.fixture
+def gpus() -> Iterator[None]:
+    with simulated_gpus():
+        yield
+
+
+def started(place: torch.device, world: World | None = None, **more: Any) -> Trainer:
+    if place.type == "cuda":
+        torch.cuda.set_device(place)  # as comm.join does
+    training = Trainer(settings(**more), world or World(), place, Events({}))
+    training.start()
+    training.local_model.train()
+    return training
+
+
+def three_steps(training: Trainer) -> list[list[float]]:
+    """Take three steps, and return their loss terms."""
+    losses = []
+    for batch, _ in zip(training.train_loader.epoch(0, 0), range(3), strict=False):
+        with step() if losses else contextlib.nullcontext():
+            result = training.step(batch)
+        assert (result.stop, result.save) == (False, False)  # values of a copy that has not ended are NaN
+        losses.append(training.unreduced_terms.tolist())
+    training.check_finite()
+    assert all(sum(terms) > 0 for terms in losses) or not training.strategy.computes_loss
+    return losses
+
+
+def outcome(training: Trainer) -> tuple[Any, ...]:
+    """Take three steps, validate, and return losses, scores, detections and the state as values of the CPU."""
+    losses = three_steps(training)
+    scores = training.validate(training.val_loader)
+    state = training.state_dict()
+    tensors = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for key in STATE for leaf in tree_leaves(state[key])]
+    return losses, scores, pickle.dumps(training.metric), tensors
+
+
+def assert_equal(gpu: tuple[Any, ...], cpu: tuple[Any, ...]) -> None:
+    assert gpu[:3] == cpu[:3]
+    assert len(gpu[3]) == len(cpu[3])
+    for one, other in zip(gpu[3], cpu[3], strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def anchors(folder: Path) -> dict[str, Any]:
+    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp()}
+
+
+def anchor_free(folder: Path) -> dict[str, Any]:
+    cfg = folder / "free.yaml"
+    cfg.write_text(Path(TINY).read_text().replace("Detect, [nc, anchors]", "DetectDFL, [nc]"))
+    return {**anchors(folder), "cfg": str(cfg)}
+
+
+def classify(folder: Path) -> dict[str, Any]:
+    data = test_classification.folders(folder / "set")
+    how = {"task": "classify", "cfg": test_classification.SMALL, "imgsz": 32, "optimizer": "AdamW"}
+    return {"data": str(data), **how, "hyp": Hyp(mosaic=0.0, mixup=0.5)}
+
+
+def segment(folder: Path) -> dict[str, Any]:
+    data = test_segmentation.folders(folder / "set", train=12)
+    return {"data": str(data), "task": "segment", "hyp": Hyp(mosaic=0.0)}
+
+
+@pytest.mark.parametrize(
+    ("task", "precision"),
+    [
+        (anchors, "fp32"),
+        (anchors, "bf16"),
+        (anchors, "fp16"),
+        (anchor_free, "fp32"),
+        (anchor_free, "bf16"),
+        (classify, "fp32"),
+        (classify, "bf16"),
+        (segment, "fp32"),
+    ],
+)
+def test_a_task_on_a_gpu_has_the_values_of_the_cpu(
+    task: Callable[[Path], dict[str, Any]], precision: str, gpus: None, tmp_path: Path
+) -> None:
+    """Bit for bit: three steps without a wait of the host, and a validation."""
+    more = {**task(tmp_path), "precision": precision}
+    assert_equal(outcome(started(GPU, **more)), outcome(started(CPU, **more)))
+
+
+def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
+    more = anchors(tmp_path)
+    first = started(GPU, **more)
+    batches = list(zip(first.train_loader.epoch(0, 0), range(3), strict=False))
+    for batch, _ in batches[:2]:
+        first.step(batch)
+    checkpoint_file.save(tmp_path / "last.pt", first.state_dict())
+    second = started(torch.device("cuda", 0), **more)
+    second.load_state_dict(checkpoint_file.load(str(tmp_path / "last.pt")))
+    for training in (first, second):
+        torch.cuda.set_device(training.device)
+        training.step(batches[2][0])
+    assert first.unreduced_terms.tolist() == second.unreduced_terms.tolist()
+
+
+def test_data_parallel_on_two_gpus_has_the_losses_of_one(gpus: None, tmp_path: Path) -> None:
+    """In evaluation mode: batch norm of a GPU's own images differs from that of all."""
+    more = {**anchors(tmp_path), "parallel": "dp"}
+    losses = []
+    for place, numbers in ((torch.device("cuda", 0), "0,1"), (CPU, "cpu")):
+        training = started(place, **more, device=numbers)
+        training.local_model.eval()
+        losses.append(three_steps(training))
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=1e-6)
+
+
+def one_rank(data: str) -> None:
+    """Compare a rank on its simulated GPU with one on the CPU, by gloo and under every strategy of several ranks."""
+    world = comm.world_of(os.environ)
+    comm.join(world, CPU)
+    measure = cut.measure
+
+    def equal_times(*given: Any) -> tuple[list[float], list[float]]:
+        seconds, sent = measure(*given)
+        return [1.0] * len(seconds), sent
+
+    cut.measure = equal_times  # the position of the cut can change the last bit of a gradient
+    # 18 outputs per cell are the same number of rows on both ranks. FSDP pads others, but not those of a subclass.
+    more = {"data": data, "cfg": TINY, "hyp": Hyp(), "single_cls": True}
+    with simulated_gpus():
+        for parallel, precision in STRATEGIES:
+            options = {**more, "parallel": parallel, "precision": precision}
+            gpu = outcome(started(torch.device("cuda", world.local_rank), world, **options))
+            assert_equal(gpu, outcome(started(CPU, world, **options)))
+            print("equal:", parallel, precision)
+    comm.leave()
+
+
+def test_every_strategy_on_two_gpus_has_the_values_of_two_cpus(tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=12)
+    for rank in call(one_rank, tmp_path, 2, str(data)):
+        assert rank.returncode == 0, rank.stderr
+        assert re.findall("equal: (.+) (.+)", rank.stdout) == STRATEGIES
+
+
+def test_a_copy_to_the_host_has_values_after_its_event_only(gpus: None) -> None:
+    values = torch.tensor([1.0, 2.0], device=GPU)
+    with step():
+        copy = values.to("cpu", non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    assert copy.isnan().all()
+    event.synchronize()
+    assert copy.tolist() == [1, 2]
+
+
+def plant(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
+    """Change the loss terms by a fault."""
+    whole = detection.DetectionLoss.__call__
+    patch.setattr(detection.DetectionLoss, "__call__", lambda self, *given: change(whole(self, *given)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (lambda terms: terms * terms.sum().item(), HostWait, "_local_scalar_dense"),
+        (lambda terms: terms * sum(terms.tolist()), HostWait, "blocking copy"),
+        (lambda terms: terms * bool(terms.sum() > 0), HostWait, "_local_scalar_dense"),
+        (lambda terms: terms + len((terms > 0).nonzero()), HostWait, "nonzero"),
+        (lambda terms: terms[terms > 0], HostWait, "aten.index"),
+        (lambda terms: terms + torch.tensor([1.0, 2.0, 3.0], device=terms.device), HostWait, "blocking copy"),
+        (lambda terms: terms.cpu().to(terms.device), HostWait, "blocking copy"),
+        (lambda terms: (torch.cuda.synchronize(), terms)[1], HostWait, "synchronize"),
+        (lambda terms: terms + torch.ones(3), DeviceMismatch, r"\(3,\) on cuda:1, \(3,\) on cpu"),
+        (lambda terms: terms + torch.ones(3, device="cuda:0"), DeviceMismatch, r"\(3,\) on cuda:1, \(3,\) on cuda:0"),
+        (lambda terms: (torch.zeros(()).add_(terms.sum()), terms)[1], DeviceMismatch, "aten.add_"),
+        (lambda terms: torch.cat((terms, torch.ones((1,)))), DeviceMismatch, "aten.cat"),
+        (lambda terms: terms.bfloat16() @ torch.ones(3, device=terms.device), RuntimeError, "dtype"),
+    ],
+)
+def test_a_fault_in_the_loss_is_an_error(
+    fault: Callable[[Tensor], Tensor],
+    error: type[Exception],
+    said: str,
+    gpus: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = started(GPU, **anchors(tmp_path))
+    batch = next(iter(training.train_loader.epoch(0, 0)))
+    training.step(batch)
+    plant(monkeypatch, fault)
+    with pytest.raises(error, match=said), step():
+        training.step(batch)
+
+
+def test_a_hard_coded_gpu_is_an_error_on_another(gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = started(GPU, **anchors(tmp_path))
+    monkeypatch.setattr(detection, "send", lambda values, _: values.pin_memory().to("cuda:0", non_blocking=True))
+    with pytest.raises(DeviceMismatch, match="cuda:0"):
+        three_steps(training)
