@@ -96,6 +96,9 @@ class GpuTensor(Tensor):
     def get_device(self) -> int:
         return self.gpu.index
 
+    def record_stream(self, _: Any) -> None:
+        pass
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

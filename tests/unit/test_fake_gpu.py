@@ -55,10 +55,10 @@ def started(place: torch.device, world: World | None = None, **more: Any) -> Tra
 
 def three_steps(training: Trainer) -> list[list[float]]:
     """Take three steps, and return their loss terms."""
-    losses = []
-    for batch, _ in zip(training.train_loader.epoch(0, 0), range(3), strict=False):
+    losses, batches = [], training.batches()
+    for _ in range(3):
         with step() if losses else contextlib.nullcontext():
-            result = training.step(batch)
+            result = training.step(next(batches))
         assert (result.stop, result.save) == (False, False)  # values of a copy that has not ended are NaN
         losses.append(training.unreduced_terms.tolist())
     training.check_finite()
@@ -83,7 +83,7 @@ def assert_equal(gpu: tuple[Any, ...], cpu: tuple[Any, ...]) -> None:
 
 
 def anchors(folder: Path) -> dict[str, Any]:
-    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp()}
+    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp(), "augment_on": "device"}
 
 
 def anchor_free(folder: Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_a_task_on_a_gpu_has_the_values_of_the_cpu(
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
     more = anchors(tmp_path)
     first = started(GPU, **more)
-    batches = list(zip(first.train_loader.epoch(0, 0), range(3), strict=False))
+    batches = list(zip(first.batches(), range(3), strict=False))
     for batch, _ in batches[:2]:
         first.step(batch)
     checkpoint_file.save(tmp_path / "last.pt", first.state_dict())
@@ -162,7 +162,7 @@ def one_rank(data: str) -> None:
 
     cut.measure = equal_times  # the position of the cut can change the last bit of a gradient
     # 18 outputs per cell are the same number of rows on both ranks. FSDP pads others, but not those of a subclass.
-    more = {"data": data, "cfg": TINY, "hyp": Hyp(), "single_cls": True}
+    more = {"data": data, "cfg": TINY, "hyp": Hyp(), "single_cls": True, "augment_on": "device"}
     with simulated_gpus():
         for parallel, precision in STRATEGIES:
             options = {**more, "parallel": parallel, "precision": precision}
