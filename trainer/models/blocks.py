@@ -1,7 +1,19 @@
 """The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """Batch norm that does not count its batches: one operation less. A fixed momentum does not need the count."""
+
+    momentum: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize (b, c, h, w)."""
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
 
 
 class Conv(nn.Module):
@@ -10,7 +22,7 @@ class Conv(nn.Module):
     def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1, p: int | None = None, g: int = 1) -> None:
         super().__init__()
         self.conv = nn.Conv2d(c1, c2, k, s, k // 2 if p is None else p, groups=g, bias=False)
-        self.bn: nn.Module = nn.BatchNorm2d(c2, eps=1e-3, momentum=0.03)
+        self.bn: nn.Module = BatchNorm2d(c2, eps=1e-3, momentum=0.03)
         self.act = nn.SiLU()  # not in place: the gradient needs its input, of which autograd would keep a copy
 
     def forward(self, x: Tensor) -> Tensor:
