@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 
 class BatchNorm2d(nn.BatchNorm2d):
@@ -14,6 +14,24 @@ class BatchNorm2d(nn.BatchNorm2d):
         """Normalize (b, c, h, w)."""
         statistics = self.running_mean, self.running_var
         return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+
+
+@fx.wrap
+def concatenate(maps: list[Tensor], dimension: int = 1) -> Tensor:
+    """Join maps of one size along a dimension.
+
+    On a CPU their gradients are copied to dense memory, because operations on a slice of few channels are slow:
+    SiLU's gradient of 16 channels takes 20 times as long.
+    """
+    for x in maps:
+        if x.requires_grad and x.device.type == "cpu" and not torch.compiler.is_compiling():
+            x.register_hook(_dense)  # type: ignore[no-untyped-call]
+    return torch.cat(maps, dimension)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    is_channels_last = gradient.stride(1) == 1
+    return gradient.contiguous(memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)
 
 
 class Conv(nn.Module):
@@ -59,7 +77,7 @@ class C3(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
-        return self.cv3(torch.cat((self.m(self.cv1(x)), self.cv2(x)), 1))  # type: ignore[no-any-return]
+        return self.cv3(concatenate([self.m(self.cv1(x)), self.cv2(x)]))  # type: ignore[no-any-return]
 
 
 class SPPF(nn.Module):
@@ -76,7 +94,7 @@ class SPPF(nn.Module):
         maps = [self.cv1(x)]
         for _ in range(3):
             maps.append(self.m(maps[-1]))
-        return self.cv2(torch.cat(maps, 1))  # type: ignore[no-any-return]
+        return self.cv2(concatenate(maps))  # type: ignore[no-any-return]
 
 
 class Concat(nn.Module):
@@ -88,4 +106,4 @@ class Concat(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """[(b, c_i, h, w)] -> (b, sum c_i, h, w)."""
-        return torch.cat(maps, self.dimension)
+        return concatenate(maps, self.dimension)
