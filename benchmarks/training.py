@@ -7,6 +7,12 @@ and counts all but the first of them. Contenders take turns, because the speed o
 
 Without a GPU: 320 px, batch 16, as many threads as there are cores. With one:
 `--device 0 --imgsz 640 --batch 64 --cfg yolov5s.yaml --peer-model yolov5su.yaml`.
+
+    python benchmarks/training.py roofline --data bccd/data.yaml
+
+`roofline` lists the parts of a step in fp32 on the CPU: time, arithmetic, and memory traffic if each operation reads
+its inputs and writes its outputs once. The bound (Williams et al. 2009) is the time at the machine's measured peaks.
+Caches can exceed it.
 """
 
 from __future__ import annotations
@@ -20,9 +26,23 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.nn.functional as F
 import yaml
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from trainer.bench.measure import cpu_name, start_trainer, steps_of
+from trainer.bench.tables import markdown
+from trainer.cli.bench import settings_of
 
 # Uses the peer's public interface, with callbacks that time its epochs and set the number of threads.
 PEER = """
@@ -73,11 +93,103 @@ def peers(arguments: argparse.Namespace, model: str, folder: Path) -> list[float
     return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("RATE ")]
 
 
+LAYERS = {"convolution": "convolution", "batch_norm": "batch norm", "silu": "SiLU"}  # by words in the operations' names
+OTHER_LAYERS = "joining, adding, pooling, upsampling"
+NETWORK_NODES = ("Convolution", "NativeBatchNorm", "Silu", "MaxPool", "Upsample", "Cat")
+
+
+class Meter(TorchDispatchMode):
+    """Adds up the seconds, floating-point operations and bytes of each part of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.section, self.totals = "loss", dict[str, list[float]]()
+
+    def of(self, section: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` with its operations in a section."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            self.section = section
+            made = run(*args, **kwargs)
+            self.section = "loss"
+            return made
+
+        return inside
+
+    def part(self, name: str) -> str:
+        """Return the part of the step that an operation belongs to."""
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        layer = next((title for word, title in LAYERS.items() if word in name), OTHER_LAYERS)
+        if node is not None:
+            return f"backward: {layer if node.name().startswith(NETWORK_NODES) else 'loss'}"
+        return f"forward: {layer}" if self.section == "network" else self.section
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        begin = time.perf_counter()
+        made = func(*args, **(kwargs or {}))
+        seconds = time.perf_counter() - begin
+        tensors = [] if func.is_view else [t for t in tree_leaves((args, kwargs, made)) if isinstance(t, Tensor)]
+        count = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)
+        figures = seconds, count(*args, **(kwargs or {}), out_val=made), sum(t.nbytes for t in tensors)
+        total = self.totals.setdefault(self.part(str(func)), [0, 0, 0])
+        total[:] = [a + b for a, b in zip(total, figures, strict=True)]
+        return made
+
+
+def fastest(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of ten runs."""
+    return min(timeit.repeat(run, number=1, repeat=10))
+
+
+def peaks() -> tuple[float, float, float]:
+    """Return the floating-point operations per second of a matrix product and a convolution, and a copy's bytes."""
+    a, source = torch.rand(2048, 2048), torch.rand(1 << 26)
+    target = torch.empty_like(source)
+    x, w = (torch.rand(shape).to(memory_format=torch.channels_last) for shape in ((16, 64, 80, 80), (64, 64, 3, 3)))
+    product = 2 * 2048**3 / fastest(lambda: a @ a)
+    convolution = 2 * x.numel() * w[0].numel() / fastest(lambda: F.conv2d(x, w, padding=1))
+    return product, convolution, 2 * source.nbytes / fastest(lambda: target.copy_(source))
+
+
+def roofline(arguments: argparse.Namespace) -> None:
+    """Measure the parts of a step, and print their table."""
+    sizes = ["--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--precision", "fp32", "--noval"]
+    settings = settings_of(["--data", arguments.data, "--cfg", arguments.cfg, *sizes], "cpu")
+    hyp = replace(settings.hyp, nbs=float(arguments.batch))  # every step updates the weights
+    run = start_trainer(replace(settings, hyp=hyp), os.cpu_count() or 1)
+    batch = next(batch for batch in steps_of(run) if len(batch.images) == arguments.batch)
+    step = fastest(lambda: run.step(batch))
+    meter, steps = Meter(), list[dict[str, list[float]]]()
+    owners = {"network": run.local_model, "clip": run.strategy, "optimizer": run.optimizer, "average": run.ema}
+    for (section, owner), method in zip(owners.items(), ("forward", "clip", "step", "update"), strict=True):
+        setattr(owner, method, meter.of(section, getattr(owner, method)))
+    for _ in range(10):
+        meter.totals = {}
+        with meter:
+            run.step(batch)
+        steps.append(meter.totals)
+
+    parts = {part: min(totals[part] for totals in steps) for part in steps[0]}
+    whole, (product, convolution, copied), rows = sum(total[0] for total in parts.values()), peaks(), []
+    for part, (seconds, flop, moved) in sorted(parts.items(), key=lambda item: -item[1][0]):
+        bound = max(flop / max(product, convolution), moved / copied)
+        amounts = (1e3 * seconds, 100 * seconds / whole, flop / 1e9, moved / 1e9)
+        figures = (*amounts, flop / seconds / 1e9, moved / seconds / 1e9, 1e3 * bound, 100 * bound / seconds)
+        rows.append([part, *(f"{figure:.1f}" for figure in figures)])
+    print(f"{cpu_name()}, {os.cpu_count()} threads, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}: ", end="")
+    print(f"{arguments.cfg}, {arguments.imgsz} px, batch {arguments.batch}, {1e3 * step:.0f} ms per step")
+    peak = f"{product / 1e9:.0f} GFLOP/s (matrix product), {convolution / 1e9:.0f} GFLOP/s (convolution)"
+    print(f"Peaks: {peak}, {copied / 1e9:.1f} GB/s (copy)")
+    header = ["part", "ms", "%", "GFLOP", "GB", "GFLOP/s", "GB/s", "bound, ms", "% of bound"]
+    print(f"\n{markdown(header, rows, left=1)}")
+
+
 def main() -> None:
-    """Run the rounds and print the table."""
+    """Run the rounds and print the table, or run `roofline`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("compare", "roofline"), default="compare")
     parser.add_argument("--data", required=True, help="a data.yaml")
-    parser.add_argument("--peer-python", required=True, help="the interpreter of an environment with ultralytics")
+    parser.add_argument("--peer-python", help="the interpreter of an environment with ultralytics")
     parser.add_argument("--peer-model", default="yolov5nu.yaml")
     parser.add_argument("--cfg", default="yolov5n.yaml")
     parser.add_argument("--device", default="cpu")
@@ -86,6 +198,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.part == "compare" and not arguments.peer_python:
+        parser.error("compare needs --peer-python")
+    if arguments.part == "roofline":
+        roofline(arguments)
+        return
 
     peer = f"ultralytics {arguments.peer_model.removesuffix('.yaml')}"
     same = arguments.peer_model  # the same network as the peer's

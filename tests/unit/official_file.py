@@ -58,6 +58,9 @@ def main() -> None:
         for key, value in model.state_dict().items():
             if key.endswith("running_mean"):
                 value.uniform_(-0.1, 0.1)
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.__class__ = nn.BatchNorm2d
         model.detect.anchors *= options.get("anchor_gain", 1)
         strides = torch.tensor([8.0, 16.0, 32.0])
         whole: Any = foreign(model)

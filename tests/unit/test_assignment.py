@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from trainer.losses.detection import Level, assign_level
+from trainer.config import Hyp
+from trainer.losses.detection import DetectionLoss, Positives, assign_level
 
 ANCHORS = torch.tensor([[[2.0, 3.0], [4.0, 4.0], [40.0, 40.0]]])  # one level, grid units
 GRID = 10
 
 
-def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)) -> Level:
+def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)) -> Positives:
     """`boxes` as [image, class, x, y, w, h], geometry in grid cells."""
     ny, nx = grid
     targets = torch.tensor(boxes).view(-1, 6)
@@ -15,7 +16,7 @@ def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, 
     return assign_level(targets, ANCHORS[0], ny, nx, anchor_t)
 
 
-def cells(level: Level, anchor: int = 1) -> set[tuple[int, int]]:
+def cells(level: Positives, anchor: int = 1) -> set[tuple[int, int]]:
     mine = level.anchor == anchor
     return set(zip(level.column[mine].tolist(), level.row[mine].tolist(), strict=True))
 
@@ -65,13 +66,20 @@ def test_a_image_that_is_not_square_uses_both_sides() -> None:
 
 
 def test_the_last_box_on_a_cell_owns_it() -> None:
-    level = positives([[0, 1, 5.4, 5.4, 4, 4], [0, 2, 5.3, 5.3, 4, 4], [1, 3, 5.3, 5.3, 4, 4]])
-    own = level.own
-    assert set(level.cls[own].tolist()) == {2, 3}  # another image's box takes nothing away
-    slots = list(zip(*(t[own].tolist() for t in (level.image, level.anchor, level.row, level.column)), strict=True))
-    assert len(slots) == len(set(slots)) == 12
-    assert len(level.image) == 18
-    assert level.slot.tolist() == [((i * 3 + a) * 10 + y) * 10 + x for i, a, y, x in slots]
+    """Levels of 20 x 20 and 10 x 10 cells. The boxes are 8 cells wide on the first, and match one of its anchors."""
+    loss = DetectionLoss(ANCHORS.repeat(2, 1, 1), (8, 16), 4, Hyp(), 160)
+    boxes = [[0, 1, 0.54, 0.54, 0.4, 0.4], [0, 2, 0.53, 0.53, 0.4, 0.4], [1, 3, 0.53, 0.53, 0.4, 0.4]]
+    found = loss.assign(torch.tensor(boxes), 2, 160, 160)
+    assert found.numbers == [9, 18]
+    assert found.counts.tolist() == [2, 9, 18]
+    image, anchor, row, column, cls = (t[found.own].tolist() for t in found.positives[:5])
+    assert set(cls) == {2, 3}  # another image's box takes nothing away
+    slots = list(zip(image, row, column, anchor, strict=True))
+    first = [((i * 20 + y) * 20 + x) * 3 + a for i, y, x, a in slots[:6]]
+    second = [2 * 20 * 20 * 3 + ((i * 10 + y) * 10 + x) * 3 + a for i, y, x, a in slots[6:]]
+    assert len(set(first)) == 6
+    assert len(set(second)) == 12
+    assert found.slot.tolist() == first + second
 
 
 def test_a_box_without_width_matches_nothing() -> None:

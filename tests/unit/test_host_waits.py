@@ -74,7 +74,7 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 800), ("yolov5nu.yaml", 990)])
+@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 803)])
 def test_a_step_of_a_detector_has_no_host_wait_and_few_launches(
     cfg: str, most: int, steps: Any, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from trainer.config import Hyp
 from trainer.errors import TrainerError
 from trainer.losses import Loss
 from trainer.losses.aligned import AlignedLoss
-from trainer.losses.detection import DetectionLoss, ciou
+from trainer.losses.detection import DetectionLoss, Positives, ciou
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
@@ -87,7 +87,8 @@ def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
     loss, raw = loss_for("anchors"), outputs("anchors", 2)
     assignment = loss.assign(TARGETS, 2, SIDE, SIDE)
     box, obj, cls = 0.0, 0.0, 0.0
-    for i, (t, level) in enumerate(zip(raw, assignment.levels, strict=True)):
+    levels = zip(*(column.split(assignment.numbers) for column in assignment.positives), strict=True)
+    for i, (t, level) in enumerate(zip(raw, map(Positives._make, levels), strict=True)):
         n = len(level.image)
         wanted = torch.zeros(t.shape[:4])
         for k in range(n):
@@ -99,7 +100,7 @@ def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
             wanted[level.image[k], level.anchor[k], level.row[k], level.column[k]] = max(quality.item(), 0)
         obj += (4.0, 1.0, 0.4)[i] * F.binary_cross_entropy_with_logits(t[..., 4], wanted).item()
     expected = [0.05 * box, 1.0 * (SIDE / 640) ** 2 * obj, 0.5 * 3 / 80 * cls]
-    assert sum(len(level.image) for level in assignment.levels) > 20
+    assert len(assignment.own) > 20
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-5)
 
 

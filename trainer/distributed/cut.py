@@ -21,7 +21,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is one operation."""
-        return m.__module__.startswith(("torch.nn", "torchvision.ops")) and not isinstance(m, nn.Sequential)
+        is_layer = m.__module__.startswith(("torch.nn", "torchvision.ops")) or isinstance(m, nn.BatchNorm2d)
+        return is_layer and not isinstance(m, nn.Sequential)
 
 
 def trace(model: nn.Module) -> fx.Graph:

@@ -18,7 +18,7 @@ def synchronise(model: nn.Module, device: torch.device, group: comm.Group | None
         nn.SyncBatchNorm.convert_sync_batchnorm(model, group)  # type: ignore[no-untyped-call]
         return
     for module in model.modules():
-        if type(module) is nn.BatchNorm2d:
+        if isinstance(module, nn.BatchNorm2d):
             module.__class__ = SyncBatchNorm2d  # keeps the parameters and buffers
             module.group = group  # type: ignore[assignment]
 

@@ -231,7 +231,8 @@ class Trainer:
 
     def _record_nonfinite(self, values: Tensor, step: int) -> None:
         """Record the first step with non-finite values, without synchronizing a GPU (`where` would)."""
-        self.first_nonfinite_step.masked_fill_(~values.isfinite().all() & (self.first_nonfinite_step == NONE), step)
+        is_bad = (values.sum() * 0).isnan()
+        self.first_nonfinite_step.masked_fill_(is_bad & (self.first_nonfinite_step == NONE), step)
 
     def check_finite(self) -> None:
         """Raise NotFinite on all ranks if a gradient, or a loss before the last step, is not finite."""

@@ -68,9 +68,9 @@ class AlignedLoss(Loss):
                 "label smoothing: the anchor-free head's class targets are soft already",
                 "leave label_smoothing out, or use a model with anchors",
             )
-        self.strides, self.bins, self.hyp = strides, bins, hyp
-        self.gains = (hyp.dfl_box, hyp.dfl_cls, hyp.dfl)
-        self._device = device
+        self.strides, self.bins, self.hyp, self._device = strides, bins, hyp, device
+        self.gains = torch.tensor((hyp.dfl_box, hyp.dfl_cls, hyp.dfl), device=device)
+        self._numbers = torch.arange(bins, dtype=torch.float32, device=device)
         self._points: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # points and strides by height and width
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Candidates:
@@ -138,7 +138,7 @@ class AlignedLoss(Loss):
         """
         found, matched = assigned
         flat = _flat(raw)
-        share = (1 / counts[1].clamp(min=1)).float()
+        share = counts[1].clamp(min=1).reciprocal().float()
         logits = flat[..., 4 * self.bins :].float()
         wanted = torch.zeros_like(logits)
         # Of the pairs of a point, one has a weight above 0.
@@ -152,13 +152,12 @@ class AlignedLoss(Loss):
         half = matched.target[:, 2:] / 2
         sides = torch.cat((point - matched.target[:, :2] + half, matched.target[:, :2] + half - point), 1)
         dfl = (self._distribution(picked, sides / stride[:, None]) * matched.weight).sum()
-        return torch.stack([term * share * gain for term, gain in zip((box, cls, dfl), self.gains, strict=True)])
+        return torch.stack((box, cls, dfl)) * share * self.gains
 
     def _boxes(self, raw: Tensor, point: Tensor, stride: Tensor) -> Tensor:
         """Raw distances (m, 4 * bins) at points (m, 2) px -> centre x, y, w, h (m, 4) in pixels."""
-        numbers = torch.arange(self.bins, dtype=torch.float32, device=raw.device)
-        sides = raw.float().reshape(-1, 4, self.bins).softmax(2) @ numbers * stride[:, None]
-        before, after = sides[:, :2], sides[:, 2:]
+        sides = raw.float().reshape(-1, 4, self.bins).softmax(2) @ self._numbers * stride[:, None]
+        before, after = torch.split(sides, 2, 1)
         return torch.cat((point + (after - before) / 2, before + after), 1)
 
     def _distribution(self, raw: Tensor, sides: Tensor) -> Tensor:
@@ -171,7 +170,7 @@ class AlignedLoss(Loss):
         log_p = raw.reshape(-1, 4, self.bins).log_softmax(2)
         near = log_p.gather(2, torch.stack((left, left + 1), 2))  # (m, 4, 2)
         right = sides - left
-        return -(near[..., 0] * (1 - right) + near[..., 1] * right).mean(1)
+        return -(near * torch.stack((1 - right, right), 2)).sum(2).mean(1)
 
 
 def _flat(raw: Sequence[Tensor]) -> Tensor:
@@ -195,9 +194,10 @@ def match(found: Candidates, scores: Tensor, boxes: Tensor) -> Matched:
     box, point, aligned, overlap = found.box[best], found.point[best], aligned[best], overlap[best]
     image = found.image[box]
     slot = image * len(found.points) + point
-    claim = ((_bits(overlap) << 32) + (HIGHEST - box)) * (aligned > 0)  # equal overlaps: the first box
+    is_aligned = aligned > 0
+    claim = ((_bits(overlap) << 32) + (HIGHEST - box)) * is_aligned  # equal overlaps: the first box
     largest = claim.new_zeros(found.images * len(found.points)).scatter_reduce_(0, slot, claim, "amax")
-    won = (largest[slot] == claim) & (aligned > 0)
+    won = (largest[slot] == claim) & is_aligned
     aligned, overlap = aligned * won, overlap * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +26,11 @@ FOCAL_ALPHA = 0.25
 EPS = 1e-7
 
 
-@dataclass(frozen=True)
-class Level:
-    """The positives of one level, p of them.
+class Positives(NamedTuple):
+    """Positives, p of them.
 
     `image`, `anchor`, `row`, `column`, `cls` are int64 (p,); `box` (p, 4) is the target in grid units: the
-    centre relative to the cell, then width and height; `anchor_wh` (p, 2) is in grid units. `own` int64 (q,) are the
-    positives that decide the objectness of their cells: the last on each; `slot` int64 (q,) are those cells, counted
-    over images, anchors, rows and columns.
+    centre relative to the cell, then width and height; `anchor_wh` (p, 2) is in grid units.
     """
 
     image: Tensor
@@ -42,23 +40,21 @@ class Level:
     cls: Tensor
     box: Tensor
     anchor_wh: Tensor
-    own: Tensor
-    slot: Tensor
-
-    def to(self, device: torch.device) -> Level:
-        """Copy it to a device, in one copy of its integers and one of its floats."""
-        columns = (self.image, self.anchor, self.row, self.column, self.cls, self.own, self.slot)
-        sent = torch.split(send(torch.cat(columns), device), [len(column) for column in columns])
-        box, anchor_wh = torch.split(send(torch.cat((self.box, self.anchor_wh), 1), device), [4, 2], 1)
-        image, anchor, row, column, cls, own, slot = sent
-        return Level(image, anchor, row, column, cls, box, anchor_wh, own, slot)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A batch's positives per level, and `counts` float64 (1 + levels,): images, positives of each level."""
+    """A batch's positives, level after level, and their `numbers` per level.
 
-    levels: list[Level]
+    `own` int64 (q,) are the positives that decide the objectness of their cells: the last on each; `slot` int64 (q,)
+    are those cells, counted over levels, images, rows, columns and anchors. `counts` is float64 (1 + levels,):
+    images, positives of each level.
+    """
+
+    positives: Positives
+    numbers: list[int]
+    own: Tensor
+    slot: Tensor
     counts: Tensor
 
 
@@ -74,7 +70,8 @@ class DetectionLoss(Loss):
         self.anchors: Tensor | None = None  # on the CPU; read at the first step, because a resumed run loads others
         self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
-        self.gains = (hyp.box * 3 / levels, hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels)
+        gains = (hyp.box * 3 / levels, hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels)
+        self.gains = torch.tensor(gains, device=anchors.device)
 
     def assign(self, targets: Tensor, images: int, height: int, width: int) -> Assignment:
         """Targets (n, 6) of `images` images of height x width px -> their positives and this rank's counts.
@@ -83,12 +80,21 @@ class DetectionLoss(Loss):
         """
         if self.anchors is None:
             self.anchors = self._anchors.float().cpu()
-        levels = [
-            assign_level(targets.cpu(), anchors, height // stride, width // stride, self.hyp.anchor_t)
-            for anchors, stride in zip(self.anchors, self.strides, strict=True)
-        ]
-        counts = torch.tensor([images, *(len(level.image) for level in levels)], dtype=torch.float64)
-        return Assignment([level.to(self._device) for level in levels], send(counts, self._device))
+        levels, slots, cells = list[Positives](), list[Tensor](), 0
+        for anchors, stride in zip(self.anchors, self.strides, strict=True):
+            ny, nx = height // stride, width // stride
+            level = assign_level(targets.cpu(), anchors, ny, nx, self.hyp.anchor_t)
+            levels.append(level)
+            slots.append(cells + ((level.image * ny + level.row) * nx + level.column) * len(anchors) + level.anchor)
+            cells += images * ny * nx * len(anchors)
+        slot, numbers = torch.cat(slots), [len(each) for each in slots]
+        own = _owners(slot).nonzero()[:, 0]
+        *whole, box, anchor_wh = map(torch.cat, zip(*levels, strict=True))
+        integers = (own, slot[own], *whole)
+        own, slot, *whole = torch.split(send(torch.cat(integers), self._device), [len(each) for each in integers])
+        box, anchor_wh = torch.split(send(torch.cat((box, anchor_wh), 1), self._device), [4, 2], 1)
+        counts = send(torch.tensor([images, *numbers], dtype=torch.float64), self._device)
+        return Assignment(Positives._make((*whole, box, anchor_wh)), numbers, own, slot, counts)
 
     def __call__(self, raw: Sequence[Tensor], assignment: Assignment, counts: Tensor) -> Tensor:
         """This rank's share of (box, obj, cls), gains included: (3,) float32 with gradients.
@@ -97,32 +103,30 @@ class DetectionLoss(Loss):
         `counts`. Summed over the ranks the shares are the batch's mean loss; every output
         takes part with at least a zero, so that no parameter is ever without a gradient.
         """
-        images, levels = counts[0].float(), assignment.levels
-        picked = torch.cat(
-            [t[level.image, level.anchor, level.row, level.column] for t, level in zip(raw, levels, strict=True)]
-        ).float()  # (p, nc + 5) of all levels
-        centre = picked[:, :2].sigmoid() * 2 - 0.5
-        size = (picked[:, 2:4].sigmoid() * 2) ** 2 * torch.cat([level.anchor_wh for level in levels])
-        quality = ciou(torch.cat((centre, size), 1), torch.cat([level.box for level in levels]))
-        numbers = [len(level.image) for level in levels]
-        per_level = (1 / counts[1:].clamp(min=1)).float()
-        weight = torch.cat([share.expand(number) for share, number in zip(per_level, numbers, strict=True)])
+        positives, numbers = assignment.positives, assignment.numbers
+        places = zip(*(torch.split(index, numbers) for index in positives[:4]), strict=True)
+        picked = torch.cat([t[place] for t, place in zip(raw, places, strict=True)]).float()  # (p, nc + 5)
+        centre, size = torch.split(picked[:, :4].sigmoid() * 2, 2, 1)
+        quality = ciou(torch.cat((centre - 0.5, size**2 * positives.anchor_wh), 1), positives.box)
+        shares = counts[1:].clamp(min=1).reciprocal().float()
+        weight = torch.cat([share.expand(number) for share, number in zip(shares, numbers, strict=True)])
         box = ((1 - quality) * weight).sum()
 
-        objectness = raw[0].new_zeros((), dtype=torch.float32)
-        reached = torch.split(quality.detach().clamp(min=0), numbers)
-        for t, level, values, balance in zip(raw, levels, reached, self.balance, strict=True):
-            wanted = torch.zeros(t.shape[:4], device=t.device)
-            wanted.view(-1)[level.slot] = values[level.own]
-            cells = t.shape[1] * t.shape[2] * t.shape[3] * images
-            loss = bce(t[..., 4], wanted, self.hyp.obj_pw, self.hyp.fl_gamma).sum()
-            objectness = objectness + loss * (balance / cells)
-        logits, cls = picked[:, 5:], torch.cat([level.cls for level in levels])
+        # The order of the cells in memory, so that only `cat` copies.
+        cells = [t[..., 4].permute(0, 2, 3, 1) for t in raw]
+        obj_logits = torch.cat([t.flatten() for t in cells]).float()
+        wanted = torch.zeros_like(obj_logits)
+        wanted[assignment.slot] = quality.detach().clamp(min=0)[assignment.own]
+        losses = torch.split(bce(obj_logits, wanted, self.hyp.obj_pw, self.hyp.fl_gamma), [t.numel() for t in cells])
+        per_level = zip(losses, cells, self.balance, strict=True)
+        levels = torch.stack([loss.sum() * (balance / t.shape[1:].numel()) for loss, t, balance in per_level])
+        objectness = levels.sum() / counts[0].float()
+        logits = picked[:, 5:]
         if self.nc > 1:
-            classes = (self._classes(logits, cls) * weight).sum() / self.nc
+            classes = (self._classes(logits, positives.cls) * weight).sum() / self.nc
         else:  # a single class has no class loss; the zero keeps the parameters in the graph
             classes = logits.sum() * 0
-        return torch.stack([term * gain for term, gain in zip((box, objectness, classes), self.gains, strict=True)])
+        return torch.stack((box, objectness, classes)) * self.gains
 
     def _classes(self, logits: Tensor, cls: Tensor) -> Tensor:
         """Summed class BCE of each positive: (p, nc), (p,) -> (p,)."""
@@ -132,7 +136,7 @@ class DetectionLoss(Loss):
         return bce(logits, wanted, self.hyp.cls_pw, self.hyp.fl_gamma).sum(1)
 
 
-def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: float) -> Level:
+def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: float) -> Positives:
     """Match boxes to the anchors and cells of a level.
 
     `targets` (n, 6) is [image, class, cx, cy, w, h] normalised; `anchors` (a, 2) in grid units. A box matches an
@@ -157,20 +161,15 @@ def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: f
     anchor, box, centre = anchor[match], box[match], centre[match]
     cell = torch.minimum((centre - offsets[which]).long().clamp_(min=0), size.long() - 1)
 
-    image = targets[box, 0].long()
     column, row = cell.unbind(1)
-    slot = ((image * len(anchors) + anchor) * ny + row) * nx + column
-    own = _owners(slot).nonzero()[:, 0]
-    return Level(
-        image=image,
+    return Positives(
+        image=targets[box, 0].long(),
         anchor=anchor,
         row=row,
         column=column,
         cls=targets[box, 1].long(),
         box=torch.cat((centre - cell, wh[box]), 1),
         anchor_wh=anchors[anchor],
-        own=own,
-        slot=slot[own],
     )
 
 
@@ -190,22 +189,20 @@ def ciou(a: Tensor, b: Tensor) -> Tensor:
     CIoU = IoU - rho^2 / c^2 - alpha v: overlap, distance of the centres over the enclosing diagonal, and
     difference of the aspect ratios with its weight alpha held constant.
     """
-    ax, ay, aw, ah = a.unbind(1)
-    bx, by, bw, bh = b.unbind(1)
-    dx, dy = (ax - bx).abs(), (ay - by).abs()
-    half_w, half_h = (aw + bw) / 2, (ah + bh) / 2
-    # Two intervals overlap by what their half widths reach beyond their distance, at most by the shorter one.
-    overlap = torch.minimum(torch.minimum(aw, bw), half_w - dx).clamp(min=0) * torch.minimum(
-        torch.minimum(ah, bh), half_h - dy
-    ).clamp(min=0)
+    (a_centre, a_size), (b_centre, b_size) = torch.split(a, 2, 1), torch.split(b, 2, 1)
+    (aw, ah), (bw, bh) = a_size.unbind(1), b_size.unbind(1)
+    between, both = (a_centre - b_centre).abs(), a_size + b_size
+    # Two intervals share what their half widths reach beyond their distance, at most the shorter one; below 0 is a gap.
+    shared = torch.minimum(torch.minimum(a_size, b_size), both / 2 - between)
+    overlap_w, overlap_h = shared.clamp(min=0).unbind(1)
+    overlap = overlap_w * overlap_h
     iou = overlap / (aw * ah + bw * bh - overlap + EPS)
-    diagonal = (
-        torch.maximum(torch.maximum(aw, bw), half_w + dx) ** 2 + torch.maximum(torch.maximum(ah, bh), half_h + dy) ** 2
-    )
+    diagonal = ((both - shared) ** 2).sum(1)  # squared, of the box around both
     v = (4 / math.pi**2) * (torch.atan(bw / (bh + EPS)) - torch.atan(aw / (ah + EPS))) ** 2
     with torch.no_grad():
         alpha = v / (v - iou + 1 + EPS)
-    return iou - (dx**2 + dy**2) / (diagonal + EPS) - alpha * v
+    distance = (between**2).sum(1)  # squared
+    return iou - distance / (diagonal + EPS) - alpha * v
 
 
 def bce(logits: Tensor, wanted: Tensor, positive_weight: float = 1.0, gamma: float = 0.0) -> Tensor:
