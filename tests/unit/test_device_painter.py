@@ -97,6 +97,25 @@ def test_sources_beyond_half_of_the_memory_are_not_resident(monkeypatch):
     assert not painter.is_resident
 
 
+def test_images_that_are_not_cached_are_not_resident():
+    data = Scenes(sizes=((400, 400), (90, 120)))  # `image` has no reduced decoding
+    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
+    painter = DevicePainter(CPU)
+    assert "no copy of some images" in painter.hold(cached)
+    made = recipes(data, Hyp())
+    assert torch.equal(painter(pack(made, cached, None)), DevicePainter(CPU)(pack(made, data, None)))
+
+
+def test_a_tile_whose_bounds_alone_are_visible_paints_nothing():
+    """Turned tiles, of which a corner of the box around them reaches the result."""
+    data = Scenes()
+    for seed in range(20):
+        hyp = Hyp(degrees=45.0, scale=0.9, translate=0.4)
+        made = [recipe_of(data, k % 6, every(data), hyp, np.random.default_rng([seed, k]), (64, 64)) for k in range(8)]
+        difference = np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data, None)).numpy())
+        assert (difference <= 2).mean() >= 0.99
+
+
 def test_the_host_never_waits_for_the_device():
     """On the device "meta", which has no values, a wait is an error."""
     data, meta = Scenes(), torch.device("meta")

@@ -17,7 +17,7 @@ from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, I
 from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.device_painter import DevicePainter, pack
-from trainer.data.image_cache import CachedImages, Exchange, cache_images
+from trainer.data.image_cache import CachedImages, Exchange, cache_images, largest_bytes
 from trainer.data.paint import letterbox, paint
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
@@ -25,7 +25,7 @@ from trainer.errors import TrainerError
 Floats32 = npt.NDArray[np.float32]
 STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
 _GROUP = 32  # validation images that share a shape
-_PACKED = 4  # pixels of the visible sources per pixel of a mosaic at --hyp's scale of 0.5
+_PACKED = 4  # sources that a mosaic at scale 0.5 shows completely
 _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
@@ -96,7 +96,9 @@ class _TrainCollate(Collate[Batch]):
         """Disable mosaic, mixup and copy-paste from epoch `plain_from` on; unless `paints`, pack the recipes."""
         super().__init__(_DecodedImages(dataset, WINDOW + WINDOW // 4, min_side))
         self.seed, self.hyp, self.plain_from, self.paints = seed, hyp, plain_from, paints
-        self.channels = 3 if paints else 3 * _PACKED
+        if not paints:
+            scenes = 2 if hyp.mixup else 1
+            self.channels = scenes * _PACKED * -(-largest_bytes(dataset, min_side) // min_side**2)
 
     def collate(self, spec: BatchSpec) -> Batch:
         plain = spec.epoch >= self.plain_from

@@ -18,7 +18,7 @@ from trainer.data.dataset import Dataset, Image
 from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
 
-_CHUNK_PX = 2**23  # pixels that are painted at once, to bound the memory of intermediate results
+_CHUNK_PX = 2**22  # pixels that are painted at once, to bound the memory of intermediate results
 _RESIDENT_SHARE = 0.5  # of a device's free memory, at most, for the sources
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 _HORIZON = 1e-6  # smallest divisor of a perspective
@@ -71,7 +71,7 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
     scenes = [recipe.scenes[0] for recipe in recipes] + [recipes[k].scenes[1] for k in partners]
     most = max(1, *map(len, scenes))
     places, maps = np.zeros((len(scenes), most, 2), np.int64), np.zeros((len(scenes), most, 21), np.float32)
-    maps[..., 8] = 1  # no division by zero where a scene has fewer layers
+    maps[..., 8] = 1  # an absent layer paints nothing, and divides by 1
     pasted = np.array([[k < len(s) and s[k].outline is not None for k in range(most)] for s in scenes])
     outlines = np.zeros((len(scenes), *shape) if pasted.any() else (0, 0, 0), np.uint8)
     parts: list[Image] = [np.full((1, 1, 3), FILL, np.uint8)]
@@ -80,10 +80,11 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
         for k, layer in enumerate(layers):
             image = dataset.image(layer.tile.index, max(shape))
             matrix = layer.matrix(*image.shape[:2])
-            maps[j, k], (left, right, top, bottom) = _map(layer, matrix, image.shape[:2], shape)
-            upright, bends = upright and is_upright(matrix), bends or bool(matrix[2, :2].any())
-            if left >= right or top >= bottom:
+            row, (left, right, top, bottom) = _map(layer, matrix, image.shape[:2], shape)
+            if left >= right or top >= bottom:  # only its bounds are in the result
                 continue
+            maps[j, k] = row
+            upright, bends = upright and is_upright(matrix), bends or bool(matrix[2, :2].any())
             if resident:
                 places[j, k] = 1 + resident.first_pixel(layer.tile.index), image.shape[1]
             else:
@@ -149,6 +150,8 @@ class DevicePainter:
 
     def hold(self, images: CachedImages) -> str:
         """Copy all decoded images to the device if half of its free memory is enough; return a message."""
+        if not images.is_complete:
+            return f"the cache has no copy of some images, so each batch is copied to {self._device}"
         pixels, on_gpu = images.pixels(), self._device.type == "cuda"
         free = torch.cuda.mem_get_info(self._device)[0] if on_gpu else memory_free()
         need = f"decoded images: {pixels.nbytes / 2**30:.1f} GiB"

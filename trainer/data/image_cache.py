@@ -43,6 +43,11 @@ class _Layout:
         self.total = int(self.offsets[-1])
 
 
+def largest_bytes(dataset: Dataset, min_side: int) -> int:
+    """Return the bytes of the largest image of `dataset`, decoded to at least `min_side` px."""
+    return int(_Layout(dataset, min_side).room.max(initial=0))
+
+
 class CachedImages:
     """View of `dataset` that reads its images, decoded to at least `min_side` px, from the cache file."""
 
@@ -79,6 +84,11 @@ class CachedImages:
             return self._dataset.image(index, min_side)
         first = int(self._offsets[index])
         return self._bytes[first : first + height * width * 3].reshape(height, width, 3)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the cache has all images."""
+        return bool(self._shapes.all())
 
     def pixels(self) -> Pixels:
         """Return the pixels of all images, uint8 (p, 3), read-only; `first_pixel` finds an image in them."""
