@@ -98,7 +98,7 @@ def _entry(words: Sequence[str]) -> str:
 
 
 def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
-    """Return the command that runs `argv` beside the ranks of a node, on the node's machine."""
+    """Return the command that runs `argv` in a running node's container, on its machine."""
     runtime = RUNTIMES[node.runtime]
     text = f"runtime={runtime.name}\n" + _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
@@ -135,7 +135,7 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
 
 
 def _setup_dir(run_dir: str, job: Job) -> str:
-    """Return the folder of the virtual environment of `job.setup`, beside the jobs' run directories."""
+    """Return the folder of the virtual environment of `job.setup`, next to the jobs' run directories."""
     return f"{run_dir.rpartition('/')[0]}/{SETUP}/{job.setup_key or job.name}"
 
 

@@ -26,7 +26,7 @@ def exec_(
     node: NodeName = "0",
     on_all: Annotated[bool, typer.Option("--all", "-a", help="On all nodes at once, without input.")] = False,
 ) -> None:
-    """Run a command beside the ranks of a running job, in the node's container.
+    """Run a command in the container of a node of a running job.
 
     The command has the job's variables and starts in its working directory. The exit code is the command's; with
     --all it is the first one that is not 0.

@@ -41,7 +41,7 @@ class Runtime(ABC):
         """
 
     def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
-        """Return the words before a command that runs beside the ranks of a running node.
+        """Return the words before a command that runs in the container of a running node.
 
         By default the command gets a container of its own, with the same image and mounts. agent/exec.sh inserts the
         machine's options at the word `scripts.OPTIONS`.

@@ -16,7 +16,7 @@ Gpu = int | str
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 #: The folder of the working directory's copy in a job's run directory.
 WORKDIR = "workdir"
-#: The folder of the virtual environments of `--setup`, beside the jobs' run directories.
+#: The folder of the virtual environments of `--setup`, next to the jobs' run directories.
 SETUP = ".setup"
 
 

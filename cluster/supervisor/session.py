@@ -1,4 +1,4 @@
-"""Sessions with a running job: commands beside the ranks of a node, copies of files, forwarded ports, TensorBoard."""
+"""Sessions with a running job: commands in a node's container, copies of files, forwarded ports, TensorBoard."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Bottleneck(nn.Module):
 
 
 class C3(nn.Module):
-    """Cross-stage-partial block: n bottlenecks beside a 1x1 branch, joined by a 1x1 convolution."""
+    """Cross-stage-partial block: n bottlenecks parallel to a 1x1 branch, joined by a 1x1 convolution."""
 
     def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
         super().__init__()

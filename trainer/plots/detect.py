@@ -39,7 +39,7 @@ def labels(dataset: Dataset, path: Path) -> None:
         (panels[1, 0], "centres of the boxes", rows[:, 1], rows[:, 2], ("x", "y (from the top)")),
         (panels[1, 1], "sizes of the boxes", rows[:, 3], rows[:, 4], ("width / image's", "height / image's")),
     ):
-        # Square roots: rare positions and sizes are visible beside frequent ones.
+        # Square roots: rare positions and sizes stay visible.
         drawn = axes.hist2d(x, y, bins=32, range=[[0, 1], [0, 1]], cmap="Blues", norm=PowerNorm(0.5))
         charts.style_axes(axes, title, *axis_labels)
         axes.grid(False)
