@@ -161,9 +161,12 @@ def _yaml(values: object, indent: int, *, flow: bool = False) -> str:
 
 
 def gpu_reservation(node: Node) -> dict[str, Any]:
-    """Return the keys of a service that reserve exactly this node's GPUs."""
+    """Return the keys of a service that reserve exactly this node's GPUs, with the limits that NVIDIA recommends."""
     devices = {"driver": "nvidia", "device_ids": [str(gpu) for gpu in node.gpus], "capabilities": ["gpu"]}
-    return {"deploy": {"resources": {"reservations": {"devices": [devices]}}}}
+    return {
+        "ulimits": {"memlock": -1, "stack": 67108864},
+        "deploy": {"resources": {"reservations": {"devices": [devices]}}},
+    }
 
 
 def _node(job: Job) -> dict[str, Any]:
