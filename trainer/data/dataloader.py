@@ -243,16 +243,19 @@ class EpochLoader(BatchLoader[BatchType]):
         return [self._dataset.name(k) for k in batches[step].tolist()]
 
 
-def on_side_stream(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yield the batches with their images on a GPU, prepared and copied while it still computes the last step."""
-    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+def on_side_stream(batches: Iterator[Any], stream: Any) -> Iterator[Any]:
+    """Yield the batches with their images on the stream's GPU, prepared while that still computes the last step.
+
+    An epoch must not use a new stream: the memory of a stream's tensors is not reused for those of another.
+    """
+    current = torch.cuda.current_stream(stream.device)
     stream.wait_stream(current)
     while True:
         with torch.cuda.stream(stream):
             batch = next(batches, None)
             if batch is None:
                 return
-            images = batch.images.to(device, non_blocking=True)
+            images = batch.images.to(stream.device, non_blocking=True)
         current.wait_stream(stream)
         images.record_stream(current)  # its memory is reused only after the step
         yield replace(batch, images=images)

@@ -134,6 +134,8 @@ class Trainer:
         if self.strategy.summary:
             self.display.print(self.strategy.summary)
         self.timer.restart()
+        on_gpu = self.device.type == "cuda"
+        self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.local_model = self.strategy.module
         self.ema = Ema(self.local_model, s.hyp.ema_tau, self.strategy.average)
         # Grouped by the layers of the whole model: a traced pipeline stage has lost some layer types.
@@ -166,7 +168,7 @@ class Trainer:
     def batches(self) -> Iterator[Any]:
         """Return the rest of the epoch's batches of this rank."""
         batches = self.train_loader.epoch(self.state.epoch, self.state.step)
-        return on_side_stream(batches, self.device) if self.device.type == "cuda" else batches
+        return on_side_stream(batches, self._side_stream) if self._side_stream else batches
 
     def step(self, batch: Any, stop: bool = False, save: bool = False) -> StepResult:
         """Run forward and backward on a batch, and step the optimizer when enough batches are accumulated.
