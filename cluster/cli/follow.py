@@ -36,7 +36,7 @@ def follow(
 ) -> tuple[Follower, str]:
     """Print the job's header, and follow it over its restarts. Ctrl-C exits; with `stop_on_interrupt` it stops it."""
     from cluster.cli.display import LiveDisplay, header
-    from cluster.supervisor import jobs, supervisor
+    from cluster.supervisor import supervisor
 
     job_id = record.plan.job_id
     try:
@@ -56,7 +56,14 @@ def follow(
             raise typer.Exit(EXIT_INTERRUPTED) from None
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
-    nodes = len(record.plan.nodes)
+    return stop_interrupted(record, records, out)
+
+
+def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
+    """Stop a job after Ctrl-C, and exit."""
+    from cluster.supervisor import jobs
+
+    job_id, nodes = record.plan.job_id, len(record.plan.nodes)
     print_line(out, f"stopping {job_id} on {nodes} node{'s' if nodes > 1 else ''} (Ctrl-C again exits at once)")
     _, problems = jobs.stop(job_id, records)
     print_line(out, *problems, "stopped; nothing of it is running")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.follow import console, finish, follow, on_interrupt, print_line
+from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, on_interrupt, print_line, stop_interrupted
 from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options, with_job_file
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
@@ -91,24 +91,33 @@ def launch(
         out, "exited before the job stopped; to stop it: clusterctl stop JOB (to list jobs: clusterctl ps --all)"
     )
     notes += launcher.unusable_spares(job, chosen)
-    with progress(console(stderr=True)) as report:
-
-        def start(job: Job) -> tuple[JobRecord, list[str]]:
-            return launcher.launch(
-                job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
-            )
-
-        if wait:
-            record, more = gpu_queue.launch_in_turn(
-                job, chosen, request, machines, records, wait_s, lambda text: print_line(out, text), start
-            )
-        else:
-            record, more = start(job)
-    notes += more
+    started: list[JobRecord] = []
     try:
-        _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
-    except UsageError as error:  # the job runs
-        notes.append(error.message)
+        with progress(console(stderr=True)) as report:
+
+            def start(job: Job) -> tuple[JobRecord, list[str]]:
+                record, notes = launcher.launch(
+                    job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
+                )
+                started.append(record)
+                return record, notes
+
+            if wait:
+                record, more = gpu_queue.launch_in_turn(
+                    job, chosen, request, machines, records, wait_s, lambda text: print_line(out, text), start
+                )
+            else:
+                record, more = start(job)
+        notes += more
+        try:
+            _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
+        except UsageError as error:  # the job runs
+            notes.append(error.message)
+    except KeyboardInterrupt:
+        if started:
+            stop_interrupted(started[0], records, out)
+        print_line(out, "stopped; nothing of it is running")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     if detach:
         from cluster.cli.display import header
 

@@ -257,6 +257,25 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
+def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, launch, job_name):
+    """Send it when the launcher writes job.yaml."""
+    code = "import os, signal, cluster.cli.launch as launch\nfrom cluster.cli.main import main\n"
+    code += "launch._write = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\nmain()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *launch(f"{TICKS}", "--nodes", "2")],
+        cwd=clusterctl.folder,
+        env=clusterctl.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.endswith("stopped; nothing of it is running\n")
+    assert processes_of(job_name) == []
+
+
 def test_attach_becomes_the_supervisor_when_the_launcher_is_killed(clusterctl, launch, job_name):
     program = f"{TICKS} --ticks-later 5"
     launcher = clusterctl.start(*launch(program, "--nodes", "2", "--max-restarts", "1"))
