@@ -58,6 +58,9 @@ def test_an_existing_file_is_overwritten_only_with_force(sshd, clusterctl):
     code, text = clusterctl.run(*arguments)
     assert (code, file.read_text()) == (2, "mine")
     assert "to overwrite it: --force" in text
+    os.mkfifo(clusterctl.folder / "fifo")  # as /dev/null, which the file would replace
+    code, text = clusterctl.run(*arguments, "--force", "-o", "fifo")
+    assert (code, "fifo is not a regular file" in text) == (2, True)
     code, text = clusterctl.run(*arguments, "--force", "--json")
     assert code == 0, text
     (found,) = json.loads(text)["nodes"]

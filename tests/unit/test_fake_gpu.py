@@ -124,6 +124,14 @@ def test_a_task_on_a_gpu_has_the_values_of_the_cpu(
     assert_equal(outcome(started(GPU, **more)), outcome(started(CPU, **more)))
 
 
+@pytest.mark.parametrize(("augment_on", "expected"), [("auto", GPU), ("device", GPU), ("workers", CPU)])
+def test_images_are_painted_on_a_gpu_by_default(
+    augment_on: str, expected: torch.device, gpus: None, tmp_path: Path
+) -> None:
+    training = started(GPU, **{**anchors(tmp_path), "augment_on": augment_on})
+    assert next(training.train_loader.epoch(0, 0)).images.device == expected
+
+
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
     more = anchors(tmp_path)
     first = started(GPU, **more)

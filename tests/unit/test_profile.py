@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -37,11 +38,12 @@ def test_a_failed_profile_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")  # as /dev/null, which a failing test must not replace
     for arguments, message in (
         (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
         (["--out", "none/trace.json"], "error: --out none/trace.json: No such file or directory"),
         (["--out", "."], "error: --out .: is a folder"),
-        (["--out", "/dev/null"], "error: --out /dev/null: not a regular file"),
+        (["--out", "fifo"], "error: --out fifo: not a regular file"),
         (["--steps", "0"], "error: --steps is 0"),
         (["--ranks", "5"], "error: --batch 4 is smaller than the number of ranks, 5"),
     ):
@@ -51,4 +53,4 @@ def test_a_failed_profile_leaves_no_file(
         assert "Traceback" not in err
     monkeypatch.setenv("RANK", "0")
     assert "start it without torchrun" in run(monkeypatch, capsys, "profile")[2]
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
