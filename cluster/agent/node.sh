@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
-# Runs on each node before agent.py, outside of the container: reads secrets, chooses the network device, enters the
-# container, and keeps the exit code. In the container, agent.py runs the setup commands and starts the ranks.
+# Runs on each node before agent.pyz, outside of the container: reads secrets, chooses the network device, enters the
+# container, and keeps the exit code. In the container, agent.pyz runs the setup commands and starts the ranks.
 # Above it, backends/script.py writes `enter` and `arguments` (the command, before and after the runtime's options) and the
 # runtime's functions.
 

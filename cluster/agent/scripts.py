@@ -1,7 +1,8 @@
 """Text of the package's scripts, which are sent to nodes without this package, and shell quoting."""
 
+import base64
 import functools
-import hashlib
+import io
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +29,22 @@ def bash(name: str, *words: str) -> list[str]:
     return ["bash", "-c", text(name), name, *words]
 
 
-def digest(name: str) -> str:
-    """Return the first 12 hex digits of a file's SHA-256."""
-    return hashlib.sha256(text(name).encode()).hexdigest()[:12]
+@functools.cache
+def archive() -> bytes:
+    """Return agent.pyz, the agent as an archive that Python runs. Without dates, equal sources give equal bytes."""
+    import zipfile
+
+    folder, file = _PACKAGE / "agent" / "app", io.BytesIO()
+    with zipfile.ZipFile(file, "w") as made:
+        for path in sorted(folder.rglob("*.py")):
+            entry = zipfile.ZipInfo(path.relative_to(folder).as_posix())
+            made.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return file.getvalue()
+
+
+def archive_line() -> str:
+    """Return agent.pyz in one line of Base64, as start.sh and slurm_submit.sh read it."""
+    return base64.b64encode(archive()).decode() + "\n"
 
 
 def exports(values: Mapping[str, str]) -> str:

@@ -1,13 +1,13 @@
 # shellcheck shell=bash
-# Submits a batch script. $1 the attempt's folder, $2 the job's folder, $3 lines of secrets on stdin, $4 lines of the agent
-# after them (the batch script follows), then the command that submits. Prints its output and writes it to `submitted`.
-dir=$1 folder=$2 secrets=$3 agent=$4
-shift 4
+# Submits a batch script. $1 the attempt's folder, $2 the job's folder, $3 lines of secrets on stdin (the agent in one line of
+# Base64 and the batch script follow), then the command that submits. Prints its output and writes it to `submitted`.
+dir=$1 folder=$2 secrets=$3
+shift 3
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1
 if [ "$secrets" -gt 0 ]; then
     (umask 077; mapfile -n "$secrets" text && printf %s "${text[@]}" > "$folder/secrets") || exit 1
 fi
-mapfile -n "$agent" text && printf %s "${text[@]}" > "$dir/agent.py" || exit 1
+read -r agent && base64 -d <<< "$agent" > "$dir/agent.pyz" || exit 1
 cat > "$dir/job.sbatch" || exit 1
 touch -- "$folder/submitted" # the job may start before sbatch has printed its number
 CLUSTER_SUBMITTED=yes "$@" > "$folder/submitted.tmp"

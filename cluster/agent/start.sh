@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # Starts a node's script in its own session. $1 the attempt's folder, $2 node, $3 job, $4 GPUs, $5 lines of secrets on
-# stdin, $6 lines of the agent after them; the script follows. Exits with 74 and prints the job that holds a GPU.
+# stdin; the agent in one line of Base64 and the script follow. Exits with 74 and prints the job that holds a GPU.
 umask 077
 mkdir -p -- "$1" || exit 1
 if [ "$5" -gt 0 ]; then mapfile -n "$5" lines && printf %s "${lines[@]}" > "$1/$2.secrets" || exit 1; fi
 umask 022
-mapfile -n "$6" lines && printf %s "${lines[@]}" > "$1/agent.py.$2" && mv -- "$1/agent.py.$2" "$1/agent.py" || exit 1
+read -r agent && base64 -d <<< "$agent" > "$1/agent.pyz.$2" && mv -- "$1/agent.pyz.$2" "$1/agent.pyz" || exit 1
 cat > "$1/$2.sh" || exit 1
 chmod 755 -- "$1"
 folder=$(locks)

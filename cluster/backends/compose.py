@@ -22,8 +22,8 @@ from cluster.transport import Completed, LocalShell
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
-#: The path of the agent in the container.
-AGENT = "/agent.py"
+#: The path of the agent in the container: an archive, or in a checkout the folder of its source.
+AGENT = "/agent"
 
 
 class ComposeBackend(Backend):
@@ -36,7 +36,7 @@ class ComposeBackend(Backend):
         nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)])
         made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
         file = f"{made.attempt_dir}/compose.yaml"
-        agent = f"{job.build}/cluster/agent/agent.py" if job.build else f"{made.attempt_dir}/agent.py"
+        agent = f"{job.build}/cluster/agent/app" if job.build else f"{made.attempt_dir}/agent.pyz"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
         text = render(job, nodes, attempt=attempt, port=port, agent=agent)
         return replace(made, steps=(Step("this machine", {file: text}, up, agent=agent),))
@@ -70,7 +70,7 @@ class ComposeBackend(Backend):
                 service["environment"] |= {name: _escaped(secrets[name]) for name in plan.secrets}
             text = yaml.safe_dump(document, sort_keys=False)
         if not Path(step.agent).exists():
-            Path(step.agent).write_text(scripts.text("agent/agent.py"), encoding="utf-8")
+            Path(step.agent).write_bytes(scripts.archive())
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
         up = LocalShell().run(argv, stdin=text, timeout_s=300)
@@ -145,11 +145,10 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: s
     return (
         f"# {job.nodes} nodes x {job.procs_per_node} processes on this machine. Written by `clusterctl plan`.\n"
         f"{_yaml({'name': job.name}, 0)}"
-        f"x-node: &node\n{_yaml(_node(job), 2)}"
+        f"x-node: &node\n{_yaml(_node(job, agent), 2)}"
         f"  command: {_yaml(command, 4, flow=True).lstrip()}"
         f"  environment: &environment\n{_yaml(_environment(job, nodes, attempt=attempt, port=port), 4)}"
         f"services:\n{services}"
-        f"configs:\n{_yaml({'agent': {'file': _escaped(agent)}}, 2)}"
     )
 
 
@@ -169,16 +168,16 @@ def gpu_reservation(node: Node) -> dict[str, Any]:
     }
 
 
-def _node(job: Job) -> dict[str, Any]:
+def _node(job: Job, agent: str) -> dict[str, Any]:
     """Return the keys that all services share."""
     service: dict[str, Any] = {"image": job.image}
     build = {"context": job.build, "args": {"BASE_IMAGE": "${BASE_IMAGE:-python:3.12-slim}"}}
     service |= {"build": build} if job.build else {"pull_policy": "never"}
     service |= {"user": job.user} if job.user else {}
     service |= {"working_dir": _escaped(job.workdir)} if job.workdir else {}
+    mounts = (Mount(job.run_root, RUNS, read_only=False), Mount(agent, AGENT), *job.mounts)
     return service | {
-        "configs": [{"source": "agent", "target": AGENT}],
-        "volumes": [_volume(mount) for mount in (Mount(job.run_root, RUNS, read_only=False), *job.mounts)],
+        "volumes": [_volume(mount) for mount in mounts],
         "init": True,
         "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
         "stop_grace_period": "30s",

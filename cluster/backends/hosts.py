@@ -114,8 +114,8 @@ class HostsBackend(Backend):
         return done.out.splitlines()
 
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:
-        sizes, text = script.payload(plan, step, secrets)
-        words = [attempt_dir(plan, node), node.name, plan.job_id, preflight.ids(node), *sizes]
+        lines, text = script.payload(plan, step, secrets)
+        words = [attempt_dir(plan, node), node.name, plan.job_id, preflight.ids(node), lines]
         started = reach(node).run(scripts.command("start", *words), stdin=text)
         if started.code == _GPUS_HELD:
             raise preflight.gpus_held(node.name, started.out.strip())

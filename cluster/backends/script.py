@@ -32,7 +32,7 @@ def step(job: Job, plan: Plan, rank: int) -> Step:
     head = f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
     path = f"{attempt_dir(plan, node)}/{node.name}.sh"
     text = head + _script(job, plan, node, values)
-    return Step(node.name, {path: text}, ("bash", path), needs(job, node), f"{attempt_dir(plan, node)}/agent.py")
+    return Step(node.name, {path: text}, ("bash", path), needs(job, node), f"{attempt_dir(plan, node)}/agent.pyz")
 
 
 def render_in_batch(job: Job, plan: Plan, login: Node) -> str:
@@ -61,12 +61,11 @@ def _mounts(job: Job, node: Node) -> list[Mount]:
     return [replace(mount, source=node.mirror(mount.source)) if mount.synced else mount for mount in job.mounts]
 
 
-def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the first two."""
+def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
+    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the secrets."""
     (text,) = step.files.values()
     exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
-    agent = scripts.text("agent/agent.py")
-    return [str(exported.count("\n")), str(agent.count("\n"))], exported + agent + text
+    return str(exported.count("\n")), exported + scripts.archive_line() + text
 
 
 def _script(
@@ -80,7 +79,7 @@ def _script(
         folders = [run_dir, *([_setup_dir(run_dir, job)] if job.setup else [])]
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
-    words = [*runtime.run(job, node, mounts, names), job.python, f"{attempt_dir(plan, node)}/agent.py", *job.command]
+    words = [*runtime.run(job, node, mounts, names), job.python, f"{attempt_dir(plan, node)}/agent.pyz", *job.command]
     text = "set -u\n" + scripts.exports(values) + "\n" + finds
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"

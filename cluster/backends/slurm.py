@@ -59,13 +59,13 @@ class SlurmBackend(Backend):
             "first_attempt": str(attempt),
         }
         setup = [
-            f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.py in its folder.",
+            f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
             *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
         text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
         needs = script.needs(job, login)
-        return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.py"),))
+        return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.pyz"),))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on the login node. Raises UsageError for what is missing, or NameTakenError."""
@@ -89,8 +89,8 @@ class SlurmBackend(Backend):
     def _send(self, plan: Plan, secrets: Mapping[str, str], argv: Sequence[str]) -> None:
         """Write a job's files to the cluster, and run the command that submits it."""
         login, (step,) = plan.nodes[0], plan.steps
-        sizes, text = script.payload(plan, step, secrets)
-        words = [script.attempt_dir(plan, login), plan.dir_on(login), *sizes, *argv]
+        lines, text = script.payload(plan, step, secrets)
+        words = [script.attempt_dir(plan, login), plan.dir_on(login), lines, *argv]
         self._run(login, text, "slurm_submit", *words)
 
     def _run(self, login: Node, text: str, *command: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -151,7 +152,8 @@ def plan(
         typer.Option("--output", "-o", help="Write the plan to this file, or to this folder if it has several files."),
     ] = "",
     agent: Annotated[
-        bool, typer.Option("--agent", help="Print the agent, the program that starts the ranks of a node.")
+        bool,
+        typer.Option("--agent", help="Write agent.pyz, the archive that starts the ranks of a node, to -o or a pipe."),
     ] = False,
     save: Annotated[
         str, option("--save", metavar="FILE", help="Write the options as a job file, and print no plan.")
@@ -164,7 +166,13 @@ def plan(
     from cluster.supervisor import launcher
 
     if agent:
-        print(scripts.text("agent/agent.py"), end="")
+        if output:
+            _write({Path(output): scripts.archive()})
+        elif sys.stdout.isatty():
+            hint = "clusterctl plan --agent -o agent.pyz; python3 -m zipfile -e agent.pyz FOLDER shows its source"
+            raise UsageError("--agent: an archive cannot be printed on a terminal", hint)
+        else:
+            sys.stdout.buffer.write(scripts.archive())
         return
     if schema:
         from cluster.spec import job_file
@@ -195,18 +203,18 @@ def plan(
         print(json.dumps({"array": asdict(steps[0]), "plans": values} if array.array else values[0], indent=1))
         return
     agents = list(dict.fromkeys(step.agent for step in steps if step.agent))
+    digest = hashlib.sha256(scripts.archive()).hexdigest()[:12]
     for path in agents:
-        digest = scripts.digest("agent/agent.py")
-        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent prints it)", file=sys.stderr)
+        print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr)
     files = [(step, path, text) for step in steps for path, text in step.files.items()]
     if output:
         # The scripts of an array's jobs have one name, in folders of their own.
         names = [f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else path for step, path, _ in files]
         one_file = len(files) == 1
         targets = [Path(output)] if one_file else [Path(output, Path(name).name) for name in names]
-        texts = {target: text for target, (*_, text) in zip(targets, files, strict=True)}
+        texts: dict[Path, str | bytes] = {target: text for target, (*_, text) in zip(targets, files, strict=True)}
         if not any(node.login for node in plans[0].nodes):  # the plan's files can then be run by hand
-            texts |= {Path(path): scripts.text("agent/agent.py") for path in agents}
+            texts |= {Path(path): scripts.archive() for path in agents}
         _write(texts)
         return
     for step, path, text in files:
@@ -261,11 +269,11 @@ def job_text(request: Request, inventory: NodeOptions, env_file: str) -> str:
     return job_file.write(launcher.absolute_paths(request), more)
 
 
-def _write(texts: Mapping[Path, str], *, quiet: bool = False) -> None:
+def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:
     for path, text in texts.items():
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(text.encode() if isinstance(text, str) else text)
         except OSError as error:
             raise UsageError(f"{path}: cannot be written: {error.strerror}", "name another file: -o FILE") from error
     if not quiet:

@@ -179,7 +179,7 @@ class Job:
 class Step:
     """A step of a plan on one machine: files to write (path to text), then a command to run.
 
-    `needs` are paths that must exist before; the agent (agent/agent.py) is copied to the path `agent`.
+    `needs` are paths that must exist before; agent.pyz (agent/app) is copied to the path `agent`.
     """
 
     place: str

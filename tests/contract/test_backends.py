@@ -28,7 +28,7 @@ class Local:
     def kill_node(self, job, rank):
         for pid in processes_of(job):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            agent = b"/agent.py\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            agent = b"/agent.pyz\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
             worker = any(variable.startswith(b"LOCAL_RANK=") for variable in variables)
             if agent and not worker and f"PET_NODE_RANK={rank}".encode() in variables:
                 os.kill(pid, signal.SIGKILL)

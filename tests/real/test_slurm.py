@@ -158,9 +158,11 @@ def test_the_exported_script_does_the_same_by_hand(slurm, testbed):
     assert code == 0, text
     copy = subprocess.run(slurm.login.ssh("cat > /tmp/job.sbatch", "ada"), input=script.read_bytes(), check=False)
     assert copy.returncode == 0
-    agent = slurm.clusterctl.run("plan", "--agent")[1].encode()
+    code, text = slurm.clusterctl.run("plan", "--agent", "-o", str(slurm.folder / "agent.pyz"))
+    assert code == 0, text
+    agent = (slurm.folder / "agent.pyz").read_bytes()
     folder = f"{HOME}/runs/by-hand/attempt-1"
-    command = f"mkdir -p {folder} && cat > {folder}/agent.py"
+    command = f"mkdir -p {folder} && cat > {folder}/agent.pyz"
     assert subprocess.run(slurm.login.ssh(command, "ada"), input=agent, check=False).returncode == 0
     out = slurm.login.run("cd /tmp && sbatch --wait --output /tmp/by-hand.out job.sbatch", user="ada", timeout_s=240)
     assert "Submitted batch job" in out

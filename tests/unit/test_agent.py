@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,10 +14,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.agent import agent, scripts
+from cluster.agent import scripts
+from cluster.agent.app.node_agent.output import Status
+from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
+from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
+from cluster.agent.app.node_agent.stall import place
+from cluster.agent.app.node_agent.usage import Usage, query_gpus
 from tests import nvidia_smi
 
-AGENT = Path(agent.__file__)
+AGENT = Path(scripts.__file__).parent / "app"
+
+
+def change_agent(monkeypatch, folder, file, old, new):
+    """Let the nodes of a test run a copy of the agent in which one constant differs."""
+    copy = shutil.copytree(AGENT, folder / "app")
+    text = (copy / "node_agent" / file).read_text()
+    assert old in text
+    (copy / "node_agent" / file).write_text(text.replace(old, new))
+    monkeypatch.setattr(f"{__name__}.AGENT", copy)
 
 
 class Node:
@@ -131,7 +146,7 @@ def test_the_failure_of_a_node_whose_ranks_lost_a_peer_is_secondary(tmp_path):
     ],
 )
 def test_only_a_lost_connection_to_another_rank_is_secondary(error, secondary):
-    assert bool(agent.SECONDARY.match(error)) == secondary
+    assert bool(SECONDARY.match(error)) == secondary
 
 
 def test_the_error_event_of_a_program_is_its_failure(tmp_path):
@@ -177,9 +192,7 @@ def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
 
 def test_a_slow_progress_bar_is_shown_before_it_ends(tmp_path, monkeypatch):
     """The test's agent writes a state of the bar after 0.1 s instead of 5."""
-    copy = tmp_path / "agent.py"
-    copy.write_text(AGENT.read_text().replace("PROGRESS_BAR_S = 5.0", "PROGRESS_BAR_S = 0.1"))
-    monkeypatch.setattr(f"{__name__}.AGENT", copy)
+    change_agent(monkeypatch, tmp_path, "ranks.py", "PROGRESS_BAR_S = 5.0", "PROGRESS_BAR_S = 0.1")
     program = "for k in range(4): sys.stdout.write(f'\\r{k} %'); sys.stdout.flush(); time.sleep(0.5)\nprint()"
     _, out, _ = Node(tmp_path, program, ranks=1).end()
     assert out.splitlines() == ["0 %", "1 %", "2 %", "3 %"]
@@ -224,9 +237,7 @@ def test_processes_that_the_ranks_have_started_are_killed_at_the_end(tmp_path):
 
 def test_the_ranks_end_after_the_nodes_script_has_died(tmp_path, monkeypatch):
     """The script's file does not change; the test's agent waits for 1 s instead of 30."""
-    copy = tmp_path / "agent.py"
-    copy.write_text(AGENT.read_text().replace("SCRIPT_TIMEOUT_S = 30.0", "SCRIPT_TIMEOUT_S = 1.0"))
-    monkeypatch.setattr(f"{__name__}.AGENT", copy)
+    change_agent(monkeypatch, tmp_path, "agent.py", "SCRIPT_TIMEOUT_S = 30.0", "SCRIPT_TIMEOUT_S = 1.0")
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "node-0.alive").write_text("0")
     code, out, _ = Node(tmp_path, "time.sleep(60)", ranks=1).end()
@@ -239,7 +250,7 @@ def test_a_port_in_use_is_the_nodes_failure_and_starts_no_rank(tmp_path):
         server.listen()
         port = str(server.getsockname()[1])
         code, _, status = Node(tmp_path, "print('ran')", PET_MASTER_PORT=port).end()
-    assert code == agent.EXIT_NODE
+    assert code == EXIT_NODE
     assert (status["failure"]["rank"], "EADDRINUSE" in status["failure"]["error"]) == (None, True)
 
 
@@ -263,7 +274,7 @@ def test_gloo_and_nccl_use_the_device_that_has_the_nodes_address(tmp_path, varia
 
 def test_a_peer_without_an_address_is_the_nodes_failure(tmp_path):
     done = run_node_script(tmp_path, CLUSTER_HOSTS="no.such.host.invalid here")
-    assert (done.returncode, done.stdout) == (agent.EXIT_NODE, "")
+    assert (done.returncode, done.stdout) == (EXIT_NODE, "")
     assert "node-1: the name no.such.host.invalid does not resolve" in (tmp_path / "attempt-1/node-1.err").read_text()
     assert (tmp_path / "attempt-1/node-1.exit").read_text().startswith("71 ")
 
@@ -287,21 +298,26 @@ def test_a_full_disk_stops_neither_the_ranks_nor_the_status_file(tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["-m"], ["--no-python"], ["--nproc-per-node", "2", "x.py"]])
 def test_a_command_without_a_program_is_refused(arguments):
     with pytest.raises(SystemExit, match="agent"):
-        agent.rank_command(arguments)
+        rank_command(arguments)
 
 
-def test_the_agent_is_the_file_that_plan_prints():
-    assert scripts.text("agent/agent.py") == AGENT.read_text()
+def test_the_archive_runs_like_the_folder_and_has_the_same_bytes_each_time(tmp_path, monkeypatch):
+    (tmp_path / "agent.pyz").write_bytes(scripts.archive())
+    monkeypatch.setattr(f"{__name__}.AGENT", tmp_path / "agent.pyz")
+    code, _, status = Node(tmp_path, "raise KeyError('x')", ranks=1).end()
+    assert (code, status["failure"]["error"]) == (1, "KeyError: 'x'")
+    scripts.archive.cache_clear()
+    assert scripts.archive() == (tmp_path / "agent.pyz").read_bytes()
 
 
 def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypatch):
     """Simulated: os.replace fails as on a full disk."""
-    settings = agent.Settings(
+    settings = Settings(
         dict.fromkeys(("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT"), "1")
         | {"PET_MASTER_ADDR": "", "CLUSTER_JOB_ID": "", "CLUSTER_ATTEMPT": "1", "CLUSTER_RUN_DIR": str(tmp_path)}
     )
     (tmp_path / "attempt-1").mkdir()
-    status = agent.Status(settings)
+    status = Status(settings)
     status.write(phase="running")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     status.write(phase="exited")
@@ -313,7 +329,7 @@ def test_a_cause_comes_before_an_earlier_consequence():
     lost = {"rank": 0, "time": 1.0, "error": "RuntimeError: Connection closed by peer", "secondary": True}
     cause = {"rank": 1, "time": 2.0, "error": "exit code 3", "secondary": False}
     ranks = [SimpleNamespace(failure=lambda found=found: found) for found in (lost, cause)]
-    found = agent.first_failure(ranks)
+    found = first_failure(ranks)
     assert (found["rank"], [other["rank"] for other in found["others"]]) == (1, [0])
 
 
@@ -344,7 +360,7 @@ def test_the_setup_runs_once_and_its_packages_are_the_ranks(folders, tmp_path):
 def test_a_setup_that_fails_ends_the_node_and_the_next_job_runs_it_again(folders, tmp_path):
     variables = setup_variables(tmp_path, f"echo one; test -e {tmp_path}/there || {{ echo two words >&2; exit 3; }}")
     code, out, status = Node(folders[0], "print('rank ran')", ranks=1, **variables).end()
-    assert code == agent.EXIT_NODE
+    assert code == EXIT_NODE
     assert status["failure"]["error"] == "setup: exit code 3: two words"
     assert "rank ran" not in out
     (tmp_path / "there").write_text("")
@@ -360,7 +376,7 @@ def test_sigterm_ends_a_setup(tmp_path):
     node.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     code, _, status = node.end()
-    assert code == agent.EXIT_NODE
+    assert code == EXIT_NODE
     assert status["failure"]["error"] == "setup: stopped"
     assert time.monotonic() - began < 5
 
@@ -433,9 +449,9 @@ STACKS = {
 @pytest.mark.parametrize("collective", list(STACKS))
 def test_the_place_is_the_programs_newest_line(collective):
     stack = ['File "{}", line {} in {}'.format(*frame) for frame in STACKS[collective]]
-    found = agent.place([*stack, 'File "/a/t.py", line 99 in main'])
+    found = place([*stack, 'File "/a/t.py", line 99 in main'])
     assert found == {"collective": collective, "call": STACKS[collective][0][2], "place": "t.py:3"}
-    assert agent.place([]) == {"collective": "", "call": "", "place": ""}
+    assert place([]) == {"collective": "", "call": "", "place": ""}
 
 
 GPUS = [nvidia_smi.Gpu("GPU-aa", use=7), nvidia_smi.Gpu("GPU-bb")]
@@ -459,10 +475,10 @@ def test_a_gpu_that_computes_or_does_not_answer_is_active(
     nvidia_smi.install(tmp_path, gpus, **broken)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    found = agent.query_gpus(visible)
+    found = query_gpus(visible)
     assert (None if found is None else [gpu["use"] for gpu in found]) == uses
     ended = threading.Event()
-    usage = agent.Usage([], ended)
+    usage = Usage([], ended)
     until = time.monotonic() + 10
     while usage._gpus == []:
         assert time.monotonic() < until

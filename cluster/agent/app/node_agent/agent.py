@@ -1,0 +1,272 @@
+"""The agent: starts the setup and the ranks of a node, supervises them, and reports how they ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pkgutil
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from typing import Mapping
+
+from .output import Log, Status
+from .ranks import LIBC, Rank, exit_code, first_failure, signal_name
+from .settings import (
+    EVENT_MARK,
+    EXIT_NODE,
+    EXIT_RUN_DIR,
+    EXIT_RUN_ME_AGAIN,
+    HEARTBEAT_S,
+    SIGNALS,
+    Fields,
+    Settings,
+    node_environment,
+    rank_command,
+    rank_variables,
+)
+from .setup import Setup
+from .stall import StallWatch
+from .usage import Usage, count_memory_kills
+
+#: Time for the ranks to exit after SIGTERM: after a failure, and after a request to stop.
+FAILED_GRACE_S = 10.0
+STOP_GRACE_S = 60.0
+#: The node's script updates its file every 2 s. Without a change for this time, the script is dead.
+SCRIPT_TIMEOUT_S = 30.0
+#: A master needs seconds to start: earlier failures to connect are not reported.
+UNREACHABLE_AFTER_S = 4.0
+REFUSED_AFTER_S = 20.0
+
+
+class Agent:
+    """Starts and supervises the ranks of one node."""
+
+    def __init__(self, settings: Settings, log: Log, status: Status) -> None:
+        self._settings, self._log, self._status = settings, log, status
+        self._ranks: list[Rank] = []
+        self._ended = threading.Event()
+        self._checkpoint_requested = False
+        self._stopping_since: float | None = None
+        self._grace_s = STOP_GRACE_S
+        self._stop_reason = ""
+        self._memory_kills = count_memory_kills()
+        self._script, self._script_changed = "", time.monotonic()
+
+    def run(self, command: list[str], environment: dict[str, str], hooks: str) -> int:
+        """Run the setup, start the ranks, and wait for their end; return the node's exit code."""
+        error = ""
+        if environment.get("CLUSTER_SETUP"):
+            setup = Setup(self._settings, self._log, self._status, environment)
+            self._status.write(phase="setup")
+            try:
+                error = setup.run()
+            except OSError as failed:
+                error = "setup: {}: {}".format(failed.filename, failed.strerror)
+            if command[0] == sys.executable:
+                command = [setup.python, *command[1:]]
+        error = error or self._start(command, environment, hooks)
+        if error:
+            self._log.message("error: " + error)
+            failure = {"rank": None, "time": round(time.time(), 3), "error": error, "secondary": False}
+            self._report_end(EXIT_NODE, dict(failure, exit_code=EXIT_NODE))
+            return EXIT_NODE
+        threading.Thread(target=watch_master, args=(self._settings, self._log, self._ended), daemon=True).start()
+        self._status.write(phase="running")
+        usage = Usage(self._ranks, self._ended)
+        stall = StallWatch(self._settings, self._log, self._status, self._ranks)
+        while any(rank.code is None for rank in self._ranks):
+            received = signal.sigtimedwait(SIGNALS, HEARTBEAT_S / 2)
+            if received is not None and received.si_signo in SIGNALS:  # after SIGCONT the number is not set
+                self._handle_signal(received.si_signo)
+            if self._script_is_dead():
+                self._stop(STOP_GRACE_S, "the node's script outside of the container has died")
+            if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._grace_s:
+                self._send(signal.SIGKILL)
+            if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
+                self._status.write(usage=usage.sample())
+                stall.check(usage)
+        return self._finish()
+
+    def _start(self, command: list[str], environment: Mapping[str, str], hooks: str) -> str:
+        """Start the ranks; return why this node cannot run them, or ""."""
+        settings = self._settings
+        if settings.node_rank == 0 and is_taken(settings.port):
+            return "port %d is already in use: EADDRINUSE" % settings.port
+        for local_rank in range(settings.ranks):
+            number = settings.node_rank * settings.ranks + local_rank
+            variables = dict(environment, **rank_variables(settings, local_rank, hooks))
+            try:
+                self._ranks.append(Rank(number, local_rank, command, variables, self._log))
+            except OSError as error:
+                return "{}: {}".format(command[0], error.strerror)
+        return ""
+
+    def _script_is_dead(self) -> bool:
+        """Return whether the node's script outside of the container is dead: nothing else would stop the container."""
+        text = ""
+        with contextlib.suppress(OSError), open(self._settings.path(".alive")) as file:
+            text = file.read()
+        if text != self._script or not text:  # no file without a container; an empty file on a full disk
+            self._script, self._script_changed = text, time.monotonic()
+        return time.monotonic() - self._script_changed > SCRIPT_TIMEOUT_S
+
+    def _handle_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            self._reap()
+        elif number == signal.SIGUSR2:
+            self._checkpoint_requested = True
+            self._send(signal.SIGUSR2)
+        else:
+            self._stop(STOP_GRACE_S, signal_name(number) + " received")
+
+    def _reap(self) -> None:
+        """Store the exit codes of ranks that have ended; after a failure stop the other ranks."""
+        by_pid = {rank.process.pid: rank for rank in self._ranks}
+        while True:
+            try:
+                pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            rank = by_pid.get(pid)
+            if rank is None or rank.code is not None:
+                continue
+            killed = os.WIFSIGNALED(wait_status)
+            rank.code = -os.WTERMSIG(wait_status) if killed else os.WEXITSTATUS(wait_status)
+            rank.process.returncode = rank.code
+            rank.ended_at, rank.stopped_before = time.time(), self._stopping_since is not None
+            if rank.code == -signal.SIGKILL:
+                kills, before = count_memory_kills(), self._memory_kills
+                rank.out_of_memory, self._memory_kills = kills > before, kills
+            if rank.code not in (0, EXIT_RUN_ME_AGAIN):
+                self._stop(FAILED_GRACE_S, "")
+            elif rank.code == EXIT_RUN_ME_AGAIN:
+                self._stop(STOP_GRACE_S, "", signals=False)
+
+    def _stop(self, grace_s: float, why: str, signals: bool = True) -> None:
+        """Send SIGTERM to the ranks; after `grace_s` they are killed."""
+        if self._stopping_since is not None:
+            return
+        self._stopping_since, self._grace_s, self._stop_reason = time.monotonic(), grace_s, why
+        if why:
+            self._log.message(why + ": stopping the ranks")
+        if signals:
+            self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.code is None:
+                os.kill(rank.process.pid, number)
+
+    def _finish(self) -> int:
+        """Kill remaining processes, complete the log, and report the end."""
+        self._ended.set()
+        kill_descendants()
+        for rank in self._ranks:
+            rank.reader.join(5)
+        failure = first_failure(self._ranks)
+        code = exit_code(self._ranks, failure, self._checkpoint_requested)
+        if failure is not None:
+            for fields in (failure, *failure["others"]):
+                fields.update((key, self._log.masked(fields[key])) for key in ("error", "hint") if key in fields)
+            if self._log.error:
+                failure["error"] += "; the log is incomplete: " + self._log.error
+            self._log.message("rank %d failed first: %s" % (failure["rank"], failure["error"]))
+        elif code == EXIT_RUN_ME_AGAIN:
+            events = [rank.event for rank in self._ranks if rank.event is not None]
+            self._stop_reason = self._log.masked(str(events[0]["error"])) if events else self._stop_reason
+        self._report_end(code, failure)
+        return code
+
+    def _report_end(self, code: int, failure: Fields | None) -> None:
+        """Write how the node ended to the status file."""
+        fields = {"phase": "exited", "exit_code": code, "ended_at": round(time.time(), 3), "failure": failure}
+        self._status.write(reason=self._stop_reason, **fields)
+
+
+def watch_master(settings: Settings, log: Log, ended: threading.Event) -> None:
+    """Report whether the master's port is reachable, and why not, until it accepts a connection."""
+    where = "%s:%d" % (settings.master, settings.port)
+    started, last = time.monotonic(), None
+    while not ended.is_set():
+        waited_s = time.monotonic() - started
+        reachable, listening, why = True, False, ""
+        try:
+            socket.create_connection((settings.master, settings.port), timeout=5).close()
+            listening = True
+        except ConnectionRefusedError:
+            why = "Connection refused" if waited_s > REFUSED_AFTER_S else ""
+        except socket.timeout:
+            reachable, why = False, "no answer within 5 s"
+        except OSError as error:
+            reachable, why = False, error.strerror or str(error)
+        if last != (reachable, listening, why) and (reachable or waited_s > UNREACHABLE_AFTER_S):
+            last = (reachable, listening, why)
+            event = {"event": "joining", "time": round(time.time(), 3), "node": settings.node_rank, "master": where}
+            event.update(reachable=reachable, listening=listening, why=log.masked(why))
+            log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
+        if listening:
+            return
+        ended.wait(0.5)
+
+
+def is_taken(port: int) -> bool:
+    """Return whether another program uses a port of this node."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False
+
+
+def kill_descendants() -> None:
+    """Kill the processes that the ranks have left. The agent is a subreaper: it inherits the children of each."""
+    for _ in range(20):
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        children = [int(name) for name in os.listdir("/proc") if name.isdigit() and _parent(name) == os.getpid()]
+        if not children:
+            return
+        for pid in children:
+            with contextlib.suppress(OSError):  # it runs as another user
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _parent(pid: str) -> int:
+    with contextlib.suppress(OSError), open("/proc/{}/stat".format(pid), "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[1])
+    return 0  # the process has ended
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent; return the node's exit code."""
+    settings = Settings(os.environ)
+    command = rank_command(arguments)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    try:
+        os.makedirs(settings.folder, exist_ok=True)
+        status, log = Status(settings), Log(settings)
+        hooks = tempfile.mkdtemp(prefix="clusterctl-")
+        with open(os.path.join(hooks, "sitecustomize.py"), "wb") as file:
+            file.write(pkgutil.get_data(__package__, "sitecustomize.py") or b"")  # also from an archive
+    except OSError as error:
+        print("agent: {}: {}".format(error.filename, error.strerror), file=sys.stderr)
+        return EXIT_RUN_DIR
+    status.write()
+    try:
+        return Agent(settings, log, status).run(command, node_environment(settings, os.environ, hooks), hooks)
+    finally:
+        shutil.rmtree(hooks, ignore_errors=True)

@@ -1,0 +1,88 @@
+"""The log and the status file of the node."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from io import FileIO
+
+from .settings import EVENT_MARK, Settings
+
+#: Shorter values of secrets are not masked, because they would mask unrelated text.
+SECRET_MIN_LENGTH = 4
+
+
+class Log:
+    """The node's log, one log per rank, and the console. A full disk does not stop the ranks."""
+
+    def __init__(self, settings: Settings) -> None:
+        parts = {part for value in settings.secrets for part in value.splitlines() if len(part) >= SECRET_MIN_LENGTH}
+        self._secrets = sorted((part.encode() for part in parts), key=len, reverse=True)
+        self._lock = threading.Lock()
+        self.error = ""
+        folder = os.path.join(settings.folder, "ranks", settings.name)
+        os.makedirs(folder, exist_ok=True)
+        self._all = open(settings.path(".log"), "ab", buffering=0)
+        self._ranks = [open(os.path.join(folder, "%d.log" % rank), "ab", buffering=0) for rank in range(settings.ranks)]
+
+    def line(self, text: bytes, local_rank: int | None = None) -> None:
+        """Write one line of a rank, or of the agent, with secrets masked."""
+        text = self._mask(text) + b"\n"
+        shown = b"[%d] %s" % (local_rank, text) if local_rank else text
+        with self._lock:
+            if local_rank is not None:
+                self._write(self._ranks[local_rank], text)
+            self._write(self._all, shown)
+            if EVENT_MARK.encode() not in text:
+                with contextlib.suppress(OSError):
+                    sys.stdout.buffer.write(shown)
+                    sys.stdout.buffer.flush()
+
+    def message(self, text: str) -> None:
+        """Write a line of the agent itself."""
+        self.line(("agent: " + text).encode())
+
+    def masked(self, text: str) -> str:
+        """Return the text with `***` in place of secrets."""
+        return self._mask(text.encode(errors="replace")).decode(errors="replace")
+
+    def _mask(self, text: bytes) -> bytes:
+        for value in self._secrets:
+            text = text.replace(value, b"***")
+        return text
+
+    def _write(self, file: FileIO, data: bytes) -> None:
+        try:
+            file.write(data)
+        except OSError as error:
+            self.error = "{}: {}".format(file.name, error.strerror)
+
+
+class Status:
+    """The node's status file, which is replaced atomically."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._path = settings.path(".json")
+        self.written_at = 0.0
+        self.fields = {"phase": "starting", "pid": os.getpid(), "started_at": round(time.time(), 3)}
+
+    def write(self, **fields: object) -> None:
+        """Change fields and write the file."""
+        self.fields.update(fields, heartbeat=round(time.time(), 3))
+        self.written_at = time.monotonic()
+        text = json.dumps(self.fields, separators=(",", ":")) + "\n"
+        partial = self._path + ".tmp"
+        try:
+            with open(partial, "w") as file:
+                file.write(text)
+            os.replace(partial, self._path)
+        except OSError:  # a full disk has no space for another file, but the old one can be overwritten
+            with contextlib.suppress(OSError):
+                os.remove(partial)
+            with contextlib.suppress(OSError), open(self._path, "r+") as file:
+                file.write(text)
+                file.truncate()

@@ -1,0 +1,158 @@
+"""A rank: its process, output, stack and failure; the first failure and the exit code of a node."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from subprocess import DEVNULL, PIPE, STDOUT
+from typing import Iterable
+
+from .output import Log
+from .settings import EVENT_MARK, EXIT_RUN_ME_AGAIN, SIGNALS, Fields
+from .sitecustomize import STACK_SIGNAL
+
+#: A progress bar overwrites its line. Its state is written to the log at this interval.
+PROGRESS_BAR_S = 5.0
+#: Errors of gloo, NCCL and torch's TCPStore after the loss of a peer: a consequence of another rank's failure.
+SECONDARY = re.compile(
+    r"Dist(Store|Network)Error: |(RuntimeError|DistBackendError): .*(Connection (was likely )?(closed|reset|refused)"
+    r"|Broken pipe|Socket closed|[Tt]imed out waiting|remote process exited|ncclRemoteError"
+    r"|NCCL communicator was aborted)"
+)
+LIBC = ctypes.CDLL(None)
+
+
+def in_rank() -> None:
+    """Unblock signals, and have the kernel kill the rank when the agent dies; runs between fork and exec."""
+    LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class Rank:
+    """One rank: its process, its output, and its exit `code` (negative: the number of a signal)."""
+
+    def __init__(self, number: int, local_rank: int, command: list[str], environment: dict[str, str], log: Log) -> None:
+        self.number, self.local_rank = number, local_rank
+        self.code: int | None = None
+        self.ended_at = 0.0
+        self.event: Fields | None = None
+        self.stopped_before = False
+        self.out_of_memory = False
+        self.output_at = time.monotonic()
+        self._record = environment["CLUSTER_RANK_RECORD"]
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=in_rank
+        )
+        self.reader = threading.Thread(target=self.read, args=(log,), daemon=True)
+        self.reader.start()
+
+    def read(self, log: Log) -> None:
+        """Copy the rank's output to the log, line by line, until the end of the output."""
+        assert self.process.stdout is not None
+        out = self.process.stdout.fileno()
+        pending, written = b"", time.monotonic()
+        for chunk in iter(lambda: os.read(out, 1 << 16), b""):
+            self.output_at = time.monotonic()
+            *lines, pending = (pending + chunk).split(b"\n")
+            if b"\r" in pending and time.monotonic() - written > PROGRESS_BAR_S:
+                bar, _, pending = pending.rpartition(b"\r")
+                lines += [bar] if bar else []
+            for line in lines:
+                self._line(line, log)
+                written = time.monotonic()
+        if pending:
+            self._line(pending, log)
+
+    def _line(self, line: bytes, log: Log) -> None:
+        line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # a progress bar overwrites its line; keep the last state
+        if EVENT_MARK.encode() in line:
+            with contextlib.suppress(ValueError):
+                event = json.loads(line.partition(EVENT_MARK.encode())[2].decode(errors="replace"))
+                if isinstance(event, dict) and event.get("event") == "failed" and event.get("error"):
+                    self.event = event
+        log.line(line, self.local_rank)
+
+    def stack(self) -> list[str]:
+        """Return the stack of the rank's main thread, newest call first; [] if it is not Python."""
+        path = self._record + ".stack"
+        with contextlib.suppress(OSError, ValueError), open("/proc/%d/status" % self.process.pid) as file:
+            caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
+            if caught and int(caught.group(1), 16) >> (STACK_SIGNAL - 1) & 1:
+                size = os.stat(path).st_size
+                os.kill(self.process.pid, STACK_SIGNAL)
+                for _ in range(50):
+                    time.sleep(0.02)
+                    with open(path) as dump:
+                        dump.seek(size)
+                        lines = dump.read().splitlines()
+                    if lines and len(lines) > 1:
+                        return [line.strip() for line in lines if line.startswith("  File ")]
+        return []
+
+    def exception(self) -> Fields | None:
+        """Return the uncaught exception that the rank recorded, or None."""
+        with contextlib.suppress(OSError, ValueError), open(self._record) as file:
+            found: Fields = json.load(file)
+            return found
+        return None
+
+    def failure(self) -> Fields | None:
+        """Return the rank's failure (rank, time, error, hint, exit_code, secondary), or None."""
+        if self.code in (None, 0, EXIT_RUN_ME_AGAIN):
+            return None
+        found: Fields = {"rank": self.number, "local_rank": self.local_rank, "time": self.ended_at, "hint": ""}
+        found.update(exit_code=self.code if self.code > 0 else 128 - self.code, secondary=False)
+        raised, number = self.exception(), -self.code
+        if self.event is not None:
+            found.update(error=str(self.event["error"]), hint=str(self.event.get("hint") or ""))
+            found["secondary"] = bool(self.event.get("echo"))
+            if isinstance(self.event.get("time"), (int, float)):
+                found["time"] = min(self.ended_at, self.event["time"])
+        elif raised is not None:  # also if the rank was stopped after it had raised
+            found.update(error=raised["error"], time=raised["time"], secondary=bool(SECONDARY.match(raised["error"])))
+            found["exit_code"] = max(1, self.code)
+        elif self.stopped_before and number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR2):
+            return None
+        elif number > 0:
+            name = signal_name(number)
+            found["error"] = "out of memory: the kernel killed it" if self.out_of_memory else "killed by " + name
+            found["secondary"] = number == signal.SIGABRT  # torch aborts a rank that has lost its peers
+        else:
+            found["error"] = "exit code %d" % self.code
+            found["secondary"] = self.stopped_before
+        return found
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "signal %d" % number
+
+
+def first_failure(ranks: Iterable[Rank]) -> Fields | None:
+    """Return the first failure of a node's ranks, causes first, or None. Its `others` are the rest, in order."""
+    failures = [found for found in (rank.failure() for rank in ranks) if found is not None]
+    failures.sort(key=lambda found: (found["secondary"], found["time"]))
+    others = [{"rank": found["rank"], "error": found["error"]} for found in failures[1:]]
+    return dict(failures[0], others=others) if failures else None
+
+
+def exit_code(ranks: Iterable[Rank], failure: Fields | None, checkpoint_requested: bool) -> int:
+    """Return the node's exit code from those of its ranks."""
+    codes = [rank.code for rank in ranks if rank.code]
+    if not codes:
+        return 0
+    if checkpoint_requested or (failure is None and EXIT_RUN_ME_AGAIN in codes):
+        return EXIT_RUN_ME_AGAIN
+    if failure is not None:
+        return int(failure["exit_code"])
+    return codes[0] if codes[0] > 0 else 128 - codes[0]
