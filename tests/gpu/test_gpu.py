@@ -109,9 +109,11 @@ def test_a_killed_run_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
 
 
 def test_compiled_losses_are_those_of_eager_ones(data: Path, tmp_path: Path) -> None:
-    for name, more in (("eager", []), ("compiled", ["--compile"])):
+    graphs = ["--compile", "--compile-mode", "reduce-overhead"]
+    for name, more in (("eager", []), ("compiled", ["--compile"]), ("graphs", graphs)):
         train(tmp_path, *small(data, name, "--precision", "fp32", *more))
-    assert torch.allclose(losses(tmp_path / "compiled"), losses(tmp_path / "eager"), rtol=1e-3)
+    for name in ("compiled", "graphs"):
+        assert torch.allclose(losses(tmp_path / name), losses(tmp_path / "eager"), rtol=1e-3), name
 
 
 @pytest.mark.parametrize("hyp", [Hyp(mixup=0.5), Hyp(degrees=20.0, perspective=0.001)], ids=["upright", "warped"])

@@ -104,6 +104,28 @@ def test_compile_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         made(squares(tmp_path / "set", train=6), compile=True)
 
 
+def test_gradients_keep_their_memory_under_cuda_graphs(tmp_path: Path) -> None:
+    """A gradient that autograd creates there would be overwritten by the next step: torch raises RuntimeError."""
+    data = squares(tmp_path / "set", train=6)
+    run = made(data, compile=True, compile_mode="reduce-overhead", imgsz=64, batch=2, freeze="3", unfreeze=1)
+    run.start()
+    with torch.compiler.set_stance("force_eager"):
+        for _ in range(2):
+            trained = [p for p in run.parameters if p.requires_grad]
+            gradients = [p.grad for p in trained]
+            assert all(each is not None and not each.any() for each in gradients)
+            for batch in run.batches():
+                run.step(batch)
+            assert all(p.grad is old for p, old in zip(trained, gradients, strict=True))
+            run.begin_epoch()
+    assert len(trained) == len(run.parameters)
+
+
+def test_compile_mode_needs_compile(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="nothing is compiled"):
+        made(squares(tmp_path / "set", train=6), compile_mode="reduce-overhead")
+
+
 @pytest.mark.parametrize("key", ["cutmix", "randaugment", "pad"])
 def test_a_hyper_parameter_of_another_task_is_refused(key: str, tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=6)

@@ -31,7 +31,11 @@ class Ddp(Strategy):
             synchronise(model, self._device)
         if self._settings.compile:
             # Without `dynamic=False`, a second shape (of a last batch) would make all kernels dynamic.
-            model.compile(dynamic=None if self._settings.multi_scale or self._settings.rect else False)
+            dynamic = None if self._settings.multi_scale or self._settings.rect else False
+            model.compile(dynamic=dynamic, mode=self._settings.compile_mode)
+            # torch logs why a network on a GPU is not captured.
+            if self._settings.compile_mode != "default" and self._device.type == "cpu":
+                self.summary = f"--compile-mode {self._settings.compile_mode}: without CUDA graphs, which need a GPU"
         self.refresh()
 
     def refresh(self) -> None:
@@ -72,6 +76,8 @@ class Ddp(Strategy):
     def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
         """Run forward and backward on this rank's share."""
         skips_sync = comm.is_distributed() and not sync
+        if self._settings.compile_mode != "default":  # this imports the compiler
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with self._net.no_sync() if skips_sync else contextlib.nullcontext():  # type: ignore[operator]
             with self._conditions.autocast():
                 raw = self._net(images)

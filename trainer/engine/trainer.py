@@ -143,6 +143,7 @@ class Trainer:
         self.local_group_names = [[name for name in group if name in local] for group in self.group_names]
         self.optimizer = build_optimizer(self.local_model, s.optimizer, s.hyp, s.batch, self.local_group_names)
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self._zero_gradients()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == SCALED_GRADIENTS)
         self.term_sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=self.device)
         self.unreduced_terms = torch.zeros_like(self.term_sums)
@@ -219,7 +220,7 @@ class Trainer:
             self.grad_norm = self.strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
+            self._zero_gradients()
             self.ema.update()
             state.last_move = step
             if not self.scaler.is_enabled():  # the scaler skips steps with non-finite gradients
@@ -230,6 +231,17 @@ class Trainer:
         state.step += 1
         to_stop, to_save = read_requests() if read_requests else (stop, save)
         return StepResult(bool(to_stop), bool(to_save), updates)
+
+    def _zero_gradients(self) -> None:
+        """Remove the gradients, or zero them where their memory has to stay: DDP's buckets, and under CUDA graphs.
+
+        A gradient that autograd creates is memory of the graph, which the next step overwrites.
+        """
+        graphs = self.settings.compile_mode != "default"
+        self.optimizer.zero_grad(set_to_none=not (graphs or comm.is_distributed()))
+        for parameter in self.parameters if graphs else ():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _record_nonfinite(self, values: Tensor, step: int) -> None:
         """Record the first step with non-finite values, without synchronizing a GPU (`where` would)."""
@@ -270,6 +282,7 @@ class Trainer:
         self.is_frozen = False  # also on a pipeline stage without frozen layers
         self.local_model.requires_grad_(True)
         self.strategy.refresh()
+        self._zero_gradients()
         self.timer.restart()
         self.display.print(f"from epoch {self.state.epoch + 1} on, all layers are trained")
 
@@ -363,8 +376,7 @@ class Trainer:
             self._unfreeze()
         self.term_sums.copy_(content["total"])
         self.first_nonfinite_step.fill_(NONE)
-        # Gradients that were accumulated before a non-finite step.
-        self.optimizer.zero_grad(set_to_none=not comm.is_distributed())
+        self._zero_gradients()  # those that were accumulated before a non-finite step
         self.history = list(content["history"])
         self.task.cfg = content["cfg"]  # with the fitted anchors
         self.set_class_map(content["class_map"])
