@@ -6,7 +6,8 @@
     start       `clusterctl --help`, and `clusterctl plan` with a cluster.yaml of three nodes; base: `python -c pass`
     plan        `clusterctl plan --nodes 100000`; base: `python -c pass`
     first-line  the command until the script of rank 0 runs on two hosts; base: ssh and torchrun without clusterctl
-    hosts       `clusterctl launch --detach` on 64 hosts; base: on one host
+    hosts       `clusterctl launch --detach` on 64 hosts; base: on one host, and two `ssh HOST true` for each host,
+                16 at a time: a launch needs two connections to each host
     epoch       `trainer train` of one epoch of the digits; base: the seconds that the epoch itself takes
     page        first paint in Chromium of a job's page with 64 x 8 ranks after 100,000 steps; base: 2 x 2 ranks after
                 100 steps. Statuses and logs are simulated, and each paint is from a new server
@@ -163,8 +164,13 @@ def hosts(bench: Bench) -> Iterator[list[Row]]:
         bench.seconds(*CLUSTERCTL, "stop", name)
         return took_s
 
-    with bench.hosts(64):
-        yield [("clusterctl launch --detach, 64 hosts", lambda: launch(64), lambda: launch(1), "x 2")]
+    with bench.hosts(64) as server:
+        names = "\n".join([f"h{rank}" for rank in range(64)] * 2)
+        by_hand = ("bash", "-c", f"echo '{names}' | xargs -P 16 -I HOST ssh -F {server.config} HOST true")
+        yield [
+            ("clusterctl launch --detach, 64 hosts", lambda: launch(64), lambda: launch(1), "x 2"),
+            ("the same, against 128 ssh commands", lambda: launch(64), lambda: bench.seconds(*by_hand), ""),
+        ]
 
 
 @contextmanager
