@@ -11,13 +11,15 @@ from playwright.sync_api import sync_playwright
 
 
 @contextmanager
-def serving(clusterctl, *arguments):
-    """Yield the URL of `clusterctl serve`, which must end with 130 after Ctrl-C."""
+def serving(clusterctl, *arguments, page=None):
+    """Yield the URL of `clusterctl serve`, which must end with 130 after Ctrl-C. `page` is left before it ends."""
     process = clusterctl.start("serve", "--port", "0", *arguments)
     try:
         line = process.stdout.readline()
         yield re.search(r"http://\S+", line)[0]
     finally:
+        if page:
+            page.goto("about:blank")
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=20)
     assert (process.returncode, text) == (130, "")
@@ -46,4 +48,4 @@ def page(chromium):
     page.on("request", lambda request: "//localhost:" in request.url or problems.append(request.url))
     yield page
     page.close()
-    assert problems == []
+    assert not problems, problems

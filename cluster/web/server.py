@@ -40,19 +40,22 @@ const live = document.getElementById("live"), link = document.getElementById("li
 const source = new EventSource(live.dataset.events)
 source.onopen = () => link.textContent = ""
 source.onerror = () => link.textContent = "no connection to clusterctl serve; trying again"
+const opened = new Map()  // whether the user has opened or closed a <details>
 let last = []
 source.onmessage = event => {
   const page = document.createElement("template")
   page.innerHTML = JSON.parse(event.data)
+  for (const each of live.querySelectorAll("details")) opened.set(each.id, each.open)
+  for (const each of page.content.querySelectorAll("details")) each.open = opened.get(each.id) ?? each.open
   const sections = [...page.content.children], texts = sections.map(each => each.outerHTML)
-  const focus = document.activeElement.getAttribute("href")
+  const focus = document.activeElement?.getAttribute("href")
   while (live.children.length > sections.length) live.lastElementChild.remove()
   sections.forEach((section, index) => {
     if (!live.children[index]) live.append(section)
     else if (texts[index] !== last[index]) update(live.children[index], section)
   })
   last = texts
-  if (focus && document.activeElement.getAttribute("href") !== focus)  // rows have moved
+  if (focus && document.activeElement?.getAttribute("href") !== focus)  // rows have moved
     live.querySelector(`[href="${CSS.escape(focus)}"]`)?.focus()
 }
 // Changes only what differs: elements keep the focus, their scroll position and selected text.
@@ -60,9 +63,8 @@ function update(old, wanted) {
   if (old.nodeName !== wanted.nodeName) return old.replaceWith(wanted)
   if (old.nodeType === Node.TEXT_NODE && old.data !== wanted.data) old.data = wanted.data
   for (const each of wanted.attributes ?? [])
-    if (each.name !== "open" && old.getAttribute(each.name) !== each.value) old.setAttribute(each.name, each.value)
-  for (const name of old.getAttributeNames?.() ?? [])
-    if (name !== "open" && !wanted.hasAttribute(name)) old.removeAttribute(name)
+    if (old.getAttribute(each.name) !== each.value) old.setAttribute(each.name, each.value)
+  for (const name of old.getAttributeNames?.() ?? []) if (!wanted.hasAttribute(name)) old.removeAttribute(name)
   const children = [...wanted.childNodes]
   while (old.childNodes.length > children.length) old.lastChild.remove()
   children.forEach((each, index) => old.childNodes[index] ? update(old.childNodes[index], each) : old.append(each))

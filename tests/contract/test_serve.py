@@ -116,7 +116,7 @@ def test_the_use_memory_and_temperature_of_a_gpu_are_lines_over_time(clusterctl,
     code, text = clusterctl.run(*command)
     assert code == 0, text
     request.addfinalizer(lambda: clusterctl.run("stop", job_name))
-    with serving(clusterctl) as url:
+    with serving(clusterctl, page=page) as url:
         page.goto(f"{url}jobs/{job_name}/")
         for key, least in (("use", 5), ("memory", 1 << 30), ("temperature", 41)):
             line = page.get_by_label(re.compile(f"^{key}: "))
@@ -189,7 +189,7 @@ def test_a_browser_shows_hostile_text_and_finds_lines_of_the_log(clusterctl, job
         bytes.fromhex("89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63")
         + bytes.fromhex("6460f85f0f0002870180eb47ba920000000049454e44ae426082")
     )
-    with serving(clusterctl) as url:
+    with serving(clusterctl, page=page) as url:
         page.goto(f"{url}jobs/{job_name}/")
         expect(page.locator("code").first).to_contain_text(hostile)
         expect(page.locator("figcaption").first).to_have_text(f"loss: {hostile}_loss 0.25")

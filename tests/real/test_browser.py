@@ -16,7 +16,7 @@ pytestmark = pytest.mark.real
 def test_the_page_shows_a_killed_node_within_10_s_and_the_restart(cluster, page):
     cluster.launch("shown", "--max-restarts", "1", epochs=40)
     cluster.until_step()
-    with serving(cluster.clusterctl) as url:
+    with serving(cluster.clusterctl, page=page) as url:
         page.goto(url)
         page.keyboard.press("Tab")  # the table, which may scroll
         page.keyboard.press("Tab")
