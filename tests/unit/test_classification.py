@@ -20,12 +20,11 @@ from torchvision.transforms.v2.functional import normalize
 from tests.unit.settings import settings
 from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.config import Hyp
+from trainer.data.batch_sampler import BatchSpec
 from trainer.data.classification import Arrays, open_classification
 from trainer.data.dataset import Image
 from trainer.data.torchvision_loaders import (
     ClassificationCollate,
-    SquareLoader,
-    SquareValLoader,
     mix_batch,
     train_transform,
     val_transform,
@@ -159,26 +158,14 @@ def test_verify_finds_ranks_equal_while_images_are_mixed(tmp_path: Path) -> None
 
 
 def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    data = open_classification(str(folders(tmp_path)), "train")
-    hyp = Hyp(mixup=0.5, cutmix=0.5, randaugment=9, pad=4)
+    hyp = Hyp(mosaic=0.0, mixup=0.5, cutmix=0.5, randaugment=9, pad=4)
+    task = open_task(settings(str(folders(tmp_path)), "classify", imgsz=32, batch=5, hyp=hyp))
 
     def step(world: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         images, shares = [], []
         for rank in range(world):
-            loader = SquareLoader(
-                ClassificationCollate,
-                data,
-                imgsz=32,
-                batch=5,
-                seed=1,
-                hyp=hyp,
-                epochs=2,
-                rank=rank,
-                world=world,
-                local_size=world,
-                workers=0,
-                stride=32,
-            )
+            place = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 32}
+            loader = task.train_loader(place, torch.device("cpu"))
             batch = list(loader.epoch(1))[number]
             mine = mix_batch(batch.images.permute(0, 3, 1, 2).float(), batch.labels, 3, batch.mix_seed, hyp)
             images.append(mine[0])
@@ -251,14 +238,11 @@ class Asked(Arrays):
 
 
 def test_files_are_decoded_at_the_size_of_the_transform() -> None:
-    share: dict[str, Any] = {"batch": 2, "rank": 0, "world": 1, "local_size": 1, "workers": 0, "stride": 32}
     for imgsz, pad, trained_at, validated_at in ((32, None, 32, 32), (96, None, 192, 110), (96, 4.0, 96, 110)):
-        data = Asked()
-        list(
-            SquareLoader(ClassificationCollate, data, imgsz=imgsz, seed=0, hyp=Hyp(pad=pad), epochs=1, **share).epoch(0)
-        )
+        data, spec = Asked(), BatchSpec(np.arange(2), (imgsz, imgsz))
+        ClassificationCollate(data, imgsz, 0, Hyp(pad=pad))[spec]
         assert data.sides == {trained_at}
-        list(SquareValLoader(ClassificationCollate, data, imgsz=imgsz, **share))
+        ClassificationCollate(data, imgsz)[spec]
         assert data.sides == {trained_at, validated_at}
 
 

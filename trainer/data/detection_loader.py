@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
 from trainer.data.augment import recipe_of
-from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
-from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
+from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
+from trainer.data.dataloader import BatchData, Collate, EpochLoader, EvalLoader, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.device_painter import DevicePainter, pack
 from trainer.data.image_cache import CachedImages, Exchange, cache_images, largest_bytes
@@ -22,7 +21,6 @@ from trainer.data.paint import letterbox, paint
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
-Floats32 = npt.NDArray[np.float32]
 STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
 _GROUP = 32  # validation images that share a shape
 _PACKED = 4  # sources that a mosaic at scale 0.5 shows completely
@@ -30,7 +28,7 @@ _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
 @dataclass
-class Batch(Pinnable):
+class Batch(BatchData):
     """One rank's part of a global training batch."""
 
     images: Any  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale. From a worker: or a Painting
@@ -38,17 +36,9 @@ class Batch(Pinnable):
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends each tensor as a file; for small ones, pickling the values is faster.
-        return _batch, (self.images, self.targets.numpy(), self.ids.numpy(), self.global_size)
-
-
-def _batch(images: torch.Tensor, targets: Floats32, ids: Ints, global_size: int) -> Batch:
-    return Batch(images, torch.from_numpy(targets), torch.from_numpy(ids), global_size)
-
 
 @dataclass
-class ValBatch(Pinnable):
+class ValBatch(BatchData):
     """A batch of letterboxed images: original_xy = (xy - pad) / scale."""
 
     images: torch.Tensor  # uint8 (b, h, w, 3), RGB
@@ -165,10 +155,9 @@ class TrainLoader(EpochLoader[Batch]):
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self.min_side, self._painter = sides[-1], painter
+        self._dataset, self.min_side, self._painter = dataset, sides[-1], painter
         plain_from = 0 if rect else epochs - close_mosaic
         super().__init__(
-            dataset,
             _TrainCollate(dataset, self.min_side, seed, hyp, plain_from, paints=painter is None),
             sides=sides,
             seed=seed,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
-from trainer.data.dataloader import Pinnable, empty_images
+from trainer.data.dataloader import BatchData, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
@@ -25,7 +25,7 @@ _HORIZON = 1e-6  # smallest divisor of a perspective
 
 
 @dataclass
-class Painting(Pinnable):
+class Painting(BatchData):
     """The images of a batch before they are painted: b images of s scenes, the last s - b of them for mixup.
 
     A scene has at most `l` layers. `places` holds per layer: the pixel number of the source's origin in the pool, and
@@ -51,17 +51,6 @@ class Painting(Pinnable):
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
         return replace(self, **moved)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends each tensor as a file; for small ones, pickling the values is faster.
-        large = (self.pixels, self.outlines)
-        small = [t.numpy() for t in (self.places, self.maps, self.changes, self.partners, self.pasted)]
-        return _painting, (self.shape, large, small, (self.upright, self.bends, self.colours))
-
-
-def _painting(shape: tuple[int, int], large: Sequence[Tensor], small: Sequence[Any], flags: Sequence[bool]) -> Painting:
-    places, maps, changes, partners, pasted = map(torch.from_numpy, small)
-    return Painting(shape, large[0], places, maps, changes, partners, large[1], pasted, *flags)
-
 
 def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | None) -> Painting:
     """Return the painting of `recipes` of one shape, with the visible parts of the sources unless `resident`."""
@@ -73,7 +62,9 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
     places, maps = np.zeros((len(scenes), most, 2), np.int64), np.zeros((len(scenes), most, 21), np.float32)
     maps[..., 8] = 1  # an absent layer paints nothing, and divides by 1
     pasted = np.array([[k < len(s) and s[k].outline is not None for k in range(most)] for s in scenes])
-    outlines = np.zeros((len(scenes), *shape) if pasted.any() else (0, 0, 0), np.uint8)
+    outlines = torch.empty((0, 0, 0), dtype=torch.uint8)
+    if pasted.any():
+        outlines = empty_images((len(scenes), *shape)).zero_()
     parts: list[Image] = [np.full((1, 1, 3), FILL, np.uint8)]
     upright, bends, end = True, False, 1
     for j, layers in enumerate(scenes):
@@ -93,7 +84,8 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
                 end += (bottom - top) * (right - left)
             if layer.outline is not None:
                 flip_x, flip_y = owners[j].flips
-                fill_outline(outlines[j, :: -1 if flip_y else 1, :: -1 if flip_x else 1], layer.outline, k + 1)
+                mask = outlines[j].numpy()[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
+                fill_outline(mask, layer.outline, k + 1)
     changes = np.array([_changes(recipe) for recipe in owners], np.float32)
     pixels = torch.empty((0, 3), dtype=torch.uint8)
     if not resident:
@@ -101,9 +93,19 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
         pixels = empty_images((end + int(places[..., 1].max()) + 1, 3))
         np.concatenate([part.reshape(-1, 3) for part in parts], out=pixels[:end].numpy())
         pixels[end:] = 0
-    small = (places, maps, changes, np.array(partners, np.int64), pasted)
-    flags = upright, bends, any(recipe.colours for recipe in recipes)
-    return _painting(shape, (pixels, torch.from_numpy(outlines)), small, flags)
+    return Painting(
+        shape,
+        pixels,
+        torch.from_numpy(places),
+        torch.from_numpy(maps),
+        torch.from_numpy(changes),
+        torch.tensor(partners, dtype=torch.int64),
+        outlines,
+        torch.from_numpy(pasted),
+        upright,
+        bends,
+        any(recipe.colours for recipe in recipes),
+    )
 
 
 def _changes(recipe: Recipe) -> list[float]:
