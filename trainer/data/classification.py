@@ -105,13 +105,11 @@ class Arrays:
 
 
 def _digits(split: Split) -> Arrays:
-    """Return scikit-learn's handwritten digits, enlarged to 32 x 32 px; every fifth is for validation."""
-    levels, digits = scans()
-    of_val = np.arange(len(digits)) % 5 == 4
-    chosen = np.flatnonzero(of_val if split == "val" else ~of_val)
-    resized = [cv2.resize(levels[k] * np.uint8(15), (32, 32), interpolation=cv2.INTER_CUBIC) for k in chosen]
+    """Return scikit-learn's handwritten digits, enlarged to 32 x 32 px."""
+    levels, digits = scans(split)
+    resized = [cv2.resize(scan * np.uint8(15), (32, 32), interpolation=cv2.INTER_CUBIC) for scan in levels]
     images = np.repeat(np.stack(resized)[..., None], 3, 3)
-    return Arrays("digit", [str(digit) for digit in range(10)], images, digits[chosen])
+    return Arrays("digit", [str(digit) for digit in range(10)], images, digits)
 
 
 def _cifar(source: str, split: Split) -> Arrays:
