@@ -6,13 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, Floats, Ints
 from trainer.errors import TrainerError
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Shape = tuple[int, int]  # (height, width) in pixels
 WINDOW = 64  # images; each worker keeps these decoded in memory
 ORDER, IMAGE, SIDE, MIX = 1, 2, 3, 4  # first word of each seed: keeps the random streams independent
@@ -30,22 +27,6 @@ class BatchSpec:
     previous: int = -1  # the image before `ids` in the global batch, cyclically
     neighbours: list[Ints] = field(default_factory=list)  # for each image, the candidates of its mosaic
     repeats: Ints | None = None  # (b,): earlier draws of each image in this epoch
-
-
-def steps_per_epoch(count: int, batch: int, world: int) -> int:
-    """Return the least number of steps for `count` images; raise TrainerError if a rank would get no image."""
-    if batch < world:
-        raise TrainerError(
-            f"--batch {batch} is smaller than the number of ranks, {world}",
-            f"--batch counts the images of all ranks together: use {world} or more",
-        )
-    steps = -(-count // batch)
-    if not steps or count // steps < world:
-        raise TrainerError(
-            f"{count} training images in {steps} steps of at most {batch}: too few for {world} ranks",
-            "use another --batch, or fewer ranks",
-        )
-    return steps
 
 
 def scales(imgsz: int, stride: int) -> range:
@@ -136,7 +117,18 @@ class BatchSampler:
     class_map: Sequence[float] | None = None  # mAP of each class, equal on all ranks; None: not validated yet
 
     def __post_init__(self) -> None:
-        self.steps = steps_per_epoch(self.count, self.batch, self.world)
+        if self.batch < self.world:
+            raise TrainerError(
+                f"--batch {self.batch} is smaller than the number of ranks, {self.world}",
+                f"--batch counts the images of all ranks together: use {self.world} or more",
+            )
+        self.steps = -(-self.count // self.batch)  # of an epoch
+        if not self.steps or self.count // self.steps < self.world:
+            raise TrainerError(
+                f"{self.count} training images in {self.steps} steps of at most {self.batch}: "
+                f"too few for {self.world} ranks",
+                "use another --batch, or fewer ranks",
+            )
 
     def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
         """Yield this rank's batch specs from a step of `epoch` to the end of the run.

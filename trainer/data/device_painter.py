@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataloader import BatchData, empty_images
-from trainer.data.dataset import Dataset, Image
+from trainer.data.dataset import Dataset, Floats, Image
 from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
 
@@ -236,16 +236,13 @@ def _interpolate(pool: Tensor, pixel: Tensor, stride: Tensor, right: Tensor, dow
     """Bilinear interpolation of four pixels: numbers, strides, and weights (n, h, w) -> float32 (n, h, w, 3)."""
 
     def across(number: Tensor) -> Tensor:
-        left = _take(pool, number)
-        return left + (_take(pool, number + 1) - left) * right[..., None]
+        left, following = (
+            pool.index_select(0, each.view(-1)).view(*each.shape, 3).float() for each in (number, number + 1)
+        )
+        return left + (following - left) * right[..., None]
 
     top = across(pixel)
     return top + (across(pixel + stride) - top) * down[..., None]
-
-
-def _take(pool: Tensor, number: Tensor) -> Tensor:
-    """Pixels by number (n, h, w) -> float32 (n, h, w, 3)."""
-    return pool.index_select(0, number.view(-1)).view(*number.shape, 3).float()
 
 
 def _recolour(images: Tensor, change: Sequence[Tensor]) -> Tensor:

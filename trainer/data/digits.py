@@ -125,10 +125,8 @@ def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     grain = np.frombuffer(rng.bytes(side * side), np.uint8).reshape(side, side) >> 4
     ink = cv2.add(ink, grain)
 
-    labels = np.empty((len(chosen), 5), np.float32)
-    labels[:, 0] = digits[drawn[chosen]]
-    labels[:, 1:3] = (xy[chosen] + wh[chosen] / 2) / side
-    labels[:, 3:] = wh[chosen] / side
+    xy, wh = xy[chosen], wh[chosen]
+    labels = np.column_stack([digits[drawn[chosen]], (xy + wh / 2) / side, wh / side]).astype(np.float32)
     return _Page(ink, _tint(rng), labels, mask)
 
 

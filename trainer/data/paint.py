@@ -4,8 +4,8 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
-from trainer.data.dataset import Dataset, Image
+from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.dataset import Dataset, Floats, Image
 
 FILL = 114  # gray of the background
 

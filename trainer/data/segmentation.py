@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from trainer.config import DIGITS, IGNORED
 from trainer.config.faults import Fault
-from trainer.data.dataset import Image, file_fingerprint, read_image
+from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
 from trainer.data.listing import THREADS, images_below
 from trainer.data.progress import track
@@ -21,7 +21,6 @@ from trainer.errors import TrainerError
 
 Split = Literal["train", "val"]
 Mask = npt.NDArray[np.uint8]  # (h, w): a class, or IGNORED
-Ints = npt.NDArray[np.int64]
 
 CLASSES = "classes.txt"
 MASKED_PAGES = {"train": 512, "val": 64}  # fewer than in detection: enough for two classes
