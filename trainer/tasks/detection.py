@@ -20,8 +20,8 @@ from trainer.losses.detection import DetectionLoss
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
+from trainer.tasks import Task
 from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.base import Task
 from trainer.tasks.detector import Detections, Detector, Limits, to_device, to_original
 from trainer.weights import checkpoint_file
 

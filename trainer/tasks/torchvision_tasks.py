@@ -35,7 +35,7 @@ from trainer.models.torchvision_nets import (
     build_segmenter,
     own_weights,
 )
-from trainer.tasks.base import Task
+from trainer.tasks import Task
 from trainer.tasks.detector import to_device
 from trainer.weights import checkpoint_file
 
