@@ -42,6 +42,8 @@ from trainer.weights import checkpoint_file
 
 SMALL = "shufflenet_v2_x0_5"  # few parameters, and nothing random in it
 NAMES = ("dark", "green", "red")
+QUICK = ("train", "--task", "classify", "--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32")
+QUICK += ("--project", "runs")
 
 
 def folders(root: Path, train: int = 4, val: int = 2) -> Path:
@@ -58,8 +60,7 @@ def folders(root: Path, train: int = 4, val: int = 2) -> Path:
 
 
 def trained(cwd: Path, *arguments: str, count: int = 1, plots: bool = False) -> Ended:
-    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
-    return wait(start(cwd, ranks(count), "train", "--task", "classify", *quick, *arguments, plots=plots))[0]
+    return wait(start(cwd, ranks(count), *QUICK, *arguments, plots=plots))[0]
 
 
 def table(path: Path) -> list[dict[str, float]]:
@@ -106,8 +107,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> 
     options = ("--data", str(data), "--batch", "4", "--cfg", SMALL, "--epochs", "2", "--log-steps")
     options += ("--hyp", "hyp.yaml", "--save-every", "1steps")
     assert trained(tmp_path, *options, "--name", "whole")[0] == 0
-    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
-    (process,) = start(tmp_path, ranks(1), "train", "--task", "classify", *quick, *options, "--name", "cut")
+    (process,) = start(tmp_path, ranks(1), *QUICK, *options, "--name", "cut")
     steps = tmp_path / "runs/cut/steps.csv"
     while process.poll() is None and not (steps.exists() and len(steps.read_text().splitlines()) > 4):
         time.sleep(0.005)
@@ -162,15 +162,13 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
     task = open_task(settings(str(folders(tmp_path)), "classify", imgsz=32, batch=5, hyp=hyp))
 
     def step(world: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images, shares = [], []
+        parts = []
         for rank in range(world):
             place = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 32}
             loader = task.train_loader(place, torch.device("cpu"))
             batch = list(loader.epoch(1))[number]
-            mine = mix_batch(batch.images.permute(0, 3, 1, 2).float(), batch.labels, 3, batch.mix_seed, hyp)
-            images.append(mine[0])
-            shares.append(mine[1])
-        return torch.cat(images), torch.cat(shares)
+            parts.append(task.move(batch, torch.device("cpu")))
+        return torch.cat([images for images, _ in parts]), torch.cat([shares for _, shares in parts])
 
     for number in range(3):
         whole, parts = step(1, number), step(3, number)

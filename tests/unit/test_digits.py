@@ -50,6 +50,7 @@ def test_pages_hold_several_digits_inside_the_page(side):
     data = open_dataset("digits", "train", imgsz=side)
     assert data.names == list("0123456789")
     assert not data.flips
+    assert (len(data), len(open_dataset("digits", "val", imgsz=side))) == (2000, 256)
     counts, heights = [], []
     for index in range(60):
         assert data.image(index).shape == (side, side, 3)
@@ -63,11 +64,6 @@ def test_pages_hold_several_digits_inside_the_page(side):
     assert 3 <= np.mean(counts) <= 8
     assert min(heights) < 0.2
     assert max(heights) > 0.35
-
-
-def test_default_size_of_the_set():
-    assert len(open_dataset("digits", "train", imgsz=160)) == 2000
-    assert len(open_dataset("digits", "val", imgsz=160)) == 256
 
 
 def test_boxes_are_tight_around_the_ink():

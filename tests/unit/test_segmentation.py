@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from tests.unit.settings import settings
+from tests.unit.test_classification import table
 from tests.unit.trainer_process import ranks, start, wait
 from trainer.config import Hyp
 from trainer.data.segmentation import MaskFolder, open_segmentation
@@ -55,11 +55,6 @@ def folders(root: Path, train: int = 7, val: int = 3) -> Path:
             cv2.imwrite(str(root / "images" / split / f"{k}.png"), image)
             Image.fromarray(mask).save(root / "masks" / split / f"{k}.png")
     return root
-
-
-def table(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="") as file:
-        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 def loader(data: Path, rank: int, world: int, hyp: Hyp, split: str = "train") -> Any:
@@ -318,12 +313,8 @@ def test_the_image_of_predictions_shows_the_classes_colours(tmp_path: Path) -> N
 def test_a_split_without_images_cannot_be_scored(tmp_path: Path) -> None:
     data = folders(tmp_path / "data", val=0)
     state = build_segmenter(LRASPP, 3).state_dict()
-    content = {key: {} for key in checkpoint_file.KEYS} | {
-        "format": checkpoint_file.FORMAT,
-        "task": "segment",
-        "imgsz": 64,
-    }
-    content |= {"model": state, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
+    content = dict.fromkeys(checkpoint_file.KEYS) | {"format": checkpoint_file.FORMAT, "task": "segment"}
+    content |= {"imgsz": 64, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
     checkpoint_file.save(tmp_path / "best.pt", content)
     asked = ("--weights", "best.pt", "--data", str(data), "--device", "cpu")
     code, _, err = wait(start(tmp_path, ranks(1), "val", *asked))[0]
