@@ -161,10 +161,7 @@ def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
 
 
 def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.Generator) -> _Objects:
-    """Add a mirrored copy of each outlined object with probability `chance` (YOLOv5's copy-paste).
-
-    Copies are mirrored about the middle of `width`. A copy whose box would cover 0.3 of another box is left out.
-    """
+    """Add a copy, mirrored about the middle of `width`, of outlined objects with probability `chance` (YOLOv5's)."""
     wanted = np.flatnonzero((objects.corners > 0) & (rng.random(len(objects.corners)) < chance))
     mirrored = objects.boxes[wanted][:, [2, 1, 0, 3]] * (-1, 1, -1, 1) + (width, 0, width, 0)
     boxes, chosen = objects.boxes, []
@@ -265,10 +262,7 @@ def _scene(
 def recipe_of(
     dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, shape: tuple[int, int]
 ) -> Recipe:
-    """Return the recipe of image `index` in a result of `shape` (h, w), at random.
-
-    `near` are the candidates for mosaic and mixup. A mosaic needs h = w.
-    """
+    """Return a random recipe of image `index` in `shape` (h, w), for mosaics h = w; `near` are other candidates."""
     height, width = shape
     layers, boxes = _scene(dataset, index, near, hyp, rng, shape)
     scenes, share = [layers], 1.0

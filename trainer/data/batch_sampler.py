@@ -44,8 +44,7 @@ def aspects_of(dataset: Dataset) -> Floats:
 def rect_shape(aspects: Floats, side: int, stride: int, pad: float) -> Shape:
     """Return the smallest shape that holds images of these aspects with their longer side scaled to `side`.
 
-    Both sides get a border of `pad` strides and are rounded up to a multiple of `stride`. YOLOv5 validates with
-    pad 0.5.
+    Both sides get a border of `pad` strides (YOLOv5: 0.5) and are rounded up to a multiple of `stride`.
     """
     low, high = float(aspects.min()), float(aspects.max())
     tall, wide = min(1.0, high), min(1.0, 1 / low)
@@ -131,10 +130,7 @@ class BatchSampler:
             )
 
     def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
-        """Yield this rank's batch specs from a step of `epoch` to the end of the run.
-
-        Image weights may change after each epoch, so with them only the specs of `epoch` are yielded.
-        """
+        """Yield this rank's batch specs from a step of `epoch` to the end of the run, with weights of the epoch."""
         end = max(self.epochs, epoch + 1)
         while epoch < end:
             batches, repeated = self.batches(epoch)
@@ -153,7 +149,7 @@ class BatchSampler:
                 again = None if repeated is None else repeated[mine]
                 near = neighbours(order, mine)
                 yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
-            if self.weights:
+            if self.weights:  # they may change after each epoch
                 return
             epoch, first_step = epoch + 1, 0
 

@@ -55,10 +55,7 @@ class Folder:
         return int(self._labels[index])
 
     def image(self, index: int, min_side: int = 0) -> Image:
-        """Decode the file, with its EXIF orientation, as uint8 (h, w, 3) RGB.
-
-        A nonzero `min_side` permits a reduced decoding of JPEG, down to a shorter side of `min_side` px.
-        """
+        """Decode the file as uint8 (h, w, 3) RGB; `min_side` permits a JPEG with a shorter side of so many pixels."""
         path, factor = self._root / self.name(index), 1
         if min_side and path.suffix.lower() in (".jpg", ".jpeg"):
             from PIL import Image as Header  # reads a few bytes only

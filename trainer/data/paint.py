@@ -96,10 +96,7 @@ def shift_colours(image: Image, colours: tuple[float, float, float]) -> None:
 
 
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
-    """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
-
-    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
-    """
+    """Fit `image` to `side` px, centred in `out` (h, w, 3); return (scale, pad_x, pad_y): out_xy = xy * scale + pad."""
     height, width = image.shape[:2]
     scale = side / max(height, width)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))

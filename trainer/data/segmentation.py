@@ -132,11 +132,7 @@ EMBEDDED: dict[str, Callable[[Split, int], SegmentedImages]] = {DIGITS: DigitMas
 
 
 def open_segmentation(source: str, imgsz: int) -> tuple[SegmentedImages, SegmentedImages]:
-    """Return the training and validation datasets of `source`.
-
-    `source` is the name of an embedded dataset, whose images have side `imgsz`, or a folder with images/train,
-    images/val, masks/train and masks/val.
-    """
+    """Return the training and validation datasets of a folder, or of an embedded one with images of side `imgsz`."""
     if source in EMBEDDED:
         return EMBEDDED[source]("train", imgsz), EMBEDDED[source]("val", imgsz)
     root = Path(source)
