@@ -54,7 +54,7 @@ class Blocks:
 
 def training_image(data, index, near, hyp, rng, out):
     recipe = recipe_of(data, index, near, hyp, rng, out.shape[:2])
-    paint(recipe, data, out)
+    paint(recipe, data.image, out)
     return recipe.labels
 
 

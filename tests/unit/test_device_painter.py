@@ -36,12 +36,12 @@ def recipes(data, hyp, shape=(160, 160), count=24):
 def painted(data, made):
     images = np.empty((len(made), made[0].height, made[0].width, 3), np.uint8)
     for recipe, out in zip(made, images, strict=True):
-        paint(recipe, data, out)
+        paint(recipe, data.image, out)
     return images
 
 
 def difference(data, made):
-    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data, None)).numpy())
+    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data.image, None)).numpy())
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ def test_an_image_does_not_depend_on_its_batch():
     data = Scenes()
     for hyp in (Hyp(mixup=0.5), Hyp(copy_paste=0.2), Hyp(degrees=20.0, copy_paste=0.2, mixup=0.5)):
         made = recipes(data, hyp, count=12)
-        whole = DevicePainter(CPU)(pack(made, data, None))
+        whole = DevicePainter(CPU)(pack(made, data.image, None))
         # Alone, a batch can be upright or without mixup, and takes another path.
         for recipe, image in zip(made, whole, strict=True):
-            assert torch.equal(DevicePainter(CPU)(pack([recipe], data, None))[0], image)
+            assert torch.equal(DevicePainter(CPU)(pack([recipe], data.image, None))[0], image)
 
 
 def test_resident_sources_give_the_same_images():
@@ -83,9 +83,9 @@ def test_resident_sources_give_the_same_images():
     assert painter.is_resident
     for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0)):
         made = recipes(data, hyp)
-        packed = pack(made, cached, cached)
+        packed = pack(made, lambda k: cached.image(k, 160), cached)
         assert not packed.pixels.numel()
-        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data, None)))
+        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data.image, None)))
 
 
 def test_sources_beyond_half_of_the_memory_are_not_resident(monkeypatch):
@@ -103,7 +103,9 @@ def test_images_that_are_not_cached_are_not_resident():
     painter = DevicePainter(CPU)
     assert "no copy of some images" in painter.hold(cached)
     made = recipes(data, Hyp())
-    assert torch.equal(painter(pack(made, cached, None)), DevicePainter(CPU)(pack(made, data, None)))
+    assert torch.equal(
+        painter(pack(made, lambda k: cached.image(k, 160), None)), DevicePainter(CPU)(pack(made, data.image, None))
+    )
 
 
 def test_a_tile_whose_bounds_alone_are_visible_paints_nothing():
@@ -119,5 +121,5 @@ def test_the_host_never_waits_for_the_device():
     """On the device "meta", which has no values, a wait is an error."""
     data, meta = Scenes(), torch.device("meta")
     for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0, perspective=0.001, copy_paste=1.0)):
-        images = DevicePainter(meta)(pack(recipes(data, hyp), data, None))
+        images = DevicePainter(meta)(pack(recipes(data, hyp), data.image, None))
         assert (images.device, tuple(images.shape)) == (meta, (24, 160, 160, 3))

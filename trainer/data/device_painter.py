@@ -4,7 +4,7 @@ A dataloader worker packs the recipes as a `Painting`, with the visible parts of
 resident on the device. The operations are those of paint.py. A host never waits for a GPU here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataloader import BatchData, empty_images
-from trainer.data.dataset import Dataset, Floats, Image
+from trainer.data.dataset import Floats, Image
 from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
 
@@ -52,7 +52,7 @@ class Painting(BatchData):
         return replace(self, **moved)
 
 
-def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | None) -> Painting:
+def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: CachedImages | None) -> Painting:
     """Return the painting of `recipes` of one shape, with the visible parts of the sources unless `resident`."""
     shape = recipes[0].height, recipes[0].width
     partners = [k for k, recipe in enumerate(recipes) if len(recipe.scenes) > 1]
@@ -69,7 +69,7 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
     upright, bends, end = True, False, 1
     for j, layers in enumerate(scenes):
         for k, layer in enumerate(layers):
-            image = dataset.image(layer.tile.index, max(shape))
+            image = image_of(layer.tile.index)
             matrix = layer.matrix(*image.shape[:2])
             row, (left, right, top, bottom) = _map(layer, matrix, image.shape[:2], shape)
             if left >= right or top >= bottom:  # only its bounds are in the result

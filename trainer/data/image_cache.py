@@ -49,13 +49,10 @@ def largest_bytes(dataset: Dataset, min_side: int) -> int:
 
 
 class CachedImages:
-    """View of `dataset` that reads its images, decoded to at least `min_side` px, from the cache file."""
+    """The images of `dataset`, decoded to at least `min_side` px, from the cache file."""
 
     def __init__(self, dataset: Dataset, min_side: int, path: str) -> None:
         self._dataset, self._min_side = dataset, min_side
-        self.names, self.flips = dataset.names, dataset.flips
-        self.name, self.size = dataset.name, dataset.size
-        self.labels, self.segments = dataset.labels, dataset.segments
         layout = _Layout(dataset, min_side)
         self._offsets, self.widest = layout.offsets, int(layout.sizes.max(initial=0))
         self._open(path)
@@ -73,9 +70,6 @@ class CachedImages:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open(state["_path"])
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return the image from the cache if `min_side` is at most the cache's, else from the dataset."""
