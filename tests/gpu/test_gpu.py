@@ -123,8 +123,8 @@ def test_images_painted_on_the_device_are_those_of_the_workers(hyp: Hyp, data: P
     made = [recipe_of(images, k, near, hyp, np.random.default_rng(k), (160, 160)) for k in range(16)]
     expected = np.empty((16, 160, 160, 3), np.uint8)
     for recipe, out in zip(made, expected, strict=True):
-        paint(recipe, images, out)
-    found = DevicePainter(torch.device(DEVICE))(pack(made, images, None)).cpu().numpy()
+        paint(recipe, lambda k: images.image(k, 160), out)
+    found = DevicePainter(torch.device(DEVICE))(pack(made, lambda k: images.image(k, 160), None)).cpu().numpy()
     near_enough = (np.abs(found.astype(int) - expected) <= 2).mean()
     print(f"{near_enough:.2%} of the values within 2 gray levels")
     assert near_enough >= 0.99

@@ -20,12 +20,11 @@ from torchvision.transforms.v2.functional import normalize
 from tests.unit.settings import settings
 from tests.unit.trainer_process import Ended, ranks, start, wait
 from trainer.config import Hyp
+from trainer.data.batch_sampler import BatchSpec
 from trainer.data.classification import Arrays, open_classification
 from trainer.data.dataset import Image
 from trainer.data.torchvision_loaders import (
     ClassificationCollate,
-    SquareLoader,
-    SquareValLoader,
     mix_batch,
     train_transform,
     val_transform,
@@ -43,6 +42,8 @@ from trainer.weights import checkpoint_file
 
 SMALL = "shufflenet_v2_x0_5"  # few parameters, and nothing random in it
 NAMES = ("dark", "green", "red")
+QUICK = ("train", "--task", "classify", "--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32")
+QUICK += ("--project", "runs")
 
 
 def folders(root: Path, train: int = 4, val: int = 2) -> Path:
@@ -59,8 +60,7 @@ def folders(root: Path, train: int = 4, val: int = 2) -> Path:
 
 
 def trained(cwd: Path, *arguments: str, count: int = 1, plots: bool = False) -> Ended:
-    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
-    return wait(start(cwd, ranks(count), "train", "--task", "classify", *quick, *arguments, plots=plots))[0]
+    return wait(start(cwd, ranks(count), *QUICK, *arguments, plots=plots))[0]
 
 
 def table(path: Path) -> list[dict[str, float]]:
@@ -107,8 +107,7 @@ def test_a_killed_and_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> 
     options = ("--data", str(data), "--batch", "4", "--cfg", SMALL, "--epochs", "2", "--log-steps")
     options += ("--hyp", "hyp.yaml", "--save-every", "1steps")
     assert trained(tmp_path, *options, "--name", "whole")[0] == 0
-    quick = ("--device", "cpu", "--imgsz", "32", "--workers", "0", "--precision", "fp32", "--project", "runs")
-    (process,) = start(tmp_path, ranks(1), "train", "--task", "classify", *quick, *options, "--name", "cut")
+    (process,) = start(tmp_path, ranks(1), *QUICK, *options, "--name", "cut")
     steps = tmp_path / "runs/cut/steps.csv"
     while process.poll() is None and not (steps.exists() and len(steps.read_text().splitlines()) > 4):
         time.sleep(0.005)
@@ -159,31 +158,17 @@ def test_verify_finds_ranks_equal_while_images_are_mixed(tmp_path: Path) -> None
 
 
 def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    data = open_classification(str(folders(tmp_path)), "train")
-    hyp = Hyp(mixup=0.5, cutmix=0.5, randaugment=9, pad=4)
+    hyp = Hyp(mosaic=0.0, mixup=0.5, cutmix=0.5, randaugment=9, pad=4)
+    task = open_task(settings(str(folders(tmp_path)), "classify", imgsz=32, batch=5, hyp=hyp))
 
     def step(world: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images, shares = [], []
+        parts = []
         for rank in range(world):
-            loader = SquareLoader(
-                ClassificationCollate,
-                data,
-                imgsz=32,
-                batch=5,
-                seed=1,
-                hyp=hyp,
-                epochs=2,
-                rank=rank,
-                world=world,
-                local_size=world,
-                workers=0,
-                stride=32,
-            )
+            place = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 32}
+            loader = task.train_loader(place, torch.device("cpu"))
             batch = list(loader.epoch(1))[number]
-            mine = mix_batch(batch.images.permute(0, 3, 1, 2).float(), batch.labels, 3, batch.mix_seed, hyp)
-            images.append(mine[0])
-            shares.append(mine[1])
-        return torch.cat(images), torch.cat(shares)
+            parts.append(task.move(batch, torch.device("cpu")))
+        return torch.cat([images for images, _ in parts]), torch.cat([shares for _, shares in parts])
 
     for number in range(3):
         whole, parts = step(1, number), step(3, number)
@@ -251,14 +236,11 @@ class Asked(Arrays):
 
 
 def test_files_are_decoded_at_the_size_of_the_transform() -> None:
-    share: dict[str, Any] = {"batch": 2, "rank": 0, "world": 1, "local_size": 1, "workers": 0, "stride": 32}
     for imgsz, pad, trained_at, validated_at in ((32, None, 32, 32), (96, None, 192, 110), (96, 4.0, 96, 110)):
-        data = Asked()
-        list(
-            SquareLoader(ClassificationCollate, data, imgsz=imgsz, seed=0, hyp=Hyp(pad=pad), epochs=1, **share).epoch(0)
-        )
+        data, spec = Asked(), BatchSpec(np.arange(2), (imgsz, imgsz))
+        ClassificationCollate(data, imgsz, 0, Hyp(pad=pad))[spec]
         assert data.sides == {trained_at}
-        list(SquareValLoader(ClassificationCollate, data, imgsz=imgsz, **share))
+        ClassificationCollate(data, imgsz)[spec]
         assert data.sides == {trained_at, validated_at}
 
 

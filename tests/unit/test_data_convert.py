@@ -13,9 +13,9 @@ from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
 
-def convert(*words: str | Path) -> tuple[str, TrainerError | None]:
-    """(what is printed, the error) of a conversion."""
-    done = CliRunner().invoke(app, ["data", "convert", *map(str, words)])
+def convert(folder: Path, *words: str | Path) -> tuple[str, TrainerError | None]:
+    """(what is printed, the error) of a conversion to the folder `set` in a folder."""
+    done = CliRunner().invoke(app, ["data", "convert", *map(str, words), "--out", str(folder / "set")])
     if done.exception and not isinstance(done.exception, TrainerError):
         raise done.exception
     return done.stdout, done.exception
@@ -74,7 +74,7 @@ def save(folder: Path, content: object) -> Path:
 
 
 def test_coco(coco, tmp_path):
-    out, error = convert("coco", coco, "--images", tmp_path / "images", "--out", tmp_path / "set", "--val", coco)
+    out, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco)
     assert error is None
     assert "crowd left out: 2" in out  # once in each split
     assert "mask kept as a box: 2" in out
@@ -93,7 +93,7 @@ def test_coco(coco, tmp_path):
 
 
 def test_images_are_copied_on_request(coco, tmp_path):
-    convert("coco", coco, "--images", tmp_path / "images", "--out", tmp_path / "set", "--val", coco, "--copy")
+    convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco, "--copy")
     image = tmp_path / "set/images/train/1.jpg"
     assert not image.is_symlink()
     assert image.read_bytes() == (tmp_path / "images/1.jpg").read_bytes()
@@ -107,12 +107,10 @@ def test_the_split_depends_on_the_names_alone(tmp_path):
 
     def val_of(chosen: list[str], out: str) -> set[str]:
         content["images"] = [{"id": k, "file_name": name} for k, name in enumerate(chosen)]
-        _, error = convert(
-            *("coco", save(tmp_path, content), "--images", tmp_path / "images"),
-            *("--out", tmp_path / out, "--val-share", "0.25"),
-        )
+        images = tmp_path / "images"
+        _, error = convert(tmp_path / out, "coco", save(tmp_path, content), "--images", images, "--val-share", "0.25")
         assert error is None
-        train, val = (names_in(tmp_path / out / "images" / split) for split in ("train", "val"))
+        train, val = (names_in(tmp_path / out / "set/images" / split) for split in ("train", "val"))
         assert train | val == set(chosen)
         assert not train & val
         return val
@@ -141,7 +139,7 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
         {"id": 6, "image_id": [1], "category_id": {}, "bbox": "x"},
     ]
     save(tmp_path, content)
-    words = ("coco", coco, "--images", tmp_path / "images", "--out", tmp_path / "set")
+    words = (tmp_path, "coco", coco, "--images", tmp_path / "images")
     out, error = convert(*words)
     assert error
     assert error.message.startswith("11 faults: ")
@@ -181,7 +179,7 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
 )
 def test_invalid_coco_files(tmp_path, text, what):
     (tmp_path / "a.json").write_text(text)
-    _, error = convert("coco", tmp_path / "a.json", "--images", tmp_path, "--out", tmp_path / "set")
+    _, error = convert(tmp_path, "coco", tmp_path / "a.json", "--images", tmp_path)
     assert error
     assert what in error.message
     assert error.hint
@@ -195,7 +193,7 @@ def test_invalid_coco_files(tmp_path, text, what):
     ],
 )
 def test_options_without_effect_are_refused(coco, tmp_path, more, what):
-    _, error = convert("coco", coco, "--images", tmp_path / "images", "--out", tmp_path / "set", *more)
+    _, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", *more)
     assert error
     assert what in error.message
     assert not (tmp_path / "set").exists()
@@ -204,7 +202,7 @@ def test_options_without_effect_are_refused(coco, tmp_path, more, what):
 def test_nothing_is_overwritten(coco, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set/precious").write_text("x")
-    _, error = convert("coco", coco, "--images", tmp_path / "images", "--out", tmp_path / "set")
+    _, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images")
     assert error
     assert "exists already" in error.message
     assert names_in(tmp_path / "set") == {"precious"}
@@ -240,7 +238,7 @@ def voc(tmp_path: Path) -> Path:
 
 
 def test_voc(voc, tmp_path):
-    _, error = convert("voc", voc, "--out", tmp_path / "set")
+    _, error = convert(tmp_path, "voc", voc)
     assert error is None
     train, val = (Yolo(str(tmp_path / "set/data.yaml"), split) for split in ("train", "val"))
     assert train.names == ["cat", "dog"]
@@ -251,7 +249,7 @@ def test_voc(voc, tmp_path):
 
 
 def test_voc_without_difficult_objects(voc, tmp_path):
-    out, _ = convert("voc", voc, "--out", tmp_path / "set", "--skip-difficult")
+    out, _ = convert(tmp_path, "voc", voc, "--skip-difficult")
     assert "difficult object left out: 1" in out
     assert Yolo(str(tmp_path / "set/data.yaml"), "train").labels(0)[:, 0].tolist() == [1]
 
@@ -259,7 +257,7 @@ def test_voc_without_difficult_objects(voc, tmp_path):
 def test_voc_without_lists_of_its_splits(voc, tmp_path):
     for path in (voc / "ImageSets/Main").iterdir():
         path.unlink()
-    _, error = convert("voc", voc, "--out", tmp_path / "set")
+    _, error = convert(tmp_path, "voc", voc)
     assert error is None
     counts = [len(list((tmp_path / "set/images" / split).iterdir())) for split in ("train", "val")]
     assert counts == [2, 1]
@@ -277,7 +275,7 @@ def test_every_fault_of_voc_files_is_named(voc, tmp_path):
     bad[3].write_text('<!DOCTYPE a [<!ENTITY x SYSTEM "file:///etc/passwd">]>\n<annotation>&x;</annotation>')
     (voc / "JPEGImages/h.jpg").unlink()
     (voc / "ImageSets/Main/train.txt").write_text("a\nc\nnowhere\n")
-    out, error = convert("voc", voc, "--out", tmp_path / "set")
+    out, error = convert(tmp_path, "voc", voc)
     assert error
     assert not (tmp_path / "set").exists()
     faults = [line for line in out.splitlines() if line.startswith(str(voc))]
@@ -297,6 +295,6 @@ def test_every_fault_of_voc_files_is_named(voc, tmp_path):
 
 def test_no_voc_folder(tmp_path):
     for folder in (tmp_path / "none", tmp_path):
-        _, error = convert("voc", folder, "--out", tmp_path / "set")
+        _, error = convert(tmp_path, "voc", folder)
         assert error
         assert str(folder) in error.message

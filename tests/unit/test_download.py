@@ -1,8 +1,6 @@
 import hashlib
-import http.server
 import multiprocessing
 import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.test_fetch_data import Handler, Server
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint_file, download
 
@@ -17,24 +16,10 @@ CONTENT = bytes(range(256)) * 4000
 SUM = hashlib.sha256(CONTENT).hexdigest()
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Files of a release, and a server's ways to fail; records the requests."""
+class Failing(Handler):
+    """Answers with CONTENT; `missing.pt`, `moved.pt` and `cut.pt` are a server's ways to fail."""
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[str] = []
-        self.content = CONTENT
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        server: Any = self.server
-        server.requests.append(self.path)
         if self.path.endswith("missing.pt"):
             self.send_error(404)
         elif self.path.endswith("moved.pt"):
@@ -43,21 +28,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
         else:
             self.send_response(200)
-            self.send_header("Content-Length", str(len(server.content)))
+            self.send_header("Content-Length", str(len(CONTENT)))
             self.end_headers()
-            cut = len(server.content) // 2
-            self.wfile.write(server.content[:cut])
+            self.wfile.write(CONTENT[:1000])
             if not self.path.endswith("cut.pt"):
                 time.sleep(0.2)  # long enough for every other rank to come and see the lock
-                self.wfile.write(server.content[cut:])
-
-    def log_message(self, *_: object) -> None:
-        pass
+                self.wfile.write(CONTENT[1000:])
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
+def server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path, Failing) as made:
         yield made
         made.shutdown()
 
@@ -82,7 +63,7 @@ def test_a_name_is_fetched_once(
     assert SUM in said
     assert f"{server.address}/v7.0/yolov5n.pt" in said
     assert download.locate("yolov5n.pt", environment) == path
-    assert server.requests == ["/v7.0/yolov5n.pt"]
+    assert server.asked == ["/v7.0/yolov5n.pt"]
     assert not capsys.readouterr().out
 
     path.write_bytes(CONTENT[:-1])
@@ -104,7 +85,7 @@ def test_a_file_that_is_there_is_taken(environment: dict[str, str], server: Serv
     by_hand.parent.mkdir(parents=True)
     by_hand.write_bytes(CONTENT)
     assert download.locate("yolov5s.pt", environment) == by_hand
-    assert server.requests == []
+    assert server.asked == []
 
 
 def test_an_address_with_a_sum_is_checked_before_it_is_kept(
@@ -149,7 +130,7 @@ def test_a_silent_server_has_a_time_limit(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
-    monkeypatch.setattr(Handler, "do_GET", lambda self: time.sleep(1))
+    monkeypatch.setattr(Failing, "do_GET", lambda self: time.sleep(1))
     with pytest.raises(TrainerError, match=r"timed out"):
         download.locate("yolov5n.pt", environment)
 
@@ -159,7 +140,7 @@ def test_an_unknown_name_is_not_downloaded(server: Server, environment: dict[str
     with pytest.raises(TrainerError, match=r"yolov9z.pt: no such file") as error:
         checkpoint_file.load("yolov9z.pt")
     assert "yolov5n.pt, yolov5s.pt" in error.value.hint
-    assert server.requests == []
+    assert server.asked == []
 
 
 def fetch_in_process(environment: dict[str, str], found: Any) -> None:
@@ -179,4 +160,4 @@ def test_one_of_many_ranks_downloads(server: Server, environment: dict[str, str]
     for rank in ranks:
         rank.join()
     assert set(answers) == {str(tmp_path / "cache" / "clusterctl" / "weights" / "yolov5m.pt")}
-    assert len(server.requests) == 1
+    assert len(server.asked) == 1

@@ -7,8 +7,9 @@ import io
 import tarfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ from trainer.errors import TrainerError
 class Server(http.server.ThreadingHTTPServer):
     """HTTP server of a folder that records the requests."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, handler: Callable[..., Any] | None = None) -> None:
         self.asked: list[str] = []
-        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+        super().__init__(("127.0.0.1", 0), functools.partial(handler or Handler, directory=str(folder)))
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     @property

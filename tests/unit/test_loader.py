@@ -8,11 +8,11 @@ import sys
 import time
 import weakref
 
-import cv2
 import numpy as np
 import pytest
 import torch
 
+from tests.unit import test_augment
 from tests.unit.yolo_folder import make_yolo_set
 from trainer.config import Hyp
 from trainer.data.batch_sampler import neighbours, rect_shape, scales
@@ -21,6 +21,24 @@ from trainer.data.detection_loader import TrainLoader, ValLoader
 from trainer.data.digits import Digits
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
+
+
+class Photos(test_augment.Photos):
+    """Smooth images of many shapes; image k has k % 3 boxes of class k % 3 - 1 and none if that is negative."""
+
+    def __init__(self, count=40):
+        rng = np.random.default_rng(1)
+        sizes = [tuple(rng.integers(40, 160, 2).tolist()) for _ in range(count)]
+        sizes[: count // 2] = [(60, 80)] * (count // 2)
+        super().__init__(sizes=sizes)
+        self.names = ("one", "two")
+
+    def labels(self, index):
+        kind = index % 3
+        return np.array([[kind - 1, 0.5, 0.5, 0.4, 0.6]] * kind, np.float32).reshape(-1, 5)
+
+    def segments(self, index):
+        return [np.zeros((0, 2), np.float32)] * (index % 3)
 
 
 def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=None, **options):
@@ -35,6 +53,12 @@ def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=No
         hyp=hyp or Hyp(mixup=0.3, degrees=5.0),
         **options,
     )
+
+
+def assert_equal(batches, expected):
+    for batch, other in zip(batches, expected, strict=True):
+        for name in ("ids", "images", "targets"):
+            assert torch.equal(getattr(batch, name), getattr(other, name))
 
 
 def global_epoch(dataset, epoch, world, workers, **options):
@@ -60,17 +84,16 @@ def global_epoch(dataset, epoch, world, workers, **options):
     return steps
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (2, 2), (3, 0), (3, 2)])
-def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers):
-    dataset = Digits("train", 64, pages=16)  # 6 + 6 + 4
-    reference = global_epoch(dataset, 5, 1, 0)
-    steps = global_epoch(dataset, 5, world, workers)
-    assert len(steps) == len(reference) == 3
-    for (ids, images, targets), (ids1, images1, targets1) in zip(steps, reference, strict=True):
-        assert torch.equal(ids, ids1)
-        assert torch.equal(images, images1)
-        assert torch.equal(targets, targets1)
-        assert len(targets)
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (3, 2)])
+@pytest.mark.parametrize("options", [{}, {"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
+def test_the_global_batch_is_the_same_for_any_ranks_and_workers(world, workers, options):
+    dataset = Photos() if options else Digits("train", 64, pages=16)  # 6 + 6 + 4
+    reference = global_epoch(dataset, 5, 1, 0, **options)
+    steps = global_epoch(dataset, 5, world, workers, **options)
+    assert len(steps) == len(reference) == (7 if options else 3)
+    for step, expected in zip(steps, reference, strict=True):
+        assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
+        assert len(step[2])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -79,11 +102,7 @@ def test_an_epoch_resumes_at_any_step_with_the_same_batches(workers):
     whole = list(train_loader(dataset, batch=4, multi_scale=True).epoch(2))
     for first in (0, 1, 3, 4):
         rest = list(train_loader(dataset, batch=4, multi_scale=True, workers=workers).epoch(2, first))
-        assert len(rest) == 4 - first
-        for batch, expected in zip(rest, whole[first:], strict=True):
-            assert torch.equal(batch.ids, expected.ids)
-            assert torch.equal(batch.images, expected.images)
-            assert torch.equal(batch.targets, expected.targets)
+        assert_equal(rest, whole[first:])
 
 
 def test_a_dropped_loader_is_freed_without_garbage_collection():
@@ -161,13 +180,14 @@ if __name__ == "__main__":
 """
 
 
+def start_program(folder, text, **options):
+    (folder / "program.py").write_text(text)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen([sys.executable, str(folder / "program.py")], env=env, text=True, **options)
+
+
 def test_workers_exit_with_a_killed_trainer(tmp_path):
-    (tmp_path / "killed.py").write_text(KILLED)
-    trainer = subprocess.Popen(
-        [sys.executable, str(tmp_path / "killed.py")],
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    trainer = start_program(tmp_path, KILLED, start_new_session=True)
     assert trainer.wait(240) == -signal.SIGKILL
     end = time.monotonic() + 20
     while time.monotonic() < end:
@@ -181,16 +201,11 @@ def test_workers_exit_with_a_killed_trainer(tmp_path):
 
 
 def test_a_program_exits_while_workers_prefetch(tmp_path):
-    (tmp_path / "left.py").write_text(KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print(time.monotonic())"))
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "left.py")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=240,
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - float(done.stdout) < 20  # the exit alone
+    text = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "print(time.monotonic())")
+    program = start_program(tmp_path, text, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = program.communicate(timeout=240)
+    assert (program.returncode, err) == (0, "")
+    assert time.monotonic() - float(out) < 20  # the exit alone
 
 
 def test_loading_does_not_change_torchs_random_state():
@@ -240,48 +255,6 @@ def test_workers_are_reduced_to_fit_shared_memory():
     assert len(list(small.epoch(0))) == 1
 
 
-class Photos:
-    """Smooth images of many shapes; image k has k % 3 boxes of class k % 3 - 1 and none if that is negative."""
-
-    names = ("one", "two")
-    flips = True
-
-    def __init__(self, count=40):
-        rng = np.random.default_rng(1)
-        self.sizes = [tuple(rng.integers(40, 160, 2).tolist()) for _ in range(count)]
-        self.sizes[: count // 2] = [(60, 80)] * (count // 2)
-
-    def __len__(self):
-        return len(self.sizes)
-
-    def size(self, index):
-        return self.sizes[index]
-
-    def image(self, index, min_side=0):
-        coarse = np.random.default_rng(index).integers(0, 256, (4, 4, 3), np.uint8)
-        return cv2.resize(coarse, self.sizes[index][::-1])
-
-    def labels(self, index):
-        kind = index % 3
-        return np.array([[kind - 1, 0.5, 0.5, 0.4, 0.6]] * kind, np.float32).reshape(-1, 5)
-
-    def segments(self, index):
-        return [np.zeros((0, 2), np.float32)] * (index % 3)
-
-    def name(self, index):
-        return str(index)
-
-
-@pytest.mark.parametrize(("world", "workers"), [(2, 0), (3, 2)])
-@pytest.mark.parametrize("options", [{"rect": True}, {"rect": True, "multi_scale": True}, {"image_weights": True}])
-def test_rect_and_weighted_batches_are_the_same_for_any_ranks_and_workers(world, workers, options):
-    reference = global_epoch(Photos(), 5, 1, 0, **options)
-    steps = global_epoch(Photos(), 5, world, workers, **options)
-    assert len(steps) == len(reference) == 7
-    for step, expected in zip(steps, reference, strict=True):
-        assert all(torch.equal(part, part1) for part, part1 in zip(step, expected, strict=True))
-
-
 def test_mosaic_images_come_from_a_window_and_are_decoded_once():
     data = Photos(200)
     decoded = []
@@ -301,10 +274,7 @@ def test_workers_prefetch_the_next_epoch():
     data = Digits("train", 64, pages=16)
     loader, fresh = train_loader(data, workers=2, epochs=6), lambda: train_loader(data)
     for epoch, first in ((0, 0), (1, 0), (2, 0), (4, 1), (5, 0), (0, 2), (5, 0)):
-        batches, expected = list(loader.epoch(epoch, first)), list(fresh().epoch(epoch, first))
-        assert len(batches) == len(expected)
-        for batch, other in zip(batches, expected, strict=True):
-            assert torch.equal(batch.images, other.images)
+        assert_equal(list(loader.epoch(epoch, first)), list(fresh().epoch(epoch, first)))
     for epoch in (1, 2):  # incomplete
         assert torch.equal(next(loader.epoch(epoch)).images, next(fresh().epoch(epoch)).images)
 
@@ -367,10 +337,7 @@ def test_close_mosaic_disables_mosaics_in_the_last_epochs():
     closing = train_loader(data, hyp=Hyp(mixup=0.5), close_mosaic=2, epochs=5)
     with_mosaic, without = train_loader(data, hyp=Hyp(mixup=0.5)), train_loader(data, hyp=Hyp(mosaic=0.0))
     for epoch in range(5):
-        (batch,) = closing.epoch(epoch)
-        (expected,) = (with_mosaic if epoch < 3 else without).epoch(epoch)
-        assert torch.equal(batch.images, expected.images)
-        assert torch.equal(batch.targets, expected.targets)
+        assert_equal(closing.epoch(epoch), (with_mosaic if epoch < 3 else without).epoch(epoch))
 
 
 @pytest.mark.parametrize("batch", [5, 32])

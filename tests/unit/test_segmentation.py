@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,14 +16,11 @@ from PIL import Image
 from torchvision import tv_tensors
 
 from tests.unit.settings import settings
+from tests.unit.test_classification import table
 from tests.unit.trainer_process import ranks, start, wait
 from trainer.config import Hyp
 from trainer.data.segmentation import MaskFolder, open_segmentation
 from trainer.data.torchvision_loaders import (
-    SegmentationBatch,
-    SegmentationCollate,
-    SquareLoader,
-    SquareValLoader,
     mask_transform,
 )
 from trainer.distributed.comm import World
@@ -61,14 +57,10 @@ def folders(root: Path, train: int = 7, val: int = 3) -> Path:
     return root
 
 
-def table(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="") as file:
-        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-
-
-def loader(data: Any, rank: int, world: int, hyp: Hyp) -> SquareLoader[SegmentationBatch]:
+def loader(data: Path, rank: int, world: int, hyp: Hyp, split: str = "train") -> Any:
+    task = open_task(settings(str(data), "segment", batch=5, seed=1, hyp=hyp))
     place: dict[str, Any] = {"rank": rank, "world": world, "local_size": world, "workers": 0, "stride": 16}
-    return SquareLoader(SegmentationCollate, data, imgsz=64, batch=5, seed=1, hyp=hyp, epochs=2, **place)
+    return task.train_loader(place, torch.device("cpu")) if split == "train" else task.val_loader(place)
 
 
 def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> None:
@@ -119,8 +111,8 @@ def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    data, _ = open_segmentation(str(folders(tmp_path, train=11)), 64)
-    hyp = Hyp(scale=0.5, fliplr=0.5, flipud=0.5)
+    data = folders(tmp_path, train=11)
+    hyp = Hyp(mosaic=0.0, scale=0.5, fliplr=0.5, flipud=0.5)
     for number in range(3):
         whole = list(loader(data, 0, 1, hyp).epoch(1))[number]
         parts = [list(loader(data, rank, 3, hyp).epoch(1))[number] for rank in range(3)]
@@ -129,10 +121,9 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_image_and_mask_are_moved_together(tmp_path: Path) -> None:
-    data, _ = open_segmentation(str(folders(tmp_path)), 64)
-    seen = set()
+    data, seen = folders(tmp_path), set()
     for epoch in range(4):
-        for batch in loader(data, 0, 1, Hyp(scale=0.5, fliplr=0.5, flipud=0.5)).epoch(epoch):
+        for batch in loader(data, 0, 1, Hyp(mosaic=0.0, scale=0.5, fliplr=0.5, flipud=0.5)).epoch(epoch):
             for image, mask in zip(batch.images.numpy(), batch.masks.numpy(), strict=True):
                 seen.add(float((mask == 1).mean()))
                 for cls, colour in enumerate(COLOURS):
@@ -160,11 +151,9 @@ def test_deeplab_refuses_batches_of_one_image(tmp_path: Path) -> None:
 
 
 def test_validation_has_whole_images_each_on_one_rank(tmp_path: Path) -> None:
-    _, data = open_segmentation(str(folders(tmp_path)), 64)
-    place: dict[str, Any] = {"world": 2, "local_size": 2, "workers": 0, "stride": 16}
-    batches: list[SegmentationBatch] = []
-    for rank in range(2):
-        batches += SquareValLoader(SegmentationCollate, data, imgsz=64, batch=2, rank=rank, **place)
+    root = folders(tmp_path)
+    _, data = open_segmentation(str(root), 64)
+    batches = [batch for rank in range(2) for batch in loader(root, rank, 2, Hyp(mosaic=0.0), "val")]
     assert torch.cat([batch.ids for batch in batches]).tolist() == [0, 1, 2]
     mask = batches[0].masks[0]
     assert (mask[52:] == 255).all()  # 64 x 51 px of it are the image
@@ -324,12 +313,8 @@ def test_the_image_of_predictions_shows_the_classes_colours(tmp_path: Path) -> N
 def test_a_split_without_images_cannot_be_scored(tmp_path: Path) -> None:
     data = folders(tmp_path / "data", val=0)
     state = build_segmenter(LRASPP, 3).state_dict()
-    content = {key: {} for key in checkpoint_file.KEYS} | {
-        "format": checkpoint_file.FORMAT,
-        "task": "segment",
-        "imgsz": 64,
-    }
-    content |= {"model": state, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
+    content = dict.fromkeys(checkpoint_file.KEYS) | {"format": checkpoint_file.FORMAT, "task": "segment"}
+    content |= {"imgsz": 64, "ema": state, "names": ["0", "1", "2"], "cfg": {"torchvision": LRASPP}}
     checkpoint_file.save(tmp_path / "best.pt", content)
     asked = ("--weights", "best.pt", "--data", str(data), "--device", "cpu")
     code, _, err = wait(start(tmp_path, ranks(1), "val", *asked))[0]

@@ -11,19 +11,15 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from trainer.config import Hyp
-from trainer.data.dataset import Dataset, Labels
+from trainer.data.dataset import Dataset, Floats, Ints, Labels
 
 _MIN_SIDE_PX = 2.0
 _MIN_AREA_SHARE = 0.1  # of a box that must stay visible
 _MIN_OUTLINE_SHARE = 0.01  # the same for an object with an outline
 _MAX_ASPECT = 100.0
 _MAX_COVERED = 0.3  # share of another box that a pasted object may cover
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Layer:
     def matrix(self, height: int, width: int) -> Floats:
         """Return the matrix (3, 3) to the result from the pixels of the source, decoded to `height` x `width`."""
         tile = self.tile
-        return self.canvas @ (translation(tile.x, tile.y) @ _stretch(tile.w / width, tile.h / height))
+        return self.canvas @ (translation(tile.x, tile.y) @ np.diag([tile.w / width, tile.h / height, 1]))
 
 
 @dataclass(frozen=True)
@@ -77,10 +73,6 @@ class Recipe:
 def translation(x: float, y: float) -> Floats:
     """Return the matrix (3, 3) of a translation."""
     return np.array([[1, 0, x], [0, 1, y], [0, 0, 1]], np.float64)
-
-
-def _stretch(x: float, y: float) -> Floats:
-    return np.array([[x, 0, 0], [0, y, 0], [0, 0, 1]], np.float64)
 
 
 def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
@@ -169,10 +161,7 @@ def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
 
 
 def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.Generator) -> _Objects:
-    """Add a mirrored copy of each outlined object with probability `chance` (YOLOv5's copy-paste).
-
-    Copies are mirrored about the middle of `width`. A copy whose box would cover 0.3 of another box is left out.
-    """
+    """Add a copy, mirrored about the middle of `width`, of outlined objects with probability `chance` (YOLOv5's)."""
     wanted = np.flatnonzero((objects.corners > 0) & (rng.random(len(objects.corners)) < chance))
     mirrored = objects.boxes[wanted][:, [2, 1, 0, 3]] * (-1, 1, -1, 1) + (width, 0, width, 0)
     boxes, chosen = objects.boxes, []
@@ -261,7 +250,7 @@ def _scene(
         objects = _with_copies(objects, 2 * width, hyp.copy_paste, rng)
     seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
     layers = [Layer(tile, matrix, bounds) for tile, bounds in zip(tiles, seen, strict=True)]
-    mirrored, ends = matrix @ translation(2 * width, 0) @ _stretch(-1, 1), np.cumsum(objects.corners)
+    mirrored, ends = matrix @ translation(2 * width, 0) @ np.diag([-1.0, 1, 1]), np.cumsum(objects.corners)
     for k in range(originals, len(objects.classes)):
         outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
         bounds = np.concatenate([outline.min(0), outline.max(0)])
@@ -273,10 +262,7 @@ def _scene(
 def recipe_of(
     dataset: Dataset, index: int, near: Ints, hyp: Hyp, rng: np.random.Generator, shape: tuple[int, int]
 ) -> Recipe:
-    """Return the recipe of image `index` in a result of `shape` (h, w), at random.
-
-    `near` are the candidates for mosaic and mixup. A mosaic needs h = w.
-    """
+    """Return a random recipe of image `index` in `shape` (h, w), for mosaics h = w; `near` are other candidates."""
     height, width = shape
     layers, boxes = _scene(dataset, index, near, hyp, rng, shape)
     scenes, share = [layers], 1.0
@@ -293,11 +279,8 @@ def recipe_of(
         boxes[:, [1, 3]] = width - boxes[:, [3, 1]]
     if flips[1]:
         boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
-    labels = np.empty((len(boxes), 5), np.float32)
-    labels[:, 0] = boxes[:, 0]
-    size = np.array([width, height])
-    labels[:, 1:3] = (boxes[:, 1:3] + boxes[:, 3:]) / (2 * size)
-    labels[:, 3:] = (boxes[:, 3:] - boxes[:, 1:3]) / size
+    low, high, size = boxes[:, 1:3], boxes[:, 3:], np.array([width, height])
+    labels = np.column_stack([boxes[:, 0], (low + high) / (2 * size), (high - low) / size]).astype(np.float32)
     return Recipe(height, width, scenes, share, colours, flips, labels)
 
 
@@ -307,7 +290,7 @@ def colour_matrices(colours: tuple[float, float, float]) -> tuple[float, float, 
     Value and saturation are multiplied by 1 + r, as in YOLOv5. Hue is rotated by r * 180 degrees, the mean of YOLOv5's
     multiplication. No conversion to HSV is needed: with v the largest channel, each channel c becomes
     `value * (saturation * c + (1 - saturation) * v)`, here `own * c + shared * v`. `turn` (3, 3) then rotates hue about
-    the gray axis; None if it is not rotated.
+    the gray axis; None without a rotation.
     """
     hue, saturation, value = colours[0], 1 + colours[1], 1 + colours[2]
     turn = None

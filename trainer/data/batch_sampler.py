@@ -6,13 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, Floats, Ints
 from trainer.errors import TrainerError
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Shape = tuple[int, int]  # (height, width) in pixels
 WINDOW = 64  # images; each worker keeps these decoded in memory
 ORDER, IMAGE, SIDE, MIX = 1, 2, 3, 4  # first word of each seed: keeps the random streams independent
@@ -32,22 +29,6 @@ class BatchSpec:
     repeats: Ints | None = None  # (b,): earlier draws of each image in this epoch
 
 
-def steps_per_epoch(count: int, batch: int, world: int) -> int:
-    """Return the least number of steps for `count` images; raise TrainerError if a rank would get no image."""
-    if batch < world:
-        raise TrainerError(
-            f"--batch {batch} is smaller than the number of ranks, {world}",
-            f"--batch counts the images of all ranks together: use {world} or more",
-        )
-    steps = -(-count // batch)
-    if not steps or count // steps < world:
-        raise TrainerError(
-            f"{count} training images in {steps} steps of at most {batch}: too few for {world} ranks",
-            "use another --batch, or fewer ranks",
-        )
-    return steps
-
-
 def scales(imgsz: int, stride: int) -> range:
     """Return the sides of --multi-scale: the multiples of `stride` from 0.5 to 1.5 x `imgsz`."""
     return range(-(-imgsz // (2 * stride)) * stride, 3 * imgsz // 2 + 1, stride)
@@ -63,8 +44,7 @@ def aspects_of(dataset: Dataset) -> Floats:
 def rect_shape(aspects: Floats, side: int, stride: int, pad: float) -> Shape:
     """Return the smallest shape that holds images of these aspects with their longer side scaled to `side`.
 
-    Both sides get a border of `pad` strides and are rounded up to a multiple of `stride`. YOLOv5 validates with
-    pad 0.5.
+    Both sides get a border of `pad` strides (YOLOv5: 0.5) and are rounded up to a multiple of `stride`.
     """
     low, high = float(aspects.min()), float(aspects.max())
     tall, wide = min(1.0, high), min(1.0, 1 / low)
@@ -136,13 +116,21 @@ class BatchSampler:
     class_map: Sequence[float] | None = None  # mAP of each class, equal on all ranks; None: not validated yet
 
     def __post_init__(self) -> None:
-        self.steps = steps_per_epoch(self.count, self.batch, self.world)
+        if self.batch < self.world:
+            raise TrainerError(
+                f"--batch {self.batch} is smaller than the number of ranks, {self.world}",
+                f"--batch counts the images of all ranks together: use {self.world} or more",
+            )
+        self.steps = -(-self.count // self.batch)  # of an epoch
+        if not self.steps or self.count // self.steps < self.world:
+            raise TrainerError(
+                f"{self.count} training images in {self.steps} steps of at most {self.batch}: "
+                f"too few for {self.world} ranks",
+                "use another --batch, or fewer ranks",
+            )
 
     def specs_from(self, epoch: int, first_step: int) -> Iterator[BatchSpec]:
-        """Yield this rank's batch specs from a step of `epoch` to the end of the run.
-
-        Image weights may change after each epoch, so with them only the specs of `epoch` are yielded.
-        """
+        """Yield this rank's batch specs from a step of `epoch` to the end of the run, with weights of the epoch."""
         end = max(self.epochs, epoch + 1)
         while epoch < end:
             batches, repeated = self.batches(epoch)
@@ -161,7 +149,7 @@ class BatchSampler:
                 again = None if repeated is None else repeated[mine]
                 near = neighbours(order, mine)
                 yield BatchSpec(order[mine], shape, len(ids), epoch, step, previous, near, again)
-            if self.weights:
+            if self.weights:  # they may change after each epoch
                 return
             epoch, first_step = epoch + 1, 0
 

@@ -55,10 +55,7 @@ class Folder:
         return int(self._labels[index])
 
     def image(self, index: int, min_side: int = 0) -> Image:
-        """Decode the file, with its EXIF orientation, as uint8 (h, w, 3) RGB.
-
-        A nonzero `min_side` permits a reduced decoding of JPEG, down to a shorter side of `min_side` px.
-        """
+        """Decode the file as uint8 (h, w, 3) RGB; `min_side` permits a JPEG with a shorter side of so many pixels."""
         path, factor = self._root / self.name(index), 1
         if min_side and path.suffix.lower() in (".jpg", ".jpeg"):
             from PIL import Image as Header  # reads a few bytes only
@@ -105,13 +102,11 @@ class Arrays:
 
 
 def _digits(split: Split) -> Arrays:
-    """Return scikit-learn's handwritten digits, enlarged to 32 x 32 px; every fifth is for validation."""
-    levels, digits = scans()
-    of_val = np.arange(len(digits)) % 5 == 4
-    chosen = np.flatnonzero(of_val if split == "val" else ~of_val)
-    resized = [cv2.resize(levels[k] * np.uint8(15), (32, 32), interpolation=cv2.INTER_CUBIC) for k in chosen]
+    """Return scikit-learn's handwritten digits, enlarged to 32 x 32 px."""
+    levels, digits = scans(split)
+    resized = [cv2.resize(scan * np.uint8(15), (32, 32), interpolation=cv2.INTER_CUBIC) for scan in levels]
     images = np.repeat(np.stack(resized)[..., None], 3, 3)
-    return Arrays("digit", [str(digit) for digit in range(10)], images, digits[chosen])
+    return Arrays("digit", [str(digit) for digit in range(10)], images, digits)
 
 
 def _cifar(source: str, split: Split) -> Arrays:

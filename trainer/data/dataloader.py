@@ -29,15 +29,25 @@ _IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
 _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
 
 
-class Pinnable:
-    """Mixin for batch dataclasses: DataLoader's pin_memory()."""
+class BatchData:
+    """Mixin for batch dataclasses: DataLoader's pin_memory(), and the transfer from a worker."""
 
     def pin_memory(self: Any) -> Any:
         """Return the same batch in pinned memory."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(
-            self, **{k: v.pin_memory() for k, v in values.items() if isinstance(v, (torch.Tensor, Pinnable))}
-        )
+        values = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, (torch.Tensor, BatchData))}
+        return replace(self, **values)
+
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        # torch sends each tensor as a file; pickling the values is faster for tensors that are not in shared memory.
+        def sent(value: Any) -> Any:
+            is_private = isinstance(value, torch.Tensor) and not value.is_shared()  # type: ignore[no-untyped-call]
+            return value.numpy() if is_private else value
+
+        return _batch_of, (type(self), [sent(getattr(self, each.name)) for each in fields(self)])
+
+
+def _batch_of(kind: Any, values: list[Any]) -> Any:
+    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
 
 
 class Collate(Generic[BatchType]):
@@ -208,16 +218,13 @@ class EpochLoader(BatchLoader[BatchType]):
     workers, nor on the step at which an epoch is resumed.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any
-    ) -> None:
+    def __init__(self, collate: Collate[BatchType], *, workers: int, local_size: int = 1, **sampling: Any) -> None:
         """Open the loader; `local_size` are the ranks of this node, `sampling` the fields of BatchSampler."""
-        self._dataset = dataset
-        self.sampler = sampler = BatchSampler(len(dataset), **sampling)
+        self.sampler = sampler = BatchSampler(len(collate.dataset), **sampling)
         self.steps, sides = sampler.steps, sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
         # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
-        self.fewest_cells = len(dataset) // self.steps // sampler.world * (sides[0] // sampler.stride)
+        self.fewest_cells = sampler.count // self.steps // sampler.world * (sides[0] // sampler.stride)
         images = -(-sampler.batch // sampler.world) + collate.extra
         super().__init__(collate, workers, images * sides[-1] ** 2, local_size)
 
@@ -240,7 +247,7 @@ class EpochLoader(BatchLoader[BatchType]):
     def names_of(self, epoch: int, step: int) -> list[str]:
         """Return the names of a step's images on all ranks."""
         batches, _ = self.sampler.batches(epoch)
-        return [self._dataset.name(k) for k in batches[step].tolist()]
+        return [self._collate.dataset.name(k) for k in batches[step].tolist()]
 
 
 def on_side_stream(batches: Iterator[Any], stream: Any) -> Iterator[Any]:

@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from trainer.errors import TrainerError
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 Image = npt.NDArray[np.uint8]  # (h, w, 3), RGB
 Pixels = npt.NDArray[np.uint8]  # (p, 3), RGB
 Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the image's sides

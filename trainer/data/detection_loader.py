@@ -1,20 +1,19 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
 from trainer.data.augment import recipe_of
-from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, Ints, aspects_of, rect_shape, scales
-from trainer.data.dataloader import Collate, EpochLoader, EvalLoader, Pinnable, empty_images
+from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
+from trainer.data.dataloader import BatchData, Collate, EpochLoader, EvalLoader, empty_images
 from trainer.data.dataset import Dataset, Image
 from trainer.data.device_painter import DevicePainter, pack
 from trainer.data.image_cache import CachedImages, Exchange, cache_images, largest_bytes
@@ -22,7 +21,6 @@ from trainer.data.paint import letterbox, paint
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
-Floats32 = npt.NDArray[np.float32]
 STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
 _GROUP = 32  # validation images that share a shape
 _PACKED = 4  # sources that a mosaic at scale 0.5 shows completely
@@ -30,7 +28,7 @@ _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
 @dataclass
-class Batch(Pinnable):
+class Batch(BatchData):
     """One rank's part of a global training batch."""
 
     images: Any  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale. From a worker: or a Painting
@@ -38,17 +36,9 @@ class Batch(Pinnable):
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends each tensor as a file; for small ones, pickling the values is faster.
-        return _batch, (self.images, self.targets.numpy(), self.ids.numpy(), self.global_size)
-
-
-def _batch(images: torch.Tensor, targets: Floats32, ids: Ints, global_size: int) -> Batch:
-    return Batch(images, torch.from_numpy(targets), torch.from_numpy(ids), global_size)
-
 
 @dataclass
-class ValBatch(Pinnable):
+class ValBatch(BatchData):
     """A batch of letterboxed images: original_xy = (xy - pad) / scale."""
 
     images: torch.Tensor  # uint8 (b, h, w, 3), RGB
@@ -66,39 +56,28 @@ def check_imgsz(imgsz: int, stride: int) -> None:
         )
 
 
-class _DecodedImages:
-    """LRU cache of the last `count` images of `dataset`, decoded to at least `min_side` px."""
-
-    def __init__(self, dataset: Dataset, count: int, min_side: int) -> None:
-        self._arguments = dataset, count, min_side
-        self._decoded = lru_cache(count)(lambda index: dataset.image(index, min_side))
-        self.names, self.flips = dataset.names, dataset.flips
-        self.name, self.size = dataset.name, dataset.size
-        self.labels, self.segments = dataset.labels, dataset.segments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _DecodedImages, self._arguments  # a worker starts with an empty cache
-
-    def __len__(self) -> int:
-        return len(self._arguments[0])
-
-    def image(self, index: int, min_side: int = 0) -> Image:
-        """Return image `index` in the cache's size; `min_side` is ignored."""
-        return self._decoded(index)
-
-
 class _TrainCollate(Collate[Batch]):
-    resident: CachedImages | None = None  # sources that the device holds
+    cached: CachedImages | None = None
+    is_resident = False  # whether the painter's device holds the cached images
 
     def __init__(
         self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float, *, paints: bool = True
     ) -> None:
         """Disable mosaic, mixup and copy-paste from epoch `plain_from` on; unless `paints`, pack the recipes."""
-        super().__init__(_DecodedImages(dataset, WINDOW + WINDOW // 4, min_side))
-        self.seed, self.hyp, self.plain_from, self.paints = seed, hyp, plain_from, paints
+        super().__init__(dataset)
+        self.min_side, self.seed, self.hyp, self.plain_from, self.paints = min_side, seed, hyp, plain_from, paints
         if not paints:
             scenes = 2 if hyp.mixup else 1
             self.channels = scenes * _PACKED * -(-largest_bytes(dataset, min_side) // min_side**2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k != "image"}
+
+    @cached_property
+    def image(self) -> Callable[[int], Image]:
+        """Return a function that decodes an image by its number and keeps the last ones."""
+        source, side = self.cached or self.dataset, self.min_side
+        return lru_cache(WINDOW + WINDOW // 4)(lambda index: source.image(index, side))
 
     def collate(self, spec: BatchSpec) -> Batch:
         plain = spec.epoch >= self.plain_from
@@ -112,9 +91,9 @@ class _TrainCollate(Collate[Batch]):
         if self.paints:
             images = empty_images((len(spec.ids), *spec.shape, 3))
             for recipe, out in zip(recipes, images.numpy(), strict=True):
-                paint(recipe, self.dataset, out)
+                paint(recipe, self.image, out)
         else:
-            images = pack(recipes, self.dataset, self.resident)
+            images = pack(recipes, self.image, self.cached if self.is_resident else None)
         labels = [recipe.labels for recipe in recipes]
         owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
         targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
@@ -165,11 +144,10 @@ class TrainLoader(EpochLoader[Batch]):
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self.min_side, self._painter = sides[-1], painter
+        self._painter = painter
         plain_from = 0 if rect else epochs - close_mosaic
         super().__init__(
-            dataset,
-            _TrainCollate(dataset, self.min_side, seed, hyp, plain_from, paints=painter is None),
+            _TrainCollate(dataset, sides[-1], seed, hyp, plain_from, paints=painter is None),
             sides=sides,
             seed=seed,
             epochs=epochs,
@@ -186,10 +164,10 @@ class TrainLoader(EpochLoader[Batch]):
 
         A painter keeps them on its device if there is room; return a message about it.
         """
-        images = cache_images(self._dataset, self.min_side, kind, folders, world, exchange, threads)
-        self._collate.dataset = images
-        message = self._painter.hold(images) if self._painter else ""
-        self._collate.resident = images if self._painter and self._painter.is_resident else None
+        collate = self._collate
+        collate.cached = cache_images(collate.dataset, collate.min_side, kind, folders, world, exchange, threads)
+        message = self._painter.hold(collate.cached) if self._painter else ""
+        collate.is_resident = self._painter is not None and self._painter.is_resident
         return message
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:

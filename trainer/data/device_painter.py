@@ -4,7 +4,7 @@ A dataloader worker packs the recipes as a `Painting`, with the visible parts of
 resident on the device. The operations are those of paint.py. A host never waits for a GPU here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
-from trainer.data.dataloader import Pinnable, empty_images
-from trainer.data.dataset import Dataset, Image
+from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.dataloader import BatchData, empty_images
+from trainer.data.dataset import Floats, Image
 from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
 
@@ -25,7 +25,7 @@ _HORIZON = 1e-6  # smallest divisor of a perspective
 
 
 @dataclass
-class Painting(Pinnable):
+class Painting(BatchData):
     """The images of a batch before they are painted: b images of s scenes, the last s - b of them for mixup.
 
     A scene has at most `l` layers. `places` holds per layer: the pixel number of the source's origin in the pool, and
@@ -51,19 +51,8 @@ class Painting(Pinnable):
         moved: dict[str, Any] = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
         return replace(self, **moved)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # torch sends each tensor as a file; for small ones, pickling the values is faster.
-        large = (self.pixels, self.outlines)
-        small = [t.numpy() for t in (self.places, self.maps, self.changes, self.partners, self.pasted)]
-        return _painting, (self.shape, large, small, (self.upright, self.bends, self.colours))
 
-
-def _painting(shape: tuple[int, int], large: Sequence[Tensor], small: Sequence[Any], flags: Sequence[bool]) -> Painting:
-    places, maps, changes, partners, pasted = map(torch.from_numpy, small)
-    return Painting(shape, large[0], places, maps, changes, partners, large[1], pasted, *flags)
-
-
-def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | None) -> Painting:
+def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: CachedImages | None) -> Painting:
     """Return the painting of `recipes` of one shape, with the visible parts of the sources unless `resident`."""
     shape = recipes[0].height, recipes[0].width
     partners = [k for k, recipe in enumerate(recipes) if len(recipe.scenes) > 1]
@@ -73,12 +62,14 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
     places, maps = np.zeros((len(scenes), most, 2), np.int64), np.zeros((len(scenes), most, 21), np.float32)
     maps[..., 8] = 1  # an absent layer paints nothing, and divides by 1
     pasted = np.array([[k < len(s) and s[k].outline is not None for k in range(most)] for s in scenes])
-    outlines = np.zeros((len(scenes), *shape) if pasted.any() else (0, 0, 0), np.uint8)
+    outlines = torch.empty((0, 0, 0), dtype=torch.uint8)
+    if pasted.any():
+        outlines = empty_images((len(scenes), *shape)).zero_()
     parts: list[Image] = [np.full((1, 1, 3), FILL, np.uint8)]
     upright, bends, end = True, False, 1
     for j, layers in enumerate(scenes):
         for k, layer in enumerate(layers):
-            image = dataset.image(layer.tile.index, max(shape))
+            image = image_of(layer.tile.index)
             matrix = layer.matrix(*image.shape[:2])
             row, (left, right, top, bottom) = _map(layer, matrix, image.shape[:2], shape)
             if left >= right or top >= bottom:  # only its bounds are in the result
@@ -93,7 +84,8 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
                 end += (bottom - top) * (right - left)
             if layer.outline is not None:
                 flip_x, flip_y = owners[j].flips
-                fill_outline(outlines[j, :: -1 if flip_y else 1, :: -1 if flip_x else 1], layer.outline, k + 1)
+                mask = outlines[j].numpy()[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
+                fill_outline(mask, layer.outline, k + 1)
     changes = np.array([_changes(recipe) for recipe in owners], np.float32)
     pixels = torch.empty((0, 3), dtype=torch.uint8)
     if not resident:
@@ -101,9 +93,19 @@ def pack(recipes: Sequence[Recipe], dataset: Dataset, resident: CachedImages | N
         pixels = empty_images((end + int(places[..., 1].max()) + 1, 3))
         np.concatenate([part.reshape(-1, 3) for part in parts], out=pixels[:end].numpy())
         pixels[end:] = 0
-    small = (places, maps, changes, np.array(partners, np.int64), pasted)
-    flags = upright, bends, any(recipe.colours for recipe in recipes)
-    return _painting(shape, (pixels, torch.from_numpy(outlines)), small, flags)
+    return Painting(
+        shape,
+        pixels,
+        torch.from_numpy(places),
+        torch.from_numpy(maps),
+        torch.from_numpy(changes),
+        torch.tensor(partners, dtype=torch.int64),
+        outlines,
+        torch.from_numpy(pasted),
+        upright,
+        bends,
+        any(recipe.colours for recipe in recipes),
+    )
 
 
 def _changes(recipe: Recipe) -> list[float]:
@@ -234,16 +236,13 @@ def _interpolate(pool: Tensor, pixel: Tensor, stride: Tensor, right: Tensor, dow
     """Bilinear interpolation of four pixels: numbers, strides, and weights (n, h, w) -> float32 (n, h, w, 3)."""
 
     def across(number: Tensor) -> Tensor:
-        left = _take(pool, number)
-        return left + (_take(pool, number + 1) - left) * right[..., None]
+        left, following = (
+            pool.index_select(0, each.view(-1)).view(*each.shape, 3).float() for each in (number, number + 1)
+        )
+        return left + (following - left) * right[..., None]
 
     top = across(pixel)
     return top + (across(pixel + stride) - top) * down[..., None]
-
-
-def _take(pool: Tensor, number: Tensor) -> Tensor:
-    """Pixels by number (n, h, w) -> float32 (n, h, w, 3)."""
-    return pool.index_select(0, number.view(-1)).view(*number.shape, 3).float()
 
 
 def _recolour(images: Tensor, change: Sequence[Tensor]) -> Tensor:

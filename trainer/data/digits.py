@@ -30,12 +30,6 @@ Gray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class _Glyph:
-    digit: int
-    ink: Gray  # (h, w) coverage 0 to 255, cropped to the ink
-
-
-@dataclass(frozen=True)
 class _Page:
     ink: Gray  # (side, side): 0 is paper, 255 is ink
     tint: npt.NDArray[np.uint8]  # (256, 1, 3): RGB of each level of `ink`
@@ -43,8 +37,8 @@ class _Page:
     mask: Gray | None  # (side, side): 0 is background, 1 is inside the outline of a digit
 
 
-def scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return the scans (1797, 8, 8) with values 0 to 16 and their digits (1797,).
+def scans(split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Return the scans (n, 8, 8) of a split with values 0 to 16, and their digits (n,): every fifth is of validation.
 
     scikit-learn's file is read directly, because importing sklearn.datasets takes over a second in every process.
     """
@@ -54,12 +48,13 @@ def scans() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if path.is_file():
             table = np.loadtxt(path, delimiter=",", dtype=np.uint8)
+            table = table[(np.arange(len(table)) % 5 == 4) == (split == "val")]
             return table[:, :64].reshape(-1, 8, 8), table[:, 64]
     raise TrainerError("--data digits: scikit-learn is not installed", "pip install scikit-learn")
 
 
-def _prepare(scan: npt.NDArray[np.uint8], digit: int) -> _Glyph:
-    """Return an 8 x 8 scan as a smooth glyph with sharp strokes, cropped to its ink."""
+def _prepare(scan: npt.NDArray[np.uint8]) -> Gray:
+    """Return an 8 x 8 scan as a smooth glyph (h, w) with sharp strokes, cropped to its ink: coverage 0 to 255."""
     side = 10 * _GLYPH_SCALE
     padded = np.pad(scan.astype(np.float32) / 16, 1)
     smooth = cv2.resize(padded, (side, side), interpolation=cv2.INTER_CUBIC)
@@ -67,16 +62,14 @@ def _prepare(scan: npt.NDArray[np.uint8], digit: int) -> _Glyph:
     ink = level * level * (3 - 2 * level)  # smoothstep sharpens the scan's blur to an edge of about a pixel
     ys, xs = np.flatnonzero((ink > 0.3).any(1)), np.flatnonzero((ink > 0.3).any(0))
     crop = ink[ys[0] : ys[-1] + 1, xs[0] : xs[-1] + 1]
-    return _Glyph(digit, np.ascontiguousarray((crop * 255).astype(np.uint8)))
+    return np.ascontiguousarray((crop * 255).astype(np.uint8))
 
 
 @lru_cache(maxsize=2)
-def _glyphs(split: str) -> tuple[_Glyph, ...]:
-    """Return the glyphs of a split: every fifth scan belongs to validation, the others to training."""
-    levels, digits = scans()
-    in_val = np.arange(len(levels)) % 5 == 4
-    chosen = np.flatnonzero(in_val if split == "val" else ~in_val)
-    return tuple(_prepare(levels[k], int(digits[k])) for k in chosen)
+def _glyphs(split: str) -> tuple[list[Gray], npt.NDArray[np.uint8]]:
+    """Return the glyphs of a split, and their digits (n,)."""
+    levels, digits = scans(split)
+    return [_prepare(scan) for scan in levels], digits
 
 
 def _apart(boxes: npt.NDArray[np.float64], limit: int) -> list[int]:
@@ -105,9 +98,9 @@ def _tint(rng: np.random.Generator) -> npt.NDArray[np.uint8]:
 def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     """Return page `index`: digits of random size and position with little overlap, on uneven, grainy paper."""
     rng = np.random.default_rng([_SPLIT_KEY[split], index, side])
-    glyphs = _glyphs(split)
-    drawn = [glyphs[k] for k in rng.integers(len(glyphs), size=_CANDIDATES)]
-    shapes = np.array([glyph.ink.shape for glyph in drawn], np.float64)
+    glyphs, digits = _glyphs(split)
+    drawn = rng.integers(len(glyphs), size=_CANDIDATES)
+    shapes = np.array([glyphs[k].shape for k in drawn], np.float64)
     heights = side * np.exp(rng.uniform(math.log(_HEIGHTS[0]), math.log(_HEIGHTS[1]), _CANDIDATES))
     widths = heights * shapes[:, 1] / shapes[:, 0] * rng.uniform(0.85, 1.2, _CANDIDATES)
     wh = np.maximum(np.rint(np.stack([widths, heights], 1)), 3)
@@ -120,9 +113,8 @@ def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     mask: Any = np.zeros((side, side), np.uint8) if masks else None
     for k in chosen:
         x, y, w, h = (int(v) for v in (*xy[k], *wh[k]))
-        shrinks = h < drawn[k].ink.shape[0]
-        how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-        digit = cv2.resize(drawn[k].ink, (w, h), interpolation=how)
+        glyph = glyphs[drawn[k]]
+        digit = cv2.resize(glyph, (w, h), interpolation=cv2.INTER_AREA if h < len(glyph) else cv2.INTER_LINEAR)
         place = ink[y : y + h, x : x + w]
         np.maximum(place, cv2.convertScaleAbs(digit, alpha=strength[k]), out=place)
         if masks:
@@ -133,10 +125,8 @@ def _compose(split: str, index: int, side: int, masks: bool) -> _Page:
     grain = np.frombuffer(rng.bytes(side * side), np.uint8).reshape(side, side) >> 4
     ink = cv2.add(ink, grain)
 
-    labels = np.empty((len(chosen), 5), np.float32)
-    labels[:, 0] = [drawn[k].digit for k in chosen]
-    labels[:, 1:3] = (xy[chosen] + wh[chosen] / 2) / side
-    labels[:, 3:] = wh[chosen] / side
+    xy, wh = xy[chosen], wh[chosen]
+    labels = np.column_stack([digits[drawn[chosen]], (xy + wh / 2) / side, wh / side]).astype(np.float32)
     return _Page(ink, _tint(rng), labels, mask)
 
 

@@ -15,7 +15,7 @@ from trainer.data.data_yaml import Content, load_data_yaml, source_candidates
 from trainer.data.progress import track
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
-from trainer.weights.download import fetch, sha256
+from trainer.weights.download import check_sha256, fetch
 
 _SPLITS = ("train", "val")
 
@@ -82,10 +82,8 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
             fetch(address, archive, expected, where, f"no network? unpack the archive to {root} by hand")
         else:
             archive = Path(address)
-            if expected and (found := sha256(archive)) != expected:
-                raise TrainerError(
-                    f"{where}: {archive} has sha256 {found}, not {expected}", "correct `sha256` or replace the file"
-                )
+            if expected:
+                check_sha256(archive, expected, f"{where}: {archive}", "correct `sha256` or replace the file")
         unpack(archive, stage / "files", f"{where}: {address}")
         origin = _origin(stage / "files", content, where)
         root.mkdir(parents=True, exist_ok=True)

@@ -49,13 +49,10 @@ def largest_bytes(dataset: Dataset, min_side: int) -> int:
 
 
 class CachedImages:
-    """View of `dataset` that reads its images, decoded to at least `min_side` px, from the cache file."""
+    """The images of `dataset`, decoded to at least `min_side` px, from the cache file."""
 
     def __init__(self, dataset: Dataset, min_side: int, path: str) -> None:
         self._dataset, self._min_side = dataset, min_side
-        self.names, self.flips = dataset.names, dataset.flips
-        self.name, self.size = dataset.name, dataset.size
-        self.labels, self.segments = dataset.labels, dataset.segments
         layout = _Layout(dataset, min_side)
         self._offsets, self.widest = layout.offsets, int(layout.sizes.max(initial=0))
         self._open(path)
@@ -73,9 +70,6 @@ class CachedImages:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open(state["_path"])
-
-    def __len__(self) -> int:
-        return len(self._dataset)
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return the image from the cache if `min_side` is at most the cache's, else from the dataset."""
@@ -112,36 +106,41 @@ def cache_images(
 
     A collective: all ranks raise TrainerError if one of them fails. `threads` of each rank decode.
     """
-    layout, final, draft = _Layout(dataset, min_side), None, None
+    layout = _Layout(dataset, min_side)
     with contextlib.ExitStack() as stack:
-        error: Exception | None = None
-        if world.local_rank == 0:
-            try:
-                if kind == "ram":
-                    file = _memory_file(layout.total)
-                    stack.callback(os.close, file)  # every rank of the node has its own descriptor then
-                    draft = f"/proc/{os.getpid()}/fd/{file}"
-                else:
-                    final, draft = _disk_file(dataset, layout, folders, stack)
-            except (TrainerError, OSError) as caught:
-                error = caught
-        files = _gather(exchange, (world.node, final, draft), error)
+
+        def create() -> tuple[int, str | None, str | None]:
+            final = draft = None
+            if world.local_rank == 0 and kind == "ram":
+                file = _memory_file(layout.total)
+                stack.callback(os.close, file)  # every rank of the node has its own descriptor then
+                draft = f"/proc/{os.getpid()}/fd/{file}"
+            elif world.local_rank == 0:
+                final, draft = _disk_file(dataset, layout, folders, stack)
+            return world.node, final, draft
+
+        files = _on_all(exchange, create)
         final, draft = next((f, d) for node, f, d in files if node == world.node and (f or d))
-        _fill(dataset, layout, draft, world, [node for node, *_ in files].count(world.node), exchange, threads)
+        if any(d for *_, d in files):
+            _fill(dataset, layout, draft, world, [node for node, *_ in files].count(world.node), exchange, threads)
         if world.local_rank == 0 and final and draft:
             os.replace(draft, final)  # noqa: PTH105
-        _gather(exchange)
+        exchange(None)
         images = CachedImages(dataset, min_side, final or draft or "")
-        _gather(exchange)
+        exchange(None)
         return images
 
 
-def _gather(exchange: Exchange, value: Any = None, error: Exception | None = None) -> list[Any]:
-    """Return the values of all ranks, or raise the first error of any rank on all of them."""
-    if isinstance(error, OSError):
-        error = TrainerError(f"--cache: {error.filename or ''}: {error.strerror}", "train without --cache")
-    failure = (error.message, error.hint) if isinstance(error, TrainerError) else None
-    gathered = exchange((value, failure))
+def _on_all(exchange: Exchange, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Call `action` and return the results of all ranks, or raise the first error of any rank on all of them."""
+    result = failure = None
+    try:
+        result = action(*arguments)
+    except TrainerError as error:
+        failure = error.message, error.hint
+    except OSError as error:
+        failure = f"--cache: {error.filename or ''}: {error.strerror}", "train without --cache"
+    gathered = exchange((result, failure))
     for _, found in gathered:
         if found:
             raise TrainerError(*found)
@@ -217,8 +216,6 @@ def _fill(
     dataset: Dataset, layout: _Layout, draft: str | None, world: World, ranks: int, exchange: Exchange, threads: int
 ) -> None:
     """Decode this rank's part of the images into the file `draft` of its node with `ranks`; None if it is complete."""
-    if not any(_gather(exchange, draft)):
-        return
 
     def put(k: int) -> None:
         image = dataset.image(k, layout.min_side)
@@ -226,19 +223,17 @@ def _fill(
             _write(file, np.ascontiguousarray(image).tobytes(), int(layout.offsets[k]))
             _write(file, np.array(image.shape[:2], np.int32).tobytes(), 8 * k)
 
+    def decode(first: int, end: int) -> None:
+        list(pool.map(put, range(first + world.local_rank, end, ranks) if draft else ()))
+        if draft and end == len(dataset):
+            os.fsync(file)
+
     file = os.open(draft or os.devnull, os.O_RDWR)
     try:
         with ThreadPoolExecutor(threads) as pool, bar(len(dataset), "decoding images", world.rank == 0) as update:
             for first in range(0, len(dataset), _ROUND):
                 end = min(first + _ROUND, len(dataset))
-                error: Exception | None = None
-                try:
-                    list(pool.map(put, range(first + world.local_rank, end, ranks) if draft else ()))
-                    if draft and end == len(dataset):
-                        os.fsync(file)
-                except (TrainerError, OSError) as caught:
-                    error = caught
-                _gather(exchange, error=error)
+                _on_all(exchange, decode, first, end)
                 update(completed=end)
     finally:
         os.close(file)

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 
 from trainer.config.faults import Fault
 from trainer.data.listing import Listing
-from trainer.data.scan import Scan
+from trainer.data.scan import Scan, scan
 from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
@@ -29,11 +29,8 @@ _ABANDONED_S = 24 * 3600.0
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))
 
 
-def cached(listing: Listing, nc: int, build: Callable[[], Scan]) -> Scan:
-    """Return the scan of `listing` with `nc` classes from the cache, or from `build` and cache it if possible.
-
-    The cache is next to data.yaml, or in the user's cache folder if that one is read-only.
-    """
+def cached_scan(listing: Listing, nc: int) -> Scan:
+    """Return the scan of `listing` with `nc` classes from the cache, or make it and cache it if possible."""
     folders = cache_folders(listing.root)
     digest = hashlib.blake2b(json.dumps([_FORMAT, nc, len(listing.images)]).encode(), digest_size=16)
     digest.update(os.fsencode("\0".join(listing.images)))
@@ -43,7 +40,7 @@ def cached(listing: Listing, nc: int, build: Callable[[], Scan]) -> Scan:
         for folder in folders:
             with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
                 return load(folder / name)
-        built = build()
+        built = scan(listing, nc)
         for folder in folders:
             with contextlib.suppress(OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
                 _store(built, folder, name)

@@ -1,21 +1,23 @@
 """Painting with OpenCV, in a dataloader worker: a recipe becomes a training image, an image a letterboxed one."""
 
+from collections.abc import Callable
+
 import cv2
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.augment import Floats, Layer, Recipe, colour_matrices, is_upright, span, translation
-from trainer.data.dataset import Dataset, Image
+from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.dataset import Floats, Image
 
 FILL = 114  # gray of the background
 
 
-def paint(recipe: Recipe, dataset: Dataset, out: Image) -> None:
-    """Paint the training image of `recipe` into `out` (h, w, 3). A source that it does not show is not decoded."""
-    _paint_scene(recipe.scenes[0], dataset, out)
+def paint(recipe: Recipe, image_of: Callable[[int], Image], out: Image) -> None:
+    """Paint the training image of `recipe` into `out` (h, w, 3); `image_of` decodes only the visible sources."""
+    _paint_scene(recipe.scenes[0], image_of, out)
     for layers in recipe.scenes[1:]:
         other = np.empty_like(out)
-        _paint_scene(layers, dataset, other)
+        _paint_scene(layers, image_of, other)
         cv2.addWeighted(out, recipe.share, other, 1 - recipe.share, 0, dst=out)
     if recipe.colours:
         shift_colours(out, recipe.colours)
@@ -24,10 +26,10 @@ def paint(recipe: Recipe, dataset: Dataset, out: Image) -> None:
             cv2.flip(out, axis, dst=out)
 
 
-def _paint_scene(layers: list[Layer], dataset: Dataset, out: Image) -> None:
+def _paint_scene(layers: list[Layer], image_of: Callable[[int], Image], out: Image) -> None:
     out[:] = FILL
     for layer in layers:
-        image = dataset.image(layer.tile.index, max(out.shape[:2]))
+        image = image_of(layer.tile.index)
         matrix = layer.matrix(*image.shape[:2])
         if layer.outline is None:
             _paint(out, image, matrix, layer.bounds)
@@ -96,10 +98,7 @@ def shift_colours(image: Image, colours: tuple[float, float, float]) -> None:
 
 
 def letterbox(image: Image, side: int, out: Image) -> tuple[float, float, float]:
-    """Scale `image` to a longer side of `side` and center it in `out` (h, w, 3).
-
-    Returns (scale, pad_x, pad_y): out_xy = xy * scale + pad.
-    """
+    """Fit `image` to `side` px, centred in `out` (h, w, 3); return (scale, pad_x, pad_y): out_xy = xy * scale + pad."""
     height, width = image.shape[:2]
     scale = side / max(height, width)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.config import imports
-from trainer.config.faults import Fault
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
 from trainer.data.yolo import Yolo
@@ -23,8 +22,7 @@ def open_dataset(
     """Open the dataset `source`: the name of an embedded one, the path of a data.yaml, or package.module:function.
 
     The function takes (split, imgsz); `imgsz` is the side of an embedded dataset's images. With `single_cls` all
-    classes become one, "item". With `allow_bad_labels` bad rows and images are left out (see `left_out`), in place of
-    BadData.
+    classes become one, "item". With `allow_bad_labels` bad rows and images are left out, in place of BadData.
     """
     is_import = imports.is_import_path(source) and not Path(source).is_file()
     if not is_import and source not in EMBEDDED:
@@ -48,8 +46,3 @@ def _imported(path: str, split: Split, imgsz: int) -> Dataset:
             "see docs/how-to/any-program.md",
         )
     return dataset  # type: ignore[no-any-return]
-
-
-def left_out(*datasets: Dataset) -> list[Fault]:
-    """Return the faults of all omitted entries: bad rows and images, with `allow_bad_labels`, and duplicate boxes."""
-    return [fault for dataset in datasets if isinstance(dataset, Yolo) for fault in dataset.faults]

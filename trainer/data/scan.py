@@ -16,7 +16,7 @@ from PIL import Image as Pillow
 from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
-from trainer.data.dataset import Labels
+from trainer.data.dataset import Floats, Ints, Labels
 from trainer.data.listing import THREADS, Listing
 from trainer.data.progress import track
 
@@ -26,8 +26,6 @@ _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
 _ROW_HINT = "write each line as `class cx cy w h`, the last four as fractions of the image's sides"
 _IMAGE_HINT = "replace the image, or delete it and its label file"
 
-Floats = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True)
 class Scan:
@@ -35,9 +33,9 @@ class Scan:
 
     paths: npt.NDArray[np.bytes_]  # (n,), as in the listing
     sizes: npt.NDArray[np.int32]  # (n, 2): height, width in pixels, after the EXIF rotation
-    offsets: npt.NDArray[np.int64]  # (n + 1,): image k has the labels offsets[k] to offsets[k + 1]
+    offsets: Ints  # (n + 1,): image k has the labels offsets[k] to offsets[k + 1]
     labels: Labels  # (m, 5)
-    corner_offsets: npt.NDArray[np.int64]  # (m + 1,)
+    corner_offsets: Ints  # (m + 1,)
     corners: npt.NDArray[np.float32]  # (p, 2): x, y as fractions
     faults: list[Fault]
     file: str = ""  # file of the label cache; "" if the scan is not cached
@@ -85,7 +83,7 @@ def scan(listing: Listing, nc: int) -> Scan:
     )
 
 
-def _offsets(counts: npt.ArrayLike) -> npt.NDArray[np.int64]:
+def _offsets(counts: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
@@ -151,7 +149,7 @@ def image_size(image: str) -> tuple[int, int] | Fault:
 
 
 def _check(
-    rows: Floats, owner: npt.NDArray[np.int64], sizes: npt.NDArray[np.int32], nc: int
+    rows: Floats, owner: Ints, sizes: npt.NDArray[np.int32], nc: int
 ) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
     """Check `rows` (n, 5).
 

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from trainer.config import DIGITS, IGNORED
 from trainer.config.faults import Fault
-from trainer.data.dataset import Image, file_fingerprint, read_image
+from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
 from trainer.data.listing import THREADS, images_below
 from trainer.data.progress import track
@@ -21,7 +21,6 @@ from trainer.errors import TrainerError
 
 Split = Literal["train", "val"]
 Mask = npt.NDArray[np.uint8]  # (h, w): a class, or IGNORED
-Ints = npt.NDArray[np.int64]
 
 CLASSES = "classes.txt"
 MASKED_PAGES = {"train": 512, "val": 64}  # fewer than in detection: enough for two classes
@@ -133,11 +132,7 @@ EMBEDDED: dict[str, Callable[[Split, int], SegmentedImages]] = {DIGITS: DigitMas
 
 
 def open_segmentation(source: str, imgsz: int) -> tuple[SegmentedImages, SegmentedImages]:
-    """Return the training and validation datasets of `source`.
-
-    `source` is the name of an embedded dataset, whose images have side `imgsz`, or a folder with images/train,
-    images/val, masks/train and masks/val.
-    """
+    """Return the training and validation datasets of a folder, or of an embedded one with images of side `imgsz`."""
     if source in EMBEDDED:
         return EMBEDDED[source]("train", imgsz), EMBEDDED[source]("val", imgsz)
     root = Path(source)

@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from trainer.config import IGNORED, Hyp
 from trainer.data.batch_sampler import MIX, BatchSpec
-from trainer.data.dataloader import BatchType, Collate, EpochLoader, EvalLoader, Pinnable, empty_images, seeded_rng
+from trainer.data.dataloader import BatchData, Collate, empty_images, seeded_rng
 
 GREY = 114  # around an image
 RANDAUGMENT_OPERATIONS = 2
@@ -21,55 +21,13 @@ _CENTER_CROP = 0.875  # of the side, in the validation of large images; torchvis
 _MIXUP_ALPHA, _CUTMIX_ALPHA = 0.2, 1.0  # as in torchvision's training recipes
 
 
-class SquareCollate(Collate[BatchType]):
-    """Collate of images of one side."""
-
-    def __init__(self, dataset: Any, imgsz: int, seed: int, hyp: Hyp | None) -> None:
-        """Use the validation transform if `hyp` is None."""
-        super().__init__(dataset)
-        self._side, self._seed = imgsz, seed
-
-
-class SquareLoader(EpochLoader[BatchType]):
-    """Training dataloader; an image's augmentation depends on (seed, epoch, image) alone."""
-
-    def __init__(
-        self, kind: type[SquareCollate[BatchType]], dataset: Any, *, imgsz: int, seed: int, hyp: Hyp, **options: Any
-    ) -> None:
-        """Open the loader; `options` are the other arguments of EpochLoader."""
-        sides = range(imgsz, imgsz + 1)
-        super().__init__(dataset, kind(dataset, imgsz, seed, hyp), sides=sides, seed=seed, **options)
-
-
-class SquareValLoader(EvalLoader[BatchType]):
-    """Validation dataloader: the images in order, each on exactly one rank."""
-
-    def __init__(
-        self,
-        kind: type[SquareCollate[BatchType]],
-        dataset: Any,
-        *,
-        imgsz: int,
-        batch: int,
-        rank: int,
-        world: int,
-        local_size: int,
-        workers: int,
-        **_: Any,
-    ) -> None:
-        """Open the loader; `batch` is the number of images of a rank's batch."""
-        mine = np.array_split(np.arange(len(dataset)), world)[rank]
-        specs = [BatchSpec(mine[k : k + batch], (imgsz, imgsz)) for k in range(0, len(mine), batch)]
-        super().__init__(kind(dataset, imgsz, 0, None), specs, workers, local_size)
-
-
 def _flips(hyp: Hyp) -> list[Any]:
     flips: list[Any] = [v2.RandomHorizontalFlip(hyp.fliplr)] if hyp.fliplr else []
     return [*flips, v2.RandomVerticalFlip(hyp.flipud)] if hyp.flipud else flips
 
 
 @dataclass
-class ClassificationBatch(Pinnable):
+class ClassificationBatch(BatchData):
     """One rank's part of a global batch.
 
     With MixUp or CutMix, the first image precedes the rank's own in the global batch: the second is mixed with it.
@@ -137,13 +95,15 @@ def mix_batch(images: Tensor, labels: Tensor, classes: int, seed: int, hyp: Hyp)
     return images[1:], targets[1:]
 
 
-class ClassificationCollate(SquareCollate[ClassificationBatch]):
-    """Collate of classified images."""
+class ClassificationCollate(Collate[ClassificationBatch]):
+    """Collate of classified images; an image's augmentation depends on (seed, epoch, image) alone."""
 
     extra = 1
 
-    def __init__(self, dataset: Any, imgsz: int, seed: int, hyp: Hyp | None) -> None:
-        super().__init__(dataset, imgsz, seed, hyp)
+    def __init__(self, dataset: Any, imgsz: int, seed: int = 0, hyp: Hyp | None = None) -> None:
+        """Use the validation transform if `hyp` is None."""
+        super().__init__(dataset)
+        self._side, self._seed = imgsz, seed
         self._mixes = bool(hyp and (hyp.mixup or hyp.cutmix))
         self._min_side = _decoded_side(imgsz, hyp)
         self._transform = train_transform(imgsz, hyp) if hyp else val_transform(imgsz)
@@ -164,7 +124,7 @@ class ClassificationCollate(SquareCollate[ClassificationBatch]):
 
 
 @dataclass
-class SegmentationBatch(Pinnable):
+class SegmentationBatch(BatchData):
     """One rank's part of a global batch."""
 
     images: Tensor  # uint8 (b, side, side, 3), RGB
@@ -183,13 +143,15 @@ def mask_transform(imgsz: int, hyp: Hyp) -> v2.Compose:
     return v2.Compose([scale, v2.RandomCrop(imgsz, pad_if_needed=True, fill=fill), *_flips(hyp)])
 
 
-class SegmentationCollate(SquareCollate[SegmentationBatch]):
-    """Collate of images with masks. The longer side of a validation image becomes `imgsz`."""
+class SegmentationCollate(Collate[SegmentationBatch]):
+    """Collate of images with masks; an image's augmentation depends on (seed, epoch, image) alone."""
 
     channels = 4  # three colours and the class
 
-    def __init__(self, dataset: Any, imgsz: int, seed: int, hyp: Hyp | None) -> None:
-        super().__init__(dataset, imgsz, seed, hyp)
+    def __init__(self, dataset: Any, imgsz: int, seed: int = 0, hyp: Hyp | None = None) -> None:
+        """For validation, with `hyp` None, the longer side of an image becomes `imgsz`."""
+        super().__init__(dataset)
+        self._side, self._seed = imgsz, seed
         self._transform = mask_transform(imgsz, hyp) if hyp else v2.Resize(None, max_size=imgsz, antialias=True)
 
     def collate(self, spec: BatchSpec) -> SegmentationBatch:

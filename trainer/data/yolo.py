@@ -18,9 +18,9 @@ from trainer.config.faults import BadData, Fault
 from trainer.data.data_yaml import DataYaml, read_data_yaml
 from trainer.data.dataset import Image, Labels, Segment, read_image, reduction
 from trainer.data.fetch import fetch_missing
-from trainer.data.label_cache import cached, load
+from trainer.data.label_cache import cached_scan, load
 from trainer.data.listing import Listing, list_split
-from trainer.data.scan import Scan, scan
+from trainer.data.scan import Scan
 from trainer.errors import TrainerError
 
 SINGLE_CLASS = "item"  # the class with --single-cls
@@ -54,8 +54,7 @@ def read_split(data_yaml: str, split: str) -> Source:
     """Read one split and all its faults; raise BadData if it cannot be listed."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    nc = len(spec.names)
-    return Source(split, spec, listing, cached(listing, nc, lambda: scan(listing, nc)))
+    return Source(split, spec, listing, cached_scan(listing, len(spec.names)))
 
 
 class Yolo:
@@ -64,11 +63,7 @@ class Yolo:
     flips = True
 
     def __init__(self, data_yaml: str, split: str, *, single_cls: bool = False, allow_bad_labels: bool = False) -> None:
-        """Open the dataset; fetch missing images if data.yaml has `download`.
-
-        `single_cls` merges all classes into one, "item". `allow_bad_labels` leaves out bad rows and images; without it,
-        BadData is raised for them.
-        """
+        """Open the dataset, see `open_dataset`; fetch missing images if data.yaml has `download`."""
         fetch_missing(data_yaml)
         source = read_split(data_yaml, split)
         self._scan, self._root = source.scan, source.listing.root

@@ -1,10 +1,18 @@
-"""Tasks: each combines a model, its data, its loss and its metric."""
+"""Tasks: each combines the data, model, loss and metric of one kind of training."""
 
 import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from trainer.config import Settings
+from trainer.losses import Loss
 from trainer.metrics.scores import Scores
-from trainer.tasks.base import Task
+
+__all__ = ["Scores", "Task", "open_task"]
 
 # Imported when needed: each has its own large dependencies.
 TASKS = {
@@ -14,10 +22,65 @@ TASKS = {
 }
 
 
+class Task(ABC):
+    """One kind of training. Construction opens and checks the data and the weights file."""
+
+    kind: str  # its name on the command line
+    headlines: Mapping[str, str]  # columns in the console output and the events, with their titles
+    columns: tuple[str, ...]  # of the scores in results.csv
+    metric_type: type[Any]  # made from the class names; merge() adds another rank's, compute() returns Scores
+    terms: tuple[str, ...]  # names of the loss terms, known once the model is built
+    names: list[str]  # of the classes
+    train_set: Any
+    val_set: Any
+    left_out: Sequence[Any] = ()  # faulty files that the settings allow to skip
+    cfg: dict[str, Any]  # model configuration, stored in checkpoints
+    stride: int  # pixels per cell of the coarsest grid, known once the model is built
+    least_side: int  # smallest image side in pixels, known once the model is built
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @abstractmethod
+    def build(self, say: Callable[[str], None]) -> nn.Module:
+        """Return the network with the matching tensors of --weights; the caller's seed makes it equal on all ranks."""
+
+    def fit(self, model: Any) -> str:
+        """Fit the untrained model to the data and return a message, "" without one."""
+        return ""
+
+    @abstractmethod
+    def loss_of(self, model: Any) -> Loss:
+        """Return the loss for a model on its device."""
+
+    @abstractmethod
+    def weight(self, images: Tensor) -> Tensor:
+        """Return the factor of the mean loss of a step with `images` images (a scalar)."""
+
+    @abstractmethod
+    def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
+        """Return this rank's loader of augmented batches; `share` has rank, world, local_size, workers and stride."""
+
+    @abstractmethod
+    def val_loader(self, share: Mapping[str, Any]) -> Any:
+        """Return this rank's validation batches."""
+
+    @abstractmethod
+    def move(self, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Move a batch to the device: images float (b, 3, h, w), channels last, and the targets of the loss."""
+
+    def metric(self) -> Any:
+        """Return an empty metric."""
+        return self.metric_type(self.names)
+
+    @abstractmethod
+    def evaluate(
+        self, model: Any, batches: Iterable[Any], device: torch.device, dtype: torch.dtype
+    ) -> tuple[Any, list[Any]]:
+        """Return this rank's metric over its batches, and a few images with their predictions."""
+
+
 def open_task(settings: Settings) -> Task:
     """Return the task of the settings with its data opened and checked. Raise TrainerError for unusable data."""
     task: Task = pkgutil.resolve_name(TASKS[settings.task])(settings)
     return task
-
-
-__all__ = ["Scores", "Task", "open_task"]

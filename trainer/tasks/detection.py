@@ -12,7 +12,7 @@ from trainer.config import Hyp, Settings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import Batch, TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import DevicePainter
-from trainer.data.registry import left_out, open_dataset
+from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 from trainer.losses import Loss
 from trainer.losses.aligned import AlignedLoss
@@ -20,8 +20,8 @@ from trainer.losses.detection import DetectionLoss
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
+from trainer.tasks import Task
 from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.base import Task
 from trainer.tasks.detector import Detections, Detector, Limits, to_device, to_original
 from trainer.weights import checkpoint_file
 
@@ -54,7 +54,7 @@ class Detection(Task):
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
         self.train_set = open_dataset(s.data, "train", **how)
         self.val_set = open_dataset(s.data, "val", **how)
-        self.left_out = left_out(self.train_set, self.val_set)
+        self.left_out = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
         self.names = self.train_set.names
 
     def build(self, say: Callable[[str], None]) -> Yolo:

@@ -5,22 +5,22 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.config import Settings, preset_for
 from trainer.config.presets import gathered
 from trainer.config.settings import option_of
+from trainer.data.batch_sampler import BatchSpec
 from trainer.data.classification import open_classification
+from trainer.data.dataloader import EpochLoader, EvalLoader
 from trainer.data.segmentation import open_segmentation
 from trainer.data.torchvision_loaders import (
     ClassificationBatch,
     ClassificationCollate,
     SegmentationBatch,
     SegmentationCollate,
-    SquareCollate,
-    SquareLoader,
-    SquareValLoader,
     mix_batch,
 )
 from trainer.errors import TrainerError
@@ -35,7 +35,7 @@ from trainer.models.torchvision_nets import (
     build_segmenter,
     own_weights,
 )
-from trainer.tasks.base import Task
+from trainer.tasks import Task
 from trainer.tasks.detector import to_device
 from trainer.weights import checkpoint_file
 
@@ -63,7 +63,7 @@ class TorchvisionTask(Task):
     default_cfg: str
     hyp_keys: tuple[str, ...]  # hyper-parameters with an effect
     loss_type: type[Any]
-    collate_type: type[SquareCollate[Any]]
+    collate_type: type[Any]
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -111,13 +111,16 @@ class TorchvisionTask(Task):
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
         """Return the loader of augmented batches."""
         s = self._settings
-        own: dict[str, Any] = {"imgsz": s.imgsz, "batch": s.batch, "seed": s.seed, "hyp": s.hyp, "epochs": s.epochs}
-        return SquareLoader(self.collate_type, self.train_set, **own, **share)
+        collate = self.collate_type(self.train_set, s.imgsz, s.seed, s.hyp)
+        sides = range(s.imgsz, s.imgsz + 1)
+        return EpochLoader(collate, batch=s.batch, seed=s.seed, epochs=s.epochs, sides=sides, **share)
 
     def val_loader(self, share: Mapping[str, Any]) -> Any:
-        """Return the loader of validation images, with the batch size of training."""
-        batch = -(-self._settings.batch // share["world"])
-        return SquareValLoader(self.collate_type, self.val_set, imgsz=self._settings.imgsz, batch=batch, **share)
+        """Return the loader of validation images, each on one rank, with the batch size of training."""
+        side, batch = self._settings.imgsz, -(-self._settings.batch // share["world"])
+        mine = np.array_split(np.arange(len(self.val_set)), share["world"])[share["rank"]]
+        specs = [BatchSpec(mine[k : k + batch], (side, side)) for k in range(0, len(mine), batch)]
+        return EvalLoader(self.collate_type(self.val_set, side), specs, share["workers"], share["local_size"])
 
     def evaluate(
         self, model: Classifier, batches: Iterable[Any], device: torch.device, dtype: torch.dtype

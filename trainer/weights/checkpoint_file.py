@@ -1,6 +1,7 @@
 """Run folders, and checkpoint files: written atomically, read without running code. engine/loop.py decides when."""
 
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -33,15 +34,13 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
     parent = Path(project)
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        number = 1
-        while True:
+        for number in itertools.count(1):
             path = parent / (name if number == 1 else f"{name}{number}")
             with contextlib.suppress(FileExistsError):
                 path.mkdir(exist_ok=exist_ok)
                 break
             if exist_ok:
                 raise TrainerError(f"{path} is a file, not a folder")
-            number += 1
     except OSError as error:
         raise TrainerError(
             f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}",

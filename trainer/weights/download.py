@@ -21,6 +21,7 @@ MIRROR = "CLUSTERCTL_WEIGHTS_URL"  # environment variable: URL of a mirror
 NAMES = tuple(f"yolov5{size}{p6}.pt" for p6 in ("", "6") for size in "nsmlx")
 TIMEOUT_S = 20.0  # to connect, and between two reads
 CHUNK = 1 << 20
+_ANOTHER_FILE = "is it the right file?"
 
 
 def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
@@ -54,11 +55,9 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
                 by_hand = f"put the file there by hand: {target}; XDG_CACHE_HOME selects another folder"
                 found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
                 print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
-    if wanted and target.is_file() and (found := sha256(target)) != wanted:
-        raise TrainerError(
-            f"--weights {weights}: {target} has sha256 {found}, not {wanted}",
-            "correct the sum, or remove a damaged file: it is downloaded again" if address else "is it the right file?",
-        )
+    if wanted and target.is_file():
+        hint = "correct the sum, or remove a damaged file: it is downloaded again" if address else _ANOTHER_FILE
+        check_sha256(target, wanted, f"--weights {weights}: {target}", hint)
     return target
 
 
@@ -99,12 +98,7 @@ def fetch(address: str, target: Path, wanted: str, option: str, by_hand: str) ->
                     raise OSError(f"the connection ended after {file.tell()} of {size} bytes")
                 file.flush()
                 os.fsync(file.fileno())
-            found = sha256(temporary)
-            if wanted and found != wanted:
-                raise TrainerError(
-                    f"{option}: {address} has sha256 {found}, not {wanted}: not kept", "is it the right file?"
-                )
-        return found
+            return check_sha256(temporary, wanted, f"{option}: not kept: {address}", _ANOTHER_FILE)
     except urllib.error.HTTPError as error:
         error.close()
         raise TrainerError(f"{option}: {address}: {error.code} {error.reason}", by_hand) from error
@@ -113,8 +107,8 @@ def fetch(address: str, target: Path, wanted: str, option: str, by_hand: str) ->
         raise TrainerError(f"{option}: {address}: cannot be fetched: {reason}", by_hand) from error
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal; raise TrainerError if it cannot be read."""
+def check_sha256(path: Path, wanted: str, named: str, hint: str) -> str:
+    """Return the SHA-256 of a file, called `named` in errors; raise TrainerError if it is not `wanted` ("": any)."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -122,4 +116,6 @@ def sha256(path: Path) -> str:
                 digest.update(chunk)
     except OSError as error:
         raise TrainerError(f"{path}: cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
+    if wanted not in ("", found := digest.hexdigest()):
+        raise TrainerError(f"{named} has sha256 {found}, not {wanted}", hint)
+    return found
