@@ -83,17 +83,9 @@ def test_uid_without_passwd_entry_can_use_every_package(image: str) -> None:
     )
     stranger = f"{STRANGER}:{STRANGER}"
     docker("run", "--rm", "--user", stranger, image, "python3", "-W", "error::UserWarning", "-c", code)
-    two_ranks = [
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-        "sh",
-        "-c",
-        "echo rank $RANK of $USER",
-    ]
-    printed = docker("run", "--rm", "--user", stranger, image, *two_ranks)
+    two_ranks = ("torchrun", "--standalone", "--nproc-per-node", "2", "--no-python")
+    command = ("sh", "-c", "echo rank $RANK of $USER")
+    printed = docker("run", "--rm", "--user", stranger, image, *two_ranks, *command)
     assert sorted(printed.split("\n")[:2]) == [f"rank {rank} of uid-{STRANGER}" for rank in (0, 1)]
 
 

@@ -1,40 +1,35 @@
-"""`trainer bench` with real ranks and a few real steps."""
+"""`trainer bench` and `trainer profile` with real ranks and a few real steps."""
 
 import csv
+import gzip
 import json
+import os
+import re
 import resource
 import signal
-import sys
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.unit.trainer_process import FORKING, exec_trainer, processes_in, start, wait
+from tests.unit.trainer_process import exec_trainer, processes_in, start, wait
 from tests.unit.yolo_folder import squares
-from trainer.__main__ import main
 
-SMALL = ("--device", "cpu", "--imgsz", "64", "--steps", "2", "--warmup", "1", "--rounds", "1")
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
-    monkeypatch.setattr(sys, "argv", ["trainer", *arguments])
-    monkeypatch.setattr("trainer.distributed.spawn.subprocess", FORKING)
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code, *capsys.readouterr()
+COMMON = ("--device", "cpu", "--imgsz", "64", "--steps", "2", "--warmup", "1")
+SMALL = (*COMMON, "--rounds", "1")
+PROFILED = (*COMMON, "--batch", "4", "--precision", "fp32")
 
 
 def test_two_numbers_of_ranks_are_measured_and_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer
 ) -> None:
     """A batch larger than the data set is a row with a failure."""
     data = squares(tmp_path / "set", train=7)
     monkeypatch.chdir(tmp_path)
     files = ("--csv", "scaling.csv", "--markdown", "scaling.md", "--plot", "scaling.png")
     arguments = ("--data", str(data), "--batch", "3,8", "--ranks", "1,2", "--precision", "fp32", "--json", *files)
-    code, out, err = run(monkeypatch, capsys, "bench", "scaling", *SMALL, *arguments)
+    code, out, err = run_trainer("bench", "scaling", *SMALL, *arguments)
     assert (code, err) == (0, "")
     report = json.loads(out)
     one, two, *rest = report["rows"]
@@ -59,7 +54,7 @@ def test_two_numbers_of_ranks_are_measured_and_written(
     assert {p.name for p in tmp_path.iterdir()} == {"set", "scaling.csv", "scaling.md", "scaling.png"}
 
 
-def test_bad_input_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_an_error(run_trainer) -> None:
     for arguments, message in (
         (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
         (["--batch", "4,x"], "error: --batch 4,x: expected comma-separated numbers"),
@@ -69,12 +64,12 @@ def test_bad_input_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--plot", "/tmp"], "error: /tmp: cannot be written"),
         (["--parallel", "both"], "error: --parallel both: unknown"),
     ):
-        code, _, err = run(monkeypatch, capsys, "bench", "scaling", *SMALL, "--ranks", "1", *arguments)
+        code, _, err = run_trainer("bench", "scaling", *SMALL, "--ranks", "1", *arguments)
         assert code == 2
         assert err.startswith(message), err
         assert err.count("error:") == 1
         assert "Traceback" not in err
-    code, _, err = run(monkeypatch, capsys, "bench", "scaling", "--img-size", "64")
+    code, _, err = run_trainer("bench", "scaling", "--img-size", "64")
     assert code == 2
     assert "No such option" in err
 
@@ -94,12 +89,10 @@ def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> No
     assert processes_in(tmp_path) == []
 
 
-def test_workers_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_are_measured(tmp_path: Path, run_trainer) -> None:
     data = squares(tmp_path / "set", train=12)
     arguments = ("bench", "workers", *SMALL, "--data", str(data), "--batch", "4", "--workers", "0,1")
-    code, out, err = run(monkeypatch, capsys, *arguments)
+    code, out, err = run_trainer(*arguments)
     assert (code, err) == (0, "")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
     assert rows[0] == ["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"]
@@ -107,12 +100,10 @@ def test_workers_are_measured(
     assert all(float(row[1]) > float(row[2]) for row in rows[2:])  # a loader without a training is quicker
 
 
-def test_strategies_are_compared_on_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_strategies_are_compared_on_the_same_model(tmp_path: Path, run_trainer) -> None:
     data = squares(tmp_path / "set", train=12)
     arguments = ("--data", str(data), "--batch", "2", "--ranks", "1,2", "--parallel", "ddp,fsdp", "--noval")
-    code, out, err = run(monkeypatch, capsys, "bench", "scaling", *SMALL, *arguments)
+    code, out, err = run_trainer("bench", "scaling", *SMALL, *arguments)
     assert (code, err) == (0, "")
     lines = out[out.index("| strategy |") :].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
@@ -142,3 +133,42 @@ def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
     assert fits["train_images_per_s"] > 0
     assert (full["failure"], full["train_images_per_s"]) == ("out of memory", None)
     assert not done.stderr
+
+
+def test_the_trace_has_the_steps_of_a_training_and_the_table_its_operators(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer
+) -> None:
+    """Rank 0 of two. The last step updates the weights: every second one only accumulates gradients."""
+    data = squares(tmp_path / "set")
+    monkeypatch.chdir(tmp_path)
+    arguments = ("--ranks", "2", "--data", str(data), "--out", "trace.json.gz")
+    code, out, err = run_trainer("profile", *PROFILED, *arguments)
+    assert (code, err) == (0, "")
+    with gzip.open("trace.json.gz") as file:
+        spans = Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+    assert {name: spans[name] for name in ("step", "loading", "training")} == {"step": 2, "loading": 2, "training": 2}
+    assert spans["aten::convolution_backward"] == 2 * 60  # yolov5n has 60 convolutions
+    assert any("allreduce" in name or "all_reduce" in name for name in spans)
+    assert any("_fused_sgd" in name for name in spans)
+    assert re.search(r"aten::convolution_backward .* 120 +\n", out)
+    assert {p.name for p in tmp_path.iterdir()} == {"set", "trace.json.gz"}
+
+
+def test_a_failed_profile_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")  # as /dev/null, which a failing test must not replace
+    for arguments, message in (
+        (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
+        (["--out", "none/trace.json"], "error: --out none/trace.json: No such file or directory"),
+        (["--out", "."], "error: --out .: is a folder"),
+        (["--out", "fifo"], "error: --out fifo: not a regular file"),
+        (["--steps", "0"], "error: --steps is 0"),
+        (["--ranks", "5"], "error: --batch 4 is smaller than the number of ranks, 5"),
+    ):
+        code, _, err = run_trainer("profile", *PROFILED, *arguments)
+        assert code == 2
+        assert err.startswith(message), err
+        assert "Traceback" not in err
+    monkeypatch.setenv("RANK", "0")
+    assert "start it without torchrun" in run_trainer("profile")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]

@@ -1,11 +1,12 @@
+import os
 import re
-import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit.trainer_process import Ended, ranks, start, wait
+from tests.unit.trainer_process import call, ranks
 from trainer.distributed import comm
 from trainer.distributed.comm import (
     World,
@@ -19,16 +20,8 @@ from trainer.distributed.comm import (
 )
 from trainer.errors import TrainerError
 
-ROOT = Path(__file__).parents[2]
-WHOLE = {
-    "RANK": "3",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-}
+CPU = torch.device("cpu")
+WHOLE = ranks(4, nodes=2)[3]  # torchrun's variables of the last rank
 
 
 def test_torchruns_variables_give_rank_and_world_size() -> None:
@@ -84,7 +77,7 @@ def test_devices() -> None:
     for wanted in ("tpu", "0,a", "-1"):
         with pytest.raises(TrainerError):
             pick_device(wanted, World())
-    assert pick_device("cpu", World()) == torch.device("cpu")
+    assert pick_device("cpu", World()) == CPU
     if torch.cuda.is_available():
         assert pick_device("", World()) == torch.device("cuda", 0)
         with pytest.raises(TrainerError, match=f"no GPU {torch.cuda.device_count()}"):
@@ -93,7 +86,7 @@ def test_devices() -> None:
         with pytest.raises(TrainerError, match="65 processes"):
             pick_device("cuda", many)
     else:
-        assert pick_device("", World()) == torch.device("cpu")
+        assert pick_device("", World()) == CPU
         with pytest.raises(TrainerError, match="no GPU can be used"):
             pick_device("cuda", World())
 
@@ -124,55 +117,41 @@ def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_the_cpu(
     assert gpu_numbers("") == []
 
 
-def run_ranks(program: str, environments: list[dict[str, str]], folder: Path) -> list[Ended]:
-    """Run a program as several gloo ranks; torchrun itself would add seconds."""
-    (folder / "program.py").write_text(textwrap.dedent(program))
-    return wait(start(folder, environments, program=["program.py"]))
+def join_alone() -> None:
+    comm.TIMEOUT, comm.JOIN_WARNING_S = timedelta(seconds=3), 1.0
+    world = world_of(os.environ)
+    try:
+        with comm.rendezvous_errors(world, CPU):
+            comm.join(world, CPU)
+    except TrainerError as error:
+        print(error.message)
 
 
 def test_a_rank_whose_peers_do_not_join_reports_it_and_fails(tmp_path: Path) -> None:
-    program = """
-        import datetime, os, torch
-        from trainer.distributed import comm
-        from trainer.errors import TrainerError
-
-        comm.TIMEOUT, comm.JOIN_WARNING_S = datetime.timedelta(seconds=3), 1.0
-        world = comm.world_of(os.environ)
-        try:
-            with comm.rendezvous_errors(world, torch.device("cpu")):
-                comm.join(world, torch.device("cpu"))
-        except TrainerError as error:
-            print(error.message)
-    """
-    (alone,) = run_ranks(program, ranks(2)[:1], tmp_path)
+    (alone,) = call(join_alone, tmp_path, ranks(2)[:1])
     assert re.fullmatch(r"rank 0: not all of 2 ranks joined at 127\.0\.0\.1:\d+ within 3 s\n", alone.stdout), alone
     assert "rank 0 has waited 1 s for the others of 2 ranks at 127.0.0.1:" in alone.stderr
 
 
-def test_ranks_share_errors_gather_and_average(tmp_path: Path) -> None:
-    program = """
-        import os, sys, torch
-        from trainer.distributed import comm
-        from trainer.errors import TrainerError
+def use_collectives() -> None:
+    world = world_of(os.environ)
+    assert comm.join(world, CPU) == "gloo"
+    comm.raise_on_all_ranks(None)
+    assert comm.broadcast("yes" if world.rank == 0 else "no") == "yes"
+    assert comm.gather(world.rank) == ([0, 1] if world.rank == 0 else [])
+    tensors = [torch.full((2, 2), float(world.rank)), torch.tensor(10.0 * world.rank)]
+    comm.average_(tensors)
+    assert tensors[0].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert tensors[1] == 5
+    try:
+        comm.raise_on_all_ranks(TrainerError("cannot write", "ask the owner") if world.rank == 1 else None)
+    except TrainerError as error:
+        print(error.message, "/", error.hint)
+    comm.leave()
 
-        world = comm.world_of(os.environ)
-        assert comm.join(world, torch.device("cpu")) == "gloo"
-        comm.raise_on_all_ranks(None)
-        assert comm.broadcast("yes" if world.rank == 0 else "no") == "yes"
-        assert comm.gather(world.rank) == ([0, 1] if world.rank == 0 else [])
-        tensors = [torch.full((2, 2), float(world.rank)), torch.tensor(10.0 * world.rank)]
-        comm.average_(tensors)
-        assert tensors[0].tolist() == [[0.5, 0.5], [0.5, 0.5]] and tensors[1] == 5, tensors
-        try:
-            comm.raise_on_all_ranks(TrainerError("cannot write", "ask the owner") if world.rank == 1 else None)
-        except TrainerError as error:
-            print(error.message, "/", error.hint)
-        comm.leave()
-    """
-    results = run_ranks(program, ranks(2), tmp_path)
-    assert [r.returncode for r in results] == [0, 0], results[0].stderr + results[1].stderr
+
+def test_ranks_share_errors_gather_and_average(tmp_path: Path) -> None:
+    results = call(use_collectives, tmp_path, ranks(2))
+    assert [r.returncode for r in results] == [0, 0], results
     printed = [r.stdout.strip() for r in results]
-    assert printed == [
-        "rank 1: cannot write / ask the owner",
-        "cannot write / ask the owner",
-    ]
+    assert printed == ["rank 1: cannot write / ask the owner", "cannot write / ask the owner"]

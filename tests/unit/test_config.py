@@ -55,35 +55,10 @@ def test_json_keeps_the_settings() -> None:
     assert Settings(**json.loads(json.dumps(asdict(made)))) == made
 
 
-LOW = {
-    "lr0": 0.01,
-    "lrf": 0.01,
-    "momentum": 0.937,
-    "weight_decay": 5e-4,
-    "warmup_epochs": 3,
-    "warmup_momentum": 0.8,
-    "warmup_bias_lr": 0.1,
-    "box": 0.05,
-    "cls": 0.5,
-    "obj": 1.0,
-    "cls_pw": 1,
-    "obj_pw": 1,
-    "anchor_t": 4.0,
-    "fl_gamma": 0,
-    "hsv_h": 0.015,
-    "hsv_s": 0.7,
-    "hsv_v": 0.4,
-    "degrees": 0,
-    "shear": 0,
-    "perspective": 0,
-    "flipud": 0,
-    "translate": 0.1,
-    "scale": 0.5,
-    "fliplr": 0.5,
-    "mosaic": 1.0,
-    "mixup": 0,
-    "copy_paste": 0,
-}
+LOW = {"lr0": 0.01, "lrf": 0.01, "momentum": 0.937, "weight_decay": 5e-4, "warmup_epochs": 3, "warmup_momentum": 0.8}
+LOW |= {"warmup_bias_lr": 0.1, "box": 0.05, "cls": 0.5, "cls_pw": 1, "obj": 1.0, "obj_pw": 1, "anchor_t": 4.0}
+LOW |= {"hsv_h": 0.015, "hsv_s": 0.7, "hsv_v": 0.4, "translate": 0.1, "scale": 0.5, "fliplr": 0.5, "mosaic": 1.0}
+LOW |= dict.fromkeys(("fl_gamma", "degrees", "shear", "perspective", "flipud", "mixup", "copy_paste"), 0)
 MED = {**LOW, "lrf": 0.1, "cls": 0.3, "obj": 0.7, "scale": 0.9, "mixup": 0.1}
 
 

@@ -1,7 +1,6 @@
 """Exported files run in ONNX Runtime and TorchScript and compute the model's outputs."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.unit.trainer_process import TINY
-from trainer.__main__ import main
 from trainer.errors import TrainerError
 from trainer.inference.export import Decoded, export
 from trainer.models.yolo import build_yolo, load_cfg
@@ -70,19 +68,15 @@ def test_onnx_computes_what_the_model_computes(cfg: str, dynamic: bool, tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.load")
-def test_torchscript_from_the_command_line_with_an_image(
-    best: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_torchscript_from_the_command_line_with_an_image(best: Path, tmp_path: Path, run_trainer) -> None:
     image = tmp_path / "mine.jpg"
     cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 255, (50, 70, 3), np.uint8))
     file = tmp_path / "mine.torchscript"
     arguments = ["--weights", str(best), "--format", "torchscript", "--batch", "2", "--imgsz", "64"]
     arguments += ["--image", str(image), "--out", str(file), "--json"]
-    monkeypatch.setattr(sys, "argv", ["trainer", "export", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert not stop.value.code
-    result = json.loads(capsys.readouterr().out)
+    code, out, err = run_trainer("export", *arguments)
+    assert code == 0, err
+    result = json.loads(out)
     assert result["path"] == str(file)
     assert result["shape"] == [2, 3, 64, 64]
     assert result["box_difference"] < 0.01

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tests.fake_gpu import DeviceMismatch, HostWait, simulated_gpus, step
 from tests.unit import test_classification, test_segmentation
 from tests.unit.settings import settings
-from tests.unit.trainer_process import TINY, call
+from tests.unit.trainer_process import TINY, call, ranks
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.distributed import comm, cut
@@ -182,7 +182,7 @@ def one_rank(data: str) -> None:
 
 def test_every_strategy_on_two_gpus_has_the_values_of_two_cpus(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=12)
-    for rank in call(one_rank, tmp_path, 2, str(data)):
+    for rank in call(one_rank, tmp_path, ranks(2), str(data)):
         assert rank.returncode == 0, rank.stderr
         assert re.findall("equal: (.+) (.+)", rank.stdout) == STRATEGIES
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torchvision.models import resnet18
 
+from tests.unit.settings import settings as small_settings
 from tests.unit.test_resume import content
 from tests.unit.trainer_process import TINY, Ended, call, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
@@ -51,14 +52,12 @@ def codes(ended: list[Ended]) -> list[int]:
     return [each.returncode for each in ended]
 
 
-def settings(**more: Any) -> Settings:
+def settings(batch: int = 8, **more: Any) -> Settings:
     """Settings on digits whose every step updates the weights."""
-    values: dict[str, Any] = dict.fromkeys(("cfg", "weights", "project"), "") | {"data": "digits", "device": "cpu"}
-    values |= {"epochs": 100, "batch": 8, "imgsz": 64, "optimizer": "SGD", "schedule": "linear", "precision": "fp32"}
-    values |= {"workers": 0, "seed": 0, "name": "verify", "exist_ok": False, "noval": True, "sync_bn": True}
-    values |= {"noautoanchor": True, **more}  # the search takes longer than the steps
-    hyp = dataclasses.replace(preset_for("digits").hyp, nbs=float(values["batch"]), warmup_epochs=0.0)
-    return Settings(**{"hyp": hyp, **values})
+    hyp = dataclasses.replace(preset_for("digits").hyp, nbs=float(batch), warmup_epochs=0.0)
+    # Fitting the anchors would take longer than the steps.
+    usual = {"epochs": 100, "hyp": hyp, "noval": True, "sync_bn": True, "noautoanchor": True}
+    return small_settings("digits", batch=batch, **{**usual, **more})
 
 
 def steps(folder: Path, count: int, number: int = 2, wide: bool = True, **more: Any) -> list[dict[str, torch.Tensor]]:
@@ -139,7 +138,7 @@ def gather_shards() -> None:
 
 def test_shards_are_gathered_without_the_collective_that_crashes(tmp_path: Path) -> None:
     """gloo's coalesced all-gather crashes once in hundreds of trainings."""
-    ended = call(gather_shards, tmp_path, 3)
+    ended = call(gather_shards, tmp_path, ranks(3))
     assert codes(ended) == [0, 0, 0], ended
 
 

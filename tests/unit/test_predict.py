@@ -1,14 +1,13 @@
 """`trainer predict` on generated images and videos."""
 
+import functools
 import json
-import sys
 
 import cv2
 import numpy as np
 import pytest
 
 from tests.unit.yolo_folder import untrained
-from trainer.__main__ import main
 from trainer.plots import class_colour
 
 CONF = "0.004"  # an untrained model has low scores
@@ -25,19 +24,11 @@ def image(height=120, width=160, seed=0):
 
 
 @pytest.fixture
-def predict(weights, tmp_path, monkeypatch, capfd):
+def predict(weights, tmp_path, monkeypatch, run_trainer):
     """Return a function that runs the command in tmp_path and returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        argv = ["trainer", "predict", "--weights", weights, "--device", "cpu", "--precision", "fp32", *arguments]
-        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        out, err = capfd.readouterr()
-        return exit_.value.code, out, err
-
-    return run
+    always = ("predict", "--weights", weights, "--device", "cpu", "--precision", "fp32")
+    return functools.partial(run_trainer, *always)
 
 
 def test_options_without_effect_are_errors(predict, tmp_path):

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait
+from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait, wait_until
 from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.engine import checkpoints
+from trainer.models.yolo import build_yolo, load_cfg
 
 
 @pytest.fixture(scope="module")
@@ -67,31 +70,30 @@ def untimed(run: Path) -> list[dict[str, str]]:
 
 def kill_after(processes: list[Forked], run: Path, rows: int, by: int = signal.SIGKILL) -> None:
     """Send every process a signal as soon as the log of steps has so many rows."""
-    until = time.monotonic() + 180
-    while not (run / "steps.csv").exists() or len(steps(run)) < rows + 1:
-        assert time.monotonic() < until
-        assert all(p.poll() is None for p in processes), wait(processes)
-        time.sleep(0.002)
+    wait_until(lambda: (run / "steps.csv").exists() and len(steps(run)) > rows, *processes)
     for p in processes:
         p.send_signal(by)
 
 
-# A network with a dropout, and the same with time for a kill in each of its steps and validations.
-DROPOUT = f"""
-import time
-import torch.nn.functional as F
-from trainer.models.yolo import build_yolo, load_cfg
+def slow(nc: int) -> nn.Module:
+    """A network with time for a kill in each of its steps and validations."""
+    model = build_yolo(load_cfg(TINY), nc=nc)
+    model.register_forward_pre_hook(lambda layer, _: time.sleep(0.05 if layer.training else 0.5))
+    return model
 
-def build(nc):
-    model = build_yolo(load_cfg({TINY!r}), nc=nc)
+
+def _with_dropout(model: Any) -> nn.Module:
     model.model[1].register_forward_hook(lambda layer, _, out: F.dropout(out, 0.1, layer.training))
     return model
 
-def slow(nc):
-    model = build(nc)
-    model.register_forward_pre_hook(lambda layer, _: time.sleep(0.05 if layer.training else 0.5))
-    return model
-"""
+
+def dropout(nc: int) -> nn.Module:
+    """A network that draws random numbers."""
+    return _with_dropout(build_yolo(load_cfg(TINY), nc=nc))
+
+
+def slow_dropout(nc: int) -> nn.Module:
+    return _with_dropout(slow(nc))
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -100,10 +102,9 @@ def test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one(
 ) -> None:
     """Two kills at arbitrary steps; the network has a dropout, which draws random numbers."""
     begin = exec_trainer if count == 2 else start  # so that the seeds of the hashes of strings differ, too
-    (tmp_path / "dropout.py").write_text(DROPOUT)
-    whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", "dropout:build", "--name", "whole")))
+    whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", f"{__name__}:dropout", "--name", "whole")))
     assert [code for code, _, _ in whole] == [0] * count, whole
-    cut = [*options(data, "--cfg", "dropout:slow", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
+    cut = [*options(data, "--cfg", f"{__name__}:slow_dropout", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
     kill_after(processes, run, 4)
@@ -131,10 +132,7 @@ def test_a_signal_ends_it_with_a_checkpoint_and_75(data: Path, tmp_path: Path, n
     job = {contract.JOB_ID: "squares-1", contract.RUN_DIR: str(run), contract.NODES_ON_HOST: "1"}
     processes = start(tmp_path, ranks(2), *options(data, "--epochs", "100", "--workers", "1"), **job)
     try:
-        until = time.monotonic() + 180
-        while not (run / "steps.csv").exists() or len(steps(run)) < 3:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: (run / "steps.csv").exists() and len(steps(run)) > 2)
         before = time.monotonic()
         processes[1].send_signal(getattr(signal, name))
         ended = wait(processes)
@@ -158,10 +156,9 @@ def test_another_number_of_ranks_resumes_in_the_same_order(data: Path, tmp_path:
     """
     (tmp_path / "still.yaml").write_text("nbs: 10\nwarmup_epochs: 0\nlr0: 1e-12\nmixup: 0.5\n")
     still = ["--hyp", "still.yaml", "--precision", "fp32", "--sync-bn"]
-    (tmp_path / "dropout.py").write_text(DROPOUT.replace("0.1", "0"))
-    wait(start(tmp_path, ranks(2), *options(data, "--cfg", "dropout:build", "--name", "whole", *still)))
+    wait(start(tmp_path, ranks(2), *options(data, "--name", "whole", *still)))
     run = tmp_path / "runs" / "cut"
-    still += ["--cfg", "dropout:slow"]
+    still += ["--cfg", f"{__name__}:slow"]
     cut = [*options(data, "--name", "cut", *still, "--save-every", "1steps", "--exist-ok")]
     for count, rows, more in ((2, 4, []), (4, 9, ["--resume", str(run)]), (1, 99, ["--resume", str(run)])):
         processes = start(tmp_path, ranks(count), *cut, *more)
@@ -298,10 +295,7 @@ def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_
     (run / ".last.pt.0123abcd.tmp").touch()  # of one that was killed
     last, best = (run / "last.pt").read_bytes(), (run / "best.pt").read_bytes()
     processes = start(tmp_path, ranks(1), *once)
-    until = time.monotonic() + 180
-    while (run / "last.pt").exists():
-        assert time.monotonic() < until
-        time.sleep(0.002)
+    wait_until(lambda: not (run / "last.pt").exists())
     processes[0].kill()
     wait(processes)
     assert not [*run.glob(".*.tmp")]

@@ -14,10 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.trainer_process import TINY, environment, exec_trainer, processes_in, ranks, run, start, wait
-from tests.unit.yolo_folder import squares
+from tests.unit.test_bad_data import break_labels
+from tests.unit.trainer_process import (
+    TINY,
+    environment,
+    exec_trainer,
+    processes_in,
+    ranks,
+    run,
+    start,
+    wait,
+    wait_until,
+)
+from tests.unit.yolo_folder import make_yolo_set, squares
 from trainer import contract
-from trainer.__main__ import main
 from trainer.engine.timing import SHARES
 
 
@@ -107,10 +117,7 @@ BAD = [
     (["--cfg", "none.yaml"], "none.yaml: no such model file"),
     (["--weights", "none.pt"], "none.pt: no such file"),
     (["--hyp", "none.yaml"], "none.yaml: No such file"),
-    (["--epochs", "0"], "--epochs is 0"),
-    (["--imgsz", "100"], "--imgsz 100"),
     (["--device", "tpu"], "--device tpu"),
-    (["--optimizer", "Lion"], "--optimizer Lion"),
     (["--freeze", "30"], "--freeze: no layer 25"),
     (["--ranks", "0"], "--ranks is 0"),
 ]
@@ -128,22 +135,13 @@ PLACES: list[tuple[dict[str, str], list[str], str]] = [
 
 @pytest.mark.parametrize(("place", "more", "said"), PLACES, ids=[said for _, _, said in PLACES])
 def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    place: dict[str, str],
-    more: list[str],
-    said: str,
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer, place, more: list[str], said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for key, value in {contract.JOB_ID: "unit-job", **place}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more, cfg="")])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    out, err = capsys.readouterr()
+    code, out, err = run_trainer(*command(data, tmp_path / "runs", *more, cfg=""))
+    assert code == 2
     first, *rest = err.splitlines()
     assert first.startswith("error: ")
     assert said in first
@@ -156,7 +154,7 @@ def test_bad_input_is_two_lines_and_exit_2_and_nothing_is_written(
 
 
 def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer
 ) -> None:
     """Seven images in steps of 3, 2 and 2 on two ranks: one of 32 px is one cell of the coarsest grid."""
     small = ("--imgsz", "32")
@@ -165,11 +163,9 @@ def test_a_single_value_for_batch_norm_is_refused_and_what_is_advised_trains(
             patch.chdir(tmp_path)
             for key, value in place.items():
                 patch.setenv(key, value)
-            patch.setattr(sys, "argv", ["trainer", *command(data, tmp_path / "runs", *more)])
-            with pytest.raises(SystemExit) as stop:
-                main()
-        assert stop.value.code == 2
-        said, hint = capsys.readouterr().err.splitlines()
+            code, _, err = run_trainer(*command(data, tmp_path / "runs", *more))
+        assert code == 2
+        said, hint = err.splitlines()
         assert "can be one image of 32 x 32 px, a single value for batch norm" in said
         assert hint == "hint: use a larger --batch or --imgsz" + (", or --sync-bn" if place else "")
     assert not list(tmp_path.iterdir())
@@ -240,11 +236,7 @@ def test_a_signal_to_its_own_ranks_leaves_none(
         return False
 
     try:
-        until = time.monotonic() + 180
-        while not reached():
-            assert process.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.02)
+        wait_until(reached, process)
         for _ in range(times):
             process.send_signal(getattr(signal, name))
             time.sleep(0.05)
@@ -272,3 +264,30 @@ def test_help_names_the_defaults_and_loads_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("False")
     assert "(default: 100, digits 7; classify: 30, digits 8; segment: 50, digits 5)" in done.stdout
+
+
+def test_a_set_with_faults_is_refused_and_nothing_is_written(tmp_path):
+    data = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    done = run(tmp_path, *command(data, tmp_path / "runs"))
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()
+    assert error == f"error: 6 faults: {'; '.join(faults[:3])}; and 3 more"
+    assert f"`trainer data check --data {data}`" in hint
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_its_faults_and_as_one_class(tmp_path):
+    data = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    done = run(tmp_path, *command(data, tmp_path / "runs", "--allow-bad-labels", "--single-cls"))
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/train"
+    assert [line for line in done.stdout.splitlines() if line.startswith("left out: ")] == [
+        *(f"left out: {fault}" for fault in faults[:3]),
+        f"left out: 3 more, all of them in {folder / 'left_out.txt'}",
+    ]
+    assert (folder / "left_out.txt").read_text().splitlines() == faults
+    content = torch.load(folder / "best.pt", weights_only=True)
+    assert content["names"] == ["item"]
+    assert next(v for k, v in content["ema"].items() if k.endswith("m.0.weight") and len(v) == 3 * 6) is not None

@@ -1,24 +1,28 @@
 """Failures of a training: non-finite losses, memory, stalled and lost ranks."""
 
 import json
+import os
 import re
 import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed import DistNetworkError, DistStoreError
 
-from tests.unit.trainer_process import TINY, Ended, Forked, ranks, run, start, wait
+from tests.unit.trainer_process import TINY, Ended, Forked, ranks, run, start, wait, wait_until
 from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.__main__ import main
 from trainer.cli.bench import settings_of
 from trainer.config.settings import interval
+from trainer.data.yolo import Yolo
 from trainer.distributed import comm
 from trainer.engine import watchdog
 from trainer.engine.events import Events
@@ -26,6 +30,7 @@ from trainer.engine.memory import HINT, is_out_of_memory
 from trainer.engine.results import slowest_rank
 from trainer.engine.watchdog import Heartbeat, Watchdog, late, must_exit
 from trainer.errors import TrainerError
+from trainer.models.yolo import build_yolo, load_cfg
 
 PLAIN = "mosaic: 0\nhsv_h: 0\nhsv_s: 0\nhsv_v: 0\nscale: 0\ntranslate: 0\nfliplr: 0\nnbs: 4\n"
 
@@ -37,26 +42,52 @@ def options(data: Path, *more: str) -> list[str]:
 
 @pytest.fixture
 def fragile(tmp_path: Path) -> Path:
-    """A data set with one all-white image, and a user's model that divides by zero when it sees one."""
+    """A data set with one all-white image."""
     data = squares(tmp_path / "set", train=12)
     white = np.full((64, 64, 3), 255, np.uint8)
     cv2.imwrite(str(tmp_path / "set" / "images" / "train" / "5.png"), white)
     (tmp_path / "plain.yaml").write_text(PLAIN)
-    (tmp_path / "fragile.py").write_text(
-        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
-        "def build(nc):\n"
-        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
-        "    def divide(_, args):\n"
-        "        darkness = 1 - args[0].flatten(1).amin(1)\n"
-        "        return (args[0] / darkness.view(-1, 1, 1, 1),)\n"
-        "    model.register_forward_pre_hook(divide)\n"
-        "    return model\n"
-    )
     return data
 
 
+def darkness(images: torch.Tensor) -> torch.Tensor:
+    """Return a value of each image, which is zero of an all-white one."""
+    return (1 - images.flatten(1).amin(1)).view(-1, 1, 1, 1)
+
+
+def divides(nc: int) -> nn.Module:
+    """A model that divides by zero when it sees an all-white image."""
+    model = build_yolo(load_cfg(TINY), nc=nc)
+    model.register_forward_pre_hook(lambda _, args: (args[0] / darkness(args[0]),))
+    return model
+
+
+def steep(nc: int) -> nn.Module:
+    """A model with an infinite gradient, but a finite loss, of an all-white image."""
+    model = build_yolo(load_cfg(TINY), nc=nc)
+    model.model[0].register_forward_hook(
+        lambda layer, args, out: out + (layer.conv.weight.sum() * darkness(args[0])).abs().sqrt()
+    )
+    return model
+
+
+def greedy(nc: int) -> nn.Module:
+    """A model whose memory ends in the backward pass."""
+    model = build_yolo(load_cfg(TINY), nc=nc)
+
+    def fail(_: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def watch(_layer: nn.Module, _args: object, out: torch.Tensor) -> None:
+        if out.requires_grad and len(out) > 2:  # not DDP's first pass for nothing
+            out.register_hook(fail)
+
+    model.model[1].register_forward_hook(watch)
+    return model
+
+
 def test_a_non_finite_loss_names_its_batch(fragile: Path, tmp_path: Path) -> None:
-    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32")
+    more = ("--cfg", f"{__name__}:divides", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32")
     for code, _, err in wait(start(tmp_path, ranks(2), *options(fragile, *more))):
         assert code == 2, err
         named = re.search(r"the loss is no longer finite \(epoch 1, step \d; the batch: (.*)\)", err)
@@ -69,18 +100,7 @@ def test_a_non_finite_loss_names_its_batch(fragile: Path, tmp_path: Path) -> Non
 
 def test_non_finite_gradients_of_an_epochs_last_batch_name_it(fragile: Path, tmp_path: Path) -> None:
     """The loss is finite: without validation, only the checkpoint after the epoch would show it."""
-    (tmp_path / "steep.py").write_text(
-        "import torch\n"
-        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
-        "def build(nc):\n"
-        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
-        "    def steep(layer, args, out):\n"
-        "        darkness = 1 - args[0].flatten(1).amin(1)\n"
-        "        return out + (layer.conv.weight.sum() * darkness).abs().sqrt().view(-1, 1, 1, 1)\n"
-        "    model.model[0].register_forward_hook(steep)\n"
-        "    return model\n"
-    )
-    more = ("--cfg", "steep:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--seed", "2")
+    more = ("--cfg", f"{__name__}:steep", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--seed", "2")
     ((code, _, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more)))
     assert code == 2, err
     assert re.search(r"the loss is no longer finite \(epoch 1, step 3; the batch: .*images/train/5.png", err), err
@@ -89,7 +109,17 @@ def test_non_finite_gradients_of_an_epochs_last_batch_name_it(fragile: Path, tmp
 
 def test_such_batches_can_be_skipped_without_a_checkpoint(fragile: Path, tmp_path: Path) -> None:
     """The run returns to its start, where AdamW has no state."""
-    more = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "2", "--precision", "fp32", "--log-steps")
+    more = (
+        "--cfg",
+        f"{__name__}:divides",
+        "--hyp",
+        "plain.yaml",
+        "--epochs",
+        "2",
+        "--precision",
+        "fp32",
+        "--log-steps",
+    )
     skip = ("--on-nan", "skip", "--optimizer", "AdamW")
     ((code, out, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, *skip)))
     assert code == 0, err
@@ -109,9 +139,8 @@ def test_requests_are_handled_at_every_step_also_when_the_loss_is_read_every_20t
     """As on a GPU: a checkpoint is due."""
     data = squares(tmp_path / "set", train=24)
     (tmp_path / "plain.yaml").write_text(PLAIN + "warmup_epochs: 0\n")
-    (tmp_path / "seldom.py").write_text(SELDOM)
     arguments = options(data, "--hyp", "plain.yaml", "--epochs", "1", "--save-every", "4steps")
-    done = run(tmp_path, *arguments, "--batch", "2", program=["seldom.py"], **{contract.JOB_ID: "unit-job"})
+    done = run(tmp_path, *arguments, "--batch", "2", program=("-c", SELDOM), **{contract.JOB_ID: "unit-job"})
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix(contract.EVENT_MARK) for line in done.stdout.splitlines()]
     events = [json.loads(line) for line in lines if '"event":"checkpoint"' in line]
@@ -121,12 +150,12 @@ def test_requests_are_handled_at_every_step_also_when_the_loss_is_read_every_20t
 def test_only_that_batch_is_named_and_skipped_with_accumulated_gradients(fragile: Path, tmp_path: Path) -> None:
     """Four steps are accumulated, and the fifth is bad. The loss is read as rarely as on a GPU."""
     (tmp_path / "plain.yaml").write_text(PLAIN + "warmup_epochs: 0\n")
-    (tmp_path / "seldom.py").write_text(SELDOM)
-    arguments = ("--cfg", "fragile:build", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32")
+    arguments = ("--cfg", f"{__name__}:divides", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32")
     arguments += ("--batch", "1", "--seed", "1")
 
     def train(name: str, *more: str) -> Ended:
-        return run(tmp_path, *options(fragile, *arguments, "--log-steps", "--name", name, *more), program=["seldom.py"])
+        given = options(fragile, *arguments, "--log-steps", "--name", name, *more)
+        return run(tmp_path, *given, program=("-c", SELDOM))
 
     stopped = train("stop")
     assert stopped.returncode == 2, stopped.stderr
@@ -147,20 +176,7 @@ def test_only_that_batch_is_named_and_skipped_with_accumulated_gradients(fragile
 def test_out_of_gpu_memory_names_the_rank_and_its_share_of_the_batch(tmp_path: Path) -> None:
     """Memory ends in the middle of a backward pass, where DDP waits for the other ranks' gradients."""
     data = squares(tmp_path / "set", train=16)
-    (tmp_path / "greedy.py").write_text(
-        "import torch\n"
-        "from trainer.models.yolo import build_yolo, load_cfg\n\n"
-        "def build(nc):\n"
-        f"    model = build_yolo(load_cfg({TINY!r}), nc=nc)\n"
-        "    def fail(gradient):\n"
-        "        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')\n"
-        "    def watch(layer, args, out):\n"
-        "        if out.requires_grad and len(out) > 2:\n"  # not DDP's first pass for nothing
-        "            out.register_hook(fail)\n"
-        "    model.model[1].register_forward_hook(watch)\n"
-        "    return model\n"
-    )
-    arguments = options(data, "--cfg", "greedy:build", "--epochs", "1", "--precision", "fp32", "--batch", "8")
+    arguments = options(data, "--cfg", f"{__name__}:greedy", "--epochs", "1", "--precision", "fp32", "--batch", "8")
     for rank, (code, _, err) in enumerate(wait(start(tmp_path, ranks(2), *arguments))):
         assert code == 2, err
         assert f"error: rank {rank}: out of memory on cpu with 4 images of 64 x 64 px\nhint: {HINT}\n" in err
@@ -192,10 +208,7 @@ def started(tmp_path: Path, errors: Path, *more: str) -> list[Forked]:
         with errors.with_name(f"{errors.name}{rank}").open("w") as file:
             job = {contract.JOB_ID: "unit-job", contract.RUN_DIR: str(run), **place}
             processes += start(tmp_path, [job], *arguments, stderr=file)
-    until = time.monotonic() + 180
-    while not (run / "steps.csv").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until((run / "steps.csv").exists)
     return processes
 
 
@@ -250,10 +263,7 @@ def test_a_job_that_was_stopped_as_a_whole_continues(tmp_path: Path) -> None:
 def test_a_dead_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=12)
     processes = start(tmp_path, ranks(2), *options(data, "--epochs", "1000", "--log-steps"))
-    until = time.monotonic() + 180
-    while not (tmp_path / "runs" / "train" / "steps.csv").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_until((tmp_path / "runs" / "train" / "steps.csv").exists)
     processes[1].kill()
     (code, _, err), _ = wait(processes)
     assert code == 1
@@ -361,28 +371,31 @@ def test_another_data_set_on_one_machine_is_an_error_on_all(tmp_path: Path) -> N
             assert said + what in err
 
 
+class Slow(Yolo):
+    """Images that take a tenth of a second; each process writes the numbers of its validation images to a file."""
+
+    def image(self, index: int, min_side: int = 0) -> Any:
+        time.sleep(0.1)
+        if self.split == "val":
+            with Path(f"seen-{os.getpid()}").open("a") as file:
+                print(index, file=file)
+        return super().image(index, min_side)
+
+
+def slow_set(split: Any, imgsz: int) -> Slow:
+    made = Slow("set/data.yaml", split)
+    made.split = split
+    return made
+
+
 def test_validation_is_shared_by_the_ranks(tmp_path: Path) -> None:
     """One rank processes each image, so two ranks take half the time; these images are slow."""
     squares(tmp_path / "set", train=4, val=16)
-    (tmp_path / "slow.py").write_text(
-        "import os, time\n"
-        "from trainer.data.yolo import Yolo\n\n"
-        "class Slow(Yolo):\n"
-        "    def image(self, index, min_side=0):\n"
-        "        time.sleep(0.1)\n"
-        "        if self.split == 'val':\n"
-        "            print(index, file=open(f'seen-{os.getpid()}', 'a'))\n"
-        "        return super().image(index, min_side)\n\n"
-        "def make(split, imgsz):\n"
-        "    made = Slow('set/data.yaml', split)\n"
-        "    made.split = split\n"
-        "    return made\n"
-    )
     for count in (1, 2):
         # Longer than --stall-timeout, but batches arrive: no stall.
         epochs = "2" if count == 1 else "1"
         more = ("--epochs", epochs, "--batch", "2", "--stall-timeout", "5", "--name", f"of{count}")
-        arguments = [o for o in options(Path("slow:make"), *more) if o != "--noval"]
+        arguments = [o for o in options(Path(f"{__name__}:slow_set"), *more) if o != "--noval"]
         done = wait(start(tmp_path, ranks(count), *arguments))
         assert [code for code, _, _ in done] == [0] * count, done
         assert not any(re.search("stalled: .* in validation", err) for _, _, err in done), done
@@ -419,17 +432,16 @@ def test_gradients_in_half_the_bytes_and_scaled_losses_train_nearly_the_same(tmp
 def test_ranks_on_different_machines_use_a_dtype_that_all_support(tmp_path: Path) -> None:
     """One processor has bf16, the other lacks it: with different dtypes the sum of gradients would be wrong."""
     data = squares(tmp_path / "set", train=8)
-    (tmp_path / "unlike.py").write_text(
+    program = (
         "import os\n"
         "from trainer.__main__ import main\n"
         "import trainer.engine.trainer as module\n"
-        "has = os.environ['HAS']\n"
-        "module.native_bf16 = lambda device: has == 'bf16' or has == os.environ['RANK']\n"
+        "module.native_bf16 = lambda device: os.environ['HAS'] in ('bf16', os.environ['RANK'])\n"
         "main()\n"
     )
     for has, kind in (("bf16", "bf16"), ("0", "fp32")):
         arguments = options(data, "--epochs", "1", "--name", f"of{has}")
-        processes = start(tmp_path, ranks(2), *arguments, program=["unlike.py"], HAS=has)
+        processes = start(tmp_path, ranks(2), *arguments, program=("-c", program), HAS=has)
         (code, out, err), (other, _, _) = wait(processes)
         assert (code, other) == (0, 0), err
         assert f"2 ranks on cpu, {kind}, " in out.replace(" over gloo", "")
@@ -493,18 +505,12 @@ def test_early_stopping_and_rare_validation_are_the_same_on_all_ranks(tmp_path: 
     assert kept == ["epoch2.pt", "epoch4.pt"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("", (0, 0)), ("10min", (600, 0)), ("1.5h", (5400, 0)), ("30 s", (30, 0)), ("500steps", (0, 500)), ("7", (0, 7))],
-)
-def test_intervals(text: str, expected: tuple[float, int]) -> None:
-    assert interval(text) == expected
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-5min", "1.5", "10 days"])
-def test_invalid_intervals(text: str) -> None:
-    with pytest.raises(TrainerError, match="--save-every"):
-        interval(text)
+def test_intervals() -> None:
+    assert [interval(text) for text in ("", "10min", "1.5h", "30 s")] == [(0, 0), (600, 0), (5400, 0), (30, 0)]
+    assert [interval(text) for text in ("500steps", "7")] == [(0, 500), (0, 7)]
+    for text in ("soon", "0", "-5min", "1.5", "10 days"):
+        with pytest.raises(TrainerError, match="--save-every"):
+            interval(text)
 
 
 def test_options_that_need_no_value_there() -> None:

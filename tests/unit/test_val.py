@@ -1,7 +1,6 @@
 """`trainer val` in real processes, on a dataset of small images."""
 
 import json
-import sys
 
 import cv2
 import numpy as np
@@ -11,7 +10,6 @@ from pycocotools.cocoeval import COCOeval
 
 from tests.unit.trainer_process import ranks, start, wait
 from tests.unit.yolo_folder import untrained
-from trainer.__main__ import main
 
 COUNT = 37
 
@@ -142,21 +140,13 @@ def test_table_and_output_files(data, weights, tmp_path):
     assert (np.diff(numbers[:, 4]) <= 0).all()
 
 
-def error_of(capsys, monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["trainer", "val", "--device", "cpu", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert "Traceback" not in captured.err
-    return captured.err
-
-
-def test_bad_input_is_an_error(data, weights, tmp_path, capsys, monkeypatch):
-    def error(*more, data=data):
-        return error_of(capsys, monkeypatch, "--weights", weights, "--data", data, *more)
+def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
+    def error(*more, data=data, weights=weights):
+        code, out, err = run_trainer("val", "--device", "cpu", "--weights", weights, "--data", data, *more)
+        assert (code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert "Traceback" not in err
+        return err
 
     other = tmp_path / "other.yaml"
     other.write_text(data.read_text().replace("green, red", "green, blue"))
@@ -175,5 +165,5 @@ def test_bad_input_is_an_error(data, weights, tmp_path, capsys, monkeypatch):
     (tmp_path / "coco.json").write_text(json.dumps({"images": [], "categories": [], "annotations": []}))
     assert "it has no category `green`" in error("--annotations", tmp_path / "coco.json")
     assert "not a COCO file of instances" in error("--annotations", data)
-    assert "no such file" in error_of(capsys, monkeypatch, "--weights", tmp_path / "no.pt", "--data", data)
+    assert "no such file" in error(weights=tmp_path / "no.pt")
     assert not (tmp_path / "runs").exists()

@@ -2,39 +2,25 @@
 
 import json
 import math
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.unit.trainer_process import FORKING
 from tests.unit.yolo_folder import make_yolo_set
-from trainer.__main__ import main
 from trainer.bench.verify import agree, compare
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[Any, str, str]:
-    monkeypatch.setattr(sys, "argv", ["trainer", "verify", *arguments])
-    monkeypatch.setattr("trainer.distributed.spawn.subprocess", FORKING)
-    with pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code, *capsys.readouterr()
 
 
 @pytest.mark.parametrize(
     "more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
 )
-def test_uneven_shares_of_a_batch_train_as_one_rank_does(
-    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uneven_shares_of_a_batch_train_as_one_rank_does(more: list[str], tmp_path: Path, run_trainer) -> None:
     """Three images on two ranks, or on three with one without boxes. Without synchronized batch norm, it must fail."""
     (tmp_path / "hyp.yaml").write_text("mosaic: 0\n")
     data = make_yolo_set(tmp_path, train=6)
     arguments = ["--data", str(data), "--imgsz", "64", "--batch", "3", "--ranks", "1,2", "--steps", "2", "--json"]
     arguments += ["--hyp", str(tmp_path / "hyp.yaml")]
-    code, out, err = run(monkeypatch, capsys, *arguments, *more)
+    code, out, err = run_trainer("verify", *arguments, *more)
     assert not err
     report = json.loads(out)
     several = 3 if "1,3" in more else 2
@@ -51,9 +37,7 @@ def test_uneven_shares_of_a_batch_train_as_one_rank_does(
         assert moved["gradient_off"] < 1e-4
 
 
-def test_an_error_of_the_ranks_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_ranks_is_reported_once(run_trainer) -> None:
     no_gpu = [] if torch.cuda.is_available() else ["--device 0: no GPU can be used on this machine"]
     for arguments, message in (
         # Each rank gets one of the two GPUs.
@@ -64,7 +48,7 @@ def test_an_error_of_the_ranks_is_reported_once(
         (["--steps", "0"], "error: --steps is 0"),
         (["--precision", "bf16"], "error: --precision bf16"),
     ):
-        code, _, err = run(monkeypatch, capsys, *arguments)
+        code, _, err = run_trainer("verify", *arguments)
         assert code == 2
         assert err.startswith(message)
         assert err.count("error:") == 1

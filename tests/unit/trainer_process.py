@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -274,10 +275,19 @@ def run(cwd: Path, *arguments: str, **more: Any) -> Ended:
     return wait(start(cwd, [{}], *arguments, **more))[0]
 
 
-def call(program: Callable[..., object], cwd: Path, count: int, *arguments: str) -> list[Ended]:
-    """Run a function of a test in each of `count` ranks."""
+def call(program: Callable[..., object], cwd: Path, environments: list[dict[str, str]], *arguments: str) -> list[Ended]:
+    """Run a function of a test in each environment."""
     text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
-    return wait(start(cwd, ranks(count), *arguments, program=("-c", text)))
+    return wait(start(cwd, environments, *arguments, program=("-c", text)))
+
+
+def wait_until(done: Callable[[], bool], *processes: Any, timeout_s: float = 180) -> None:
+    """Wait until `done()`; the processes must not end before."""
+    until = time.monotonic() + timeout_s
+    while not done():
+        assert all(p.poll() is None for p in processes), wait([*processes])
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def processes_in(folder: Path) -> list[int]:

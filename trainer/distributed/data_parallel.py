@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Autocast, Conditions, Evaluate, StepTimer, Strategy
+from trainer.distributed.strategy import Autocast, Conditions, Evaluate, Strategy
 from trainer.distributed.sync_batch_norm import synchronise
 from trainer.errors import TrainerError
 
@@ -50,7 +50,7 @@ class Ddp(Strategy):
             options["gradient_as_bucket_view"] = True
             devices = [self._device.index] if self._device.type == "cuda" else None
             net = DistributedDataParallel(self.module, device_ids=devices, **options)
-            _sum_gradients(net, self._conditions.timer, compress=self._settings.grad_compress == "bf16")
+            _sum_gradients(net, self._conditions, compress=self._settings.grad_compress == "bf16")
             self._net = net
             self._fix_bucket_order()
 
@@ -90,7 +90,7 @@ def _sum_of_outputs(raw: Any) -> Tensor:
     return torch.stack([tensor.float().sum() for tensor in tree_leaves(raw)]).sum()
 
 
-def _sum_gradients(model: DistributedDataParallel, timer: StepTimer, *, compress: bool) -> None:
+def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, compress: bool) -> None:
     """Make the backward pass sum the gradients over the ranks (DDP alone averages them), bucket by bucket.
 
     With `compress` they are reduced as bf16: half the bytes, three significant digits.
@@ -98,7 +98,7 @@ def _sum_gradients(model: DistributedDataParallel, timer: StepTimer, *, compress
 
     def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         if bucket.is_last():
-            timer.before_last_bucket()
+            conditions.timer.before_last_bucket()
         buffer = bucket.buffer()
         sent = buffer.bfloat16() if compress else buffer
         work = dist.all_reduce(sent, async_op=True)

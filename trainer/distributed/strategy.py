@@ -1,11 +1,13 @@
 """Strategy: the interface of one kind of parallelism, and its data-parallel defaults."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +18,13 @@ from trainer.config import Settings
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 
+if TYPE_CHECKING:
+    from trainer.engine.timing import StepTimer
+
 Autocast = Callable[[], AbstractContextManager[Any]]
 Evaluate = Callable[[Any], Tensor]  # the network's outputs for this rank's images -> the loss
 Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
 KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
-
-
-class StepTimer(Protocol):
-    """Timer of the phases of a step."""
-
-    def before_last_bucket(self) -> None:
-        """Record that the last gradients of a step are ready to be summed."""
-        ...
-
-    def after_backward(self) -> None:
-        """Record that backward has returned with the summed gradients."""
-        ...
 
 
 @dataclass(frozen=True)

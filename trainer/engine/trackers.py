@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer import contract
 from trainer.config import Settings
@@ -24,23 +24,9 @@ _HINT = "its packages: pip install 'clusterctl[track]' or [trackio]; its address
 Row = Mapping[str, float]
 
 
-class Client(Protocol):
-    """A tracker's run. `id` continues it later; `logged` is the last epoch that it has, None if it is unknown."""
-
-    id: str
-    logged: int | None
-
-    def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
-        """Start a run, or continue `run_id`."""
-
-    def log(self, epoch: int, values: Row) -> None:
-        """Log the values of an epoch (from 1)."""
-
-    def finish(self) -> None:
-        """Mark the run as finished."""
-
-
-class MLflow:
+# A client starts a run, or continues `run_id`. `id` continues the run later; `logged` is the last epoch that it has,
+# None if it is unknown.
+class _MLflow:
     """A run of the server in MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -64,16 +50,14 @@ class MLflow:
         self.id = run_id
 
     def log(self, epoch: int, values: Row) -> None:
-        """Log an epoch in one request."""
         now_ms = int(time.time() * 1000)
         self._client.log_batch(self.id, [self._api.Metric(k, v, now_ms, epoch) for k, v in values.items()])
 
     def finish(self) -> None:
-        """Mark the run as finished."""
         self._client.set_terminated(self.id)
 
 
-class Wandb:
+class _Wandb:
     """A run of Weights & Biases. With WANDB_MODE=offline, `wandb sync` uploads the parts of a resumed run as one."""
 
     def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -92,15 +76,13 @@ class Wandb:
         self.logged = max(0, self._run.step - 1) if self._run.resumed else None
 
     def log(self, epoch: int, values: Row) -> None:
-        """Log an epoch."""
         self._run.log(dict(values), step=epoch, commit=True)  # not together with the next epoch
 
     def finish(self) -> None:
-        """Mark the run as finished, and wait until it is uploaded."""
-        self._run.finish()
+        self._run.finish()  # waits until the run is uploaded
 
 
-class Trackio:
+class _Trackio:
     """A run of Trackio: in the folder TRACKIO_DIR, or on TRACKIO_SERVER_URL or TRACKIO_SPACE_ID."""
 
     def __init__(self, run_id: str, name: str, folder: Path, config: Mapping[str, Any]) -> None:
@@ -129,15 +111,13 @@ class Trackio:
             self.logged = max([*steps, SQLiteStorage.get_max_step_for_run(_PROJECT, run_id=self.id) or 0])
 
     def log(self, epoch: int, values: Row) -> None:
-        """Log an epoch."""
         self._run.log(dict(values), step=epoch)
 
     def finish(self) -> None:
-        """Write the last epochs. Trackio's runs have no state."""
-        self._api.finish()
+        self._api.finish()  # writes the last epochs; a run has no state
 
 
-CLIENTS: dict[str, type[Client]] = {"mlflow": MLflow, "wandb": Wandb, "trackio": Trackio}
+_CLIENTS: dict[str, type[Any]] = {"mlflow": _MLflow, "wandb": _Wandb, "trackio": _Trackio}
 
 
 class Tracker:
@@ -146,14 +126,13 @@ class Tracker:
     def __init__(self, settings: Settings, folder: Path, run_id: str, epochs: int) -> None:
         """Start a run, or continue `run_id`, which has `epochs` epochs if the tracker itself cannot say.
 
-        Raises:
-            TrainerError: The tracker's package is missing, or its server refuses.
+        Raises TrainerError if the tracker's package is missing, or its server refuses.
         """
         self.kind = settings.track
         name = os.environ.get(contract.JOB_ID) or folder.name
         config = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("resume", "track")}
         try:
-            self._client = CLIENTS[self.kind](run_id, name, folder, config)
+            self._client = _CLIENTS[self.kind](run_id, name, folder, config)
         except Exception as error:  # each client has exceptions of its own
             lines = str(error).splitlines() or [type(error).__name__]
             raise TrainerError(f"--track {self.kind}: {lines[0]}", _HINT) from error

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
     with bar(len(paths)) as move:
         for path, stem in zip(paths, unique_stems([str(path) for path in paths]), strict=True):
             boxes, begin, count, error = Counter[int](), time.perf_counter(), 0, ""
-            with contextlib.ExitStack() as stack:
-                files = _Files(s, folder, stem, trained.names, stack)
+            with mp4(folder / f"{stem}.mp4") if folder else contextlib.nullcontext() as append_frame:
                 try:
                     for frame, image, fps in frames(path):
                         move(description=f"{path.name} {frame or ''}")
@@ -110,7 +109,16 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
                             print(json.dumps(entry), flush=True)
                         if s.save_json:
                             entries.append(entry)
-                        files.add(path, frame, image, found, fps)
+                        if folder and s.save_txt:
+                            label = folder / "labels" / (f"{stem}.txt" if frame is None else f"{stem}_{frame}.txt")
+                            write_labels(label, found.boxes, found.scores, found.classes, image.shape[:2], s.save_conf)
+                        if folder and not s.nosave:
+                            scale = max(0.8, max(image.shape[:2]) / _DRAWN_PX)
+                            draw_boxes(image, found.boxes, found.scores, found.classes, trained.names, scale)
+                            if append_frame and frame:
+                                append_frame(image, fps)
+                            else:
+                                write_image(image, folder / f"{stem}{path.suffix.lower()}")
                         boxes.update(found.classes.tolist())
                         count += 1
                 except Unreadable as reason:
@@ -148,32 +156,6 @@ def detect_in(detector: Detector, image: Image, imgsz: int, stride: int) -> Dete
 def counts_text(boxes: Counter[int], names: list[str]) -> str:
     """Return the boxes per class, for example `3 cat, 1 dog`."""
     return ", ".join(f"{boxes[c]} {names[c]}" for c in sorted(boxes))
-
-
-class _Files:
-    """Output files of one source; `stack` closes its video."""
-
-    def __init__(
-        self, settings: PredictSettings, folder: Path | None, stem: str, names: list[str], stack: contextlib.ExitStack
-    ) -> None:
-        self._settings, self._folder, self._stem, self._names, self._stack = settings, folder, stem, names, stack
-        self._video: Callable[[Image, float], None] | None = None
-
-    def add(self, source: Path, frame: int | None, image: Image, found: Detections, fps: float) -> None:
-        """Write the files of one image or frame; draws into its pixels."""
-        s, folder = self._settings, self._folder
-        if folder and s.save_txt:
-            file = folder / "labels" / (f"{self._stem}.txt" if frame is None else f"{self._stem}_{frame}.txt")
-            size = (image.shape[0], image.shape[1])
-            write_labels(file, found.boxes, found.scores, found.classes, size, s.save_conf)
-        if folder and not s.nosave:
-            scale = max(0.8, max(image.shape[:2]) / _DRAWN_PX)
-            draw_boxes(image, found.boxes, found.scores, found.classes, self._names, scale)
-            if frame is None:
-                write_image(image, folder / f"{self._stem}{source.suffix.lower()}")
-            else:
-                self._video = self._video or self._stack.enter_context(mp4(folder / f"{self._stem}.mp4"))
-                self._video(image, fps)
 
 
 def find_sources(sources: Sequence[str]) -> list[Path]:
