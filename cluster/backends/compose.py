@@ -137,9 +137,8 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: s
     command = [_escaped(word) for word in (job.python, AGENT, *job.command)]
     services = ""
     for rank, node in enumerate(nodes):
-        own: dict[str, Any] = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
-        if job.device != "cpu" and node.gpus:
-            own |= gpu_reservation(node)
+        own = {"container_name": f"{job.name}-{node.name}", "hostname": node.name}
+        own |= gpu_reservation(node) if job.device != "cpu" and node.gpus else {}
         services += f"  {node.name}:\n    <<: *node\n{_yaml(own, 4)}"
         services += f"    environment:\n      <<: *environment\n      PET_NODE_RANK: {rank}\n"
     return (
@@ -204,9 +203,8 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
 
 def _volume(mount: Mount) -> dict[str, Any]:
     # The long form: a path may contain ':', and a missing source is an error, not a new folder of root.
-    ends = {"source": _escaped(mount.source), "target": _escaped(mount.target)}
-    read_only = {"read_only": True} if mount.read_only else {}
-    return {"type": "bind", **ends, **read_only, "bind": {"create_host_path": False}}
+    made = {"type": "bind", "source": _escaped(mount.source), "target": _escaped(mount.target)}
+    return made | ({"read_only": True} if mount.read_only else {}) | {"bind": {"create_host_path": False}}
 
 
 def _escaped(text: str) -> str:

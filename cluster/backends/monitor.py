@@ -290,8 +290,7 @@ def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, 
 def collect(plan: Plan) -> list[str]:
     """Copy the job's results from the nodes to its local folder; return a sentence for each failure.
 
-    The results are those of the first node that answers: nodes without a common disk keep checkpoints of their own. Of
-    the others only the ranks' logs are copied.
+    The results are those of the first node that answers. Of the others only the ranks' logs are copied.
     """
     remote = [node for node in plan.machines if plan.is_elsewhere(node)]
 

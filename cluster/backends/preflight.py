@@ -81,15 +81,14 @@ def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, Usa
         for line in lines
         if line.startswith("image ")
     }
-    first = next(iter(images.items()), ("", ""))
-    return {
-        name: UsageError(
-            f"{name}: its image {plan.image} is {short_id(image)}, that of {first[0]} is {short_id(first[1])}",
-            f"clusterctl image push {' '.join(images)}   (or launch with --push)",
-        )
-        for name, image in images.items()
-        if image != first[1]
-    }
+    first, wanted = next(iter(images.items()), ("", ""))
+    hint = f"clusterctl image push {' '.join(images)}   (or launch with --push)"
+    found = {}
+    for name, image in images.items():
+        if image != wanted:
+            why = f"its image {plan.image} is {short_id(image)}, that of {first} is {short_id(wanted)}"
+            found[name] = UsageError(f"{name}: {why}", hint)
+    return found
 
 
 def conflicts(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
@@ -99,19 +98,15 @@ def conflicts(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]
     for line in report:
         word, _, text = line.partition(" ")
         if word == "exists":
-            found.append(
-                NameTakenError(f"{where}: {text} already exists", "choose another --name, or remove the folder")
-            )
+            hint = "choose another --name, or remove the folder"
+            found.append(NameTakenError(f"{where}: {text} already exists", hint))
         elif word == "runs":
             found.append(name_taken(plan.job_id, where, text))
         elif word == "held" and (holder := text.split()[0]) != plan.job_id:
             found.append(gpus_held(where, holder))
         elif word == "port":
-            found.append(
-                PortTakenError(
-                    f"{where}: port {plan.master_port} is {text}", "choose another: --master-port N, or auto"
-                )
-            )
+            hint = "choose another: --master-port N, or auto"
+            found.append(PortTakenError(f"{where}: port {plan.master_port} is {text}", hint))
     return found
 
 

@@ -51,16 +51,14 @@ class SlurmBackend(Backend):
         path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
         while end in node:
             end += "_"
-        values = {  # the variables of agent/batch.sh
-            "run": run_dir,
-            "nodes": str(job.nodes),
-            "port": str(job.port),
-            "max_restarts": str(max(0, job.max_restarts - attempt + 1)),
-            "first_attempt": str(attempt),
-        }
         setup = [
             f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
-            *(f"{name}={shlex.quote(text)}" for name, text in values.items()),
+            # the variables of agent/batch.sh
+            f"run={shlex.quote(run_dir)}",
+            f"nodes={job.nodes}",
+            f"port={job.port}",
+            f"max_restarts={max(0, job.max_restarts - attempt + 1)}",
+            f"first_attempt={attempt}",
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
         text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
@@ -88,10 +86,9 @@ class SlurmBackend(Backend):
 
     def _send(self, plan: Plan, secrets: Mapping[str, str], argv: Sequence[str]) -> None:
         """Write a job's files to the cluster, and run the command that submits it."""
-        login, (step,) = plan.nodes[0], plan.steps
-        lines, text = script.payload(plan, step, secrets)
-        words = [script.attempt_dir(plan, login), plan.dir_on(login), lines, *argv]
-        self._run(login, text, "slurm_submit", *words)
+        login = plan.nodes[0]
+        lines, text = script.payload(plan, plan.steps[0], secrets)
+        self._run(login, text, "slurm_submit", script.attempt_dir(plan, login), plan.dir_on(login), lines, *argv)
 
     def _run(self, login: Node, text: str, *command: str) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""

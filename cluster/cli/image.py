@@ -66,17 +66,17 @@ def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
 
     nodes, image = options.chosen()
     try:
-        done = _push(nodes, image, console(stderr=as_json))
+        done = push_to(nodes, image, console(stderr=as_json))
     except KeyboardInterrupt:
         print("interrupted; to resume the transfer: clusterctl image push", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        rows = {
-            name: {"error": pushed.message, "hint": pushed.hint}
-            if isinstance(pushed, ClusterError)
-            else {**asdict(pushed), "error": ""}
-            for name, pushed in done.items()
-        }
+        rows = {}
+        for name, pushed in done.items():
+            if isinstance(pushed, ClusterError):
+                rows[name] = {"error": pushed.message, "hint": pushed.hint}
+            else:
+                rows[name] = {**asdict(pushed), "error": ""}
         print(json.dumps(rows, indent=1))
     parallel.together(done)
 
@@ -143,14 +143,8 @@ def sif(
         print_line(out, f"to use it in every job, write in {found.path}: image: {target}")
 
 
-def push_to(nodes: Sequence[Node], image: str, out: Console) -> None:
-    """Copy this machine's container image to the nodes and show the progress. Raise ClusterError."""
-    from cluster.transport import parallel
-
-    parallel.together(_push(nodes, image, out))
-
-
-def _push(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
+def push_to(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
+    """Copy this machine's container image to the nodes and show the progress. Return the result of each node."""
     from cluster import images
 
     with progress(out) as report:

@@ -71,9 +71,9 @@ def init(
 
     if hosts and hostfile:
         raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
-    given = (
-        discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config) if hosts or hostfile else None
-    )
+    given = None
+    if hosts or hostfile:
+        given = discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
     if given is None:
         raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
     for option, value, values in (
@@ -106,8 +106,8 @@ def init(
         name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
         for name, each in found.items()
     }
-    manual = "All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor"
-    head = [f"Found by: {command}", manual]
+    head = [f"Found by: {command}"]
+    head.append("All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor")
     if chosen == "cpu":
         head.append("No node has a GPU that jobs may use, so they run CPU processes.")
     _write(path, schema.write(replace(wanted, device=chosen, nodes=nodes), notes, head))

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, on_interrupt, print_line, stop_interrupted
-from cluster.cli.options import ArrayOptions, AsJson, EnvFile, Logs, NodeOptions, takes_options, with_job_file
+from cluster.cli.options import (
+    ArrayOptions,
+    AsJson,
+    EnvFile,
+    Logs,
+    NodeOptions,
+    read_text,
+    takes_options,
+    with_job_file,
+)
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
 
@@ -72,8 +81,7 @@ def launch(
             jobs, records, array.array_limit, secret_values(jobs[0].secrets, in_file), without
         )
         first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
-        for text in (*notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps"):
-            print_line(out, text)
+        print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
         return
     job, chosen, notes = launcher.resolve(request, machines)
     secrets = secret_values(job.secrets, in_file)
@@ -86,11 +94,11 @@ def launch(
         raise UsageError("--push: no remote node of this job needs the image", "omit it; on Slurm: image sif")
     if in_containers and (push or request.build):
         from cluster.cli.image import push_to
+        from cluster.transport import parallel
 
-        push_to(in_containers, job.image, out)
-    on_interrupt(
-        out, "exited before the job stopped; to stop it: clusterctl stop JOB (to list jobs: clusterctl ps --all)"
-    )
+        parallel.together(push_to(in_containers, job.image, out))
+    how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
+    on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
     notes += launcher.unusable_spares(job, chosen)
     started: list[JobRecord] = []
     try:
@@ -122,8 +130,7 @@ def launch(
     if detach:
         from cluster.cli.display import header
 
-        for text in (header(record.plan), *notes, f"running; to follow it: clusterctl attach {record.plan.job_id}"):
-            print_line(out, text)
+        print_line(out, header(record.plan), *notes, f"running; to follow it: clusterctl attach {record.plan.job_id}")
         return
     follower, refusal = follow(
         record, records, out, all_nodes=logs == "all", stop_on_interrupt=True, notes=[*notes, ""], values=secrets
@@ -208,11 +215,11 @@ def plan(
         print(f"the agent: {path} (sha256 {digest}; clusterctl plan --agent -o FILE writes it)", file=sys.stderr)
     files = [(step, path, text) for step in steps for path, text in step.files.items()]
     if output:
-        # The scripts of an array's jobs have one name, in folders of their own.
-        names = [f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else path for step, path, _ in files]
-        one_file = len(files) == 1
-        targets = [Path(output)] if one_file else [Path(output, Path(name).name) for name in names]
-        texts: dict[Path, str | bytes] = {target: text for target, (*_, text) in zip(targets, files, strict=True)}
+        texts: dict[Path, str | bytes] = {}
+        for step, path, text in files:
+            # The scripts of an array's jobs have one name, in folders of their own.
+            name = f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else Path(path).name
+            texts[Path(output) if len(files) == 1 else Path(output, name)] = text
         if not any(node.login for node in plans[0].nodes):  # the plan's files can then be run by hand
             texts |= {Path(path): scripts.archive() for path in agents}
         _write(texts)
@@ -236,15 +243,10 @@ def import_job(
     """
     from cluster.spec import importers
 
-    path = Path(source)
-    if re.search(r"\s", source) and not path.exists():
+    if re.search(r"\s", source) and not Path(source).exists():
         found = importers.command_line(source)
     else:
-        try:
-            found = importers.read(path.read_text(encoding="utf-8"), source)
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", "not UTF-8 text")
-            raise UsageError(f"{source}: {why}", "expected a file, or 'torchrun OPTIONS PROGRAM'") from error
+        found = importers.read(read_text(source, hint="expected a file, or 'torchrun OPTIONS PROGRAM'"), source)
     for note in found.notes if output else ():
         print(f"not taken over: {note}", file=sys.stderr)
     if output:
@@ -260,10 +262,9 @@ def job_text(request: Request, inventory: NodeOptions, env_file: str) -> str:
     from cluster.supervisor import launcher
 
     more = {key: str(getattr(inventory, key)) for key in ("hosts", "hostfile", "ssh_config", "only")}
-    more |= {"inventory": inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")}
-    more |= {"env_file": env_file}
-    if request.backend in ON_THIS_MACHINE or more["hosts"] or more["hostfile"]:
-        more["inventory"] = ""
+    more |= {"inventory": "", "env_file": env_file}
+    if not (request.backend in ON_THIS_MACHINE or more["hosts"] or more["hostfile"]):
+        more["inventory"] = inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
     for key in ("inventory", "hostfile", "ssh_config", "env_file"):
         more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
     return job_file.write(launcher.absolute_paths(request), more)
@@ -283,18 +284,10 @@ def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:
 def read_secrets(path: str) -> dict[str, str]:
     """Return the NAME=VALUE lines of a file ("": none). Quotes around a whole value are removed.
 
-    Raises:
-        UsageError: A line is malformed. The message has its number, not its text.
+    Raise UsageError if a line is malformed. The message has its number, not its text.
     """
-    if not path:
-        return {}
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "not UTF-8 text")
-        raise UsageError(f"--env-file {path}: {why}") from error
     found = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "--env-file ").splitlines() if path else (), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _VARIABLE.fullmatch(line.strip())
@@ -310,7 +303,6 @@ def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str,
     found = {**os.environ, **in_file}
     for name in names:
         if name not in found:
-            raise UsageError(
-                f"--env {name}: it is not set in your environment", f"export {name}=..., or use --env-file FILE"
-            )
+            hint = f"export {name}=..., or use --env-file FILE"
+            raise UsageError(f"--env {name}: it is not set in your environment", hint)
     return {name: found[name] for name in names}

@@ -90,7 +90,7 @@ class ArrayOptions:
         if chosen != "slurm":
             raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with 'backend: slurm'")
         jobs: list[Job] = []
-        text = _text(self.array, "--array ", "one line of arguments for each job")
+        text = read_text(self.array, "--array ", "one line of arguments for each job")
         for nth, line in enumerate(text.splitlines(), 1):
             words = split(line, f"{self.array}:{nth}", comments=True)
             if not words:
@@ -104,7 +104,7 @@ class ArrayOptions:
         return jobs, notes
 
 
-def _text(path: str, option: str, hint: str) -> str:
+def read_text(path: str, option: str = "", hint: str = "") -> str:
     """Return the content of a file. Raise UsageError for an unreadable one."""
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def with_job_file(
     from cluster.spec import job_file
 
     path, *rest = request.arguments
-    values = job_file.read(_text(path, "", "expected a job file: clusterctl launch JOB.yaml"), path)
+    values = job_file.read(read_text(path, hint="expected a job file: clusterctl launch JOB.yaml"), path)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if "command" in typed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from cluster.agent import scripts
@@ -18,55 +18,38 @@ from cluster.spec.model import Gpu, Inventory, Job, Node
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import launcher
-from cluster.transport import parallel, reach
+from cluster.transport import Completed, parallel, reach
 
 T = TypeVar("T")
 _POLL_S = 2.0
 
 
-@dataclass
-class _Node:
-    """What a node reports: the jobs that hold its GPUs by GPU id, and the tickets there."""
-
-    held: dict[Gpu, str] = field(default_factory=dict)
-    tickets: list[str] = field(default_factory=list)
-
-
 class GpuQueue:
-    """The place of one launcher in the queue. Leaving the `with` block gives it up."""
+    """The place of one launcher in the queue. It is at the end until `leave`."""
 
-    def __init__(self, name: str, nodes: Sequence[Node], held: Callable[[], dict[Gpu, str]] = dict) -> None:
-        """`held` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
-        self._ticket, self._nodes, self._held = f"{time.time_ns():020d}-{os.getpid()}-{name}", nodes, held
-
-    def __enter__(self) -> GpuQueue:
-        """Take a place at the end."""
+    def __init__(self, name: str, nodes: Sequence[Node], in_use: Callable[[], dict[Gpu, str]]) -> None:
+        """`in_use` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
+        self._ticket, self._nodes, self._in_use = f"{time.time_ns():020d}-{os.getpid()}-{name}", nodes, in_use
         self._poll()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def leave(self) -> None:
         """Remove the tickets. Those on nodes that do not answer expire."""
         parallel.each(self._nodes, lambda node: self._run(node, "leave"))
 
     def wait(self, job: Job, until: float, note: Callable[[str], None]) -> list[Node]:
         """Wait until this launcher is the first and enough GPUs are free, and return the nodes with only those.
 
-        Args:
-            job: Its numbers of nodes, spares and processes per node.
-            until: The Unix time at which to end.
-            note: Gets a sentence when the reason for waiting changes.
-
-        Raises:
-            LaunchError: There were not enough free GPUs in time.
+        `until` is a Unix time. `note` gets a sentence when the reason for waiting changes. Raises LaunchError if there
+        were not enough free GPUs in time.
         """
         shown = ""
         while True:
-            found = self._poll()
-            ahead = sorted({ticket for node in found.values() for ticket in node.tickets if ticket < self._ticket})
+            held, tickets = self._poll()
+            ahead = sorted(ticket for ticket in tickets if ticket < self._ticket)
             free = [
-                replace(node, gpus=tuple(gpu for gpu in node.gpus if gpu not in found[node.name].held))
+                replace(node, gpus=tuple(gpu for gpu in node.gpus if gpu not in held[node.name]))
                 for node in self._nodes
-                if node.name in found
+                if node.name in held
             ]
             if job.hosts:
                 free = [node for node in free if len(node.gpus) >= job.procs_per_node]
@@ -75,7 +58,7 @@ class GpuQueue:
                 is_enough = sum(len(node.gpus) for node in free) >= job.world_size
             if is_enough and not ahead:
                 return free
-            holders = sorted({holder for node in found.values() for holder in node.held.values()})
+            holders = sorted({holder for jobs in held.values() for holder in jobs.values()})
             why = f"held by {', '.join(holders)}" if holders else "not enough nodes answer"
             if ahead:
                 why = f"behind {', '.join(ticket.split('-', 2)[2] for ticket in ahead)} in the queue"
@@ -86,30 +69,28 @@ class GpuQueue:
                 raise LaunchError(f"not enough free GPUs in time: {why}", "a longer --wait, or fewer --nodes or --gpus")
             time.sleep(_POLL_S)
 
-    def _poll(self) -> dict[str, _Node]:
-        """Renew the tickets. Return the reports of the nodes that answer."""
+    def _poll(self) -> tuple[dict[str, dict[Gpu, str]], set[str]]:
+        """Renew the tickets. Return the job of each GPU in use, by node that answers, and all tickets."""
         answers = parallel.each(self._nodes, lambda node: self._run(node, ",".join(map(str, node.gpus))))
-        found = {}
-        for name, lines in answers.items():
-            if isinstance(lines, ClusterError):
+        held: dict[str, dict[Gpu, str]] = {}
+        tickets: set[str] = set()
+        for name, done in answers.items():
+            if isinstance(done, ClusterError):
                 continue
-            found[name] = _Node(held=dict(self._held()))
-            for line in lines:
-                word, _, rest = line.partition(" ")
-                if word == "ticket":
-                    found[name].tickets.append(rest)
-                elif word == "held":
-                    job, _, gpu = rest.rpartition(" ")
-                    found[name].held[int(gpu) if gpu.isdigit() else gpu] = job
-        if not found:
+            tickets.update(done.by_word.get("ticket", ()))
+            held[name] = dict(self._in_use())
+            for line in done.by_word.get("held", ()):
+                job, _, gpu = line.rpartition(" ")
+                held[name][int(gpu) if gpu.isdigit() else gpu] = job
+        if not held:
             raise next(error for error in answers.values() if isinstance(error, ClusterError))
-        return found
+        return held, tickets
 
-    def _run(self, node: Node, what: str) -> list[str]:
+    def _run(self, node: Node, what: str) -> Completed:
         done = reach(node).run(scripts.command("queue", self._ticket, what), timeout_s=15)
         if done.code:
             raise UnreachableError(f"{node.display_name}: {done.last_line}", "the queue needs GNU find on the node")
-        return done.out.splitlines()
+        return done
 
 
 def launch_in_turn(
@@ -124,15 +105,9 @@ def launch_in_turn(
 ) -> T:
     """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
 
-    Args:
-        job: The job of the request, resolved with all GPUs.
-        backend: The name of its backend.
-        request: The request, which is resolved again with the free GPUs.
-        inventory: The machines; the job gets the first ones with enough free GPUs.
-        records: Of the jobs on this machine.
-        wait_s: How long to wait.
-        note: Gets a sentence for the user when the reason for waiting changes.
-        start: Starts a job. On GpusHeldError the launcher keeps its place and waits again.
+    `job` is that of the request with all GPUs. The request is resolved again with the free ones, and a job on machines
+    gets the first ones with enough free GPUs. If `start` raises GpusHeldError, the launcher keeps its place and waits
+    again. `note` gets a sentence for the user when the reason for waiting changes.
 
     Raises:
         LaunchError: There were not enough free GPUs in time.
@@ -145,8 +120,8 @@ def launch_in_turn(
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     until = time.time() + wait_s
-    in_use: Callable[[], dict[Gpu, str]] = dict if job.hosts else lambda: launcher.gpus_in_use(records)
-    with GpuQueue(job.name, nodes, in_use) as queue:
+    queue = GpuQueue(job.name, nodes, dict if job.hosts else lambda: launcher.gpus_in_use(records))
+    try:
         while True:
             free = queue.wait(job, until, note)
             if job.hosts and inventory:
@@ -157,3 +132,5 @@ def launch_in_turn(
                 return start(job)
             except GpusHeldError as error:  # by a launcher without --wait, at the same moment
                 note(error.message)
+    finally:
+        queue.leave()

@@ -143,11 +143,7 @@ def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, Job
 
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
-    """Clean up after a job, collect its results and record its outcome.
-
-    Returns:
-        The outcome, and one sentence for each step that failed.
-    """
+    """Clean up after a job, collect its results and record its outcome. Return it, and a sentence for each failure."""
     record = records.load(follower.plan.job_id)
     # After `stop` the ranks may still be writing a checkpoint.
     failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
@@ -171,8 +167,7 @@ def record_outcome(follower: Follower, records: JobStore) -> list[str]:
 def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
     """Stop a job on every node, wait until it has ended, and collect its results. Safe to repeat.
 
-    Returns:
-        The record, and one sentence for each result that could not be collected.
+    Return the record, and one sentence for each result that could not be collected.
     """
     record = records.load(job_id)
     try:

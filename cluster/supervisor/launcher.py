@@ -64,8 +64,7 @@ def resolve(
 ) -> tuple[Job, str, list[str]]:
     """Return the job of a request, its backend, and notes for the user. `gpus` are the usable ones of this machine.
 
-    Raises:
-        UsageError: The request is contradictory.
+    Raises UsageError if the request is contradictory.
     """
     chosen, note = choose_backend(request.backend, inventory)
     here = local_machine(request, chosen)
@@ -114,22 +113,16 @@ def plan(job: Job, backend: str) -> Plan:
 
 
 def free_plan(job: Job, backend: str, *, attempt: int) -> Plan:
-    """Return a checked plan with the job's master port, or else the first one that is free.
-
-    Raises:
-        PortTakenError: The job's port is taken, or all that were tried.
-    """
+    """Return a checked plan with the job's master port, or else the first one that is free. Raise PortTakenError."""
     ports = [job.port] if job.port else [defaults.auto_port(job.name, nth) for nth in range(_PORT_TRIES)]
-    for port in ports:
-        checked = BACKENDS[backend].plan(job, attempt=attempt, port=port)
+    while True:
+        checked = BACKENDS[backend].plan(job, attempt=attempt, port=ports.pop(0))
         try:
             BACKENDS[backend].check(job, checked)
+            return checked
         except PortTakenError:
-            if port == ports[-1]:
+            if not ports:
                 raise
-            continue
-        break
-    return checked
 
 
 def launch(
@@ -142,26 +135,13 @@ def launch(
     without: Sequence[str] = (),
     report: files.Report = lambda *_: None,
 ) -> tuple[JobRecord, list[str]]:
-    """Check the nodes, record the job and start it on all of them, or on none.
+    """Check the nodes, record the job and start it on all of them, or on none. Return its record and notes.
 
-    Args:
-        job: The job.
-        backend: The name of its backend.
-        records: Where to record it.
-        numbered: Append a number to the job's name if a job of that name exists.
-        secrets: The values of the job's secrets. They are not stored.
-        without: Files of secrets, which are not copied with the working directory.
-        report: Gets the progress of the working directory's copies.
-
-    Returns:
-        The record, and notes for the user.
-
-    Raises:
-        ClusterError: A check failed or a node did not start.
+    `numbered` appends a number to the job's name if a job of that name exists. `secrets` are values, which are not
+    stored. `without` are files of secrets, which are not copied with the working directory. `report` gets the progress
+    of its copies. Raises ClusterError if a check failed or a node did not start.
     """
-    _check_program(job)
-    code = workdir.scan(job.workdir, without) if job.copies_workdir else None
-    check_files(job)
+    code = _check_sources(job, without)
     _check_gpus(job, records)
     names = _unused_names(job, records)
     while True:
@@ -243,20 +223,15 @@ def launch_array(
     without: Sequence[str] = (),
 ) -> list[JobRecord]:
     """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
-    _check_program(array[0])
-    code = workdir.scan(array[0].workdir, without) if array[0].copies_workdir else None
-    check_files(array[0])
+    code = _check_sources(array[0], without)
     plans, step = array_plan(array, at_once)
     for job, job_plan in zip(array, plans, strict=True):
         SLURM.check(job, job_plan)
         _check_run_dir(job_plan)
-    withheld = tuple(without)
-    created = [
-        JobRecord(job_plan, time.time(), job, withheld=withheld) for job, job_plan in zip(array, plans, strict=True)
-    ]
     reserved: list[JobRecord] = []
     try:
-        for record in created:
+        for job, job_plan in zip(array, plans, strict=True):
+            record = JobRecord(job_plan, time.time(), job, withheld=tuple(without))
             records.reserve(record)
             reserved.append(record)
             if code:
@@ -271,7 +246,15 @@ def launch_array(
         for record in reserved:
             records.end(record.plan.job_id, "stopped")
         raise
-    return created
+    return reserved
+
+
+def _check_sources(job: Job, without: Sequence[str]) -> workdir.Workdir | None:
+    """Check the job's program and files. Return the working directory if nodes get a copy of it."""
+    _check_program(job)
+    code = workdir.scan(job.workdir, without) if job.copies_workdir else None
+    check_files(job)
+    return code
 
 
 def check_files(job: Job) -> None:
@@ -286,12 +269,14 @@ def check_files(job: Job) -> None:
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
 
-def survey(job: Job, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
-    """Check whether each of the job's hosts can run the attempt after `plan`; it returns None for those that can.
+def survey(job: Job, plan: Plan, nodes: Sequence[Node], joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+    """Check whether each of the nodes can run the attempt after `plan`; it returns None for those that can.
 
-    `joining` are hosts that have not run the job. Their image, files and route to the master are checked too.
+    `joining` are nodes that have not run the job. Their image, files and route to the master are checked too.
     """
-    backend = BACKENDS[plan.backend]
+    if not nodes:
+        return {}
+    backend, job = BACKENDS[plan.backend], replace(job, hosts=tuple(nodes), nodes=len(nodes))
     found = backend.survey(backend.plan(job, attempt=plan.attempt + 1, port=plan.master_port), joining)
     usable = [node for node in joining if found[node.name] is None]
     synced = parallel.each(usable, lambda node: check_files(replace(job, hosts=(node,), queue=None)))
@@ -302,9 +287,7 @@ def unusable_spares(job: Job, backend: str) -> list[str]:
     """Return one sentence for each spare that could not replace a lost node."""
     if not job.spares:
         return []
-    hosts = (*job.hosts, *job.spares)
-    with_spares = replace(job, hosts=hosts, nodes=len(hosts))
-    found = survey(with_spares, plan(with_spares, backend), job.spares)
+    found = survey(job, plan(job, backend), (*job.hosts, *job.spares), job.spares)
     errors = [error for node in job.spares if (error := found[node.name])]
     return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
 

@@ -46,8 +46,7 @@ class Supervisor:
     def run(self) -> tuple[Follower, str]:
         """Follow the job over all its attempts. Restart it, unless another process on this machine does that already.
 
-        Returns:
-            The last attempt, and why the job was not restarted ("" if it is done or was stopped).
+        Return the last attempt, and why the job was not restarted ("" if it is done or was stopped).
         """
         while True:
             with self.records.watch(self.record.plan.job_id) as is_supervisor:
@@ -92,10 +91,8 @@ class Supervisor:
     def _restart(self, follower: Follower) -> str:
         """Start the next attempt. Return why the job is not restarted, "" if it is.
 
-        Each attempt that does not start counts as a restart.
-
-        Raises:
-            ClusterError: No attempt starts: twice for the same reason, or at the last restart.
+        Each attempt that does not start counts as a restart. Raises ClusterError if no attempt starts: twice for the
+        same reason, or at the last restart.
         """
         job, past = self.record.job, self.past
         while not (refused := restarts.refusal(job, follower.view, follower.verdict, past)):
@@ -116,8 +113,7 @@ class Supervisor:
     def _was_network_failure(self, follower: Follower) -> bool:
         """Return whether all machines became unreachable at once while the attempt kept running.
 
-        Raises:
-            UnreachableError: No machine of the job answered for RETURN_S.
+        Raises UnreachableError if no machine of the job answered for RETURN_S.
         """
         nodes, job = follower.view.nodes, self.record.job
         if not job.hosts or len(nodes) == 1 or not all(node.phase == "lost" or node.silent for node in nodes):
@@ -237,10 +233,10 @@ class Supervisor:
             reachable = [node for node in candidates if node.name not in unusable]
             # Nodes of this attempt have its image and files, even if those of this machine have changed.
             joining = [node for node in reachable if node not in plan.nodes]
-            state = self._survey(reachable, joining) | unusable
+            state = launcher.survey(job, plan, reachable, joining) | unusable
             failed = [node for node in reachable if node not in joining and state[node.name] is not None]
             if failed and joining:  # compare image and route to the master with usable nodes only
-                state |= self._survey([node for node in reachable if node not in failed], joining)
+                state |= launcher.survey(job, plan, [node for node in reachable if node not in failed], joining)
             for node in joining:
                 if (error := state[node.name]) is not None and not isinstance(error, UnreachableError):
                     self.show.note(f"not used: {error.message}")
@@ -255,11 +251,6 @@ class Supervisor:
             if not lost:
                 time.sleep(_RETURN_POLL_S)
             lost = ()
-
-    def _survey(self, nodes: Sequence[Node], joining: Sequence[Node]) -> dict[str, ClusterError | None]:
-        """Check whether each of the nodes can run the next attempt (see launcher.survey)."""
-        job = replace(self.record.job, hosts=tuple(nodes), nodes=max(1, len(nodes)))
-        return launcher.survey(job, self.record.plan, joining) if nodes else {}
 
     def _wait_for_restart(self) -> bool:
         """Wait until another supervisor restarts the job, or ends. Return False if the job has ended."""
