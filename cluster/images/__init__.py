@@ -31,7 +31,8 @@ from cluster.runtimes import short_id
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
 from cluster.transport.files import Report
-from cluster.transport.rsync import Rsync, at, error_of, interruptible, require_rsync, started
+from cluster.transport.process import interruptible, started
+from cluster.transport.rsync import Rsync, at, error_of, require_rsync
 
 #: Estimated compression ratio of a layer.
 _RATIO = 0.5

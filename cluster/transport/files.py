@@ -20,7 +20,8 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.inventory import DATA_DIR
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
-from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, interruptible, no_rsync, reason
+from cluster.transport.process import interruptible
+from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, no_rsync, reason
 
 #: The state of a mirror: missing, a copy, a link to the shared folder, a link to another folder.
 State = Literal["none", "copy", "common", "elsewhere"]

@@ -23,7 +23,8 @@ from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Node, Plan
 from cluster.transport import files, parallel, reach
 from cluster.transport.local import LocalShell
-from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, Rsync, at, interruptible
+from cluster.transport.process import interruptible
+from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, Rsync, at
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec

@@ -19,7 +19,7 @@ from cluster.errors import ClusterError, UnreachableError
 from cluster.images import Blob, Layers, chain_ids, engine, send, send_missing
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Node
-from cluster.transport import close_all, rsync
+from cluster.transport import close_all, process, rsync
 
 MB = 1 << 20
 LIMIT = "--bwlimit=15m"
@@ -138,7 +138,7 @@ def test_node_that_stops_responding_does_not_block_others(large, nodes, content,
 INTERRUPTED = """
 import os, signal, sys, threading
 from pathlib import Path
-from cluster.transport import rsync
+from cluster.transport import process, rsync
 from cluster.images import Blob, send
 from cluster.spec.model import Node
 rsync._OPTIONS = (*rsync._OPTIONS, "--bwlimit=15m")
@@ -156,7 +156,7 @@ compressing = threading.Thread(target=second.make)
 compressing.start()
 node = Node("h0", "", login="h0", ssh_config=config)
 try:
-    rsync.interruptible(lambda: send(node, there, [first], sent))
+    process.interruptible(lambda: send(node, there, [first], sent))
 except KeyboardInterrupt:
     compressing.join()
     print("interrupted", flush=True)
@@ -214,9 +214,9 @@ def test_node_without_rsync_fails_before_compression(monkeypatch, tmp_path):
 
 
 def test_no_process_is_started_after_ctrl_c(monkeypatch):
-    monkeypatch.setattr(rsync, "_interrupted", threading.Event())
-    rsync._interrupted.set()
-    with pytest.raises(ClusterError, match="interrupted"), rsync.started(["true"]):
+    monkeypatch.setattr(process, "_interrupted", threading.Event())
+    process._interrupted.set()
+    with pytest.raises(ClusterError, match="interrupted"), process.started(["true"]):
         pytest.fail("a process was started after Ctrl-C")
 
 

@@ -14,20 +14,26 @@ import pytest
 from cluster.errors import UnreachableError
 from cluster.spec.model import Node
 from cluster.transport import LocalShell, close_all, files, reach
-from cluster.transport.ssh import _line
+from cluster.transport.openssh import remote_line
+from cluster.transport.process import piped
 from tests.contract.sshd import Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
 
 
 @pytest.fixture(params=["local", "ssh"])
-def shell(request):
+def node(request):
     if request.param == "local":
-        yield reach(Node("here", "127.0.0.1"))
+        yield Node("here", "127.0.0.1")
         return
     server = request.getfixturevalue("sshd")
-    yield reach(Node("gpu-a", server.addresses[0], login="h0", ssh_config=str(server.config)))
+    yield gpu_a(server)
     close_all()
+
+
+@pytest.fixture
+def shell(node):
+    return reach(node)
 
 
 def test_arguments_input_output_and_exit_code_are_exact(shell):
@@ -50,27 +56,27 @@ def test_a_hanging_command_times_out_and_the_shell_stays_usable(shell):
     assert shell.run(["echo", "still here"]).out == "still here\n"
 
 
-def test_a_stream_carries_bytes_both_ways(shell):
+def test_pipes_carry_bytes_both_ways(node):
     sent = os.urandom(3_000_000)
-    with shell.stream(["bash", "-c", "cat; echo done >&2; exit 3"]) as stream:
+    with piped(node, ["bash", "-c", "cat; echo done >&2; exit 3"]) as running:
 
         def write():
-            stream.stdin.write(sent)
-            stream.stdin.close()
+            running.stdin.write(sent)
+            running.stdin.close()
 
         writer = threading.Thread(target=write)
         writer.start()
-        received = stream.stdout.read()
+        received = running.stdout.read()
         writer.join()
-        done = stream.wait(10)
+        done = running.wait(10)
     assert received == sent
     assert (done.code, done.err) == (3, "done\n")
 
 
-def test_a_stream_that_is_left_ends_its_command(shell, tmp_path):
+def test_a_block_that_is_left_ends_its_command(node, tmp_path):
     mark = str(tmp_path / "mark")
-    with shell.stream(["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as stream:
-        assert stream.stdout.readline() == b"x\n"
+    with piped(node, ["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as running:
+        assert running.stdout.readline() == b"x\n"
     until = time.time() + 5
     pattern = f"loop {mark}"
     while subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout and time.time() < until:
@@ -83,9 +89,13 @@ def test_the_path_has_the_folders_that_a_non_login_session_lacks(shell):
     assert {"/usr/sbin", "/usr/lib/wsl/lib"} <= {*folders}
 
 
+def gpu_a(server, login="h0"):
+    return Node("gpu-a", server.addresses[0], login=login, ssh_config=str(server.config))
+
+
 def connect(server, login="h0"):
     close_all()
-    return reach(Node("gpu-a", server.addresses[0], login=login, ssh_config=str(server.config)))
+    return reach(gpu_a(server, login))
 
 
 def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
@@ -118,14 +128,14 @@ def test_the_output_of_a_login_shell_is_not_that_of_the_command(greeting):
     assert (done.code, done.out, done.err) == (7, "one\ntwo", "")
     assert (greeting.folder / "read").read_text() == "\n" * 2  # once for each command
     sent = os.urandom(1_000_000)
-    with shell.stream(["bash", "-c", "cat; exit 3"]) as stream:
-        stream.stdin.write(b"first\n" + sent)
-        stream.stdin.close()
-        assert stream.stdout.readline() == b"first\n"
-        assert stream.stdout.read(1000) + stream.stdout.read() == sent
-        assert stream.wait(10).code == 3
-    with shell.stream(["bash", "-c", "echo mine >&2; exit 3"]) as stream:
-        assert stream.wait(10).err == "mine\n"
+    with piped(gpu_a(greeting), ["bash", "-c", "cat; exit 3"]) as running:
+        running.stdin.write(b"first\n" + sent)
+        running.stdin.close()
+        assert running.stdout.readline() == b"first\n"
+        assert running.stdout.read(1000) + running.stdout.read() == sent
+        assert running.wait(10).code == 3
+    with piped(gpu_a(greeting), ["bash", "-c", "echo mine >&2; exit 3"]) as running:
+        assert running.wait(10).err == "mine\n"
 
 
 def test_files_are_compared_sent_and_fetched_despite_a_greeting(greeting, tmp_path):
@@ -152,7 +162,7 @@ def test_a_login_shell_that_runs_no_command_is_an_error_with_its_output(greeting
 def test_any_login_shell_runs_the_exact_command(login):
     """Test the shells of this machine; csh is the strictest."""
     words = [*HOSTILE, "tab\t\x7f", "\\0041 \\\\ \\'", "%s ~ [a] {b,c} #", "it's long, isn't it! " * 1000, "the end\n"]
-    line = _line(["python3", "-c", "import sys; print(sys.argv[1:])", *words])
+    line = remote_line(["python3", "-c", "import sys; print(sys.argv[1:])", *words], marked=True)
     assert line.isascii()
     assert line.isprintable()
     assert "!" not in line
@@ -161,7 +171,7 @@ def test_any_login_shell_runs_the_exact_command(login):
     done = LocalShell().run([login, "-c", line])
     assert (done.code, done.out.partition("\n")[2], done.err) == (0, f"{words}\n", "clusterctl begins\n")
     # a background process does not delay the end of the output; csh would pass copies of its stdin and stdout to it
-    LocalShell().run([login, "-c", _line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"])], timeout_s=10)
+    LocalShell().run([login, "-c", remote_line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"], marked=True)], timeout_s=10)
 
 
 def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):
@@ -188,6 +198,8 @@ def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(sshd):
     (sshd.folder / "authorized").write_text("")
     with pytest.raises(UnreachableError, match=r"gpu-a .*: the login is refused"):
         connect(sshd).run(["true"])
+    with pytest.raises(UnreachableError, match=r"gpu-a: the connection failed: .*Permission denied"):
+        piped(gpu_a(sshd), ["true"]).__enter__()
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
     with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
         connect(sshd).run(["true"])
