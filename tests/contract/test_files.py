@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Node
 from cluster.transport import close_all, files, rsync
 from cluster.transport.files import Difference
+from tests.conftest import interrupted
 
 NAMES = [
     "plain.txt",
@@ -37,16 +36,7 @@ NAMES = [
 
 @pytest.fixture
 def nodes(sshd, tmp_path):
-    yield [
-        Node(
-            f"gpu-{letter}",
-            sshd.addresses[at],
-            login=f"h{at}",
-            data_dir=f"{tmp_path}/{letter} d'",
-            ssh_config=str(sshd.config),
-        )
-        for at, letter in enumerate("ab")
-    ]
+    yield [sshd.node(at, f"gpu-{letter}", data_dir=f"{tmp_path}/{letter} d'") for at, letter in enumerate("ab")]
     close_all()
 
 
@@ -252,9 +242,7 @@ def test_a_machine_without_rsync_is_named(nodes, folder, tmp_path, monkeypatch):
 
 def test_an_unwritable_mirror_and_a_missing_folder_are_errors(nodes, folder, tmp_path, sshd):
     (tmp_path / "file").write_text("")
-    blocked = Node(
-        "gpu-c", sshd.addresses[2], login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config
-    )
+    blocked = sshd.node(2, "gpu-c", data_dir=f"{tmp_path}/file/x")
     done = sync([*nodes, blocked], folder)
     assert done["gpu-a"].how == "rsync"
     assert done["gpu-c"].message == f"gpu-c: {tmp_path}/file/x{folder} cannot be written: Not a directory"
@@ -309,18 +297,8 @@ def test_ctrl_c_ends_at_once_and_leaves_no_partial_file(nodes, tmp_path):
     root.mkdir()
     for index in range(24):  # enough that the signal arrives before the last file
         (root / f"{index}.bin").write_bytes(os.urandom(10_000_000))
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, nodes[0].data_dir, nodes[0].ssh_config, str(root)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        # background processes of a shell ignore SIGINT, and their children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    done = interrupted(INTERRUPTED, nodes[0].data_dir, nodes[0].ssh_config, root, timeout_s=20)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
-    assert time.monotonic() - began < 20
     there = Path(nodes[0].mirror(str(root)))
     for path in there.glob("*.bin"):
         assert path.read_bytes() == (root / path.name).read_bytes()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from cluster.spec.model import Node
 from cluster.transport import LocalShell, close_all, files, reach
 from cluster.transport.openssh import remote_line
 from cluster.transport.process import piped
+from tests.conftest import wait_until
 from tests.contract.sshd import Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
@@ -27,7 +29,7 @@ def node(request):
         yield Node("here", "127.0.0.1")
         return
     server = request.getfixturevalue("sshd")
-    yield gpu_a(server)
+    yield server.node(0, "gpu-a")
     close_all()
 
 
@@ -77,11 +79,8 @@ def test_a_block_that_is_left_ends_its_command(node, tmp_path):
     mark = str(tmp_path / "mark")
     with piped(node, ["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as running:
         assert running.stdout.readline() == b"x\n"
-    until = time.time() + 5
-    pattern = f"loop {mark}"
-    while subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout and time.time() < until:
-        time.sleep(0.1)
-    assert not subprocess.run(["pgrep", "-f", pattern], capture_output=True, check=False).stdout
+    ended = 1  # of pgrep, without any match
+    assert wait_until(lambda: LocalShell().run(["pgrep", "-f", f"loop {mark}"]).code == ended)
 
 
 def test_the_path_has_the_folders_that_a_non_login_session_lacks(shell):
@@ -89,13 +88,9 @@ def test_the_path_has_the_folders_that_a_non_login_session_lacks(shell):
     assert {"/usr/sbin", "/usr/lib/wsl/lib"} <= {*folders}
 
 
-def gpu_a(server, login="h0"):
-    return Node("gpu-a", server.addresses[0], login=login, ssh_config=str(server.config))
-
-
 def connect(server, login="h0"):
     close_all()
-    return reach(gpu_a(server, login))
+    return reach(replace(server.node(0, "gpu-a"), login=login))
 
 
 def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
@@ -128,20 +123,20 @@ def test_the_output_of_a_login_shell_is_not_that_of_the_command(greeting):
     assert (done.code, done.out, done.err) == (7, "one\ntwo", "")
     assert (greeting.folder / "read").read_text() == "\n" * 2  # once for each command
     sent = os.urandom(1_000_000)
-    with piped(gpu_a(greeting), ["bash", "-c", "cat; exit 3"]) as running:
+    with piped(greeting.node(0, "gpu-a"), ["bash", "-c", "cat; exit 3"]) as running:
         running.stdin.write(b"first\n" + sent)
         running.stdin.close()
         assert running.stdout.readline() == b"first\n"
         assert running.stdout.read(1000) + running.stdout.read() == sent
         assert running.wait(10).code == 3
-    with piped(gpu_a(greeting), ["bash", "-c", "echo mine >&2; exit 3"]) as running:
+    with piped(greeting.node(0, "gpu-a"), ["bash", "-c", "echo mine >&2; exit 3"]) as running:
         assert running.wait(10).err == "mine\n"
 
 
 def test_files_are_compared_sent_and_fetched_despite_a_greeting(greeting, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a").write_text("a")
-    node = Node("gpu-a", "", login="h0", ssh_config=str(greeting.config), data_dir=str(tmp_path / "there"))
+    node = greeting.node(0, "gpu-a", data_dir=str(tmp_path / "there"))
     assert files.differences([node], str(tmp_path / "set"))["gpu-a"].missing == ("a",)
     files.sync([node], str(tmp_path / "set"), copy=True)
     assert not files.differences([node], str(tmp_path / "set"))["gpu-a"]
@@ -199,7 +194,7 @@ def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(sshd):
     with pytest.raises(UnreachableError, match=r"gpu-a .*: the login is refused"):
         connect(sshd).run(["true"])
     with pytest.raises(UnreachableError, match=r"gpu-a: the connection failed: .*Permission denied"):
-        piped(gpu_a(sshd), ["true"]).__enter__()
+        piped(sshd.node(0, "gpu-a"), ["true"]).__enter__()
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
     with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
         connect(sshd).run(["true"])
