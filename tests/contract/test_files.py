@@ -17,20 +17,8 @@ from cluster.transport.files import Difference
 from tests.conftest import interrupted
 
 NAMES = [
-    "plain.txt",
-    "a'; echo foo",
-    'a"=0"',
-    "one\ntwo",
-    "$HOME `id` \\",
-    "-n",
-    "--delete",
-    "ünïcode/ß",
-    " x ",
-    "*",
-    "tab\there",
-    "deep/er/and er/-rf",
-    ":remote:path",
-    os.fsdecode(b"latin-\xe9"),
+    *("plain.txt", "a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "-n", "--delete", "ünïcode/ß", " x ", "*"),
+    *("tab\there", "deep/er/and er/-rf", ":remote:path", os.fsdecode(b"latin-\xe9")),
 ]
 
 
@@ -71,10 +59,9 @@ def sync(nodes, folder, **options):
 
 def test_a_folder_is_copied_exactly_and_a_second_sync_sends_nothing(nodes, folder):
     first = sync(nodes, folder)
-    assert {name: (done.how, done.files) for name, done in first.items()} == {
-        "gpu-a": ("rsync", len(NAMES) + 2),
-        "gpu-b": ("rsync", len(NAMES) + 2),
-    }
+    assert {name: (done.how, done.files) for name, done in first.items()} == dict.fromkeys(
+        ("gpu-a", "gpu-b"), ("rsync", len(NAMES) + 2)
+    )
     for node in nodes:
         assert node.mirror(str(folder)) == f"{node.data_dir}{folder}"
         assert contents(node.mirror(str(folder))) == contents(folder)
@@ -350,13 +337,8 @@ def test_a_checkpoint_is_sent_and_replaces_an_old_one(nodes, tmp_path):
 
 
 def clusterctl(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "cluster", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    argv = [sys.executable, "-m", "cluster", *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, folder, tmp_path, monkeypatch):
@@ -369,10 +351,7 @@ def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, 
     done = clusterctl(*words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        f"gpu-a: {len(NAMES) + 2} files",
-        f"gpu-b: {len(NAMES) + 2} files",
-    ]
+    assert [line.split(",")[0] for line in lines] == [f"gpu-{letter}: {len(NAMES) + 2} files" for letter in "ab"]
     assert " sent, " in lines[0]
     (Path(nodes[1].mirror(str(folder))) / "left over").write_text("x")
     done = clusterctl(*words, "--json")

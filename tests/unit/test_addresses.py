@@ -98,10 +98,7 @@ def test_two_names_of_one_machine_and_machines_without_a_common_network_are_erro
     with pytest.raises(ClusterError, match=r"b: it has the same address as a \(10\.0\.0\.5\)"):
         chosen({"a": [DOCKER0, lan(5)], "b": [DOCKER0, lan(5)]})
     with pytest.raises(ClusterError) as caught:
-        chosen(
-            {"a": [lan(5)], "b": [lan(6)], "c": []},
-            {"b": {"10.0.0.5": Route(problem="network is unreachable")}},
-        )
+        chosen({"a": [lan(5)], "b": [lan(6)], "c": []}, {"b": {"10.0.0.5": Route(problem="network is unreachable")}})
     assert caught.value.message.splitlines()[0] == (
         "a: the other nodes can reach none of its addresses: "
         "10.0.0.5 on eth0 cannot be reached from b (network is unreachable)"

@@ -140,33 +140,17 @@ STOPPED_29 = (
 
 
 @pytest.mark.parametrize(
-    ("facts", "detail", "fix"),
+    ("fact", "detail", "fix"),
     [
-        (
-            [("engine_version",), ("engine_says", DENIED)],
-            "ada may not use docker: not in the group docker",
-            'ssh -t n1 "sudo usermod -aG docker ada"',
-        ),
-        (
-            [("engine_version",), ("engine_says", STOPPED)],
-            "docker is installed, but its engine does not run",
-            'ssh -t n1 "sudo service docker start"',
-        ),
-        (
-            [("engine_version",), ("engine_says", STOPPED_29)],
-            "docker is installed, but its engine does not run",
-            'ssh -t n1 "sudo service docker start"',
-        ),
-        ([("has",)], "docker is not installed", "https://docs.docker.com/engine/install/"),
-        (
-            [("engine_version",), ("engine_says", "no answer within 15 s")],
-            "no answer within 15 s",
-            'ssh n1 "docker info"',
-        ),
+        (("engine_says", DENIED), "ada may not use docker: not in the group docker", "sudo usermod -aG docker ada"),
+        (("engine_says", STOPPED), "docker is installed, but its engine does not run", "sudo service docker start"),
+        (("engine_says", STOPPED_29), "docker is installed, but its engine does not run", "sudo service docker start"),
+        (("engine_says", "no answer within 15 s"), "no answer within 15 s", 'ssh n1 "docker info"'),
+        (("has",), "docker is not installed", "https://docs.docker.com/engine/install/"),
     ],
 )
-def test_broken_runtime_reports_reason_and_fix(facts, detail, fix):
-    node, level, said, shown = one("runtime", seen(facts))
+def test_broken_runtime_reports_reason_and_fix(fact, detail, fix):
+    node, level, said, shown = one("runtime", seen([("engine_version",), fact]))
     assert (node, level) == ("n1", "failure")
     assert detail in said
     assert fix in shown
@@ -181,11 +165,7 @@ def test_rootless_docker_warns_and_runtime_none_requires_torch():
 
 
 def test_gpus_are_compared_with_the_inventory_and_other_nodes():
-    other = (
-        "gpu",
-        "0, 550.54.15, 24564, 1, NVIDIA GeForce RTX 4090",
-        "1, 550.54.15, 24564, 1, NVIDIA GeForce RTX 4090",
-    )
+    other = ("gpu", *(f"{gpu}, 550.54.15, 24564, 1, NVIDIA GeForce RTX 4090" for gpu in (0, 1)))
     assert one("gpus", seen([], [], [other], count=3)) == (
         "n3",
         "warning",
@@ -212,9 +192,7 @@ def test_missing_or_different_image_suggests_a_push():
     assert fix.endswith("then: clusterctl image push n2 --image trainer:0.1")
     mine = "sha256:fedcba9876543210fedc"
     stale = bad("image", seen(image_id=mine))
-    assert [(node, fix) for node, _, _, fix in stale] == [
-        (name, f"clusterctl image push {name} --image trainer:0.1") for name in ("n1", "n2")
-    ]
+    assert [fix for *_, fix in stale] == [f"clusterctl image push n{n} --image trainer:0.1" for n in (1, 2)]
     assert one("image", seen([("image_id",)]))[2] == "no image trainer:0.1 on this node"
 
 
@@ -227,8 +205,8 @@ def test_driver_must_support_the_images_cuda():
     old = ("gpu", "0, 550.54.15, 24564, 1, RTX", "1, 550.54.15, 24564, 1, RTX")
     node, level, detail, _ = one("versions", seen([], [old]))
     assert (node, level) == ("n2", "failure")
-    assert (
-        detail == "torch 2.9.0, CUDA 13.0, NCCL 2.27.7, but driver 550.54.15 is too old: CUDA 13.0 needs 580 or newer"
+    assert detail.startswith(
+        "torch 2.9.0, CUDA 13.0, NCCL 2.27.7, but driver 550.54.15 is too old: CUDA 13.0 needs 580"
     )
     assert bad("versions", seen([], [old], device="cpu")) == []
     assert bad("versions", seen([], [old, ("compat", "yes")])) == []
@@ -326,9 +304,7 @@ def test_the_transport_of_nccl_is_named_and_must_be_infiniband_where_nodes_have_
     """Lines of NCCL's log."""
     text = "joined\nsum 1024 0.0002\nsum 67108864 0.0536870912\n"
     for network_name, infiniband, level in (("IB", True, "ok"), ("Socket", False, "ok"), ("Socket", True, "failure")):
-        log = (
-            f"n1:7:9 [0] NCCL INFO NET/IB : No device found.\nn1:7:9 [0] NCCL INFO Using network {network_name}\n{text}"
-        )
+        log = f"n1:7:9 [0] NCCL INFO NET/IB : No device.\nn1:7:9 [0] NCCL INFO Using network {network_name}\n{text}"
         what = seen(*[[("infiniband", "yes")]] * 2) if infiniband else seen()
         (said,) = network.judge_link(what, {"n1": log, "n2": log}, "nccl")
         assert said.level == level
@@ -340,11 +316,7 @@ def test_the_transport_of_nccl_is_named_and_must_be_infiniband_where_nodes_have_
 
 @pytest.mark.parametrize(
     ("runtime", "options", "visible"),
-    [
-        ("docker", ["--gpus", '"device=3"'], "0"),
-        ("podman", ["--device", "nvidia.com/gpu=3"], "0"),
-        ("none", [], "3"),
-    ],
+    [("docker", ["--gpus", '"device=3"'], "0"), ("podman", ["--device", "nvidia.com/gpu=3"], "0"), ("none", [], "3")],
 )
 def test_the_link_is_measured_on_the_first_gpu_of_the_node(runtime, options, visible):
     what = seen()
