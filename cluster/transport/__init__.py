@@ -13,7 +13,7 @@ __all__ = ["Completed", "LocalShell", "Shell", "close_all", "reach"]
 class Shell(Protocol):
     """Runs commands on one machine."""
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command, which may fail. Raise UnreachableError if it cannot start or does not end in time."""
         ...
 

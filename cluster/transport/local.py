@@ -37,12 +37,12 @@ class Completed:
 class LocalShell:
     """Runs commands as children of this process."""
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
-        data = stdin.encode() if isinstance(stdin, str) else stdin
+        data, env = stdin.encode(), environment()
         try:  # in a session of its own: Ctrl-C must reach only the launcher, which stops its commands in order
             done = subprocess.run(
-                argv, input=data, capture_output=True, timeout=timeout_s, env=environment(), start_new_session=True
+                argv, input=data, capture_output=True, timeout=timeout_s, env=env, start_new_session=True
             )
         except FileNotFoundError as error:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error

@@ -34,6 +34,8 @@ _BUSY_S = 20.0
 #: Interval of keep-alive messages, which detect a dead connection.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+#: Exceptions of a connection that failed or broke.
+_BROKEN = (OSError, EOFError, paramiko.SSHException)
 #: The settings of `ssh -G` that paramiko and fabric use. Timeouts are set for each connection.
 _SETTINGS = (
     *("hostname", "user", "port", "forwardagent", "proxyjump", "proxycommand"),
@@ -64,16 +66,15 @@ class SshShell:
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the connection fails or the command does not end in `timeout_s`."""
         until = time.monotonic() + timeout_s
         channel = self._start(argv, timeout_s)
         # Always close the channel: the command then ends with SIGPIPE or SIGHUP.
         try:
             out, errors = bytearray(), bytearray()
-            data = stdin.encode() if isinstance(stdin, str) else stdin
             channel.settimeout(timeout_s)
-            channel.sendall(data)
+            channel.sendall(stdin.encode())
             channel.shutdown_write()
             for read, into in ((channel.recv, out), (channel.recv_stderr, errors)):
                 channel.settimeout(max(0.05, until - time.monotonic()))
@@ -83,17 +84,16 @@ class SshShell:
             if not channel.status_event.wait(max(0.05, until - time.monotonic())):
                 raise TimeoutError
             code = channel.recv_exit_status()
+            if code == -1:
+                raise EOFError("no exit code")
         except TimeoutError as error:
             shown = " ".join(argv[:3]).splitlines()[0][:60]
             raise UnreachableError(f"{self.name}: `{shown}` did not answer within {timeout_s:g} s") from error
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             self.close()
             raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
         finally:
             channel.close()
-        if code == -1:
-            self.close()
-            raise UnreachableError(f"{self.name}: the connection broke")
         has_mark, text = after_mark(out)
         done = Completed(code, text, after_mark(errors)[1])
         if not has_mark:
@@ -109,7 +109,7 @@ class SshShell:
             return False
         try:
             connection.transport.global_request("keepalive@openssh.com", wait=True)
-        except (OSError, EOFError, paramiko.SSHException):
+        except _BROKEN:
             return False
         return bool(connection.transport.is_active())
 
@@ -136,7 +136,7 @@ class SshShell:
                 channel = transport.open_session(timeout=limit_s)
                 channel.exec_command(remote_line(argv, marked=True))
                 return channel
-            except (OSError, EOFError, paramiko.SSHException) as error:
+            except _BROKEN as error:
                 self.close()
                 if fresh:  # an old connection may be dead: retry with a new one
                     raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
@@ -159,7 +159,7 @@ class SshShell:
             raise UnreachableError(f"{self.name}: ssh configuration: {error}", hint) from error
         try:
             _log_in(connection, timeout_s)
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             why, hint = _explain(error, connection, self._by_hand())
             where = f"{self.name} ({connection.user}@{connection.host}:{connection.port})"
             raise UnreachableError(f"{where}: {why}", hint) from error
@@ -202,7 +202,7 @@ def _log_in(connection: Connection, timeout_s: float) -> None:
         try:
             connection.open()
             return
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             now = time.monotonic()
             # Retry only if sshd closed the connection at once, as above MaxStartups; not after a timeout.
             is_refused = isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)
