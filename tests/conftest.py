@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,22 @@ class Clusterctl:
                 return
             time.sleep(0.1)
         raise AssertionError(f"no {text!r} in {log}: {log.read_text() if log.exists() else 'no log'}")
+
+
+def wait_until(condition, timeout_s=10, pause_s=0.05):
+    """Wait until the condition has a true value, and return it; the last value after the timeout."""
+    until = time.monotonic() + timeout_s
+    while not (value := condition()) and time.monotonic() < until:
+        time.sleep(pause_s)
+    return value
+
+
+def interrupted(text, *words, timeout_s):
+    """Run a Python program that sends itself SIGINT."""
+    # A shell starts background processes with SIGINT ignored.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    argv = [sys.executable, "-c", text, *map(str, words)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s, preexec_fn=heed)
 
 
 def processes_of(job):

@@ -49,7 +49,7 @@ def doctor(
     """
     from cluster import doctor as checks
     from cluster.transport import discovery
-    from cluster.transport.rsync import interruptible, refuse_interrupted
+    from cluster.transport.process import interruptible, refuse_interrupted
 
     machines = inventory.need(complete=False)
     if machines.backend == "slurm":

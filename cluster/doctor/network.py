@@ -15,6 +15,7 @@ from cluster.spec.addresses import INSIDE
 from cluster.spec.model import Node
 from cluster.transport import reach
 from cluster.transport.parallel import each
+from cluster.transport.process import piped
 
 #: torch gives up after 30 s.
 _ALL_REDUCE_TIMEOUT_S = 45.0
@@ -133,7 +134,7 @@ def _python(*words: str) -> list[str]:
 @contextlib.contextmanager
 def _listen(node: Node) -> Iterator[int]:
     """Yield the port on which the node listens."""
-    with reach(node).stream(_python()) as process:
+    with piped(node, _python()) as process:
         line = process.stdout.readline()
         if not line:
             raise UnreachableError(f"{node.name}: cannot listen on a port: {process.wait(10).last_line}")

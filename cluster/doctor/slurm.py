@@ -14,6 +14,7 @@ from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
 from cluster.spec.model import Inventory, Job, Node, Queue
 from cluster.transport import discovery, reach
+from cluster.transport.process import piped
 
 #: Timeouts of the allocation and of the job.
 IMMEDIATE_S, JOB_S = 60, 150
@@ -75,7 +76,7 @@ def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
     on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
     words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
     words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    with reach(login).stream(scripts.bash("doctor/slurm_job.sh", *words)) as running:
+    with piped(login, scripts.bash("doctor/slurm_job.sh", *words)) as running:
         output = running.stdout.read()
         running.stdin.close()
         running.wait(30)

@@ -8,13 +8,11 @@ sends the image's configuration and the missing layers, each compressed once.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
 import shutil
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +29,8 @@ from cluster.runtimes import short_id
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
 from cluster.transport.files import Report
-from cluster.transport.rsync import Rsync, at, error_of, interruptible, require_rsync, started
+from cluster.transport.process import interruptible, started
+from cluster.transport.rsync import Rsync, at, error_of, require_rsync
 
 #: Estimated compression ratio of a layer.
 _RATIO = 0.5
@@ -139,14 +138,16 @@ def send_missing(
     packer = ("zstd", "-q", "-3", "-T0", "-c") if ending == "zst" else ("gzip", "-n", "-1", "-c")
     #: The name of each file, its unpacked size, and the command that prints it.
     sources: list[tuple[str, int, Sequence[str]]]
+    manifest = config = ""
     if layers is None:
-        archive_head = b""
         sources = [(f"whole-{file_name(here.id, ending)}", here.size, (here.program, "save", image))]
     else:
-        archive_head = head(layers.config, image, here.layers, ending)
+        stored = [file_name(digest, ending) for digest in here.layers]
+        manifest = json.dumps([{"Config": "config.json", "RepoTags": [image], "Layers": stored}])
+        config = layers.config
         sources = [
-            (file_name(digest, ending), size, (*layers.program, "layer", chain))
-            for digest, size, chain in zip(here.layers, layers.sizes, layers.chains, strict=True)
+            (name, size, (*layers.program, "layer", chain))
+            for name, size, chain in zip(stored, layers.sizes, layers.chains, strict=True)
         ]
 
     def names(count: int) -> list[str]:
@@ -166,7 +167,7 @@ def send_missing(
             note(f"{node.name}: sending {count} of {total} layers")
             sent = send(node, folders[node.name], [blobs[name] for name in files], report)
             note(f"{node.name}: transfer complete; the engine unpacks the image")
-            loaded_id = engine.load(node, image, files, archive_head)
+            loaded_id = engine.load(node, image, files, manifest, config)
             if loaded_id != here.id:
                 why = f"{image} is {short_id(loaded_id)}, on this machine {short_id(here.id)}"
                 raise LaunchError(f"{node.name}: {why}", "clusterctl image push")
@@ -276,17 +277,3 @@ def chain_ids(layers: Sequence[str]) -> list[str]:
 def file_name(digest: str, ending: str) -> str:
     """Return the file name of a layer in the cache and in an archive."""
     return f"{digest.removeprefix('sha256:')}.{ending}"
-
-
-def head(config: str, image: str, layers: Sequence[str], ending: str) -> bytes:
-    """Return the head of an archive for `docker load`: manifest and configuration, without the end of the tar."""
-    manifest = [{"Config": "config.json", "RepoTags": [image], "Layers": [file_name(each, ending) for each in layers]}]
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, text in (("manifest.json", json.dumps(manifest)), ("config.json", config)):
-            data = text.encode()
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            archive.addfile(entry, io.BytesIO(data))
-        end = archive.offset
-    return made.getvalue()[:end]

@@ -12,6 +12,7 @@ from cluster.images import engine
 from cluster.spec.model import Node
 from cluster.transport import reach
 from cluster.transport.files import Report
+from cluster.transport.process import piped
 
 _CHUNK = 1 << 20
 #: A build of 6 GB takes minutes, or longer on a busy disk.
@@ -27,7 +28,7 @@ def make(node: Node, image: str, target: str, report: Report) -> None:
     try:
         with (
             subprocess.Popen([here.program, "export", container], stdout=subprocess.PIPE) as export,
-            reach(node).stream(scripts.bash("images/sif.sh", *words)) as there,
+            piped(node, scripts.bash("images/sif.sh", *words)) as there,
         ):
             assert export.stdout is not None
             done = 0

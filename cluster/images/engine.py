@@ -94,10 +94,12 @@ def make_folder(node: Node) -> str:
     return answer.out.strip()
 
 
-def load(node: Node, image: str, files: Sequence[str], head: bytes) -> str:
-    """Load an image from files (layers if there is a `head`), remove them, and return its id. Raise LaunchError."""
-    names = ["", *files] if head else files
-    done = reach(node).run(_script("load", node, image, *names), stdin=head, timeout_s=3600)
+def load(node: Node, image: str, files: Sequence[str], manifest: str, config: str) -> str:
+    """Load an image from files, remove them, and return its id. Raise LaunchError.
+
+    Without a `manifest` the file is an archive; else the files are layers, and `config` is the configuration (JSON).
+    """
+    done = reach(node).run(_script("load", node, image, manifest, *files), stdin=config, timeout_s=3600)
     if done.code:
         raise LaunchError(f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info")
     return _full(done.out.strip())

@@ -2,9 +2,9 @@
 # Operations of a container engine. An empty ENGINE means docker, else podman.
 #   inspect ENGINE IMAGE  print lines `NAME VALUE` with the facts of the engine, the image, and the layers of all images
 #   folder ENGINE         create the folder for received files and print its path; exit with 4 without rsync
-#   load ENGINE IMAGE ARCHIVE FILE...  load the image from ARCHIVE and print its id. If ARCHIVE is "", the input is the head
-#       of the archive and each FILE is a layer. The files are removed, and those of broken pushes after a day. The folder
-#       stays: another push may be about to write into it.
+#   load ENGINE IMAGE MANIFEST FILE...  load the image and print its id. If MANIFEST is "", FILE is an archive; else the input
+#       is the image's configuration and each FILE is a layer. The files are removed, and those of broken pushes after a
+#       day. The folder stays: another push may be about to write into it.
 engine=$2
 [ -n "$engine" ] || { engine=docker; command -v docker >/dev/null || ! command -v podman >/dev/null || engine=podman; }
 command -v "$engine" >/dev/null || { echo "no program $engine" >&2; exit 127; }
@@ -36,7 +36,7 @@ enter_cache() {
 }
 
 load() {
-    local image=$1 archive=$2 before now file files=()
+    local image=$1 manifest=$2 before now file files=()
     shift 2
     set -e -o pipefail
     enter_cache
@@ -45,14 +45,18 @@ load() {
     flock 9
     for file; do [ ! -e "$file" ] || files+=("$file"); done
     before=$("$engine" image inspect --format '{{.Id}}' "$image" 2>/dev/null) || before=
-    if [ -n "$archive" ]; then [ ! -e "$archive" ] || "$engine" load <"$archive" >/dev/null
-    else { cat; [ ${#files[@]} -eq 0 ] || tar -c -- "${files[@]}"; head -c 1024 /dev/zero; } | "$engine" load >/dev/null; fi
+    if [ -z "$manifest" ]; then [ ${#files[@]} -eq 0 ] || "$engine" load <"${files[0]}" >/dev/null
+    else
+        printf '%s' "$manifest" >manifest.json
+        cat >config.json
+        tar -c -- manifest.json config.json "${files[@]}" | "$engine" load >/dev/null
+    fi
     now=$("$engine" image inspect --format '{{.Id}}' "$image")
     # Remove the previous image of this name, if it has no other name and no container uses it.
     if [ -n "$before" ] && [ "$before" != "$now" ] && [ "$(count_names "$before")" = 0 ]; then
         "$engine" image rm "$before" >/dev/null 2>&1 || true
     fi
-    rm -f -- "$archive" "$@"
+    rm -f -- manifest.json config.json "$@"
     find . -mindepth 1 -mmin +1440 -delete 2>/dev/null || true
     echo "$now"
 }

@@ -37,14 +37,6 @@ class Route:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The address of a node, and a warning for the user ("": none)."""
-
-    address: Address
-    warning: str = ""
-
-
 def addresses(text: str, speeds: Mapping[str, int]) -> tuple[Address, ...]:
     """Return the permanent global addresses in the output of `ip -o addr show`."""
     found = []
@@ -74,9 +66,15 @@ def candidates(found: Sequence[Address]) -> list[Address]:
     return [address for address in found if not INSIDE.fullmatch(address.device)]
 
 
+def warnings(address: Address) -> list[str]:
+    """Return warnings about the chosen address of a node."""
+    slow = f"its only usable address is on {address.device}, an overlay network: training will be slow"
+    return [slow] if _OVERLAY.fullmatch(address.device) else []
+
+
 def choose(
     found: Mapping[str, Sequence[Address]], routes: Mapping[str, Mapping[str, Route]], logins: Mapping[str, str]
-) -> dict[str, Choice]:
+) -> dict[str, Address]:
     """Return for every node an address to which all other nodes have a route.
 
     `routes` has each node's routes to the addresses of the others, `logins` the address of each node's SSH login.
@@ -84,7 +82,7 @@ def choose(
     Raises ClusterError naming every node without such an address.
     """
     _refuse_duplicates(found)
-    chosen: dict[str, Choice] = {}
+    chosen: dict[str, Address] = {}
     problems = []
     for name, mine in found.items():
         others = [other for other in found if other != name]
@@ -103,14 +101,12 @@ def choose(
             is_v6 = ipaddress.ip_address(address.number).version == 6
             usable.append(((overlay, is_v6, gateways, -address.speed_mbps, not_login, order), address))
         if usable:
-            rank, address = min(usable)
-            slow = f"its only usable address is on {address.device}, an overlay network: training will be slow"
-            chosen[name] = Choice(address, slow if rank[0] else "")
+            _, chosen[name] = min(usable)
         elif others:
             why = "; ".join(failed) or "it has none"
             problems.append(f"{name}: the other nodes can reach none of its addresses: {why}")
         else:
-            chosen[name] = Choice(Address("127.0.0.1", "lo"))
+            chosen[name] = Address("127.0.0.1", "lo")
     if problems:
         hint = "check `ip address` and `ip route` there, or set `address` in cluster.yaml"
         raise ClusterError("\n       ".join(problems), hint)

@@ -154,7 +154,7 @@ def launch(
                 raise
     if not numbered:
         _check_run_dir(checked)
-    commit = workdir.commit(job.workdir) if code else ""
+    commit = workdir.commit(job.workdir) if job.copies_workdir else ""
     record = JobRecord(checked, time.time(), named, commit=commit, withheld=tuple(without))
     notes, is_reserved = [], False
     try:
@@ -162,7 +162,7 @@ def launch(
             records.reserve(record)
             is_reserved = True
             try:
-                if code:
+                if code is not None:
                     notes.append(_send_workdir(code, record, records, report=report))
                 start(record, records, secrets)
             except ClusterError as error:
@@ -176,7 +176,7 @@ def launch(
 
 
 def _send_workdir(
-    code: workdir.Workdir,
+    code: Mapping[str, int],
     record: JobRecord,
     records: JobStore,
     nodes: Sequence[Node] = (),
@@ -184,7 +184,7 @@ def _send_workdir(
 ) -> str:
     """Copy the working directory to nodes, by default all hosts of a job, its spares, or its Slurm cluster."""
     others = sorted(records, key=lambda other: other.created_at, reverse=True)
-    earlier = [other.plan.job_id for other in others if other.plan.workdir == code.folder]
+    earlier = [other.plan.job_id for other in others if other.plan.workdir == record.plan.workdir]
     nodes = nodes or ((record.job.queue.login,) if record.job.queue else (*record.job.hosts, *record.job.spares))
     return workdir.send(code, record.plan, nodes, [name for name in earlier if name != record.plan.job_id], report)
 
@@ -234,7 +234,7 @@ def launch_array(
             record = JobRecord(job_plan, time.time(), job, withheld=tuple(without))
             records.reserve(record)
             reserved.append(record)
-            if code:
+            if code is not None:
                 _send_workdir(code, record, records)
             _make_folder(record.plan)
         SLURM.submit_array(plans, step, secrets or {})

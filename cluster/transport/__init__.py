@@ -2,35 +2,19 @@
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from cluster.spec.model import Node
 from cluster.transport.local import Completed, LocalShell
 
-__all__ = ["Completed", "LocalShell", "RemoteProcess", "Shell", "close_all", "reach"]
-
-
-class RemoteProcess(Protocol):
-    """A running command: write and close `stdin`, read `stdout` to its end, then call `wait`."""
-
-    stdin: BinaryIO
-    stdout: BinaryIO
-
-    def wait(self, timeout_s: float) -> Completed:
-        """Return the exit code and stderr (`out` is empty). Raise UnreachableError if it does not end in time."""
-        ...
+__all__ = ["Completed", "LocalShell", "Shell", "close_all", "reach"]
 
 
 class Shell(Protocol):
     """Runs commands on one machine."""
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command, which may fail. Raise UnreachableError if it cannot start or does not end in time."""
-        ...
-
-    def stream(self, argv: Sequence[str]) -> AbstractContextManager[RemoteProcess]:
-        """Start a command with large input or output; leaving the block ends it. Raise UnreachableError."""
         ...
 
     def ping(self) -> bool:

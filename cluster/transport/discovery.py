@@ -94,12 +94,11 @@ def inspect(given: Inventory) -> dict[str, Found]:
         raise LaunchError(why, hint)
     if all(node.address for node in given.nodes):
         return found
-    for name, choice in _addresses(found).items():
+    for name, address in _addresses(found).items():
         each = found[name]
         if not each.node.address:
-            each.node = replace(each.node, address=choice.address.number)
-            each.network = choice.address.device
-            each.notes += [choice.warning] if choice.warning else []
+            each.node, each.network = replace(each.node, address=address.number), address.device
+            each.notes += addresses.warnings(address)
     return found
 
 
@@ -158,7 +157,7 @@ def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:
     return "none", f"neither {' nor '.join(ENGINES)} is installed"
 
 
-def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Choice]:
+def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
     numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()}
 

@@ -20,7 +20,8 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.inventory import DATA_DIR
 from cluster.spec.model import Node
 from cluster.transport import parallel, reach
-from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, interruptible, no_rsync, reason
+from cluster.transport.process import interruptible
+from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, no_rsync, reason
 
 #: The state of a mirror: missing, a copy, a link to the shared folder, a link to another folder.
 State = Literal["none", "copy", "common", "elsewhere"]
@@ -84,26 +85,59 @@ def with_data_dir(node: Node) -> Node:
 
 
 @dataclass(frozen=True)
-class _Here:
-    """A folder or a file of this machine, as an absolute path with its symbolic links."""
-
-    path: str
-    is_file: bool
-
-    def arguments(self, node: Node, mirror: str) -> list[str]:
-        """Return rsync's source and target. A symbolic link is sent as its target file, one in a folder as a link."""
-        if self.is_file:
-            return ["--copy-links", "--", self.path, f"{at(node)}{posixpath.dirname(mirror)}/"]
-        return ["--", f"{self.path}/", f"{at(node)}{mirror}/"]
-
-
-@dataclass(frozen=True)
 class _Mirror:
-    """The state of a mirror, as `files.sh` prints it; `is_shared`: the node sees this machine's marker file."""
+    """The mirror of the path `here` on a node, as `files.sh` prints it; `is_shared`: the node sees the marker file."""
 
+    node: Node
+    here: Path
     state: State
     path: str
     is_shared: bool
+
+    @property
+    def is_link(self) -> bool:
+        return self.state in ("common", "elsewhere")
+
+    def arguments(self) -> list[str]:
+        """Return rsync's source and target. A symbolic link is sent as its target file, one in a folder as a link."""
+        if self.here.is_file():
+            return ["--copy-links", "--", str(self.here), f"{at(self.node)}{posixpath.dirname(self.path)}/"]
+        return ["--", f"{self.here}/", f"{at(self.node)}{self.path}/"]
+
+    def compare(self, *, checksum: bool) -> tuple[Difference, int]:
+        """Return the differences, and the bytes to send."""
+        options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
+        run = Rsync(self.node, [*options, *self.arguments()])
+        run(f"{self.node.name}: {self.path} cannot be read", f"this machine: {self.here} cannot be read")
+        missing, extra, different, size = [], [], [], 0
+        for change, length, name in run.changes:
+            if change.startswith("*deleting"):
+                extra += [] if name.endswith("/") else [name]
+            elif change[1] in "fL" and change.endswith("+++"):
+                missing.append(name)
+                size += length
+            elif change[1] in "fL" and (change[0] in "<>c" or change[5] == "p"):
+                different.append(name)
+                size += length
+        return Difference(*(tuple(sorted(names)) for names in (missing, extra, different))), size
+
+    def difference(self, *, checksum: bool) -> Difference:
+        """Return the differences. A folder that the node shares has none. Raise ClusterError for any other link."""
+        if self.state == "common":
+            with _marker(self.here) as marker:
+                if not marker or _mirrors(self.node, [self.here], marker)[0].is_shared:
+                    return Difference()
+        if self.is_link:
+            raise self.foreign()
+        found, _ = self.compare(checksum=checksum)
+        # A different time does not mean different content: compare the content then.
+        return self.compare(checksum=True)[0] if found.different and not checksum else found
+
+    def foreign(self) -> ClusterError:
+        """Return the error for a link to a folder that is not this machine's."""
+        name = self.node.name
+        why = f"{name}: {self.path} is, or is below, a link to a folder that is not this machine's"
+        return ClusterError(why, f"remove the link on {name} (see: ls -ld {self.path}), then sync again")
 
 
 def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
@@ -115,11 +149,11 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
 
     def compare(node: Node) -> None:
         wrong = {}
-        for here, seen in zip(heres, _mirrors(node, heres), strict=True):
-            if difference := _difference(node, here, seen, checksum=False):
-                what = "does not exist" if seen.state == "none" else f"differs: {difference}"
-                hint = command(here.path, delete=bool(difference.extra))
-                wrong[here.path] = ClusterError(f"{node.name}: {here.path} {what}", hint)
+        for mirror in _mirrors(node, heres):
+            if difference := mirror.difference(checksum=False):
+                what = "does not exist" if mirror.state == "none" else f"differs: {difference}"
+                hint = command(str(mirror.here), delete=bool(difference.extra))
+                wrong[mirror.path] = ClusterError(f"{node.name}: {mirror.here} {what}", hint)
         parallel.together(wrong)
 
     if heres:
@@ -129,11 +163,7 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
 def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
     """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
-
-    def compare(node: Node) -> Difference:
-        return _difference(node, here, _mirrors(node, [here])[0], checksum=True)
-
-    return interruptible(lambda: parallel.each(nodes, compare))
+    return interruptible(lambda: parallel.each(nodes, lambda node: _mirrors(node, [here])[0].difference(checksum=True)))
 
 
 def sync(
@@ -166,13 +196,11 @@ def refuse_missing(folders: Sequence[str]) -> None:
 def links_leading_out(folder: str) -> tuple[str, ...]:
     """Return `name -> target` of links that lead out of a folder: nodes get the link without its target."""
     here, out = _here(folder), []
-    for top, folders, names in os.walk(here.path):
+    for top, folders, names in os.walk(here):
         folders[:] = [name for name in folders if name not in EXCLUDED]
         for path in (Path(top, name) for name in (*folders, *names)):
-            if path.is_symlink():
-                target = posixpath.normpath(posixpath.join(top, path.readlink()))
-                if target != here.path and not target.startswith(f"{here.path}/"):
-                    out.append(f"{path.relative_to(here.path)} -> {path.readlink()}")
+            if path.is_symlink() and not Path(posixpath.normpath(path.parent / path.readlink())).is_relative_to(here):
+                out.append(f"{path.relative_to(here)} -> {path.readlink()}")
     return tuple(sorted(out))
 
 
@@ -195,8 +223,8 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
     run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
     failures = f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read"
     interruptible(lambda: run(*failures, may_vanish=True))  # a running job removes files
-    files = [change for change, _, _ in run.changes if change[1] in "fL"]
-    return Synced(node.name, "rsync" if files else "same", len(files), run.moved, seconds=time.monotonic() - began)
+    files = sum(change[1] in "fL" for change, _, _ in run.changes)
+    return Synced(node.name, "rsync" if files else "same", files, run.moved, seconds=time.monotonic() - began)
 
 
 def send(node: Node, file: Path, remote_folder: str) -> None:
@@ -211,7 +239,8 @@ def _remote(nodes: Sequence[Node]) -> list[Node]:
     return list({(node.login, node.data_dir, node.ssh_config): node for node in nodes if node.login}.values())
 
 
-def _here(folder: str) -> _Here:
+def _here(folder: str) -> Path:
+    """Return the absolute path of a folder or a file, with its symbolic links. Raise UsageError."""
     path = os.path.abspath(Path(folder).expanduser())  # noqa: PTH100 (resolve() would follow links)
     try:
         path.encode()
@@ -221,13 +250,13 @@ def _here(folder: str) -> _Here:
         raise UsageError("this machine: / cannot be synced", "name a folder below it: clusterctl sync ./data")
     if not Path(path).is_dir() and not Path(path).is_file():
         raise UsageError(f"this machine: {folder}: no such file or folder")
-    return _Here(path, Path(path).is_file())
+    return Path(path)
 
 
 @contextmanager
-def _marker(here: _Here) -> Iterator[str]:
+def _marker(here: Path) -> Iterator[str]:
     """Create a temporary file in the folder, which a node with the same shared folder sees; "" if not writable."""
-    file = Path(posixpath.dirname(here.path) if here.is_file else here.path, f"{PREFIX}{os.urandom(8).hex()}")
+    file = (here.parent if here.is_file() else here) / f"{PREFIX}{os.urandom(8).hex()}"
     name = file.name
     try:
         file.touch()
@@ -240,86 +269,48 @@ def _marker(here: _Here) -> Iterator[str]:
             file.unlink()
 
 
-def _mirrors(node: Node, heres: Sequence[_Here], marker: str = "") -> list[_Mirror]:
-    words = ["state", node.data_dir.rstrip("/"), marker, *(here.path for here in heres)]
+def _mirrors(node: Node, heres: Sequence[Path], marker: str = "") -> list[_Mirror]:
+    words = ["state", node.data_dir.rstrip("/"), marker, *map(str, heres)]
     done = reach(node).run(scripts.bash(_SCRIPT, *words))
     if done.code == _NO_RSYNC:
         raise no_rsync(node.name)
     if done.code:
         raise ClusterError(f"{node.name}: {node.data_dir} cannot be read: {reason(done.err)}")
     fields = done.out.split("\0")[:-1]
-    each = zip(fields[0::3], fields[1::3], fields[2::3], strict=True)
-    return [_Mirror(cast(State, state), mirror, bool(seen)) for state, mirror, seen in each]
+    each = zip(heres, fields[0::3], fields[1::3], fields[2::3], strict=True)
+    return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in each]
 
 
-def _difference(node: Node, here: _Here, seen: _Mirror, *, checksum: bool) -> Difference:
-    if seen.state == "common":
-        with _marker(here) as marker:
-            if not marker or _mirrors(node, [here], marker)[0].is_shared:
-                return Difference()
-    if seen.state in ("common", "elsewhere"):
-        raise _foreign_link(node, seen)
-    found, _ = _compare(node, here, seen.path, checksum=checksum)
-    # A different time does not mean different content: compare the content then.
-    return _compare(node, here, seen.path, checksum=True)[0] if found.different and not checksum else found
-
-
-def _compare(node: Node, here: _Here, mirror: str, *, checksum: bool) -> tuple[Difference, int]:
-    """Return the differences of a mirror, and the bytes to send."""
-    options = ["--dry-run", "--delete", "--executability", *(["--checksum"] if checksum else [])]
-    run = Rsync(node, [*options, *here.arguments(node, mirror)])
-    run(f"{node.name}: {mirror} cannot be read", f"this machine: {here.path} cannot be read")
-    missing, extra, different, size = [], [], [], 0
-    for change, length, name in run.changes:
-        if change.startswith("*deleting"):
-            extra += [] if name.endswith("/") else [name]
-        elif change[1] in "fL" and change.endswith("+++"):
-            missing.append(name)
-            size += length
-        elif change[1] in "fL" and (change[0] in "<>c" or change[5] == "p"):
-            different.append(name)
-            size += length
-    return Difference(*(tuple(sorted(names)) for names in (missing, extra, different))), size
-
-
-def _foreign_link(node: Node, seen: _Mirror) -> ClusterError:
-    return ClusterError(
-        f"{node.name}: {seen.path} is, or is below, a link to a folder that is not this machine's",
-        f"remove the link on {node.name} (see: ls -ld {seen.path}), then sync again",
-    )
-
-
-def _sync(node: Node, here: _Here, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
+def _sync(node: Node, here: Path, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
     began = time.monotonic()
     report(node.name, "comparing", 0, 0)
-    seen = _mirrors(node, [here], marker)[0]
-    if seen.is_shared and not copy and seen.state != "copy":
-        if seen.state != "common":
-            _run_on(node, scripts.bash(_SCRIPT, "link", here.path, seen.path), f"{seen.path} cannot be written")
+    mirror = _mirrors(node, [here], marker)[0]
+    unwritable = f"{node.name}: {mirror.path} cannot be written"
+    if mirror.is_shared and not copy and mirror.state != "copy":
+        if mirror.state != "common":
+            _run_on(node, scripts.bash(_SCRIPT, "link", str(here), mirror.path), unwritable)
         return Synced(node.name, "common", seconds=time.monotonic() - began)
-    if seen.state in ("common", "elsewhere"):
-        # Remove the mirror only if it is a link; never remove its target.
-        if copy and not reach(node).run(scripts.bash(_SCRIPT, "unlink", seen.path)).code:
-            seen = _mirrors(node, [here], marker)[0]
-        if seen.state in ("common", "elsewhere"):
-            raise _foreign_link(node, seen)
-    if seen.state == "none":
-        folder = posixpath.dirname(seen.path) if here.is_file else seen.path
-        _run_on(node, ["mkdir", "-p", "--", folder], f"{seen.path} cannot be written")
-    difference, size = _compare(node, here, seen.path, checksum=checksum)
+    # Remove the mirror only if it is a link; never remove its target.
+    if mirror.is_link and copy and not reach(node).run(scripts.bash(_SCRIPT, "unlink", mirror.path)).code:
+        mirror = _mirrors(node, [here], marker)[0]
+    if mirror.is_link:
+        raise mirror.foreign()
+    if mirror.state == "none":
+        folder = posixpath.dirname(mirror.path) if here.is_file() else mirror.path
+        _run_on(node, ["mkdir", "-p", "--", folder], unwritable)
+    difference, size = mirror.compare(checksum=checksum)
     removed = len(difference.extra) if delete else 0
     left = Difference() if delete else Difference(extra=difference.extra)
     files = len(difference.missing) + len(difference.different)
     if not files and not removed:
         return Synced(node.name, "same", seconds=time.monotonic() - began, left=left)
-    words = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else [])]
-    words += here.arguments(node, seen.path)
+    words = ["--perms", *(["--checksum"] if checksum else []), *(["--delete"] if delete else []), *mirror.arguments()]
     run = Rsync(node, words, lambda sent: report(node.name, "sending", min(sent, size), size))
-    run(f"{node.name}: {seen.path} cannot be written", f"this machine: {here.path} cannot be read")
+    run(unwritable, f"this machine: {here} cannot be read")
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 
 
 def _run_on(node: Node, argv: Sequence[str], failed: str) -> None:
     done = reach(node).run(argv)
     if done.code:
-        raise error_of(f"{node.name}: {failed}", done.err)
+        raise error_of(failed, done.err)

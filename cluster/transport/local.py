@@ -2,12 +2,8 @@
 
 import os
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
-from subprocess import PIPE
-from typing import IO, BinaryIO, cast
 
 from cluster.errors import UnreachableError
 
@@ -38,33 +34,15 @@ class Completed:
         return lines[-1] if lines else f"exit {self.code}"
 
 
-class LocalProcess:
-    """A child process with pipes; `errors` is the file of its stderr."""
-
-    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        self.stdin = cast(BinaryIO, process.stdin)
-        self.stdout = cast(BinaryIO, process.stdout)
-        self._process, self._errors = process, errors
-
-    def wait(self, timeout_s: float) -> Completed:
-        """Return the exit code and stderr. Raise UnreachableError if the command does not end in time."""
-        try:
-            code = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise UnreachableError(f"this machine: a command did not end within {timeout_s:g} s") from error
-        self._errors.seek(0)
-        return Completed(code, "", self._errors.read().decode(errors="replace"))
-
-
 class LocalShell:
     """Runs commands as children of this process."""
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
-        data = stdin.encode() if isinstance(stdin, str) else stdin
+        data, env = stdin.encode(), environment()
         try:  # in a session of its own: Ctrl-C must reach only the launcher, which stops its commands in order
             done = subprocess.run(
-                argv, input=data, capture_output=True, timeout=timeout_s, env=_environment(), start_new_session=True
+                argv, input=data, capture_output=True, timeout=timeout_s, env=env, start_new_session=True
             )
         except FileNotFoundError as error:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
@@ -72,27 +50,6 @@ class LocalShell:
             shown = " ".join(argv[:3])
             raise UnreachableError(f"this machine: `{shown}` did not answer within {timeout_s:g} s") from error
         return Completed(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
-
-    @contextmanager
-    def stream(self, argv: Sequence[str]) -> Iterator[LocalProcess]:
-        """Start a command. Raise UnreachableError if the program is missing."""
-        with tempfile.TemporaryFile() as errors:
-            try:
-                process = subprocess.Popen(
-                    argv, stdin=PIPE, stdout=PIPE, stderr=errors, env=_environment(), start_new_session=True
-                )
-            except FileNotFoundError as error:
-                raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
-            try:
-                yield LocalProcess(process, errors)
-            finally:
-                if process.poll() is None:
-                    process.terminate()
-                for pipe in (process.stdin, process.stdout):
-                    if pipe is not None:
-                        with suppress(BrokenPipeError):
-                            pipe.close()
-                process.wait()
 
     def ping(self) -> bool:
         """Return True: this machine always responds."""
@@ -102,5 +59,6 @@ class LocalShell:
         """Do nothing: this machine needs no connection."""
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Return the environment of commands on this machine, with a complete PATH."""
     return {**os.environ, "PATH": f"{os.environ.get('PATH', os.defpath)}:{MORE_PATH}"}

@@ -9,8 +9,9 @@ from cluster.spec.model import Node
 from cluster.transport.local import MORE_PATH
 
 WITHOUT_PROMPTS = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
-#: Every remote command prints this line first. Any output before it comes from the login shell.
+#: The first line of every remote command. Output before it comes from `~/.bashrc`, which bash also reads under sshd.
 BEGIN = "clusterctl begins"
+MARK = f"{BEGIN}\n".encode()
 
 
 def destination(login: str) -> str:
@@ -26,21 +27,33 @@ def remote_shell(node: Node) -> str:
     return shlex.join(["bash", "-c", f'set -o pipefail; "$@" | {{ {skip}; exec cat; }}', "rsh", *_ssh(node)])
 
 
-def command(node: Node, argv: Sequence[str], *, tty: bool = False) -> list[str]:
+def command(node: Node, argv: Sequence[str], *, tty: bool = False, marked: bool = False) -> list[str]:
     """Return the command that runs `argv` on the node, on a terminal with `tty`; `argv` itself on this machine."""
     if not node.login:
         return list(argv)
-    return [*_ssh(node), *(["-t", "-q"] if tty else ["-T"]), "--", destination(node.login), remote_line(argv)]
+    line = remote_line(argv, marked=marked)
+    return [*_ssh(node), *(["-t", "-q"] if tty else ["-T"]), "--", destination(node.login), line]
 
 
-def remote_line(argv: Sequence[str], before: str = "") -> str:
-    """Return a command line for any login shell: it starts a bash that runs `before` and executes the command."""
+def remote_line(argv: Sequence[str], *, marked: bool = False) -> str:
+    """Return a command line for any login shell: it starts a bash that executes the command.
+
+    With `marked` the line BEGIN precedes the command's output and its errors.
+    """
+    # csh keeps copies of its stdin and stdout open, so a daemon would delay the end of the output: close them.
+    before = f"echo {BEGIN}; echo {BEGIN} >&2; exec 3>&- 4>&- 5>&- 6>&-; " if marked else ""
     # Base64 has no character that any shell expands. A word of csh has 1024 characters at most.
     coded = base64.b64encode(shlex.join(argv).encode()).decode()
     words = " ".join(coded[at : at + 1000] for at in range(0, len(coded), 1000))
     # A bash below sshd reads ~/.bashrc again unless SHLVL is above 1.
     begin = f"{before}PATH=$PATH:{MORE_PATH}"
     return f'exec env SHLVL=3 bash -c \'{begin}; line=$(printf %s "$@" | base64 -d) && eval "exec $line"\' bash {words}'
+
+
+def after_mark(printed: bytes | bytearray) -> tuple[bool, str]:
+    """Return whether the line BEGIN occurs, and the output after it; without it all output."""
+    before, mark, after = printed.partition(MARK)
+    return bool(mark), (after if mark else before).decode(errors="replace")
 
 
 def options(login: str, config_file: str) -> list[str]:

@@ -4,22 +4,15 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
-from typing import Any, TypeVar
 
-from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Node
-from cluster.transport import close_all
 from cluster.transport.openssh import BEGIN, destination, remote_shell
-
-T = TypeVar("T")
+from cluster.transport.process import CONNECTIONS, started
 
 #: The prefix of marker files and of the folder for incomplete transfers.
 PREFIX = ".clusterctl-"
@@ -37,8 +30,8 @@ _OPTIONS = (
 )
 #: rsync's exit codes: source files vanished during the transfer; the connection failed.
 VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
-#: Limits for sshd's MaxStartups: concurrent rsync connections, and seconds of login retries.
-_CONNECTIONS, _BUSY_S = threading.BoundedSemaphore(8), 20.0
+#: Seconds of login retries.
+_BUSY_S = 20.0
 #: A line of `--out-format`: the eleven letters of an itemized change, the size, the name.
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
 
@@ -85,7 +78,7 @@ class Rsync:
         """
         require_rsync()
         until = time.monotonic() + _BUSY_S
-        with _CONNECTIONS:
+        with CONNECTIONS:
             self._run()
             while self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors):
                 if time.monotonic() > until:
@@ -130,52 +123,6 @@ class Rsync:
             self._sent(int(found[1]))
         elif found := re.match(r"Total bytes (?:sent|received): (\d+)", line):
             self.moved = max(self.moved, int(found[1]))
-
-
-#: The running processes, which Ctrl-C terminates, and whether it was pressed.
-_processes: set[subprocess.Popen[Any]] = set()
-_interrupted = threading.Event()
-_lock = threading.Lock()
-
-
-@contextmanager
-def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process in its own session, which `interruptible` can terminate. Raise LaunchError if it did."""
-    with _lock:
-        refuse_interrupted()
-        process = subprocess.Popen(argv, start_new_session=True, **options)
-        _processes.add(process)
-    with process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-            with _lock:
-                _processes.discard(process)
-    refuse_interrupted()
-
-
-def refuse_interrupted() -> None:
-    """Raise LaunchError if Ctrl-C ends the running work."""
-    if _interrupted.is_set():
-        raise LaunchError("this machine: interrupted")
-
-
-def interruptible(work: Callable[[], T]) -> T:
-    """Run `work` and return its result. Ctrl-C ends its transfers, waits for it, and raises KeyboardInterrupt."""
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work)
-        try:
-            return running.result()
-        except KeyboardInterrupt:
-            with _lock:
-                _interrupted.set()
-                for process in _processes:
-                    process.terminate()
-            close_all()  # ends remote commands that threads wait for
-            wait([running])
-            _interrupted.clear()
-            raise
 
 
 def error_of(failed: str, errors: str) -> ClusterError:

@@ -13,10 +13,9 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import cast
 
 import paramiko
 from fabric import Config, Connection
@@ -25,7 +24,7 @@ from cluster.errors import UnreachableError
 from cluster.spec.model import Node
 from cluster.transport import openssh
 from cluster.transport.local import Completed
-from cluster.transport.openssh import BEGIN, destination, remote_line
+from cluster.transport.openssh import after_mark, destination, remote_line
 
 CONNECT_TIMEOUT_S = 8.0
 #: How long to wait for the end of a closed connection's thread.
@@ -35,13 +34,13 @@ _BUSY_S = 20.0
 #: Interval of keep-alive messages, which detect a dead connection.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+#: Exceptions of a connection that failed or broke.
+_BROKEN = (OSError, EOFError, paramiko.SSHException)
 #: The settings of `ssh -G` that paramiko and fabric use. Timeouts are set for each connection.
 _SETTINGS = (
     *("hostname", "user", "port", "forwardagent", "proxyjump", "proxycommand"),
     *("userknownhostsfile", "globalknownhostsfile", "hostkeyalias"),
 )
-#: The output of a command follows this mark. Output before it comes from `~/.bashrc`, which bash also reads under sshd.
-_MARK = f"{BEGIN}\n".encode()
 # Without a handler paramiko prints tracebacks of exceptions that this module reports as errors.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -58,38 +57,6 @@ class _Refuse(paramiko.MissingHostKeyPolicy):
         raise UnknownHostKey(f"its host key {key.get_name()} SHA256:{digest} is in no known_hosts file")
 
 
-class SshProcess:
-    """A running command on the remote machine."""
-
-    def __init__(self, channel: paramiko.Channel, name: str) -> None:
-        self._channel = channel
-        self._name = name
-        # Unbuffered: closing this file ends the input of the command.
-        self.stdin = cast(BinaryIO, channel.makefile_stdin("wb", 0))
-        self.stdout = cast(BinaryIO, channel.makefile("rb", _CHUNK))
-        while (line := self.stdout.readline()) and not line.endswith(_MARK):
-            pass
-        channel.settimeout(None)
-        self._errors = bytearray()
-        # stderr and stdout share their flow control, so unread stderr would block both.
-        self._drain = threading.Thread(target=self._read_errors, daemon=True)
-        self._drain.start()
-
-    def _read_errors(self) -> None:
-        while chunk := self._channel.recv_stderr(_CHUNK):
-            self._errors += chunk
-
-    def wait(self, timeout_s: float) -> Completed:
-        """Return the exit code and stderr. Raise UnreachableError after `timeout_s` or if the connection breaks."""
-        if not self._channel.status_event.wait(timeout_s):
-            raise UnreachableError(f"{self._name}: a command did not end within {timeout_s:g} s")
-        self._drain.join(5)
-        code = self._channel.recv_exit_status()
-        if code == -1:
-            raise UnreachableError(f"{self._name}: the connection broke")
-        return Completed(code, "", _after_mark(self._errors)[1].decode(errors="replace"))
-
-
 class SshShell:
     """Runs commands on a node over one connection."""
 
@@ -99,16 +66,15 @@ class SshShell:
         self._connection: Connection | None = None
         self._lock = threading.Lock()
 
-    def run(self, argv: Sequence[str], *, stdin: str | bytes = "", timeout_s: float = 60.0) -> Completed:
+    def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the connection fails or the command does not end in `timeout_s`."""
         until = time.monotonic() + timeout_s
         channel = self._start(argv, timeout_s)
         # Always close the channel: the command then ends with SIGPIPE or SIGHUP.
         try:
             out, errors = bytearray(), bytearray()
-            data = stdin.encode() if isinstance(stdin, str) else stdin
             channel.settimeout(timeout_s)
-            channel.sendall(data)
+            channel.sendall(stdin.encode())
             channel.shutdown_write()
             for read, into in ((channel.recv, out), (channel.recv_stderr, errors)):
                 channel.settimeout(max(0.05, until - time.monotonic()))
@@ -118,36 +84,22 @@ class SshShell:
             if not channel.status_event.wait(max(0.05, until - time.monotonic())):
                 raise TimeoutError
             code = channel.recv_exit_status()
+            if code == -1:
+                raise EOFError("no exit code")
         except TimeoutError as error:
             shown = " ".join(argv[:3]).splitlines()[0][:60]
             raise UnreachableError(f"{self.name}: `{shown}` did not answer within {timeout_s:g} s") from error
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             self.close()
             raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
         finally:
             channel.close()
-        if code == -1:
-            self.close()
-            raise UnreachableError(f"{self.name}: the connection broke")
-        has_mark, out = _after_mark(out)
-        done = Completed(code, out.decode(errors="replace"), _after_mark(errors)[1].decode(errors="replace"))
+        has_mark, text = after_mark(out)
+        done = Completed(code, text, after_mark(errors)[1])
         if not has_mark:
             hint = f'try by hand: {self._by_hand()} "bash --version"'
             raise UnreachableError(f"{self.name}: its login shell does not run commands: {done.last_line}", hint)
         return done
-
-    @contextmanager
-    def stream(self, argv: Sequence[str]) -> Iterator[SshProcess]:
-        """Start a command. Raise UnreachableError if the connection fails, now or inside the block."""
-        channel = self._start(argv, CONNECT_TIMEOUT_S)
-        channel.settimeout(CONNECT_TIMEOUT_S)
-        try:
-            yield SshProcess(channel, self.name)
-        except (OSError, EOFError, paramiko.SSHException) as error:
-            self.close()
-            raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
-        finally:
-            channel.close()
 
     def ping(self) -> bool:
         """Return whether sshd responds to a keep-alive request, which needs no new process there."""
@@ -157,7 +109,7 @@ class SshShell:
             return False
         try:
             connection.transport.global_request("keepalive@openssh.com", wait=True)
-        except (OSError, EOFError, paramiko.SSHException):
+        except _BROKEN:
             return False
         return bool(connection.transport.is_active())
 
@@ -182,9 +134,9 @@ class SshShell:
             transport, fresh = self._transport(limit_s)
             try:
                 channel = transport.open_session(timeout=limit_s)
-                channel.exec_command(_line(argv))
+                channel.exec_command(remote_line(argv, marked=True))
                 return channel
-            except (OSError, EOFError, paramiko.SSHException) as error:
+            except _BROKEN as error:
                 self.close()
                 if fresh:  # an old connection may be dead: retry with a new one
                     raise UnreachableError(f"{self.name}: the connection broke: {error}") from error
@@ -207,7 +159,7 @@ class SshShell:
             raise UnreachableError(f"{self.name}: ssh configuration: {error}", hint) from error
         try:
             _log_in(connection, timeout_s)
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             why, hint = _explain(error, connection, self._by_hand())
             where = f"{self.name} ({connection.user}@{connection.host}:{connection.port})"
             raise UnreachableError(f"{where}: {why}", hint) from error
@@ -242,18 +194,6 @@ def _explain(error: Exception, connection: Connection, command: str) -> tuple[st
     return f"cannot be reached: {error or type(error).__name__}", by_hand
 
 
-def _line(argv: Sequence[str]) -> str:
-    """Return the command line that prints the mark and executes the command."""
-    # csh keeps copies of its stdin and stdout open, so a daemon would delay the end of the output: close them.
-    return remote_line(argv, f"echo {BEGIN}; echo {BEGIN} >&2; exec 3>&- 4>&- 5>&- 6>&-; ")
-
-
-def _after_mark(printed: bytearray) -> tuple[bool, bytearray]:
-    """Return whether the mark occurs, and the output after it; without a mark all output."""
-    before, mark, after = printed.partition(_MARK)
-    return bool(mark), after if mark else before
-
-
 def _log_in(connection: Connection, timeout_s: float) -> None:
     until = time.monotonic() + _BUSY_S
     pause_s = 0.1
@@ -262,7 +202,7 @@ def _log_in(connection: Connection, timeout_s: float) -> None:
         try:
             connection.open()
             return
-        except (OSError, EOFError, paramiko.SSHException) as error:
+        except _BROKEN as error:
             now = time.monotonic()
             # Retry only if sshd closed the connection at once, as above MaxStartups; not after a timeout.
             is_refused = isinstance(error, ConnectionResetError) or "Error reading SSH protocol banner" in str(error)

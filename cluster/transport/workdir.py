@@ -10,8 +10,7 @@ import os
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,8 @@ from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.model import WORKDIR, Node, Plan
 from cluster.transport import files, parallel, reach
 from cluster.transport.local import LocalShell
-from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, Rsync, at, interruptible
+from cluster.transport.process import interruptible
+from cluster.transport.rsync import EXCLUDED, PREFIX, RUNS_MARK, Rsync, at
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -36,52 +36,42 @@ IGNORE_FILES = (".gitignore", ".clusterignore")
 EARLIER = 3
 
 
-@dataclass(frozen=True)
-class Workdir:
-    """The files of a folder that travel: names relative to it, and their sizes in bytes."""
-
-    folder: str
-    sizes: dict[str, int]
-
-    @property
-    def size(self) -> int:
-        """The sum of the sizes."""
-        return sum(self.sizes.values())
-
-
-def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> Workdir:
+def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> dict[str, int]:
     """Return the files of a folder that travel: all but `.git`, caches, run directories, and what is ignored.
 
-    `without` are absolute paths of files with secrets, which never travel. Raises UsageError, which names the largest
-    folders, if the files have more than `limit` bytes.
+    Returns their sizes in bytes by their names relative to the folder. `without` are absolute paths of files with
+    secrets, which never travel. Raises UsageError, which names the largest folders, if the sum is above `limit`.
     """
     try:
         sizes = {name: size for name, size in _files(folder, "", []) if f"{folder}/{name}" not in without}
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore") from error
-    found = Workdir(folder, sizes)
-    if found.size > limit:
+    total = sum(sizes.values())
+    if total > limit:
         parts: Counter[str] = Counter()
-        for name, size in found.sizes.items():
+        for name, size in sizes.items():
             parts[name.partition("/")[0]] += size
         largest = ", ".join(f"{name} {decimal(size)}" for name, size in parts.most_common(3))
-        why = f"the working directory {folder} has {decimal(found.size)}, more than {decimal(limit)}: {largest}"
+        why = f"the working directory {folder} has {decimal(total)}, more than {decimal(limit)}: {largest}"
         hint = "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount"
         raise UsageError(why, hint)
-    return found
+    return sizes
 
 
-def send(workdir: Workdir, plan: Plan, nodes: Sequence[Node], earlier: Sequence[str], report: files.Report) -> str:
-    """Copy the files to the job's folder on each node. Return a sentence with the counts.
+def send(
+    sizes: Mapping[str, int], plan: Plan, nodes: Sequence[Node], earlier: Sequence[str], report: files.Report
+) -> str:
+    """Copy the plan's working directory to the job's folder on each node. Return a sentence with the counts.
 
     `earlier` are jobs whose copies may have the same files. Raises ClusterError, with no copy left, if one fails.
     """
+    total = sum(sizes.values())
     machines = list({(node.login, node.ssh_config, node.run_dir): node for node in nodes}.values())
     with tempfile.NamedTemporaryFile(prefix=PREFIX) as listed:
-        listed.write(b"".join(os.fsencode(name) + b"\0" for name in workdir.sizes))
+        listed.write(b"".join(os.fsencode(name) + b"\0" for name in sizes))
         listed.flush()
         try:
-            one = partial(_send, workdir, plan, listed.name, earlier, report)
+            one = partial(_send, total, plan, listed.name, earlier, report)
             sent = interruptible(lambda: parallel.all_of(machines, one))
         except (ClusterError, KeyboardInterrupt):
             remove = f'rm -rf -- "$0/{WORKDIR}"; rmdir -- "$0" 2> /dev/null'
@@ -89,7 +79,7 @@ def send(workdir: Workdir, plan: Plan, nodes: Sequence[Node], earlier: Sequence[
             raise
     most = max(sent.values(), default=0)
     where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].display_name if machines else "")
-    return f"working directory: {len(workdir.sizes)} files, {decimal(workdir.size)}; {most} sent to {where}"
+    return f"working directory: {len(sizes)} files, {decimal(total)}; {most} sent to {where}"
 
 
 def without_copy(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
@@ -119,7 +109,7 @@ def commit(folder: str) -> str:
     return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
 
 
-def _send(workdir: Workdir, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Node) -> int:
+def _send(size: int, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Node) -> int:
     """Copy the files to one node, and return how many were sent."""
     target = f"{plan.dir_on(node)}/{WORKDIR}"
     made = reach(node).run(["mkdir", "-p", "--", target])
@@ -127,11 +117,10 @@ def _send(workdir: Workdir, plan: Plan, listed: str, earlier: Sequence[str], rep
         raise ClusterError(f"{node.display_name}: {target} cannot be written: {made.last_line}")
     options = ["--perms", "--ignore-missing-args", "--from0", f"--files-from={listed}"]
     options += [f"--copy-dest=../../{job}/{WORKDIR}" for job in earlier[:EARLIER]]
-    what, size = "sending the working directory", workdir.size
-    words = [*options, "--", f"{workdir.folder}/", f"{at(node)}{target}/"]
+    what = "sending the working directory"
+    words = [*options, "--", f"{plan.workdir}/", f"{at(node)}{target}/"]
     run = Rsync(node, words, lambda sent: report(node.name, what, min(sent, size), size))
-    failures = f"{node.display_name}: {target} cannot be written", f"{workdir.folder} cannot be read"
-    run(*failures, may_vanish=True)
+    run(f"{node.display_name}: {target} cannot be written", f"{plan.workdir} cannot be read", may_vanish=True)
     return sum(change[:2] in ("<f", ">f") for change, _, _ in run.changes)
 
 

@@ -6,11 +6,13 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import yaml
+
+from cluster.spec.model import Node
+from tests.conftest import wait_until
 
 #: A program without torch, for jobs that run, fail or stop.
 TICKS = Path(__file__).with_name("ticks.py")
@@ -68,21 +70,21 @@ class Sshd:
         server = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
         assert server, "these tests need an sshd: apt-get install openssh-server"
         subprocess.run([server, "-f", self.folder / "sshd_config", "-E", self.folder / "log"], check=True)
-        until = time.time() + 10
-        while time.time() < until:
-            if (self.folder / "pid").exists() and (self.folder / "pid").read_text().endswith("\n"):
-                return  # it listens now
-            time.sleep(0.02)
-        raise AssertionError((self.folder / "log").read_text())
+        pid = self.folder / "pid"
+        listens = wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+        assert listens, (self.folder / "log").read_text()
 
     def stop(self) -> None:
         """Stop the server and its sessions."""
         pid = int((self.folder / "pid").read_text())
         self.drop_sessions()
         os.kill(pid, signal.SIGTERM)
-        until = time.time() + 10
-        while (self.folder / "pid").exists() and time.time() < until:  # sshd removes the file after it closed its ports
-            time.sleep(0.02)
+        wait_until(lambda: not (self.folder / "pid").exists())  # sshd removes the file after it closed its ports
+
+    def node(self, number: int, name: str = "", **keys: str) -> Node:
+        """Return an address of the server as a node."""
+        host = f"h{number}"
+        return Node(name or host, self.addresses[number], login=host, ssh_config=str(self.config), **keys)
 
     def bin(self) -> Path:
         """Return a folder that is first on the PATH of every later login."""

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,26 +13,17 @@ import pytest
 
 from cluster import doctor
 from cluster.errors import UsageError
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Inventory
 from cluster.transport import close_all
+from tests.conftest import wait_until
 
-REPOSITORY = Path(__file__).parents[2]
 WITHOUT_IMAGE = ("runtime", "versions", "link")
 
 
 @pytest.fixture
 def inventory(sshd, tmp_path):
-    nodes = [
-        Node(
-            f"h{index}",
-            address,
-            login=f"h{index}",
-            run_dir=str(tmp_path / f"runs of h{index}"),
-            ssh_config=str(sshd.config),
-        )
-        for index, address in enumerate(sshd.addresses)
-    ]
-    yield Inventory(tuple(nodes), device="cpu")
+    nodes = tuple(sshd.node(number, run_dir=str(tmp_path / f"runs of h{number}")) for number in range(3))
+    yield Inventory(nodes, device="cpu")
     close_all()
 
 
@@ -65,10 +55,7 @@ def test_no_listener_remains(inventory, sshd):
             time.sleep(0.01)
     report.result()
     assert seen
-    until = time.time() + 10
-    while (left := _listeners(sshd)) and time.time() < until:
-        time.sleep(0.1)
-    assert left == []
+    assert wait_until(lambda: not _listeners(sshd))
 
 
 def _listeners(sshd):
@@ -114,13 +101,9 @@ def test_changed_host_key_fails_one_node_and_others_are_checked(inventory, sshd)
 
 def test_run_dir_that_cannot_be_created_or_has_shell_characters(inventory, tmp_path):
     (tmp_path / "a file").write_text("")
-    h0, h1, h2 = inventory.nodes
     runs = [str(tmp_path / "a file" / "runs"), str(tmp_path / "a'; touch $HOME `id` \\"), str(tmp_path)]
-    nodes = [
-        Node(n.name, n.address, (), n.login, run, ssh_config=n.ssh_config)
-        for n, run in zip((h0, h1, h2), runs, strict=True)
-    ]
-    report = doctor.examine(Inventory(tuple(nodes), device="cpu"), skip=(*WITHOUT_IMAGE, "reachable"))
+    nodes = tuple(replace(node, run_dir=run) for node, run in zip(inventory.nodes, runs, strict=True))
+    report = doctor.examine(replace(inventory, nodes=nodes), skip=(*WITHOUT_IMAGE, "reachable"))
     levels = {node: finding.level for node, finding in found(report, "run_dir").items()}
     assert levels == {"h0": "failure", "h1": "ok", "h2": "ok"}
     assert "Not a directory" in found(report, "run_dir")["h0"].detail
@@ -146,36 +129,31 @@ def test_unknown_check_is_an_error_that_lists_the_checks(inventory):
         doctor.examine(inventory, skip=["login"])
 
 
-def command(folder, *arguments):
-    environment = {**os.environ, "CLUSTERCTL_STATE_DIR": str(folder / "state"), "PYTHONPATH": str(REPOSITORY)}
-    skipped = [word for check in WITHOUT_IMAGE for word in ("--skip", check)]
-    argv = [sys.executable, "-m", "cluster", "doctor", *skipped, *arguments]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+SKIP = [f"--skip={check}" for check in WITHOUT_IMAGE]
 
 
-def test_command_groups_equal_findings_and_prints_a_fix_per_failure(sshd, tmp_path):
+def test_command_groups_equal_findings_and_prints_a_fix_per_failure(sshd, clusterctl, tmp_path):
     names = "".join(f"  h{index}: {{address: {address}}}\n" for index, address in enumerate(sshd.addresses))
     where = f"ssh_config: {sshd.config}\ndevice: cpu\ndefaults: {{runtime: none, run_dir: {tmp_path}}}\n"
     (tmp_path / "cluster.yaml").write_text(f"{where}nodes:\n{names}")
-    done = command(tmp_path)
-    assert (done.returncode, done.stderr) == (3, "")
-    lines = done.stdout.splitlines()
+    code, text = clusterctl.run("doctor", *SKIP)
+    assert (code, "error: " in text) == (3, False)
+    lines = text.splitlines()
     assert len([line for line in lines if line.startswith("ok   login")]) == 1
     assert "all" in next(line for line in lines if line.startswith("ok   login"))
     failures = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
     assert len(failures) == 3
     assert all(lines[index + 1].lstrip().startswith("fix: ") for index in failures)
     assert "3 would stop a launch" in lines[-1]
-    assert "\x1b" not in done.stdout
+    assert "\x1b" not in text
 
-    report = json.loads(command(tmp_path, "--json", "--only", "h0").stdout)
+    report = json.loads(clusterctl.run("doctor", *SKIP, "--json", "--only", "h0")[1])
     assert (report["exit_code"], {finding["node"] for finding in report["findings"]}) == (0, {"h0"})
     sshd.known_hosts.write_text("")
-    assert command(tmp_path, "--json").returncode == 5
+    assert clusterctl.run("doctor", *SKIP, "--json")[0] == 5
 
 
-def test_command_without_inventory_suggests_init(tmp_path):
-    done = command(tmp_path)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "hint: clusterctl init" in done.stderr
+def test_command_without_inventory_suggests_init(clusterctl):
+    code, text = clusterctl.run("doctor")
+    assert (code, "Traceback" in text) == (2, False)
+    assert "hint: clusterctl init" in text

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -16,37 +14,17 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Node
 from cluster.transport import close_all, files, rsync
 from cluster.transport.files import Difference
+from tests.conftest import interrupted
 
 NAMES = [
-    "plain.txt",
-    "a'; echo foo",
-    'a"=0"',
-    "one\ntwo",
-    "$HOME `id` \\",
-    "-n",
-    "--delete",
-    "ünïcode/ß",
-    " x ",
-    "*",
-    "tab\there",
-    "deep/er/and er/-rf",
-    ":remote:path",
-    os.fsdecode(b"latin-\xe9"),
+    *("plain.txt", "a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "-n", "--delete", "ünïcode/ß", " x ", "*"),
+    *("tab\there", "deep/er/and er/-rf", ":remote:path", os.fsdecode(b"latin-\xe9")),
 ]
 
 
 @pytest.fixture
 def nodes(sshd, tmp_path):
-    yield [
-        Node(
-            f"gpu-{letter}",
-            sshd.addresses[at],
-            login=f"h{at}",
-            data_dir=f"{tmp_path}/{letter} d'",
-            ssh_config=str(sshd.config),
-        )
-        for at, letter in enumerate("ab")
-    ]
+    yield [sshd.node(at, f"gpu-{letter}", data_dir=f"{tmp_path}/{letter} d'") for at, letter in enumerate("ab")]
     close_all()
 
 
@@ -81,10 +59,9 @@ def sync(nodes, folder, **options):
 
 def test_a_folder_is_copied_exactly_and_a_second_sync_sends_nothing(nodes, folder):
     first = sync(nodes, folder)
-    assert {name: (done.how, done.files) for name, done in first.items()} == {
-        "gpu-a": ("rsync", len(NAMES) + 2),
-        "gpu-b": ("rsync", len(NAMES) + 2),
-    }
+    assert {name: (done.how, done.files) for name, done in first.items()} == dict.fromkeys(
+        ("gpu-a", "gpu-b"), ("rsync", len(NAMES) + 2)
+    )
     for node in nodes:
         assert node.mirror(str(folder)) == f"{node.data_dir}{folder}"
         assert contents(node.mirror(str(folder))) == contents(folder)
@@ -252,9 +229,7 @@ def test_a_machine_without_rsync_is_named(nodes, folder, tmp_path, monkeypatch):
 
 def test_an_unwritable_mirror_and_a_missing_folder_are_errors(nodes, folder, tmp_path, sshd):
     (tmp_path / "file").write_text("")
-    blocked = Node(
-        "gpu-c", sshd.addresses[2], login="h2", data_dir=f"{tmp_path}/file/x", ssh_config=nodes[0].ssh_config
-    )
+    blocked = sshd.node(2, "gpu-c", data_dir=f"{tmp_path}/file/x")
     done = sync([*nodes, blocked], folder)
     assert done["gpu-a"].how == "rsync"
     assert done["gpu-c"].message == f"gpu-c: {tmp_path}/file/x{folder} cannot be written: Not a directory"
@@ -309,18 +284,8 @@ def test_ctrl_c_ends_at_once_and_leaves_no_partial_file(nodes, tmp_path):
     root.mkdir()
     for index in range(24):  # enough that the signal arrives before the last file
         (root / f"{index}.bin").write_bytes(os.urandom(10_000_000))
-    began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, nodes[0].data_dir, nodes[0].ssh_config, str(root)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        # background processes of a shell ignore SIGINT, and their children inherit that
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    done = interrupted(INTERRUPTED, nodes[0].data_dir, nodes[0].ssh_config, root, timeout_s=20)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
-    assert time.monotonic() - began < 20
     there = Path(nodes[0].mirror(str(root)))
     for path in there.glob("*.bin"):
         assert path.read_bytes() == (root / path.name).read_bytes()
@@ -372,13 +337,8 @@ def test_a_checkpoint_is_sent_and_replaces_an_old_one(nodes, tmp_path):
 
 
 def clusterctl(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "cluster", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    argv = [sys.executable, "-m", "cluster", *map(str, arguments)]
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, folder, tmp_path, monkeypatch):
@@ -391,10 +351,7 @@ def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, 
     done = clusterctl(*words)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        f"gpu-a: {len(NAMES) + 2} files",
-        f"gpu-b: {len(NAMES) + 2} files",
-    ]
+    assert [line.split(",")[0] for line in lines] == [f"gpu-{letter}: {len(NAMES) + 2} files" for letter in "ab"]
     assert " sent, " in lines[0]
     (Path(nodes[1].mirror(str(folder))) / "left over").write_text("x")
     done = clusterctl(*words, "--json")

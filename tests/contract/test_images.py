@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,7 +17,8 @@ from cluster.errors import ClusterError, UnreachableError
 from cluster.images import Blob, Layers, chain_ids, engine, send, send_missing
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Node
-from cluster.transport import close_all, rsync
+from cluster.transport import close_all, process, rsync
+from tests.conftest import interrupted, wait_until
 
 MB = 1 << 20
 LIMIT = "--bwlimit=15m"
@@ -47,7 +46,7 @@ def content(tmp_path):
 
 @pytest.fixture
 def nodes(sshd):
-    yield [Node(name, "", login=name, ssh_config=str(sshd.config)) for name in ("h0", "h1", "h2")]
+    yield [sshd.node(number) for number in range(3)]
     close_all()
 
 
@@ -102,9 +101,7 @@ def test_partial_file_of_a_broken_connection_is_resumed(large, nodes, content, m
         sshd.drop_sessions()
         with pytest.raises(UnreachableError, match="h0: the connection broke"):
             sending.result(60)
-    until = time.monotonic() + 10
-    while not part_of(tmp_path / "node").exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    assert wait_until(part_of(tmp_path / "node").exists)
     assert send(nodes[0], folder, [made], Progress()) < 52 * MB, "what had arrived was sent again"
     assert (tmp_path / "node" / "layer.gz").read_bytes() == content.read_bytes()
     assert not part_of(tmp_path / "node").parent.exists()
@@ -138,7 +135,7 @@ def test_node_that_stops_responding_does_not_block_others(large, nodes, content,
 INTERRUPTED = """
 import os, signal, sys, threading
 from pathlib import Path
-from cluster.transport import rsync
+from cluster.transport import process, rsync
 from cluster.images import Blob, send
 from cluster.spec.model import Node
 rsync._OPTIONS = (*rsync._OPTIONS, "--bwlimit=15m")
@@ -156,7 +153,7 @@ compressing = threading.Thread(target=second.make)
 compressing.start()
 node = Node("h0", "", login="h0", ssh_config=config)
 try:
-    rsync.interruptible(lambda: send(node, there, [first], sent))
+    process.interruptible(lambda: send(node, there, [first], sent))
 except KeyboardInterrupt:
     compressing.join()
     print("interrupted", flush=True)
@@ -164,25 +161,13 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_transfer_and_compression_and_keeps_the_partial_file(large, nodes, content, made, tmp_path):
-    began = time.monotonic()
     (tmp_path / "interrupted").mkdir()
     words = [content, tmp_path / "interrupted", tmp_path / "node", nodes[0].ssh_config]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, *map(str, words)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        # A process that a background shell starts ignores SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    done = interrupted(INTERRUPTED, *words, timeout_s=50)
     assert done.stdout == "interrupted\n", done.stderr
-    assert time.monotonic() - began < 50
     assert not (tmp_path / "node" / "layer.gz").exists()
     part = part_of(tmp_path / "node")
-    until = time.monotonic() + 10
-    while not part.exists() and time.monotonic() < until:
-        time.sleep(0.1)
+    assert wait_until(part.exists)
     arrived = part.stat().st_size
     assert arrived > 9 * MB
     assert send(nodes[0], str(tmp_path / "node"), [made], Progress()) < 60 * MB - arrived + 200_000
@@ -214,9 +199,9 @@ def test_node_without_rsync_fails_before_compression(monkeypatch, tmp_path):
 
 
 def test_no_process_is_started_after_ctrl_c(monkeypatch):
-    monkeypatch.setattr(rsync, "_interrupted", threading.Event())
-    rsync._interrupted.set()
-    with pytest.raises(ClusterError, match="interrupted"), rsync.started(["true"]):
+    monkeypatch.setattr(process, "_interrupted", threading.Event())
+    process._interrupted.set()
+    with pytest.raises(ClusterError, match="interrupted"), process.started(["true"]):
         pytest.fail("a process was started after Ctrl-C")
 
 

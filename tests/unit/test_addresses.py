@@ -61,47 +61,44 @@ def test_the_output_of_ip_route_is_a_device_and_a_gateway_or_a_problem(text, rou
 
 
 def test_docker0_is_never_chosen():
-    assert chosen({"a": [DOCKER0, lan(5)], "b": [DOCKER0, lan(6)]})["a"].address == lan(5)
+    assert chosen({"a": [DOCKER0, lan(5)], "b": [DOCKER0, lan(6)]})["a"] == lan(5)
 
 
 def test_an_address_that_one_peer_cannot_reach_is_skipped():
     found = {"a": [lan(5), Address("192.168.1.5", "eth1")], "b": [lan(6)], "c": [lan(7)]}
     made = chosen(found, {"c": {"10.0.0.5": Route(problem="network is unreachable")}})
-    assert made["a"].address.number == "192.168.1.5"
+    assert made["a"].number == "192.168.1.5"
 
 
 def test_a_direct_route_is_preferred_then_the_speed_then_the_logins_address():
     found = {"a": [lan(5), Address("192.168.1.5", "eth1")], "b": [lan(6)]}
-    assert chosen(found, {"b": {"10.0.0.5": Route("eth0", "10.0.0.1")}})["a"].address.device == "eth1"
+    assert chosen(found, {"b": {"10.0.0.5": Route("eth0", "10.0.0.1")}})["a"].device == "eth1"
     fast = {"a": [lan(5, speed=1000), Address("192.168.1.5", "ib0", 100000)], "b": [lan(6)]}
-    assert chosen(fast)["a"].address.device == "ib0"
-    assert chosen(found, logins={"a": "192.168.1.5"})["a"].address.device == "eth1"
+    assert chosen(fast)["a"].device == "ib0"
+    assert chosen(found, logins={"a": "192.168.1.5"})["a"].device == "eth1"
 
 
 def test_an_overlay_is_chosen_only_without_another_address_and_with_a_warning():
     overlay = Address("100.64.0.5", "tailscale0")
     both = chosen({"a": [overlay, lan(5)], "b": [lan(6)]}, {"b": {"10.0.0.5": Route("eth0", "10.0.0.1")}})
-    assert both["a"].address == lan(5)
-    assert not both["a"].warning
+    assert both["a"] == lan(5)
+    assert not addresses.warnings(both["a"])
     alone = chosen({"a": [overlay], "b": [lan(6)]}, {"b": {"100.64.0.5": Route("tailscale0")}})
-    assert alone["a"].address == overlay
-    assert "tailscale0, an overlay network: training will be slow" in alone["a"].warning
+    assert alone["a"] == overlay
+    assert "tailscale0, an overlay network: training will be slow" in addresses.warnings(alone["a"])[0]
 
 
 def test_ipv6_is_chosen_only_without_ipv4():
     six = Address("2001:db8::5", "eth0", 100000)
-    assert chosen({"a": [six, lan(5)], "b": [lan(6)]})["a"].address == lan(5)
-    assert chosen({"a": [six], "b": [lan(6)]})["a"].address == six
+    assert chosen({"a": [six, lan(5)], "b": [lan(6)]})["a"] == lan(5)
+    assert chosen({"a": [six], "b": [lan(6)]})["a"] == six
 
 
 def test_two_names_of_one_machine_and_machines_without_a_common_network_are_errors():
     with pytest.raises(ClusterError, match=r"b: it has the same address as a \(10\.0\.0\.5\)"):
         chosen({"a": [DOCKER0, lan(5)], "b": [DOCKER0, lan(5)]})
     with pytest.raises(ClusterError) as caught:
-        chosen(
-            {"a": [lan(5)], "b": [lan(6)], "c": []},
-            {"b": {"10.0.0.5": Route(problem="network is unreachable")}},
-        )
+        chosen({"a": [lan(5)], "b": [lan(6)], "c": []}, {"b": {"10.0.0.5": Route(problem="network is unreachable")}})
     assert caught.value.message.splitlines()[0] == (
         "a: the other nodes can reach none of its addresses: "
         "10.0.0.5 on eth0 cannot be reached from b (network is unreachable)"
@@ -110,5 +107,5 @@ def test_two_names_of_one_machine_and_machines_without_a_common_network_are_erro
 
 
 def test_a_single_node_has_the_logins_address_or_loopback():
-    assert chosen({"a": [lan(4), lan(5)]}, logins={"a": "10.0.0.5"})["a"].address == lan(5)
-    assert chosen({"a": [DOCKER0]})["a"].address.number == "127.0.0.1"
+    assert chosen({"a": [lan(4), lan(5)]}, logins={"a": "10.0.0.5"})["a"] == lan(5)
+    assert chosen({"a": [DOCKER0]})["a"].number == "127.0.0.1"

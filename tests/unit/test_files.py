@@ -41,11 +41,7 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("login", "host", "port"),
-    [
-        ("gpu-a", "gpu-a", None),
-        ("ada@gpu-a:2222", "ada@gpu-a", "2222"),
-        ("ada@fe80::1", "ada@[fe80::1]", None),
-    ],
+    [("gpu-a", "gpu-a", None), ("ada@gpu-a:2222", "ada@gpu-a", "2222"), ("ada@fe80::1", "ada@[fe80::1]", None)],
 )
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
     node = Node("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
@@ -65,10 +61,7 @@ def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
             "No space left on device",
         ),
         ("mkdir: cannot create directory ‘/x’: Permission denied\n", "Permission denied"),
-        (
-            "tar: ./a: Cannot open: File exists\ntar: Exiting with failure status due to previous errors\n",
-            "File exists",
-        ),
+        ("tar: ./a: Cannot open: File exists\ntar: Exiting with failure status due to ...\n", "File exists"),
         ("bash: line 1: tar: command not found\n", "bash: line 1: tar: command not found"),
         (
             'bash: /greeting: No such file or directory\nrsync: [Receiver] mkdir "/a" failed: Not a directory (20)\n',

@@ -1,14 +1,11 @@
 """Missing layers, archive heads, and the refusal of nodes that cannot take an image."""
 
 import hashlib
-import io
-import json
-import tarfile
 
 import pytest
 
 from cluster.errors import UsageError
-from cluster.images import chain_ids, engine, head, missing, push, refuse_name
+from cluster.images import chain_ids, engine, missing, push, refuse_name
 from cluster.images.engine import Engine
 from cluster.spec.model import Node
 from cluster.transport.parallel import together
@@ -38,21 +35,6 @@ def test_chain_id_covers_all_lower_layers():
     assert first == "sha256:a"
     assert second == "sha256:" + hashlib.sha256(b"sha256:a sha256:b").hexdigest()
     assert third == "sha256:" + hashlib.sha256(f"{second} sha256:c".encode()).hexdigest()
-
-
-def test_archive_continues_after_its_head():
-    layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as rest:
-        entry = tarfile.TarInfo("code.zst")
-        entry.size = 3
-        rest.addfile(entry, io.BytesIO(b"abc"))
-    begin = head('{"config": "ü"}', "trainer:0.1", OURS, "zst")
-    with tarfile.open(fileobj=io.BytesIO(begin + layer.getvalue())) as archive:
-        assert archive.getnames() == ["manifest.json", "config.json", "code.zst"]
-        (manifest,) = json.load(archive.extractfile("manifest.json"))
-        assert archive.extractfile(manifest["Config"]).read().decode() == '{"config": "ü"}'
-        assert manifest["Layers"] == ["base.zst", "packages.zst", "code.zst"]
-        assert manifest["RepoTags"] == ["trainer:0.1"]
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,7 @@ from cluster.spec import inventory, schema
 from cluster.spec.model import Inventory, Mount, Node
 from cluster.transport import discovery
 
-HOSTILE = [
-    "a'; echo foo",
-    'a"=0"',
-    "one\ntwo",
-    "$HOME `id` \\",
-    "",
-    "-n",
-    "ünïcode",
-    "!x *",
-    "# no",
-    "yes",
-    "010",
-    "\t",
-    "😀",
-]
+HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *", "# no", "\t", "😀"]
 
 
 def read(text, path="cluster.yaml"):
@@ -34,10 +20,8 @@ def refused(text):
 
 def test_a_list_of_names_is_enough_and_leaves_the_rest_to_discovery():
     made = read("nodes: [gpu-a, gpu-b]")
-    assert made == Inventory(
-        (Node("gpu-a", "", login="gpu-a", runtime=""), Node("gpu-b", "", login="gpu-b", runtime="")),
-        path="cluster.yaml",
-    )
+    nodes = tuple(Node(name, "", login=name, runtime="") for name in ("gpu-a", "gpu-b"))
+    assert made == Inventory(nodes, path="cluster.yaml")
     assert not inventory.is_complete(made)
     node = Node("gpu-a", "10.0.0.5", (0,), run_dir="/data/runs", data_dir="/data/sets", runtime="docker")
     assert inventory.is_complete(Inventory((node,)))
@@ -107,14 +91,8 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ('nodes:\n  a: {run_dir: "/a\\0b"}', "2: a NUL"),
         ("nodes:\n  a: {address: gpu-a}", "2: nodes.a.address: 'gpu-a' is not an IP address"),
         ("nodes:\n  a: {address: 0.0.0.0}", "2: nodes.a.address: no other machine can connect to 0.0.0.0"),
-        (
-            "nodes:\n  a: {address: 127.0.0.1}\n  b:",
-            "2: nodes.a.address: no other node can reach the loopback address 127.0.0.1",
-        ),
-        (
-            "nodes:\n  a: {address: 10.0.0.5}\n  b: {address: 10.0.0.5}",
-            "3: nodes.b.address: 10.0.0.5 is also a's address",
-        ),
+        ("nodes:\n  a: {address: '::1'}\n  b:", "2: nodes.a.address: no other node can reach the loopback address ::1"),
+        ("nodes:\n  a: {address: fd::5}\n  b: {address: fd::5}", "3: nodes.b.address: fd::5 is also a's address"),
         ("nodes:\n  a: {login: a b}", "2: nodes.a.login: 'a b': not a login"),
         ("nodes:\n  a: {login: -oProxyCommand=id}", "2: nodes.a.login"),
         ('nodes:\n  "a\'; echo foo":', "2: .*expected a node's name"),
@@ -130,10 +108,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ("nodes:\n  a:\n    labels: fast", "3: nodes.a.labels: 'fast': must be a list"),
         ("nodes: [a", "1: expected"),
         ("nodes: &x [*x]", "1: aliases"),
-        (
-            "nodes: [!!python/name:os.system a]\ndevice: !!python/name:os.system a",
-            "1: the tag .*python/name:os.system is not supported",
-        ),
+        ("nodes: [!!python/name:os.system a]", "1: the tag .*python/name:os.system is not supported"),
         ("{a: " * 3000 + "}" * 3000, "cluster.yaml: nested too deeply"),
         ("nodes: [a]\nimage: \0", "special characters"),
     ],
@@ -227,12 +202,7 @@ def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
 
 
 def test_nodes_are_chosen_by_name_or_label():
-    nodes = (
-        Node("a", "10.0.0.1", labels=("fast",)),
-        Node("b", "10.0.0.2"),
-        Node("c", "10.0.0.3", labels=("fast", "new")),
-    )
-    made = Inventory(nodes)
+    made = Inventory((Node("a", "", labels=("fast",)), Node("b", ""), Node("c", "", labels=("fast", "new"))))
     assert [node.name for node in inventory.select(made, "fast").nodes] == ["a", "c"]
     assert [node.name for node in inventory.select(made, "b,new").nodes] == ["b", "c"]
     with pytest.raises(UsageError, match="no node 'slow'") as refused:

@@ -37,10 +37,8 @@ def test_a_pending_job_has_a_reason_and_an_expected_start():
 
 
 def test_a_running_node_has_its_host():
-    assert [(each.phase, each.detail) for each in seen(line("RUNNING"))] == [
-        ("starting", "on n0"),
-        ("starting", "on n1"),
-    ]
+    found = [(each.phase, each.detail) for each in seen(line("RUNNING"))]
+    assert found == [("starting", "on n0"), ("starting", "on n1")]
 
 
 def test_a_nodes_own_exit_status_has_precedence_over_slurms_state():
@@ -61,12 +59,7 @@ def test_a_nodes_own_exit_status_has_precedence_over_slurms_state():
         ("NODE_FAIL", "0:0", "lost", "its node failed"),
         ("PREEMPTED", "0:0", "lost", "Slurm ended it: PREEMPTED"),
         ("OUT_OF_MEMORY", "0:125", "lost", "out of memory (--slurm mem=...)"),
-        (
-            "FAILED",
-            "0:53",
-            "exited",
-            "the run directory is not shared by all nodes: missing on the first",
-        ),
+        ("FAILED", "0:53", "exited", "the run directory is not shared by all nodes: missing on the first"),
         ("FAILED", "9:0", "exited", "the batch script exited with 9:0"),
         ("CANCELLED", "0:15", "exited", "cancelled with scancel"),
     ],
@@ -102,25 +95,17 @@ def refused(job, **options):
 
 
 @pytest.mark.parametrize(
-    ("job", "options", "message"),
+    ("changes", "options", "message"),
     [
-        (JOB, {"partition": "gppu"}, "login: no partition gppu"),
-        (replace(JOB, nodes=4), {}, "partition gpu: it has 3 nodes, and --nodes 4 asks for more"),
-        (
-            replace(JOB, device="cuda", procs_per_node=5),
-            {},
-            "partition gpu: its nodes have 4 GPUs, and --gpus 5 asks for more",
-        ),
-        (
-            replace(JOB, nodes=1, device="cuda"),
-            {"partition": "debug"},
-            "partition debug: its nodes have no GPUs, and --gpus 2",
-        ),
-        (replace(JOB, nodes=1), {"partition": "debug", "time": "31"}, "its time limit is shorter than --time 31"),
+        ({}, {"partition": "gppu"}, "login: no partition gppu"),
+        ({"nodes": 4}, {}, "partition gpu: it has 3 nodes, and --nodes 4 asks for more"),
+        ({"device": "cuda", "procs_per_node": 5}, {}, "gpu: its nodes have 4 GPUs, and --gpus 5 asks for more"),
+        ({"nodes": 1, "device": "cuda"}, {"partition": "debug"}, "debug: its nodes have no GPUs, and --gpus 2"),
+        ({"nodes": 1}, {"partition": "debug", "time": "31"}, "its time limit is shorter than --time 31"),
     ],
 )
-def test_a_request_beyond_the_limits_is_an_error_before_submission(job, options, message):
-    ((what, hint),) = refused(job, **options)
+def test_a_request_beyond_the_limits_is_an_error_before_submission(changes, options, message):
+    ((what, hint),) = refused(replace(JOB, **changes), **options)
     assert message in what
     assert hint
 
@@ -186,10 +171,7 @@ def slurm_cluster(clusterctl):
         (["launch", "--nodes", "2:4"], "--nodes 2:4: --backend slurm does not support it"),
         (["launch", "--slurm", "nodes=3"], "--slurm nodes=...: clusterctl sets it"),
         (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml has backend: slurm"),
-        (
-            ["launch", "--backend", "local", "--partition", "gpu"],
-            "--slurm partition: --backend local does not support it",
-        ),
+        (["launch", "-b", "local", "--partition", "gpu"], "--slurm partition: --backend local does not support it"),
         (["image", "push"], "cluster.yaml: apptainer runs a file on the shared disk, not a Docker image"),
     ],
 )

@@ -16,7 +16,7 @@ def make(folder, **texts):
 
 
 def names(folder):
-    return set(workdir.scan(str(folder)).sizes)
+    return set(workdir.scan(str(folder)))
 
 
 def test_ignored_files_caches_and_run_directories_do_not_travel(tmp_path):
@@ -43,7 +43,7 @@ def test_a_rule_of_a_lower_folder_wins(tmp_path):
 
 def test_a_large_folder_is_an_error_that_names_its_largest_parts(tmp_path):
     make(tmp_path, **{"data/a": "x" * 900, "data/b": "x" * 900, "venv/c": "x" * 500, "train.py": "x"})
-    assert workdir.scan(str(tmp_path), limit=2301).size == 2301
+    assert sum(workdir.scan(str(tmp_path), limit=2301).values()) == 2301
     with pytest.raises(UsageError) as refused:
         workdir.scan(str(tmp_path), limit=2300)
     assert "has 2.3 kB, more than 2.3 kB: data 1.8 kB, venv 500 bytes, train.py 1 byte" in refused.value.message

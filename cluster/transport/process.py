@@ -1,0 +1,118 @@
+"""Processes that Ctrl-C ends: programs on this machine, and commands with large input or output on a node."""
+
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from subprocess import PIPE
+from typing import IO, Any, TypeVar
+
+from cluster.errors import LaunchError, UnreachableError
+from cluster.spec.model import Node
+from cluster.transport import close_all
+from cluster.transport.local import Completed, environment
+from cluster.transport.openssh import MARK, after_mark, command
+
+T = TypeVar("T")
+
+#: Concurrent logins of the program ssh: sshd refuses more than its MaxStartups.
+CONNECTIONS = threading.BoundedSemaphore(8)
+#: Limit of a login with the start of its shell.
+_LOGIN_S = 30.0
+#: The running processes, which Ctrl-C terminates, and whether it was pressed.
+_processes: set[subprocess.Popen[Any]] = set()
+_interrupted = threading.Event()
+_lock = threading.Lock()
+
+
+@contextmanager
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Start a process in its own session, which `interruptible` can terminate. Raise LaunchError if it did."""
+    with _lock:
+        refuse_interrupted()
+        try:
+            process = subprocess.Popen(argv, start_new_session=True, **options)
+        except FileNotFoundError as error:
+            raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
+        _processes.add(process)
+    with process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            with _lock:
+                _processes.discard(process)
+    refuse_interrupted()
+
+
+def refuse_interrupted() -> None:
+    """Raise LaunchError if Ctrl-C ends the running work."""
+    if _interrupted.is_set():
+        raise LaunchError("this machine: interrupted")
+
+
+def interruptible(work: Callable[[], T]) -> T:
+    """Run `work` and return its result. Ctrl-C ends its transfers, waits for it, and raises KeyboardInterrupt."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(work)
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            with _lock:
+                _interrupted.set()
+                for process in _processes:
+                    process.terminate()
+            close_all()  # ends remote commands that threads wait for
+            wait([running])
+            _interrupted.clear()
+            raise
+
+
+@dataclass(frozen=True)
+class PipedProcess:
+    """A running command: write and close `stdin`, read `stdout` to its end, then call `wait`."""
+
+    name: str
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+    def wait(self, timeout_s: float) -> Completed:
+        """Return the exit code and stderr (`out` is empty). Raise UnreachableError if it does not end in time."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise UnreachableError(f"{self.name}: a command did not end within {timeout_s:g} s") from error
+        self.errors.seek(0)
+        return Completed(code, "", after_mark(self.errors.read())[1])
+
+
+@contextmanager
+def piped(node: Node, argv: Sequence[str]) -> Iterator[PipedProcess]:
+    """Start a command on a node with pipes; leaving the block ends it. Raise UnreachableError."""
+    words = command(node, argv, marked=True)
+    with (
+        tempfile.TemporaryFile() as errors,
+        started(words, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment()) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        running = PipedProcess(node.display_name, process.stdin, process.stdout, process, errors)
+        if node.login:
+            limit = threading.Timer(_LOGIN_S, process.terminate)
+            with CONNECTIONS:
+                limit.start()
+                while (line := process.stdout.readline()) and not line.endswith(MARK):
+                    pass
+            limit.cancel()
+            if not line:
+                raise UnreachableError(f"{node.name}: the connection failed: {running.wait(10).last_line}")
+        try:
+            yield running
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
