@@ -1,11 +1,13 @@
-"""Runtimes: how a node enters the container. A new one is a class here, with its shell functions, and a word below.
+"""Runtimes: how a node enters the container. A new one is a file here, with its shell functions, and a line below.
 
 The interface is in base.py. A runtime without an engine works on the backend slurm only.
 """
 
+from cluster.runtimes.apptainer import ApptainerRuntime
 from cluster.runtimes.base import BareRuntime, Runtime
 from cluster.runtimes.docker import DOCKER, PODMAN, ContainerRuntime
-from cluster.runtimes.hpc import ApptainerRuntime, EnrootRuntime, PyxisRuntime
+from cluster.runtimes.enroot import EnrootRuntime
+from cluster.runtimes.pyxis import PyxisRuntime
 
 #: Every runtime by its name in cluster.yaml.
 RUNTIMES: dict[str, Runtime] = {

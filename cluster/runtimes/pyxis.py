@@ -1,0 +1,33 @@
+"""Runtime pyxis: NVIDIA's plugin for Slurm and enroot; a job step per node enters the container."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cluster.agent import scripts
+from cluster.runtimes.base import Runtime
+
+if TYPE_CHECKING:
+    from cluster.spec.model import Job, Mount, Node
+
+
+class PyxisRuntime(Runtime):
+    """`srun --container-image`. The image is REGISTRY#NAME:TAG, or a .sqsh file."""
+
+    name = "pyxis"
+    takes_names = True
+    image_from = "enroot import docker://NAME:TAG"
+    script = "runtimes/pyxis.sh"
+    version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
+
+    def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
+        """Return `srun --container-image ...` for this node."""
+        words = ["srun", "--overlap", "--nodes=1", "--ntasks=1", scripts.OPTIONS, f"--container-image={job.image}"]
+        words.append("--no-container-mount-home")
+        sources = [f"{mount.source}:{mount.target}" + (":ro" if mount.read_only else "") for mount in mounts]
+        if sources:
+            words.append(f"--container-mounts={','.join(sources)}")
+        if job.workdir:
+            words.append(f"--container-workdir={job.workdir}")
+        return tuple(words)
