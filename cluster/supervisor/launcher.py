@@ -249,7 +249,7 @@ def launch_array(
     return reserved
 
 
-def _check_sources(job: Job, without: Sequence[str]) -> workdir.Workdir | None:
+def _check_sources(job: Job, without: Sequence[str]) -> dict[str, int] | None:
     """Check the job's program and files. Return the working directory if nodes get a copy of it."""
     _check_program(job)
     code = workdir.scan(job.workdir, without) if job.copies_workdir else None
