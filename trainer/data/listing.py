@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from trainer.config.faults import BadData, Fault
 from trainer.data.data_yaml import DataYaml
+from trainer.data.progress import THREADS
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-THREADS = 8  # more than cores: the work is I/O
 _CHUNK = 64  # images of one task of a thread
 _NOT_LABELS = frozenset({"classes.txt"})  # annotation tools write it next to the labels
 _ABSENT = (-1, -1)

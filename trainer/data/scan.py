@@ -6,7 +6,6 @@ Reference counts would copy a list of a million objects into every worker proces
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
 from trainer.data.dataset import Floats, Ints, Labels
-from trainer.data.listing import THREADS, Listing
-from trainer.data.progress import track
+from trainer.data.listing import Listing
+from trainer.data.progress import in_threads
 
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # TIFF tags: size before the rotation
@@ -55,10 +54,9 @@ class _Image:
 def scan(listing: Listing, nc: int) -> Scan:
     """Read the headers of all images and all labels of `listing`, with classes 0 to nc - 1."""
     faults: list[tuple[int, Fault]] = []  # with the image's index
-    count = len(listing.images)
-    with ThreadPoolExecutor(THREADS) as pool:
-        reads = pool.map(lambda index: _read(listing, index, faults), range(count))
-        images = [image for image in track(reads, count, "reading labels") if image]
+    indices = range(len(listing.images))
+    reads = in_threads(lambda index: _read(listing, index, faults), indices, "reading labels")
+    images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)

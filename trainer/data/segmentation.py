@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -14,8 +13,8 @@ from trainer.config import DIGITS, IGNORED
 from trainer.config.faults import Fault
 from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
-from trainer.data.listing import THREADS, images_below
-from trainer.data.progress import track
+from trainer.data.listing import images_below
+from trainer.data.progress import in_threads
 from trainer.data.scan import image_size
 from trainer.errors import TrainerError
 
@@ -41,10 +40,9 @@ class MaskFolder:
         self._paths = np.array(names, object).astype("U")
         self.counts = np.zeros(256, np.int64)  # pixels of each value
         self._highest: list[int] = []  # class of each mask
-        with ThreadPoolExecutor(THREADS) as pool:
-            for counts in track(pool.map(self._checked, range(len(names))), len(names), "reading masks"):
-                self.counts += counts
-                self._highest.append(int(np.flatnonzero(counts[:IGNORED]).max(initial=0)))
+        for counts in in_threads(self._checked, range(len(names)), "reading masks"):
+            self.counts += counts
+            self._highest.append(int(np.flatnonzero(counts[:IGNORED]).max(initial=0)))
 
     def _checked(self, index: int) -> Ints:
         """Return the number of pixels of each value of a mask; raise TrainerError if the mask is invalid."""
