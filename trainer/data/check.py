@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.dataset import read_image
+from trainer.data.dataset import IMAGE_HINT, read_image
 from trainer.data.progress import in_threads
 from trainer.data.yolo import Source, read_split
 from trainer.errors import TrainerError
@@ -68,7 +68,7 @@ def _undecodable(source: Source) -> list[Fault]:
             return Fault(path, 0, "cannot be decoded", error.hint)
         if [height, width] != size:
             what = f"is {width} x {height} px, but its header says {size[1]} x {size[0]}"
-            return Fault(path, 0, what, "replace the image, or delete it and its label file")
+            return Fault(path, 0, what, IMAGE_HINT)
         return None
 
     cv2.utils.logging.setLogLevel(2)  # errors only: OpenCV's warnings repeat these faults without the file's name

@@ -15,7 +15,7 @@ from PIL import Image as Pillow
 from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
-from trainer.data.dataset import Floats, Ints, Labels
+from trainer.data.dataset import IMAGE_HINT, Floats, Ints, Labels
 from trainer.data.listing import Listing
 from trainer.data.progress import in_threads
 
@@ -23,7 +23,6 @@ _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # TIFF tags: size before the rotation
 _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
 _ROW_HINT = "write each line as `class cx cy w h`, the last four as fractions of the image's sides"
-_IMAGE_HINT = "replace the image, or delete it and its label file"
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def image_size(image: str) -> tuple[int, int] | Fault:
                         decoded.load()
     except Exception as error:  # Pillow's readers raise many types
         what = str(error) if not os.path.isfile(image) or os.path.getsize(image) else "empty file"
-        return Fault(image, 0, f"not a readable image: {what.replace(repr(image), 'it')}", _IMAGE_HINT)
+        return Fault(image, 0, f"not a readable image: {what.replace(repr(image), 'it')}", IMAGE_HINT)
     return (width, height) if is_rotated else (height, width)
 
 

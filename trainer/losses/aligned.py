@@ -107,18 +107,8 @@ class AlignedLoss(Loss):
         sent = torch.split(send(torch.cat(columns), self._device), [len(column) for column in columns])
         box, point, top, cls, image = sent
         points, strides = self._points[height, width]
-        return Candidates(
-            box=box,
-            point=point,
-            top=top,
-            targets=send(boxes, self._device),
-            cls=cls,
-            image=image,
-            points=points,
-            strides=strides,
-            images=images,
-            counts=torch.full((1,), images, dtype=torch.float64, device=self._device),
-        )
+        counts = torch.full((1,), images, dtype=torch.float64, device=self._device)
+        return Candidates(box, point, top, send(boxes, self._device), cls, image, points, strides, images, counts)
 
     @torch.no_grad()
     def match(self, raw: Sequence[Tensor], found: Candidates) -> tuple[tuple[Candidates, Matched], Tensor]:
