@@ -64,10 +64,8 @@ class AlignedLoss(Loss):
 
     def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp, device: torch.device) -> None:
         if hyp.label_smoothing:
-            raise TrainerError(
-                "label smoothing: the anchor-free head's class targets are soft already",
-                "leave label_smoothing out, or use a model with anchors",
-            )
+            what = "label smoothing: the anchor-free head's class targets are soft already"
+            raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
         self.strides, self.bins, self.hyp, self._device = strides, bins, hyp, device
         self.gains = torch.tensor((hyp.dfl_box, hyp.dfl_cls, hyp.dfl), device=device)
         self._numbers = torch.arange(bins, dtype=torch.float32, device=device)

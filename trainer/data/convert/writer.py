@@ -109,9 +109,8 @@ def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bo
                 image = draft / "images" / split / item.name
                 label = (draft / "labels" / split / item.name).with_suffix(".txt")
                 if label.exists():
-                    raise TrainerError(
-                        f"{item.image}: another image has the same name without suffix", "rename one of the images"
-                    )
+                    what = f"{item.image}: another image has the same name without suffix"
+                    raise TrainerError(what, "rename one of the images")
                 for path in (image, label):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 if copy:
