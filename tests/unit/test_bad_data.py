@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.unit.trainer_process import TINY, Ended, run
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.config.faults import BadData
 from trainer.data.registry import open_dataset
@@ -222,27 +224,10 @@ def test_a_link_to_an_ancestor_is_not_followed(tmp_path):
     assert [Path(data.name(k)).name for k in range(len(data))] == ["001.jpg", "002.jpg", "003.jpg", "004.jpg"]
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path):
+def test_numbered_class_names_are_read_as_strings(tmp_path):
     path = make_yolo_set(tmp_path)
-    (tmp_path / "labels/train/001.txt").write_text("1 0.5 0.5 0.1 0.1\n", encoding="utf-8-sig")
-    (tmp_path / "some.txt").write_text("images/train/001.jpg\n", encoding="utf-8-sig")
-    path.write_text(path.read_text().replace("images/train", "some.txt", 1), encoding="utf-8-sig")
-    data = Yolo(str(path), "train")
-    assert data.labels(0)[:, 0].tolist() == [1]
-
-
-def test_class_names_are_read_as_strings(tmp_path):
-    path = make_yolo_set(tmp_path)
-    for names in ("[no, 010]", "{0: no, 1: 010}"):
-        path.write_text(DATA_YAML.replace("[cat, dog]", names))
-        assert Yolo(str(path), "train").names == ["no", "010"]
-
-
-def test_labels_of_another_split_in_the_same_folder_are_no_orphans(tmp_path):
-    path = make_yolo_set(tmp_path)
-    (tmp_path / "some.txt").write_text("images/train/001.jpg\n")
-    path.write_text("train: some.txt\nnames: [cat, dog]\n")
-    assert len(open_dataset(str(path), "train", imgsz=64)) == 1
+    path.write_text(DATA_YAML.replace("[cat, dog]", "{0: no, 1: 010}"))
+    assert Yolo(str(path), "train").names == ["no", "010"]
 
 
 @pytest.mark.parametrize(("suffix", "share"), [(".jpg", 0.5), (".jpg", 0.95), (".png", 0.5), (".png", 0.95)])
@@ -268,3 +253,35 @@ def test_an_image_deleted_after_opening_is_an_error(tmp_path):
     (tmp_path / "images/train/003.jpg").unlink()
     with pytest.raises(TrainerError, match=r"003\.jpg: "):
         data.image(3)
+
+
+def run_train(data: Path, project: Path, *more: str) -> Ended:
+    arguments = ("--data", str(data), "--project", str(project), "--cfg", TINY, "--imgsz", "64", "--batch", "3")
+    return run(data.parent, "train", *arguments, "--epochs", "1", "--device", "cpu", "--workers", "0", *more)
+
+
+def test_a_set_with_faults_is_refused_and_nothing_is_written(tmp_path):
+    data = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    done = run_train(data, tmp_path / "runs")
+    assert done.returncode == 2
+    error, hint = done.stderr.splitlines()
+    assert error == f"error: 6 faults: {'; '.join(faults[:3])}; and 3 more"
+    assert f"`trainer data check --data {data}`" in hint
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_its_faults_and_as_one_class(tmp_path):
+    data = make_yolo_set(tmp_path)
+    faults = break_labels(tmp_path)
+    done = run_train(data, tmp_path / "runs", "--allow-bad-labels", "--single-cls")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs/train"
+    assert [line for line in done.stdout.splitlines() if line.startswith("left out: ")] == [
+        *(f"left out: {fault}" for fault in faults[:3]),
+        f"left out: 3 more, all of them in {folder / 'left_out.txt'}",
+    ]
+    assert (folder / "left_out.txt").read_text().splitlines() == faults
+    content = torch.load(folder / "best.pt", weights_only=True)
+    assert content["names"] == ["item"]
+    assert next(v for k, v in content["ema"].items() if k.endswith("m.0.weight") and len(v) == 3 * 6) is not None

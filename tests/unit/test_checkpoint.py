@@ -35,19 +35,11 @@ class Trap:
         return (os.mkdir, ("sprung",))
 
 
-def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "last.pt"
-    checkpoint_file.save(path, CONTENT)
-    back = checkpoint_file.load(str(path))
-    assert back["epoch"] == 3
-    assert back["names"] == ["a", "b"]
-    assert back["model"]["w"].tolist() == [1, 1]
-    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
-
-
 def test_a_failed_write_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.pt"
     checkpoint_file.save(path, CONTENT)
+    back = checkpoint_file.load(str(path))
+    assert (back["epoch"], back["names"], back["model"]["w"].tolist()) == (3, ["a", "b"], [1, 1])
     with pytest.raises((AttributeError, pickle.PicklingError, TypeError)):
         checkpoint_file.save(path, {**CONTENT, "extra": lambda: None})
     assert checkpoint_file.load(str(path))["epoch"] == 3

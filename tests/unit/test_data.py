@@ -33,21 +33,42 @@ def test_names_as_list_or_numbered(tmp_path, names):
     assert open_dataset(str(path), "train", imgsz=64).names == ["cat", "dog"]
 
 
-def test_a_list_of_images_is_relative_to_the_list(tmp_path):
+BOTH = "nc: 2\nnames: [cat, dog]\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "data_yaml", "boxes"),
+    [
+        ({}, f"train: ../images/train\nval: ../images/val\n{BOTH}", [0, 1, 2, 0]),  # as exported
+        (
+            {"lists/train.txt": "../images/train/002.jpg\n\n./../images/train/001.jpg\n"},
+            f"train: [lists/train.txt, images/val]\n{BOTH}",
+            [2, 1, 0, 1],
+        ),
+        ({"some.txt": "images/train/001.jpg\n"}, f"train: some.txt\n{BOTH}", [1]),  # the other labels are no orphans
+        (
+            {"some.txt": "\ufeffimages/train/001.jpg\n", "labels/train/001.txt": "\ufeff1 0.5 0.5 0.1 0.1\n"},
+            f"\ufefftrain: some.txt\n{BOTH}",
+            [1],
+        ),
+        (
+            {"labels/train/classes.txt": "cat\ndog\n", "images/train/Thumbs.db": "x"},  # of annotation tools
+            f"train: images/train\n{BOTH}",
+            [0, 1, 2, 0],
+        ),
+        ({}, "train: images/train\nnames: [no, 010]\n", [0, 1, 2, 0]),
+    ],
+    ids=["parent paths", "lists", "shared folder", "byte-order mark", "annotation tools", "names"],
+)
+def test_layouts_of_data_sets(tmp_path, files, data_yaml, boxes):
     path = make_yolo_set(tmp_path)
-    lists = tmp_path / "lists"
-    lists.mkdir()
-    (lists / "train.txt").write_text("../images/train/002.jpg\n\n./../images/train/001.jpg\n")
-    path.write_text("train: [lists/train.txt, images/val]\nnames: [cat, dog]\n")
+    (tmp_path / "lists").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    path.write_text(data_yaml, encoding="utf-8")
     data = open_dataset(str(path), "train", imgsz=64)
-    assert [len(data.labels(k)) for k in range(len(data))] == [2, 1, 0, 1]
-
-
-def test_an_exported_dataset_with_parent_paths(tmp_path):
-    make_yolo_set(tmp_path)
-    path = tmp_path / "data.yaml"
-    path.write_text("train: ../images/train\nval: ../images/val\nnc: 2\nnames: [cat, dog]\n")
-    assert len(open_dataset(str(path), "train", imgsz=64)) == 4
+    assert [len(data.labels(k)) for k in range(len(data))] == boxes
+    assert data.names == (["no", "010"] if "010" in data_yaml else ["cat", "dog"])
 
 
 def test_path_may_be_relative_to_the_working_directory(tmp_path, monkeypatch):
@@ -135,13 +156,6 @@ def test_file_names_may_have_any_letters(tmp_path):
     data = open_dataset(str(path), "train", imgsz=64)
     assert sorted(len(data.labels(k)) for k in range(4)) == [0, 0, 1, 2]
     assert all(data.image(k).shape[:2] == data.size(k) for k in range(4))
-
-
-def test_files_of_annotation_tools_are_not_labels(tmp_path):
-    path = make_yolo_set(tmp_path)
-    (tmp_path / "labels/train/classes.txt").write_text("cat\ndog\n")
-    (tmp_path / "images/train/Thumbs.db").write_text("x")
-    assert len(open_dataset(str(path), "train", imgsz=64)) == 4
 
 
 def test_single_cls_merges_all_classes(tmp_path):

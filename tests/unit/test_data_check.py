@@ -7,7 +7,6 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tests.unit.test_bad_data import break_labels
-from tests.unit.trainer_process import run
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.cli import app
 
@@ -86,9 +85,9 @@ def test_an_image_in_both_splits_is_a_warning(tmp_path):
 
 
 def test_a_missing_data_yaml(tmp_path):
-    done = run(tmp_path, "data", "check", "--data", "nowhere.yaml")
-    assert done.returncode == 2
-    assert done.stdout.startswith("nowhere.yaml: no such dataset\n")
+    code, out = run_check(tmp_path / "nowhere.yaml")
+    assert code == 2
+    assert out.startswith(f"{tmp_path / 'nowhere.yaml'}: no such dataset\n")
 
 
 def test_missing_images_that_could_be_fetched(tmp_path):

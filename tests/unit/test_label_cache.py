@@ -109,37 +109,35 @@ def test_a_damaged_cache_is_rebuilt(tmp_path):
     assert scan.stat().st_size > 100
 
 
-@pytest.fixture
-def blocked(tmp_path, monkeypatch):
+def blocked(root: Path) -> Path:
     """A dataset in a folder where even root cannot create a cache: a file has its name."""
-    path = make_yolo_set(tmp_path / "set")
-    (tmp_path / "set" / FOLDER).write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = make_yolo_set(root / "set")
+    (root / "set" / FOLDER).write_text("")
     return path
 
 
-@pytest.fixture
-def read_only(tmp_path, monkeypatch):
+def read_only(root: Path) -> Path:
     """A dataset in a folder without write bits."""
-    path = make_yolo_set(tmp_path / "set")
+    path = make_yolo_set(root / "set")
     path.parent.chmod(0o555)
+    return path
+
+
+@pytest.mark.parametrize("make", [blocked, read_only])
+def test_a_read_only_dataset_is_cached_in_the_users_folder(make, monkeypatch, tmp_path):
+    path = make(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield path
-    path.parent.chmod(0o755)
-
-
-@pytest.mark.parametrize("which", ["blocked", "read_only"])
-def test_a_read_only_dataset_is_cached_in_the_users_folder(which, request, tmp_path):
-    path = request.getfixturevalue(which)
     open_dataset(str(path), "train", imgsz=64)
     (scan,) = scans(tmp_path)
     assert scan.is_relative_to(tmp_path / "cache/clusterctl")
     assert read_at_once(path, {})[0] == ["0", "3", str(scan)]
+    path.parent.chmod(0o755)
 
 
-def test_a_dataset_opens_without_a_writable_cache(blocked, tmp_path):
+def test_a_dataset_opens_without_a_writable_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache").write_text("")
-    data = open_dataset(str(blocked), "train", imgsz=64)
+    data = open_dataset(str(blocked(tmp_path)), "train", imgsz=64)
     assert len(data.labels(2)) == 2
     assert len(pickle.loads(pickle.dumps(data)).labels(2)) == 2
 

@@ -117,10 +117,8 @@ class BatchSampler:
 
     def __post_init__(self) -> None:
         if self.batch < self.world:
-            raise TrainerError(
-                f"--batch {self.batch} is smaller than the number of ranks, {self.world}",
-                f"--batch counts the images of all ranks together: use {self.world} or more",
-            )
+            what = f"--batch {self.batch} is smaller than the number of ranks, {self.world}"
+            raise TrainerError(what, f"--batch counts the images of all ranks together: use {self.world} or more")
         self.steps = -(-self.count // self.batch)  # of an epoch
         if not self.steps or self.count // self.steps < self.world:
             raise TrainerError(

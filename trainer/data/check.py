@@ -3,16 +3,14 @@
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
 import numpy as np
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.dataset import read_image
-from trainer.data.listing import THREADS
-from trainer.data.progress import track
+from trainer.data.dataset import IMAGE_HINT, read_image
+from trainer.data.progress import in_threads
 from trainer.data.yolo import Source, read_split
 from trainer.errors import TrainerError
 
@@ -62,22 +60,20 @@ def _paths(source: Source) -> list[str]:
 
 
 def _undecodable(source: Source) -> list[Fault]:
-    def problem(path: str, size: list[int]) -> Fault | None:
+    def problem(image: tuple[str, list[int]]) -> Fault | None:
+        path, size = image
         try:
             height, width = read_image(path).shape[:2]
         except TrainerError as error:
             return Fault(path, 0, "cannot be decoded", error.hint)
         if [height, width] != size:
             what = f"is {width} x {height} px, but its header says {size[1]} x {size[0]}"
-            return Fault(path, 0, what, "replace the image, or delete it and its label file")
+            return Fault(path, 0, what, IMAGE_HINT)
         return None
 
     cv2.utils.logging.setLogLevel(2)  # errors only: OpenCV's warnings repeat these faults without the file's name
-    paths = _paths(source)
-    with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(problem, paths, source.scan.sizes.tolist())
-        problems = track(found, len(paths), f"decoding {source.split} images")
-        return [fault for fault in problems if fault]
+    images = list(zip(_paths(source), source.scan.sizes.tolist(), strict=True))
+    return [fault for fault in in_threads(problem, images, f"decoding {source.split} images") if fault]
 
 
 def _duplicates(train: Source, val: Source) -> list[Fault]:

@@ -17,7 +17,7 @@ Pixels = npt.NDArray[np.uint8]  # (p, 3), RGB
 Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of the image's sides
 Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) without a polygon
 
-
+IMAGE_HINT = "replace the image, or delete it and its label file"
 _FLAGS = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}
 _FLAGS[8] = cv2.IMREAD_REDUCED_COLOR_8
 
@@ -35,7 +35,7 @@ def read_image(path: str, factor: int = 1) -> Image:
     except (OSError, ValueError, cv2.error):
         image = None
     if image is None:
-        raise TrainerError(f"{path}: cannot be decoded", "replace the image, or delete it and its label file")
+        raise TrainerError(f"{path}: cannot be decoded", IMAGE_HINT)
     return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image))
 
 

@@ -51,9 +51,8 @@ def check_imgsz(imgsz: int, stride: int) -> None:
     """Raise TrainerError for an image side that is no multiple of the stride."""
     if imgsz < stride or imgsz % stride:
         near = max(stride, round(imgsz / stride) * stride)
-        raise TrainerError(
-            f"--imgsz {imgsz} is not a multiple of {stride}, the model's largest stride", f"use --imgsz {near}"
-        )
+        what = f"--imgsz {imgsz} is not a multiple of {stride}, the model's largest stride"
+        raise TrainerError(what, f"use --imgsz {near}")
 
 
 class _TrainCollate(Collate[Batch]):

@@ -34,16 +34,16 @@ class Painting(BatchData):
     """
 
     shape: tuple[int, int]
+    upright: bool  # no layer is rotated, sheared or mirrored
+    bends: bool  # some layer has a perspective
+    colours: bool
     pixels: Tensor  # uint8 (p, 3): the pool, gray at first; empty if it is resident
+    outlines: Tensor  # uint8 (s, h, w), flipped: layer number + 1 of the pasted objects; empty without any
     places: Tensor  # int64 (s, l, 2)
     maps: Tensor  # float32 (s, l, 21)
     changes: Tensor  # float32 (s, 14): share of the first scene, own, shared and turn of colour_matrices, two flips
     partners: Tensor  # int64 (s - b,): the images of the last scenes
-    outlines: Tensor  # uint8 (s, h, w), flipped: layer number + 1 of the pasted objects; empty without any
     pasted: Tensor  # bool (s, l)
-    upright: bool  # no layer is rotated, sheared or mirrored
-    bends: bool  # some layer has a perspective
-    colours: bool
 
     def to(self, device: torch.device) -> "Painting":
         """Return the same painting on a device; from pinned memory the host does not wait."""
@@ -93,19 +93,9 @@ def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: 
         pixels = empty_images((end + int(places[..., 1].max()) + 1, 3))
         np.concatenate([part.reshape(-1, 3) for part in parts], out=pixels[:end].numpy())
         pixels[end:] = 0
-    return Painting(
-        shape,
-        pixels,
-        torch.from_numpy(places),
-        torch.from_numpy(maps),
-        torch.from_numpy(changes),
-        torch.tensor(partners, dtype=torch.int64),
-        outlines,
-        torch.from_numpy(pasted),
-        upright,
-        bends,
-        any(recipe.colours for recipe in recipes),
-    )
+    tensors = map(torch.from_numpy, (places, maps, changes, np.array(partners, np.int64), pasted))
+    has_colours = any(recipe.colours for recipe in recipes)
+    return Painting(shape, upright, bends, has_colours, pixels, outlines, *tensors)
 
 
 def _changes(recipe: Recipe) -> list[float]:

@@ -97,9 +97,8 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     if not _is_complete(content):
-        raise TrainerError(
-            f"{where}: {root} has a part of the archive's folders", "delete them, or unpack the archive by hand"
-        )
+        what = f"{where}: {root} has a part of the archive's folders"
+        raise TrainerError(what, "delete them, or unpack the archive by hand")
     print(f"data: unpacked to {root}", flush=True)
 
 
@@ -128,7 +127,5 @@ def _origin(files: Path, content: Content, where: str) -> Path:
         if _holds(candidate, [entry for entry in _entries(content) if not Path(entry).is_absolute()]):
             return candidate
     found = ", ".join(sorted(path.name for path in files.glob("*"))[:8]) or "nothing"
-    raise TrainerError(
-        f"{where}: the archive has no {' and '.join(_entries(content))}, but {found}",
-        "correct `train` and `val`: they are relative to the archive's top, or to a folder in it",
-    )
+    what = f"{where}: the archive has no {' and '.join(_entries(content))}, but {found}"
+    raise TrainerError(what, "correct `train` and `val`: they are relative to the archive's top, or to a folder in it")

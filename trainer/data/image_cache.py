@@ -154,10 +154,8 @@ def _gib(count: int) -> str:
 def _memory_file(total: int) -> int:
     free = int(memory_free() * (1 - _RESERVED))
     if total > free:
-        raise TrainerError(
-            f"--cache ram: the decoded images need {_gib(total)}, {_gib(free)} of memory is free",
-            "use --cache disk, or train without --cache",
-        )
+        what = f"--cache ram: the decoded images need {_gib(total)}, {_gib(free)} of memory is free"
+        raise TrainerError(what, "use --cache disk, or train without --cache")
     file = os.memfd_create("trainer-images", os.MFD_CLOEXEC)
     os.ftruncate(file, total)
     return file
@@ -194,10 +192,9 @@ def _disk_file(
             refused.append(f"{folder} has {_gib(free)} free")
         except OSError as error:
             refused.append(f"{folder}: {error.strerror}")
-    raise TrainerError(
-        f"--cache disk: the decoded images need {_gib(layout.total)}; {'; '.join(refused)}",
-        "free disk space, set XDG_CACHE_HOME to a folder on another disk, or train without --cache",
-    )
+    what = f"--cache disk: the decoded images need {_gib(layout.total)}; {'; '.join(refused)}"
+    hint = "free disk space, set XDG_CACHE_HOME to a folder on another disk, or train without --cache"
+    raise TrainerError(what, hint)
 
 
 def _key(dataset: Dataset, layout: _Layout) -> str:

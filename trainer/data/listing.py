@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from trainer.config.faults import BadData, Fault
 from trainer.data.data_yaml import DataYaml
+from trainer.data.progress import THREADS
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
-THREADS = 8  # more than cores: the work is I/O
 _CHUNK = 64  # images of one task of a thread
 _NOT_LABELS = frozenset({"classes.txt"})  # annotation tools write it next to the labels
 _ABSENT = (-1, -1)
@@ -31,13 +31,12 @@ class Listing:
 
     root: str  # folder of data.yaml; images inside are relative to it, so that the dataset can be moved
     images: list[str]
-    label_files: list[str]  # (n): a missing file means no boxes
     stamps: npt.NDArray[np.int64]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
     faults: list[Fault]
 
     def label_file(self, index: int) -> str:
-        """Return the full path of the label file of image `index`."""
-        return os.path.join(self.root, self.label_files[index])
+        """Return the full path of the label file of image `index`; a missing file means no boxes."""
+        return label_file(os.path.join(self.root, self.images[index]))
 
 
 def list_split(spec: DataYaml) -> Listing:
@@ -69,8 +68,7 @@ def list_split(spec: DataYaml) -> Listing:
             kept.append(k)
     faults += _orphans(paths, files)
     root = os.path.dirname(os.path.abspath(spec.path))
-    own, labels = ([part[k].removeprefix(root + os.sep) for k in kept] for part in (paths, files))
-    return Listing(root, own, labels, stamps[kept], faults)
+    return Listing(root, [paths[k].removeprefix(root + os.sep) for k in kept], stamps[kept], faults)
 
 
 def label_file(image: str) -> str:

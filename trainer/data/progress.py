@@ -1,11 +1,13 @@
-"""Progress bars."""
+"""Progress bars, and work in threads."""
 
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
+THREADS = 8  # more than cores: the work is I/O
 Item = TypeVar("Item")
 
 
@@ -16,6 +18,12 @@ def track(items: Iterable[Item], total: int | None, what: str) -> Iterator[Item]
 
     console = Console(stderr=True)
     yield from rich_track(items, what, total, transient=True, console=console, disable=not console.is_terminal)
+
+
+def in_threads(function: Callable[[Any], Item], items: Sequence[Any], what: str) -> Iterator[Item]:
+    """Yield the results of `function` for all items, in order, with a bar."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        yield from track(pool.map(function, items), len(items), what)
 
 
 @contextlib.contextmanager

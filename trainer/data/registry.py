@@ -41,8 +41,6 @@ def _imported(path: str, split: Split, imgsz: int) -> Dataset:
     parts = ("names", "flips", "__len__", "size", "name", "image", "labels", "segments")
     missing = [part for part in parts if not hasattr(dataset, part)]
     if missing:
-        raise TrainerError(
-            f"--data {path}: it returns a {type(dataset).__name__} without {', '.join(missing)}",
-            "see docs/how-to/any-program.md",
-        )
+        what = f"--data {path}: it returns a {type(dataset).__name__} without {', '.join(missing)}"
+        raise TrainerError(what, "see docs/how-to/any-program.md")
     return dataset  # type: ignore[no-any-return]

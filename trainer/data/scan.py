@@ -6,7 +6,6 @@ Reference counts would copy a list of a million objects into every worker proces
 # (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +15,14 @@ from PIL import Image as Pillow
 from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
-from trainer.data.dataset import Floats, Ints, Labels
-from trainer.data.listing import THREADS, Listing
-from trainer.data.progress import track
+from trainer.data.dataset import IMAGE_HINT, Floats, Ints, Labels
+from trainer.data.listing import Listing
+from trainer.data.progress import in_threads
 
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # TIFF tags: size before the rotation
 _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
 _ROW_HINT = "write each line as `class cx cy w h`, the last four as fractions of the image's sides"
-_IMAGE_HINT = "replace the image, or delete it and its label file"
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,9 @@ class _Image:
 def scan(listing: Listing, nc: int) -> Scan:
     """Read the headers of all images and all labels of `listing`, with classes 0 to nc - 1."""
     faults: list[tuple[int, Fault]] = []  # with the image's index
-    count = len(listing.images)
-    with ThreadPoolExecutor(THREADS) as pool:
-        reads = pool.map(lambda index: _read(listing, index, faults), range(count))
-        images = [image for image in track(reads, count, "reading labels") if image]
+    indices = range(len(listing.images))
+    reads = in_threads(lambda index: _read(listing, index, faults), indices, "reading labels")
+    images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)
@@ -144,7 +141,7 @@ def image_size(image: str) -> tuple[int, int] | Fault:
                         decoded.load()
     except Exception as error:  # Pillow's readers raise many types
         what = str(error) if not os.path.isfile(image) or os.path.getsize(image) else "empty file"
-        return Fault(image, 0, f"not a readable image: {what.replace(repr(image), 'it')}", _IMAGE_HINT)
+        return Fault(image, 0, f"not a readable image: {what.replace(repr(image), 'it')}", IMAGE_HINT)
     return (width, height) if is_rotated else (height, width)
 
 

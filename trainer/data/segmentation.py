@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -14,8 +13,8 @@ from trainer.config import DIGITS, IGNORED
 from trainer.config.faults import Fault
 from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
-from trainer.data.listing import THREADS, images_below
-from trainer.data.progress import track
+from trainer.data.listing import images_below
+from trainer.data.progress import in_threads
 from trainer.data.scan import image_size
 from trainer.errors import TrainerError
 
@@ -41,10 +40,9 @@ class MaskFolder:
         self._paths = np.array(names, object).astype("U")
         self.counts = np.zeros(256, np.int64)  # pixels of each value
         self._highest: list[int] = []  # class of each mask
-        with ThreadPoolExecutor(THREADS) as pool:
-            for counts in track(pool.map(self._checked, range(len(names))), len(names), "reading masks"):
-                self.counts += counts
-                self._highest.append(int(np.flatnonzero(counts[:IGNORED]).max(initial=0)))
+        for counts in in_threads(self._checked, range(len(names)), "reading masks"):
+            self.counts += counts
+            self._highest.append(int(np.flatnonzero(counts[:IGNORED]).max(initial=0)))
 
     def _checked(self, index: int) -> Ints:
         """Return the number of pixels of each value of a mask; raise TrainerError if the mask is invalid."""
@@ -54,10 +52,8 @@ class MaskFolder:
             raise TrainerError(f"{image}: {size.what}", "remove or replace it")
         mask = self.mask(index)
         if mask.shape != size:
-            raise TrainerError(
-                f"{path}: {mask.shape[1]} x {mask.shape[0]} px, its image has {size[1]} x {size[0]}",
-                "a mask has a class for every pixel of its image",
-            )
+            what = f"{path}: {mask.shape[1]} x {mask.shape[0]} px, its image has {size[1]} x {size[0]}"
+            raise TrainerError(what, "a mask has a class for every pixel of its image")
         return np.bincount(mask.reshape(-1), minlength=256)
 
     def check_classes(self, names: list[str]) -> None:
@@ -90,15 +86,13 @@ class MaskFolder:
         try:
             with Pillow.open(path) as opened:
                 if opened.mode not in _PIXELS:
-                    raise TrainerError(
-                        f"{path}: its pixels are {opened.mode}, a mask has one channel of 8 bits",
-                        "save the index of each pixel's class, in a PNG of one channel or with a palette",
-                    )
+                    what = f"{path}: its pixels are {opened.mode}, a mask has one channel of 8 bits"
+                    hint = "save the index of each pixel's class, in a PNG of one channel or with a palette"
+                    raise TrainerError(what, hint)
                 return np.asarray(opened).astype(np.uint8)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's errors for damaged files
-            raise TrainerError(
-                f"{path}: not a readable PNG: {error}", "add or replace it, or remove the image"
-            ) from None
+            what = f"{path}: not a readable PNG: {error}"
+            raise TrainerError(what, "add or replace it, or remove the image") from None
 
     def pixels(self) -> Ints:
         """Return the number of pixels of each class (nc,), counted when the dataset was opened."""
@@ -146,10 +140,8 @@ def open_segmentation(source: str, imgsz: int) -> tuple[SegmentedImages, Segment
     for split, part, least in (("train", train, 2), ("val", val, 1 if len(val) else 0)):
         if np.count_nonzero(part.counts[:IGNORED]) < least:
             seen = ", ".join(map(str, np.flatnonzero(part.counts))) or "none, because it has no image"
-            raise TrainerError(
-                f"--data {source}: the values of the masks in masks/{split} are {seen}: too few classes",
-                f"number the classes 0, 1, ...; use {IGNORED} only for pixels to ignore",
-            )
+            what = f"--data {source}: the values of the masks in masks/{split} are {seen}: too few classes"
+            raise TrainerError(what, f"number the classes 0, 1, ...; use {IGNORED} only for pixels to ignore")
     values = np.flatnonzero((train.counts + val.counts)[:IGNORED])
     names = _names(root) or [str(k) for k in range(int(values[-1]) + 1)]
     for part in (train, val):
@@ -167,7 +159,6 @@ def _names(root: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{path}: cannot be read: {error}", "write one class name per line") from None
     if not 0 < len(names) <= IGNORED or len(set(names)) < len(names):
-        raise TrainerError(
-            f"{path}: {len(names)} names, {len(set(names))} of them different", "write one class name per line"
-        )
+        what = f"{path}: {len(names)} names, {len(set(names))} of them different"
+        raise TrainerError(what, "write one class name per line")
     return names

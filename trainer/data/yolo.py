@@ -89,9 +89,8 @@ class Yolo:
             try:
                 state["_scan"] = load(Path(file))
             except OSError as error:
-                raise TrainerError(
-                    f"{file}: the label cache was removed while in use: {error}", "start the command again"
-                ) from None
+                what = f"{file}: the label cache was removed while in use: {error}"
+                raise TrainerError(what, "start the command again") from None
         self.__dict__.update(state)
 
     def __len__(self) -> int:

@@ -64,10 +64,8 @@ class AlignedLoss(Loss):
 
     def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp, device: torch.device) -> None:
         if hyp.label_smoothing:
-            raise TrainerError(
-                "label smoothing: the anchor-free head's class targets are soft already",
-                "leave label_smoothing out, or use a model with anchors",
-            )
+            what = "label smoothing: the anchor-free head's class targets are soft already"
+            raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
         self.strides, self.bins, self.hyp, self._device = strides, bins, hyp, device
         self.gains = torch.tensor((hyp.dfl_box, hyp.dfl_cls, hyp.dfl), device=device)
         self._numbers = torch.arange(bins, dtype=torch.float32, device=device)
@@ -107,18 +105,8 @@ class AlignedLoss(Loss):
         sent = torch.split(send(torch.cat(columns), self._device), [len(column) for column in columns])
         box, point, top, cls, image = sent
         points, strides = self._points[height, width]
-        return Candidates(
-            box=box,
-            point=point,
-            top=top,
-            targets=send(boxes, self._device),
-            cls=cls,
-            image=image,
-            points=points,
-            strides=strides,
-            images=images,
-            counts=torch.full((1,), images, dtype=torch.float64, device=self._device),
-        )
+        counts = torch.full((1,), images, dtype=torch.float64, device=self._device)
+        return Candidates(box, point, top, send(boxes, self._device), cls, image, points, strides, images, counts)
 
     @torch.no_grad()
     def match(self, raw: Sequence[Tensor], found: Candidates) -> tuple[tuple[Candidates, Matched], Tensor]:

@@ -161,16 +161,9 @@ def assign_level(targets: Tensor, anchors: Tensor, ny: int, nx: int, anchor_t: f
     anchor, box, centre = anchor[match], box[match], centre[match]
     cell = torch.minimum((centre - offsets[which]).long().clamp_(min=0), size.long() - 1)
 
+    image, cls = targets[box, :2].long().unbind(1)
     column, row = cell.unbind(1)
-    return Positives(
-        image=targets[box, 0].long(),
-        anchor=anchor,
-        row=row,
-        column=column,
-        cls=targets[box, 1].long(),
-        box=torch.cat((centre - cell, wh[box]), 1),
-        anchor_wh=anchors[anchor],
-    )
+    return Positives(image, anchor, row, column, cls, torch.cat((centre - cell, wh[box]), 1), anchors[anchor])
 
 
 def _owners(slot: Tensor) -> Tensor:

@@ -77,13 +77,9 @@ class Confusion:
         """Add the counts of another rank."""
         self.confusion = self.confusion + other.confusion
 
-    def _counts(self) -> tuple[Ints, Ints, Ints]:
-        """Return the right, the true and the predicted ones of each class."""
-        return np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
-
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = self._counts()
+        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
         iou, recall = right / np.maximum(true + found - right, 1), right / np.maximum(true, 1)
         rows = zip(self.names, true.tolist(), iou.tolist(), recall.tolist(), strict=True)
         per_class = {name: ClassOverlap(*row) for name, *row in rows if row[0]}
@@ -111,7 +107,7 @@ class TopK(Confusion):
 
     def compute(self) -> Scores:
         """Return the scores, nan without data."""
-        right, true, found = self._counts()
+        right, true, found = np.diag(self.confusion), self.confusion.sum(0), self.confusion.sum(1)
         recall, precision = right / np.maximum(true, 1), right / np.maximum(found, 1)
         rows = zip(self.names, true.tolist(), recall.tolist(), precision.tolist(), strict=True)
         per_class = {name: ClassAccuracy(*row) for name, *row in rows if row[0]}

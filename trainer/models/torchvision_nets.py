@@ -63,9 +63,8 @@ def build_classifier(name: str, nc: int, imgsz: int) -> Classifier:
     """Build torchvision's network `name` for `nc` classes, untrained; TrainerError if `imgsz` is not supported."""
     known = [m for m in models.list_models(module=models) if not m.startswith("quantized_")]
     if name not in known:
-        raise TrainerError(
-            f"--cfg {name}: torchvision has no classification model of that name", f"some are {', '.join(_SOME)}"
-        )
+        what = f"--cfg {name}: torchvision has no classification model of that name"
+        raise TrainerError(what, f"some are {', '.join(_SOME)}")
     if name in ("googlenet", "inception_v3"):
         raise TrainerError(f"--cfg {name}: its auxiliary training output is not supported", "use another model")
     side = {"image_size": imgsz} if name.startswith("vit_") else {}  # a ViT is made for images of one side
@@ -87,9 +86,8 @@ def build_segmenter(name: str, nc: int) -> Segmenter:
     """Build torchvision's network `name` for `nc` classes, untrained and without the auxiliary head."""
     known = models.list_models(module=models.segmentation)
     if name not in known:
-        raise TrainerError(
-            f"--cfg {name}: torchvision has no segmentation model of that name", f"use one of {', '.join(known)}"
-        )
+        what = f"--cfg {name}: torchvision has no segmentation model of that name"
+        raise TrainerError(what, f"use one of {', '.join(known)}")
     model = Segmenter(models.get_model(name, weights=None, weights_backbone=None, num_classes=nc))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):

@@ -111,10 +111,8 @@ def check_cfg(content: Any, where: str) -> dict[str, Any]:
         raise TrainerError(f"{where}: a model file is a mapping with the keys {', '.join(KEYS)}")
     if "import" in content:
         if content["import"] not in _IMPORTED:
-            raise TrainerError(
-                f"{where}: its model is built by {content['import']}, which a checkpoint may not import",
-                f"allow it: --cfg {content['import']}",
-            )
+            what = f"{where}: its model is built by {content['import']}, which a checkpoint may not import"
+            raise TrainerError(what, f"allow it: --cfg {content['import']}")
         return content
     for key in KEYS:
         if key not in content:
@@ -141,10 +139,9 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
             row, layer, out = _layer(raw, channels, cfg, nc)
         except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
             first = str(error).splitlines()[0]
-            raise TrainerError(
-                f"{where}: {part} row {position}: {raw!r} cannot be built: {first}",
-                f"a row is [from, number, module, arguments]; the modules are {', '.join(MODULES)}",
-            ) from error
+            what = f"{where}: {part} row {position}: {raw!r} cannot be built: {first}"
+            hint = f"a row is [from, number, module, arguments]; the modules are {', '.join(MODULES)}"
+            raise TrainerError(what, hint) from error
         rows.append(row)
         layers.append(layer)
         channels.append(out)
@@ -162,10 +159,8 @@ def _imported(path: str, nc: int) -> Yolo:
     model = _IMPORTED[path](nc)
     head = getattr(model, "detect", None)
     if not isinstance(model, nn.Module) or not isinstance(head, Head) or not head.strides or head.nc != nc:
-        raise TrainerError(
-            f"--cfg {path}: it must return a torch module with a placed head for {nc} classes as `detect`",
-            "see docs/how-to/any-program.md",
-        )
+        what = f"--cfg {path}: it must return a torch module with a placed head for {nc} classes as `detect`"
+        raise TrainerError(what, "see docs/how-to/any-program.md")
     return cast(Yolo, model)
 
 

@@ -81,7 +81,10 @@ class Detection(Task):
 
     def loss_of(self, model: Yolo) -> Loss:
         """Return the loss of the model's head, for a model on its device."""
-        return loss_of(model, self._settings.hyp, self._settings.imgsz)
+        head, hyp = model.detect, self._settings.hyp
+        if isinstance(head, Detect):
+            return DetectionLoss(head.anchors, head.strides, head.nc, hyp, self._settings.imgsz)
+        return AlignedLoss(head.strides, head.bins, hyp, next(model.parameters()).device)
 
     def weight(self, images: Tensor) -> Tensor:
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
@@ -117,14 +120,6 @@ class Detection(Task):
             if len(shown) < SHOWN:
                 shown.append(sure_of(self.val_set, image_id, found))
         return metric, shown
-
-
-def loss_of(model: Yolo, hyp: Hyp, imgsz: int) -> Loss:
-    """Return the loss of the model's head, for a model on its device."""
-    head = model.detect
-    if isinstance(head, Detect):
-        return DetectionLoss(head.anchors, head.strides, head.nc, hyp, imgsz)
-    return AlignedLoss(head.strides, head.bins, hyp, next(model.parameters()).device)
 
 
 def other_anchors(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:

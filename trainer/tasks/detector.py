@@ -142,10 +142,8 @@ def type_for(precision: str, half: bool, device: torch.device) -> torch.dtype:
         raise TrainerError(f"--precision {precision}: unknown", f"use one of {', '.join(PRECISIONS)}")
     meant = ("fp16" if device.type == "cuda" else "bf16") if half else precision
     if precision not in ("auto", meant):
-        raise TrainerError(
-            f"--half and --precision {precision} contradict each other: --half is {meant} on {device.type}",
-            "give one of them",
-        )
+        what = f"--half and --precision {precision} contradict each other: --half is {meant} on {device.type}"
+        raise TrainerError(what, "give one of them")
     if half:  # also where the device would be slow at it
         return torch.float16 if meant == "fp16" else torch.bfloat16
     if precision == "fp32":
@@ -166,7 +164,6 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
     model = build_yolo(described, nc=len(names), where=cfg or weights)
     fit, of = checkpoint_file.transfer(model, content["ema"], weights)
     if fit != of:
-        raise TrainerError(
-            f"--weights {weights}: {of - fit} of the model's {of} tensors are missing", "take a best.pt or last.pt"
-        )
+        what = f"--weights {weights}: {of - fit} of the model's {of} tensors are missing"
+        raise TrainerError(what, "take a best.pt or last.pt")
     return Trained(model, names, int(content["imgsz"]))

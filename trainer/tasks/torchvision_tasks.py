@@ -74,10 +74,8 @@ class TorchvisionTask(Task):
         usual = dataclasses.asdict(preset_for(s.data, s.task).hyp)
         changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
         if others := [k for k in changed if k not in self.hyp_keys]:
-            raise TrainerError(
-                f"--hyp: {', '.join(others)}: without effect on --task {s.task}",
-                f"its keys are {', '.join(self.hyp_keys)}",
-            )
+            what = f"--hyp: {', '.join(others)}: without effect on --task {s.task}"
+            raise TrainerError(what, f"its keys are {', '.join(self.hyp_keys)}")
         self.terms = self.loss_type.terms
         self._weights: Mapping[str, Any] | None = None
         if s.weights and s.weights != OWN_WEIGHTS:
@@ -162,18 +160,14 @@ class Classification(TorchvisionTask):
         if s.hyp.mixup + s.hyp.cutmix > 1:
             raise TrainerError("--hyp: mixup and cutmix are shares of the steps, together at most 1")
         if s.hyp.randaugment % 1 or not 0 <= s.hyp.randaugment <= _MAGNITUDES:
-            raise TrainerError(
-                f"--hyp: randaugment is {s.hyp.randaugment:g}, it must be a whole number from 0 to {_MAGNITUDES}",
-                "9 is usual, 0 is off",
-            )
+            what = f"--hyp: randaugment is {s.hyp.randaugment:g}, it must be a whole number from 0 to {_MAGNITUDES}"
+            raise TrainerError(what, "9 is usual, 0 is off")
         self.train_set, self.val_set = open_classification(s.data, "train"), open_classification(s.data, "val")
         self.names = self.train_set.names
         if self.val_set.names != self.names:
             odd = sorted(set(self.names) ^ set(self.val_set.names))
-            raise TrainerError(
-                f"--data {s.data}: training and validation have different classes: {', '.join(odd[:5])}",
-                "each needs a folder for every class",
-            )
+            what = f"--data {s.data}: training and validation have different classes: {', '.join(odd[:5])}"
+            raise TrainerError(what, "each needs a folder for every class")
         self.least_side = s.imgsz
 
     def network(self) -> Classifier:
@@ -219,9 +213,8 @@ class Segmentation(TorchvisionTask):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         if settings.hyp.scale >= 1:
-            raise TrainerError(
-                f"--hyp: scale is {settings.hyp.scale:g}, it must be below 1", "0.5 is from half to one and a half"
-            )
+            what = f"--hyp: scale is {settings.hyp.scale:g}, it must be below 1"
+            raise TrainerError(what, "0.5 is from half to one and a half")
         self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz)
         self.names = self.train_set.names
 

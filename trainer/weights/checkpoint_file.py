@@ -42,10 +42,8 @@ def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_
             if exist_ok:
                 raise TrainerError(f"{path} is a file, not a folder")
     except OSError as error:
-        raise TrainerError(
-            f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}",
-            "choose another folder with --project",
-        ) from error
+        what = f"{path if parent.is_dir() else parent}: cannot be created: {error.strerror}{_ownership(parent)}"
+        raise TrainerError(what, "choose another folder with --project") from error
     check_writable(path)
     return path
 
@@ -55,10 +53,8 @@ def check_writable(path: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise TrainerError(
-            f"{path}: cannot write there: {error.strerror}{_ownership(path)}",
-            "make the folder writable for that user, or run as its owner",
-        ) from error
+        what = f"{path}: cannot write there: {error.strerror}{_ownership(path)}"
+        raise TrainerError(what, "make the folder writable for that user, or run as its owner") from error
 
 
 def _ownership(path: Path) -> str:
@@ -124,10 +120,9 @@ def load(weights: str) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise TrainerError(
-            f"--weights {weights}: no such file",
-            f"the names that are downloaded are {', '.join(download.NAMES)}; '' starts from scratch",
-        ) from None
+        what = f"--weights {weights}: no such file"
+        hint = f"the names that are downloaded are {', '.join(download.NAMES)}; '' starts from scratch"
+        raise TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
         return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
     except Exception as error:  # an unpickler can raise anything on arbitrary bytes
@@ -143,10 +138,8 @@ def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = 
     """Raise TrainerError for a checkpoint of another task; `hint` replaces the default hint."""
     trained = content.get("task", "detect")
     if trained != task:
-        raise TrainerError(
-            f"--weights {weights}: trained with --task {trained}, not {task}",
-            hint or f"use --task {trained}, or weights of a {task} model",
-        )
+        what = f"--weights {weights}: trained with --task {trained}, not {task}"
+        raise TrainerError(what, hint or f"use --task {trained}, or weights of a {task} model")
 
 
 def _foreign(weights: str) -> TrainerError:
@@ -161,10 +154,8 @@ def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) ->
     own = model.state_dict()  # shares memory with the model
     fitting = [k for k, v in state.items() if k in own and own[k].shape == v.shape]
     if len(fitting) < len(own) / 2:
-        raise TrainerError(
-            f"--weights {where}: only {len(fitting)} of {len(own)} tensors fit this model",
-            "use the --cfg that the checkpoint was trained with (leave --cfg out)",
-        )
+        what = f"--weights {where}: only {len(fitting)} of {len(own)} tensors fit this model"
+        raise TrainerError(what, "use the --cfg that the checkpoint was trained with (leave --cfg out)")
     for key in fitting:  # not load_state_dict: torchvision's hooks need the file's version metadata
         own[key].copy_(state[key])
     return len(fitting), len(own)

@@ -52,10 +52,8 @@ def load(path: str) -> dict[str, Any]:
         return {**_description(model), "epoch": content.get("epoch", -1)}
     except MALFORMED as error:
         first = (str(error).splitlines() or [""])[0]
-        raise TrainerError(
-            f"--weights {path}: not a YOLOv5 checkpoint, or damaged: {type(error).__name__}: {first}",
-            "download it again, or give a best.pt or last.pt that this trainer wrote",
-        ) from error
+        what = f"--weights {path}: not a YOLOv5 checkpoint, or damaged: {type(error).__name__}: {first}"
+        raise TrainerError(what, "download it again, or give a best.pt or last.pt that this trainer wrote") from error
 
 
 def _check_archive(path: str) -> None:

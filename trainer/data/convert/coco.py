@@ -46,10 +46,8 @@ def from_coco(
     if val_images and not val_annotations:
         raise TrainerError(f"--val-images {val_images}: no annotations of these images", "name them with --val")
     if val_annotations and val_share is not None:
-        raise TrainerError(
-            f"--val-share {val_share:g}: --val {val_annotations} defines the images of the val split",
-            "give one of them",
-        )
+        what = f"--val-share {val_share:g}: --val {val_annotations} defines the images of the val split"
+        raise TrainerError(what, "give one of them")
     content = _load(annotations)
     names = _categories(content, annotations)
     conversion = Conversion(list(names.values()))

@@ -6,7 +6,6 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import numpy.typing as npt
 import yaml
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.listing import SUFFIXES, THREADS
-from trainer.data.progress import track
+from trainer.data.listing import SUFFIXES
+from trainer.data.progress import in_threads, track
 from trainer.data.scan import image_size
 from trainer.errors import TrainerError
 
@@ -77,8 +76,7 @@ def sizes(images: Sequence[Path]) -> list[tuple[int, int] | Fault]:
         hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
         return Fault(str(path), 0, "no such image", hint)
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(track(pool.map(size, images), len(images), "reading images"))
+    return list(in_threads(size, images, "reading images"))
 
 
 def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[Annotated]]:
@@ -111,9 +109,8 @@ def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bo
                 image = draft / "images" / split / item.name
                 label = (draft / "labels" / split / item.name).with_suffix(".txt")
                 if label.exists():
-                    raise TrainerError(
-                        f"{item.image}: another image has the same name without suffix", "rename one of the images"
-                    )
+                    what = f"{item.image}: another image has the same name without suffix"
+                    raise TrainerError(what, "rename one of the images")
                 for path in (image, label):
                     path.parent.mkdir(parents=True, exist_ok=True)
                 if copy:
