@@ -39,7 +39,7 @@ SLOW = frozenset(
         # test_trouble.py
         "test_out_of_host_memory_is_one_error",
         # test_loss, test_bench, test_classification, test_export, test_loader, test_parallel, test_predict,
-        # test_segmentation, test_verify
+        # test_segmentation
         "test_a_batch_that_does_not_fit_is_a_row",
         "test_a_classifier_learns_and_two_ranks_score_like_one",
         "test_a_network_learns_an_image_by_heart",

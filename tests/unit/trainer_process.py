@@ -260,25 +260,27 @@ def start(
 exec_trainer = functools.partial(start, process=subprocess.Popen)
 
 
-def wait(processes: list[Any], timeout_s: float = 240) -> list[Ended]:
-    """Wait for the processes, kill them on a timeout, and return their results."""
+def wait(processes: list[Any], timeout_s: float = 240, code: int | None = None) -> list[Ended]:
+    """Wait for the processes, kill them on a timeout, and return their results; check their exit code."""
     try:
         texts = [p.communicate(timeout=timeout_s) for p in processes]
     finally:
         for p in processes:
             p.kill()
-    return [Ended(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+    ended = [Ended(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+    assert code is None or {each.returncode for each in ended} == {code}, ended
+    return ended
 
 
-def run(cwd: Path, *arguments: str, **more: Any) -> Ended:
-    """Run `trainer ARGUMENTS` as a single process."""
-    return wait(start(cwd, [{}], *arguments, **more))[0]
+def run(cwd: Path, *arguments: str, code: int | None = None, **more: Any) -> Ended:
+    """Run `trainer ARGUMENTS` as a single process; check its exit code if it is given."""
+    return wait(start(cwd, [{}], *arguments, **more), code=code)[0]
 
 
 def call(program: Callable[..., object], cwd: Path, environments: list[dict[str, str]], *arguments: str) -> list[Ended]:
-    """Run a function of a test in each environment."""
+    """Run a function of a test in each environment; its processes must exit with 0."""
     text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
-    return wait(start(cwd, environments, *arguments, program=("-c", text)))
+    return wait(start(cwd, environments, *arguments, program=("-c", text)), code=0)
 
 
 def wait_until(done: Callable[[], bool], *processes: Any, timeout_s: float = 180) -> None:
