@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait, wait_until
+from tests.unit.trainer_process import TINY, Forked, call, exec_trainer, ranks, start, wait, wait_until
 from tests.unit.yolo_folder import squares
 from trainer import contract
+from trainer.distributed import comm
 from trainer.engine import checkpoints
 from trainer.models.yolo import build_yolo, load_cfg
 
@@ -226,21 +227,19 @@ def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_
         assert (code, said in err) == (2, True), err
 
 
+def print_whether_it_writes(*folders: str) -> None:
+    world = comm.world_of(os.environ)
+    comm.join(world, torch.device("cpu"))
+    print(checkpoints.is_writer(Path(folders[world.rank]), world))
+    comm.leave()
+
+
 @pytest.mark.parametrize("folders", [["one", "one"], ["one", "other", "other"]])
 def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[str]) -> None:
     """Two writers in containers with equal pids could use the same temporary file."""
-    program = (
-        "import os, sys; from pathlib import Path; from torch import device;"
-        "from trainer.distributed import comm;"
-        "from trainer.engine import checkpoints;"
-        "world = comm.world_of(os.environ); comm.join(world, device('cpu'));"
-        "print(checkpoints.is_writer(Path(sys.argv[1]), world)); comm.leave()"
-    )
-    processes = []
-    for place, name in zip(ranks(len(folders), nodes=len(folders)), folders, strict=True):
+    for name in folders:
         (tmp_path / name).mkdir(exist_ok=True)
-        processes += start(tmp_path, [place], str(tmp_path / name), program=("-c", program))
-    ended = wait(processes)
+    ended = call(print_whether_it_writes, tmp_path, ranks(len(folders), nodes=len(folders)), *folders)
     writes = [name not in folders[:rank] for rank, name in enumerate(folders)]
     assert [out for _, out, _ in ended] == [f"{each}\n" for each in writes], ended
     assert not [*tmp_path.glob("*/.*")]
