@@ -28,7 +28,6 @@ SLOW = frozenset(
         "test_two_ranks_train_and_return_the_result",
         # test_resume.py
         "test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one",
-        "test_a_run_killed_in_a_validation_equals_an_uninterrupted_one",
         "test_another_number_of_ranks_resumes_in_the_same_order",
         "test_every_node_keeps_a_checkpoint_of_its_own_disk",
         "test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set",
@@ -37,10 +36,8 @@ SLOW = frozenset(
         "test_it_starts_its_own_ranks",
         "test_a_signal_to_its_own_ranks_leaves_none",
         "test_alone_and_again_from_the_checkpoint",
-        # test_trouble.py
-        "test_out_of_host_memory_is_one_error",
         # test_loss, test_bench, test_classification, test_export, test_loader, test_parallel, test_predict,
-        # test_segmentation, test_verify
+        # test_segmentation
         "test_a_batch_that_does_not_fit_is_a_row",
         "test_a_classifier_learns_and_two_ranks_score_like_one",
         "test_a_network_learns_an_image_by_heart",

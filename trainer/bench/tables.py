@@ -50,11 +50,6 @@ def train_epoch(m: Measurement) -> str:
     return "~" * (m.steps < m.epoch_steps) + clock(m.train_epoch_s)
 
 
-def val_epoch(m: Measurement) -> str:
-    """Format the time of an epoch's validation, with ~ if it is extrapolated."""
-    return "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
-
-
 def gigabytes(count: int) -> str:
     """Format bytes in GB with three digits."""
     return f"{count / 1e9:.3g}"
@@ -84,7 +79,8 @@ def yolov5_table(rows: Sequence[Row]) -> str:
         m, cells = row.measured, ["-", short(row.failure), "-"]
         if m:
             memory = m.host_bytes if m.device_bytes is None else m.device_bytes
-            cells = [gigabytes(memory), train_epoch(m), val_epoch(m)]
+            val = "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
+            cells = [gigabytes(memory), train_epoch(m), val]
         lines.append([f"{row.point.ranks}x", str(row.point.step_batch), *cells])
     return markdown(header, lines)
 

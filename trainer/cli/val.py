@@ -28,56 +28,29 @@ def val(context: typer.Context, *, json: bool, **options: Any) -> None:
             f"--task {options['split']}: expected train, val or test; --task is another name of --split, as in YOLOv5",
             "omit it: the weights contain the task",
         )
+    from trainer.inference.score import Scored, score
+    from trainer.inference.validate import Validation, validate
     from trainer.weights import checkpoint_file
 
-    kind = checkpoint_file.load(options["weights"]).get("task", "detect")
-    if kind != "detect":
-        _score(context, kind, json, options)
-        return
-    from trainer.inference.validate import as_json, validate
-
-    result = validate(ValSettings(**options))
-    if not result:
-        return
-    if json:
-        typer.echo(as_json(result))
-        return
-    scores = result.scores
-    typer.echo(scores.table())
-    typer.echo(f"P, R and F1 at confidence {scores.confidence:.2f}, the highest mean F1")
-    sizes = [f"{name} {value:.3f}" for name, value in (scores.by_area or {}).items() if value == value]
-    if len(sizes) > 1:
-        typer.echo(f"mAP50-95 by box size: {', '.join(sizes)}")
-    typer.echo(
-        f"per image at {result.imgsz} px: load {result.load_ms:.1f} ms, network {result.network_ms:.1f} ms, "
-        f"NMS {result.nms_ms:.1f} ms"
-    )
-    if result.folder:
-        typer.echo(f"-> {result.folder}")
+    content = checkpoint_file.load(options["weights"])
+    kind = content.get("task", "detect")
+    result: Validation | Scored | None
+    if kind == "detect":
+        result = validate(ValSettings(**options))
+    else:
+        settings = _settings_of(kind, int(content["imgsz"]), options, typed_options(context))
+        result = score(settings, plots=options["plots"])
+    if result:
+        typer.echo(result.as_json() if json else result.text())
+        if result.folder and not json:
+            typer.echo(f"-> {result.folder}")
 
 
-def _score(context: typer.Context, kind: str, json: bool, options: dict[str, Any]) -> None:
-    """Score a classifier or a segmentation model."""
-    from trainer.inference.score import score
-    from trainer.weights import checkpoint_file
-
-    wrong = sorted(typed_options(context) & BOXES_ONLY)
-    if wrong:
+def _settings_of(kind: str, imgsz: int, options: dict[str, Any], typed: frozenset[str]) -> Settings:
+    """Return the settings to score a classifier or a segmentation model that was trained at `imgsz`."""
+    if wrong := sorted(typed & BOXES_ONLY):
         raise TrainerError(f"{option_of(wrong[0])} is for boxes, but these are weights of --task {kind}", "omit it")
-    if options.pop("split") != "val":
+    if options["split"] != "val":
         raise TrainerError(f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit it")
-    plots = options.pop("plots")
-    options = {name: value for name, value in options.items() if name not in BOXES_ONLY}
-    imgsz = options.pop("imgsz") or int(checkpoint_file.load(options["weights"])["imgsz"])
-    result = score(Settings(task=kind, imgsz=imgsz, **options), plots=plots)
-    if not result:
-        return
-    if json:
-        typer.echo(result.as_json())
-        return
-    typer.echo(result.scores.table())
-    found = result.scores.columns()
-    titles = "   ".join(f"{title} {found[key]:.3f}" for key, title in result.task.headlines.items())
-    typer.echo(f"{titles}   per image at {result.imgsz} px: {result.ms_per_image:.1f} ms")
-    if result.folder:
-        typer.echo(f"-> {result.folder}")
+    common = {name: value for name, value in options.items() if name not in BOXES_ONLY | {"split", "plots", "imgsz"}}
+    return Settings(task=kind, imgsz=options["imgsz"] or imgsz, **common)

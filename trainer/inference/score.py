@@ -38,6 +38,12 @@ class Scored:
         content = {**scores.columns(), "per_class": named, "imgsz": self.imgsz, "ms_per_image": self.ms_per_image}
         return json.dumps({**content, "folder": str(self.folder) if self.folder else None})
 
+    def text(self) -> str:
+        """Return the table of the scores, then the headlines and the time per image."""
+        found = self.scores.columns()
+        titles = "   ".join(f"{title} {found[key]:.3f}" for key, title in self.task.headlines.items())
+        return f"{self.scores.table()}\n{titles}   per image at {self.imgsz} px: {self.ms_per_image:.1f} ms"
+
 
 def check_names(data: str, names: Sequence[str], weights: str, trained: Sequence[str]) -> None:
     """Raise TrainerError with the first class that differs between the dataset and the weights."""

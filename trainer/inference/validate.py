@@ -38,6 +38,25 @@ class Validation:
     imgsz: int
     folder: Path | None
 
+    def as_json(self) -> str:
+        """Return the result as one line of JSON."""
+        scores = dataclasses.asdict(self.scores)
+        scores["per_class"] = {name: score._asdict() for name, score in self.scores.per_class.items()}
+        times = {"load": self.load_ms, "network": self.network_ms, "nms": self.nms_ms}
+        content = {**scores, "ms_per_image": times, "imgsz": self.imgsz}
+        return json.dumps({**_finite(content), "folder": str(self.folder) if self.folder else None})
+
+    def text(self) -> str:
+        """Return the table of the scores, then the scores by box size and the times per image."""
+        scores = self.scores
+        lines = [scores.table(), f"P, R and F1 at confidence {scores.confidence:.2f}, the highest mean F1"]
+        sizes = [f"{name} {value:.3f}" for name, value in (scores.by_area or {}).items() if value == value]
+        if len(sizes) > 1:
+            lines.append(f"mAP50-95 by box size: {', '.join(sizes)}")
+        network = f"network {self.network_ms:.1f} ms, NMS {self.nms_ms:.1f} ms"
+        lines.append(f"per image at {self.imgsz} px: load {self.load_ms:.1f} ms, {network}")
+        return "\n".join(lines)
+
 
 def validate(settings: ValSettings) -> Validation | None:
     """Run an evaluation; return the result on rank 0, else None."""
@@ -138,15 +157,6 @@ class _RankResult:
             numbers = sorted(self._found)
             for k, stem in zip(numbers, unique_stems([dataset.name(k) for k in numbers]), strict=True):
                 write_labels(folder / f"labels/{stem}.txt", *self._found[k], dataset.size(k), s.save_conf)
-
-
-def as_json(result: Validation) -> str:
-    """Return the result as one line of JSON."""
-    scores = dataclasses.asdict(result.scores)
-    scores["per_class"] = {name: score._asdict() for name, score in result.scores.per_class.items()}
-    times = {"load": result.load_ms, "network": result.network_ms, "nms": result.nms_ms}
-    content = {**scores, "ms_per_image": times, "imgsz": result.imgsz}
-    return json.dumps({**_finite(content), "folder": str(result.folder) if result.folder else None})
 
 
 def _finite(value: Any) -> Any:
