@@ -91,6 +91,12 @@ class Clusterctl:
                 raise AssertionError(f"{arguments} did not end: {process.communicate()[0]}") from None
         return process.returncode, text
 
+    def expect(self, code, *arguments, has="", timeout_s=120):
+        """Run a command, and return its output. It must exit with `code` and print `has`."""
+        found, text = self.run(*arguments, timeout_s=timeout_s)
+        assert (found, has in text) == (code, True), text
+        return text
+
     def wait_for(self, job, text, node="node-0", timeout_s=90):
         """Wait until a node's log has `text`."""
         log = self.folder / "runs" / job / "attempt-1" / f"{node}.log"
@@ -100,6 +106,13 @@ class Clusterctl:
                 return
             time.sleep(0.1)
         raise AssertionError(f"no {text!r} in {log}: {log.read_text() if log.exists() else 'no log'}")
+
+
+def ended(process, code, *, has="", timeout_s=120):
+    """Return the output of a started command. It must exit in time with `code` and print `has`."""
+    text, _ = process.communicate(timeout=timeout_s)
+    assert (process.returncode, has in text) == (code, True), text
+    return text
 
 
 def processes_of(job):

@@ -156,22 +156,17 @@ def launch(
         _check_run_dir(checked)
     commit = workdir.commit(job.workdir) if code else ""
     record = JobRecord(checked, time.time(), named, commit=commit, withheld=tuple(without))
-    notes, is_reserved = [], False
-    try:
-        with records.watch(record.plan.job_id):  # `attach` must not restart a job that is still starting
-            records.reserve(record)
-            is_reserved = True
-            try:
-                if code:
-                    notes.append(_send_workdir(code, record, records, report=report))
-                start(record, records, secrets)
-            except ClusterError as error:
-                records.end(record.plan.job_id, "failed", error.message, error.exit_code)
-                raise
-    except KeyboardInterrupt:
-        if is_reserved:  # some nodes may have started
+    with records.watch(record.plan.job_id):  # `attach` must not restart a job that is still starting
+        records.reserve(record)
+        try:
+            notes = [_send_workdir(code, record, records, report=report)] if code else []
+            start(record, records, secrets)
+        except ClusterError as error:
+            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+            raise
+        except KeyboardInterrupt:  # some nodes may have started
             jobs.cancel(record, records, grace_s=0)
-        raise
+            raise
     return record, notes
 
 
