@@ -7,7 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -45,11 +45,9 @@ class JobStore:
                 record = replace(record, **ending)
             _replace(path, record)
 
-    @contextmanager
-    def watch(self, job_id: str) -> Iterator[bool]:
+    def watch(self, job_id: str) -> AbstractContextManager[bool]:
         """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
-        with _lock(self._path(job_id).with_suffix(".lock"), blocking=False) as is_held:
-            yield is_held
+        return _lock(self._path(job_id).with_suffix(".lock"), blocking=False)
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> bool:
         """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded."""

@@ -89,6 +89,12 @@ class Clusterctl:
                 raise AssertionError(f"{arguments} did not end: {process.communicate()[0]}") from None
         return process.returncode, text
 
+    def expect(self, code, *arguments, has="", timeout_s=120):
+        """Run a command, and return its output. It must exit with `code` and print `has`."""
+        found, text = self.run(*arguments, timeout_s=timeout_s)
+        assert (found, has in text) == (code, True), text
+        return text
+
     def wait_for(self, job, text, node="node-0", timeout_s=90):
         """Wait until a node's log has `text`."""
         log = self.folder / "runs" / job / "attempt-1" / f"{node}.log"
@@ -114,6 +120,13 @@ def interrupted(text, *words, timeout_s):
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     argv = [sys.executable, "-c", text, *map(str, words)]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s, preexec_fn=heed)
+
+
+def ended(process, code, *, has="", timeout_s=120):
+    """Return the output of a started command. It must exit in time with `code` and print `has`."""
+    text, _ = process.communicate(timeout=timeout_s)
+    assert (process.returncode, has in text) == (code, True), text
+    return text
 
 
 def processes_of(job):

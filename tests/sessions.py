@@ -24,13 +24,11 @@ def wait_until_it_runs(clusterctl, job, ranks=2):
 
 
 def check_exec(clusterctl, job, nodes):
-    code, text = clusterctl.run(
-        "exec", job, "--node", "1", "--", "sh", "-c", 'echo "rank $PET_NODE_RANK at $(pwd -P)"; exit 7'
+    text = clusterctl.expect(
+        7, "exec", job, "--node", "1", "--", "sh", "-c", 'echo "rank $PET_NODE_RANK at $(pwd -P)"; exit 7'
     )
-    assert code == 7, text
     assert re.fullmatch(r"rank 1 at /\S*\n", text), text
-    code, text = clusterctl.run("exec", job, "--all", "--", "sh", "-c", "echo $CLUSTER_ATTEMPT $CLUSTER_JOB_ID")
-    assert code == 0, text
+    text = clusterctl.expect(0, "exec", job, "--all", "--", "sh", "-c", "echo $CLUSTER_ATTEMPT $CLUSTER_JOB_ID")
     assert sorted(text.splitlines()) == [f"{node} | 1 {job}" for node in nodes], text
     words = [sys.executable, "-m", "cluster", "exec", job, "--", "sh", "-c", "wc -c; echo wrong >&2"]
     data = bytes(range(256)) * 1000
@@ -42,8 +40,7 @@ def check_exec(clusterctl, job, nodes):
 def check_top(clusterctl, job, nodes):
     until = time.time() + 20
     while True:
-        code, text = clusterctl.run("top", job, "--json")
-        assert code == 0, text
+        text = clusterctl.expect(0, "top", job, "--json")
         samples = [node["usage"] for node in json.loads(text)["nodes"]]
         if all(samples):
             break
@@ -51,8 +48,7 @@ def check_top(clusterctl, job, nodes):
         time.sleep(0.5)
     assert [row["rank"] for usage in samples for row in usage["ranks"]] == [0, 1]
     assert all(row["rss"] > 1 << 20 for usage in samples for row in usage["ranks"])
-    code, text = clusterctl.run("top", job)
-    assert code == 0, text
+    text = clusterctl.expect(0, "top", job)
     assert [line.split()[:2] for line in text.splitlines()[2:]] == [[nodes[0], "0"], [nodes[1], "1"]]
 
 
@@ -61,13 +57,11 @@ def check_cp(clusterctl, job, nodes):
     assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", script)[0] == 0
     into = clusterctl.folder / "copies"
     into.mkdir()
-    code, text = clusterctl.run("cp", f"{job}:made", str(into), "--node", nodes[1])
-    assert code == 0, text
+    clusterctl.expect(0, "cp", f"{job}:made", str(into), "--node", nodes[1])
     assert (into / "made" / "deep" / "a file").read_text().splitlines()[-1] == "100000"
     code, text = clusterctl.run("cp", f"{job}:made", str(into), "--node", "1")
     assert (code, text.splitlines()) == (2, [f"error: {into}/made: already exists"])
-    code, text = clusterctl.run("cp", f"{job}:none", str(into))
-    assert code == 3, text
+    text = clusterctl.expect(3, "cp", f"{job}:none", str(into))
     assert text == f"error: {nodes[0]}: none: Cannot stat: No such file or directory\n"
     assert [path.name for path in into.iterdir()] == ["made"]
 
@@ -175,6 +169,5 @@ def check_refusals(clusterctl, job, nodes):
     ):
         code, text = clusterctl.run(*words)
         assert (code, text.splitlines()[0]) == (2, f"error: {job} has ended: stopped")
-    code, text = clusterctl.run("cp", f"{job}:attempt-1/{nodes[0]}.log", str(clusterctl.folder / "copies"))
-    assert code == 0, text
+    clusterctl.expect(0, "cp", f"{job}:attempt-1/{nodes[0]}.log", str(clusterctl.folder / "copies"))
     assert "tick 1" in (clusterctl.folder / "copies" / f"{nodes[0]}.log").read_text()

@@ -91,15 +91,21 @@ def launch(
     """
     from cluster.spec.request import Request
     from cluster.supervisor import launcher
-    from cluster.transport import discovery
 
-    if not isinstance(inventory, Inventory):
-        found = discovery.load(inventory or "", backend=backend)
-        inventory = discovery.complete(found) if found else None
     request = Request(arguments=list(arguments), nodes=str(nodes), gpus=gpus, backend=backend, **options)  # type: ignore[arg-type]
     if request.build:
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
-    job, chosen, _ = launcher.resolve(request, inventory)
+    job, chosen, _ = launcher.resolve(request, machines(inventory, backend))
     record, _ = launcher.launch(job, chosen, JobStore(), numbered=not request.name, secrets=secrets)
     return Launched(record, dict(secrets or {}))
+
+
+def machines(inventory: str | Inventory | None, backend: str) -> Inventory | None:
+    """Return the machines of the `inventory` of `launch`, or None for this machine."""
+    from cluster.transport import discovery
+
+    if isinstance(inventory, Inventory):
+        return inventory
+    found = discovery.load(inventory or "", backend=backend)
+    return discovery.complete(found) if found else None

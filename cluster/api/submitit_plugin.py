@@ -18,11 +18,9 @@ from submitit.core.job_environment import JobEnvironment
 from cluster import api, contract
 from cluster.errors import ClusterError
 from cluster.spec import defaults
-from cluster.spec.model import Inventory
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import jobs, launcher
-from cluster.transport import discovery
 
 #: Job states, and Slurm's names for them.
 _STATES = {"joining": "PENDING", "running": "RUNNING", "done": "COMPLETED", "failed": "FAILED", "stopped": "CANCELLED"}
@@ -114,18 +112,15 @@ class ClusterctlExecutor(core.Executor):
         return [self._launch(each) for each in delayed_submissions]
 
     def _launch(self, delayed: utils.DelayedSubmission) -> ClusterctlJob:
-        options = dict(self.parameters)
+        options, function = dict(self.parameters), delayed.function
         slurm = [*options.pop("slurm", ())]
         for key, form in {"timeout_min": "time={}", "mem_gb": "mem={}G", "cpus_per_task": "cpus-per-task={}"}.items():
             if (value := options.pop(key, None)) is not None:
                 slurm.append(form.format(value))
         name = f"{options.pop('name', 'submitit')}-{uuid.uuid4().hex[:8]}"
-        function = delayed.function
         mounts = [*options.pop("mounts", ())]
         backend, machines = options.pop("backend", "auto"), options.pop("inventory", None)
-        if not isinstance(machines, Inventory):
-            found = discovery.load(machines or "", backend=backend)
-            machines = discovery.complete(found) if found else None
+        machines = api.machines(machines, backend)
         if isinstance(function, submitit.helpers.CommandFunction):
             command = shlex.join(["--no-python", *map(str, (*function.command, *delayed.args))])
         else:

@@ -182,11 +182,10 @@ class LiveDisplay(Display):
             self.note(joined(view, self._plan) + "\n")
         if self._skips_history:  # `clusterctl logs` prints all of it
             self._skips_history, lines = False, lines[-10:]
-        master = self._plan.nodes[0].name
         for node, text in lines:
             if self._all_nodes:
                 self.note(f"{node:<{self._width}} | {text}")
-            elif node == master:
+            elif node == self._plan.nodes[0].name:
                 self.note(text)
 
     def _print_changes(self, view: JobView) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from cluster.agent import scripts
 from cluster.cli.follow import console
-from cluster.cli.options import AsJson, NodeOptions, takes_options
+from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import ENGINES
 from cluster.spec.model import Node
@@ -30,7 +30,7 @@ class Orphan:
 def gc(
     *,
     job: Annotated[str, option("--job", help="Only this job, even while it runs.")] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    yes: Annotated[bool, flag("Remove without asking.", "--yes", "-y")] = False,
     inventory: NodeOptions,
     as_json: AsJson = False,
 ) -> None:

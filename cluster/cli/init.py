@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from cluster.cli.follow import console
-from cluster.cli.options import AsJson, Hostfile, SshConfig
+from cluster.cli.options import AsJson, Hostfile, SshConfig, flag
 from cluster.errors import UsageError
 from cluster.runtimes import ENGINES
 from cluster.spec.inventory import DATA_DIR, RUN_DIR
@@ -33,7 +33,7 @@ def init(
     hostfile: Hostfile = "",
     ssh_config: SshConfig = "",
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write this file.")] = "cluster.yaml",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    force: Annotated[bool, flag("Overwrite the file.", "--force")] = False,
     device: Annotated[
         str,
         typer.Option(
@@ -50,9 +50,7 @@ def init(
         str, typer.Option(help="On the nodes: the target of `sync`; '~/' is the home directory there.")
     ] = DATA_DIR,
     as_json: AsJson = False,
-    schema_only: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of the file, for editors.")
-    ] = False,
+    schema_only: Annotated[bool, flag("Print the JSON Schema of the file, for editors.", "--schema")] = False,
 ) -> None:
     """Inspect machines over SSH and write cluster.yaml.
 

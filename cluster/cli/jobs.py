@@ -56,7 +56,7 @@ def stop(job: options.JobName) -> None:
 
 def ps(
     as_json: options.AsJson = False,
-    every: Annotated[bool, typer.Option("--all", "-a", help="Also jobs that have ended.")] = False,
+    every: Annotated[bool, options.flag("Also jobs that have ended.", "--all", "-a")] = False,
 ) -> None:
     """List jobs and their states.
 
@@ -119,9 +119,9 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
 
 def logs(
     job: options.JobName,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the logs until the job ends.")] = False,
+    follow: Annotated[bool, options.flag("Follow the logs until the job ends.", "--follow", "-f")] = False,
     node: Annotated[str, option("--node", help="Only this node: node-1, or 1.")] = "",
-    everything: Annotated[bool, typer.Option("--everything", help="Also print the lines of the agent.")] = False,
+    everything: Annotated[bool, options.flag("Also print the lines of the agent.", "--everything")] = False,
 ) -> None:
     """Print a job's logs, each line with the name of its node."""
     from cluster.supervisor import jobs, session
@@ -148,7 +148,7 @@ def logs(
 def top(
     job: options.JobName,
     as_json: options.AsJson = False,
-    once: Annotated[bool, typer.Option("--once", help="Print one sample, as without a terminal.")] = False,
+    once: Annotated[bool, options.flag("Print one sample, as without a terminal.", "--once")] = False,
 ) -> None:
     """Show CPU, memory and GPU use of each rank of a running job, until Ctrl-C.
 

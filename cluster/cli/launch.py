@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, on_interrupt, print_line, stop_interrupted
-from cluster.cli.options import (
-    ArrayOptions,
-    AsJson,
-    EnvFile,
-    Logs,
-    NodeOptions,
-    read_text,
-    takes_options,
-    with_job_file,
-)
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
 
@@ -34,25 +25,20 @@ if TYPE_CHECKING:
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
-@takes_options
+@options.takes_options
 def launch(
     *,
     context: typer.Context,
     request: Request,
-    inventory: NodeOptions,
-    array: ArrayOptions,
-    env_file: EnvFile = "",
-    logs: Logs = "master",
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when all nodes are started.")] = False,
+    inventory: options.NodeOptions,
+    array: options.ArrayOptions,
+    env_file: options.EnvFile = "",
+    logs: options.Logs = "master",
+    detach: Annotated[bool, options.flag("Return when all nodes are started.", "--detach", "-d")] = False,
     wait: Annotated[
-        str,
-        typer.Option(
-            "--wait", metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h."
-        ),
+        str, option(metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h.")
     ] = "",
-    push: Annotated[
-        bool, typer.Option("--push", help="First copy the container image to the nodes that lack it.")
-    ] = False,
+    push: Annotated[bool, options.flag("First copy the container image to the nodes that lack it.", "--push")] = False,
 ) -> None:
     """Start a job on all nodes, and follow its log to the end.
 
@@ -66,7 +52,7 @@ def launch(
     from cluster.supervisor import gpu_queue, launcher
 
     wait_s = _seconds(wait) if wait else 0.0
-    request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
+    request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
     saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
     in_file = read_secrets(env_file)
     request = replace(request, env=[*request.env, *in_file])
@@ -146,27 +132,24 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
-@takes_options
+@options.takes_options
 def plan(
     *,
     context: typer.Context,
     request: Request,
-    inventory: NodeOptions,
-    array: ArrayOptions,
-    env_file: EnvFile = "",
+    inventory: options.NodeOptions,
+    array: options.ArrayOptions,
+    env_file: options.EnvFile = "",
     output: Annotated[
         str,
         typer.Option("--output", "-o", help="Write the plan to this file, or to this folder if it has several files."),
     ] = "",
     agent: Annotated[
-        bool,
-        typer.Option("--agent", help="Write agent.pyz, the archive that starts the ranks of a node, to -o or a pipe."),
+        bool, options.flag("Write agent.pyz, the archive that starts the ranks of a node, to -o or a pipe.", "--agent")
     ] = False,
-    save: Annotated[
-        str, option("--save", metavar="FILE", help="Write the options as a job file, and print no plan.")
-    ] = "",
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of job files, for editors.")] = False,
-    as_json: AsJson = False,
+    save: Annotated[str, option(metavar="FILE", help="Write the options as a job file, and print no plan.")] = "",
+    schema: Annotated[bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Print the files and commands of a launch, node by node, without launching."""
     from cluster.agent import scripts
@@ -186,7 +169,7 @@ def plan(
 
         print(json.dumps(job_file.json_schema(), indent=1))
         return
-    request, inventory, array, env_file = with_job_file(context, request, inventory, array, env_file)
+    request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
     if save:
         launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
         _write({Path(save): job_text(request, inventory, env_file)})
@@ -246,7 +229,7 @@ def import_job(
     if re.search(r"\s", source) and not Path(source).exists():
         found = importers.command_line(source)
     else:
-        found = importers.read(read_text(source, hint="expected a file, or 'torchrun OPTIONS PROGRAM'"), source)
+        found = importers.read(options.read_text(source, hint="expected a file, or 'torchrun OPTIONS PROGRAM'"), source)
     for note in found.notes if output else ():
         print(f"not taken over: {note}", file=sys.stderr)
     if output:
@@ -255,7 +238,7 @@ def import_job(
         print(found.text(), end="")
 
 
-def job_text(request: Request, inventory: NodeOptions, env_file: str) -> str:
+def job_text(request: Request, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
     from cluster.spec import job_file
     from cluster.spec.defaults import ON_THIS_MACHINE
@@ -287,7 +270,7 @@ def read_secrets(path: str) -> dict[str, str]:
     Raise UsageError if a line is malformed. The message has its number, not its text.
     """
     found = {}
-    for number, line in enumerate(read_text(path, "--env-file ").splitlines() if path else (), 1):
+    for number, line in enumerate(options.read_text(path, "--env-file ").splitlines() if path else (), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _VARIABLE.fullmatch(line.strip())

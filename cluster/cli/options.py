@@ -16,6 +16,11 @@ from cluster.spec.request import Request, option
 from cluster.store import JobStore
 
 
+def flag(text: str, *names: str) -> Any:
+    """Return typer's option for a flag; `text` is its help."""
+    return typer.Option(*names, help=text)
+
+
 def _job_names(incomplete: str) -> list[str]:
     """Return the names of recorded jobs, for completion."""
     return [name for record in JobStore() if (name := record.plan.job_id).startswith(incomplete)]

@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
+from cluster.cli.options import flag
 from cluster.errors import UsageError
 
 
 def serve(
     host: Annotated[str, typer.Option("--host", help="The address to listen on, or 0.0.0.0 for all.")] = "localhost",
     port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="The port; 0 takes a free one.")] = 8265,
-    metrics: Annotated[bool, typer.Option("--metrics", help="Also /metrics, in Prometheus' text format.")] = False,
+    metrics: Annotated[bool, flag("Also /metrics, in Prometheus' text format.", "--metrics")] = False,
 ) -> None:
     """Show all jobs in a browser, live and read-only, until Ctrl-C.
 

@@ -24,7 +24,7 @@ def exec_(
     job: options.JobName,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
     node: NodeName = "0",
-    on_all: Annotated[bool, typer.Option("--all", "-a", help="On all nodes at once, without input.")] = False,
+    on_all: Annotated[bool, options.flag("On all nodes at once, without input.", "--all", "-a")] = False,
 ) -> None:
     """Run a command in the container of a node of a running job.
 

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.filesize import decimal
 
 from cluster.cli.follow import console, print_line
-from cluster.cli.options import AsJson, NodeOptions, takes_options
+from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.request import argument
 
@@ -27,12 +26,10 @@ if TYPE_CHECKING:
 def sync(
     *,
     folders: Annotated[list[str], argument(metavar="FOLDER...", help="Folders or files of this machine.")],
-    delete: Annotated[bool, typer.Option("--delete", help="Remove files that are only on the nodes.")] = False,
-    checksum: Annotated[
-        bool, typer.Option("--checksum", help="Compare by content: read every file here and on the nodes.")
-    ] = False,
+    delete: Annotated[bool, flag("Remove files that are only on the nodes.", "--delete")] = False,
+    checksum: Annotated[bool, flag("Compare by content: read every file here and on the nodes.", "--checksum")] = False,
     copy: Annotated[
-        bool, typer.Option("--copy", help="Also copy a folder that the nodes share, for example to faster local disks.")
+        bool, flag("Also copy a folder that the nodes share, for example to faster local disks.", "--copy")
     ] = False,
     inventory: NodeOptions,
     as_json: AsJson = False,

@@ -14,15 +14,7 @@ from cluster.spec.model import NodeStatus, Phase, Plan
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
 
 #: A phase changes only to a later one.
-_ORDER: dict[Phase, int] = {
-    "pending": 0,
-    "starting": 1,
-    "setup": 2,
-    "joining": 3,
-    "ready": 4,
-    "exited": 5,
-    "lost": 5,
-}
+_ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
 
 
 @dataclass

@@ -70,11 +70,9 @@ def cause(view: JobView, verdict: Verdict) -> str:
     if verdict == "stalled" and view.nodes[0].stall:
         return _stall([rank for node in view.nodes for rank in node.stall])
     if verdict == "stalled":
-        stalled = [node for node in view.nodes if node.phase == "ready"]
-        where = (
-            f"epoch {view.progress.get('epoch')}, step {view.progress.get('step')}" if view.progress else "the start"
-        )
-        return f"{', '.join(node.name for node in stalled)}: no step since {where}"
+        last = view.progress
+        where = f"epoch {last.get('epoch')}, step {last.get('step')}" if last else "the start"
+        return f"{', '.join(node.name for node in view.nodes if node.phase == 'ready')}: no step since {where}"
     if verdict == "late":
         late = missing(view)
         return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
@@ -89,16 +87,11 @@ def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
+        failure, own = node.failure or {}, _own_lines(node, tails[node.name])
         if not is_bad_input:  # its error is one line, and `cause` has it
-            lines += [
-                f"  {node.name} | {line}" for line in _own_lines(node, tails[node.name]) or [_last_progress(node)]
-            ]
-            others = (node.failure or {}).get("others", ())
-            lines += [f"  then rank {other['rank']}: {other['error'][:100]}" for other in others]
-        failure = node.failure or {}
-        if advice := failure.get("hint") or hints.hint(
-            str(failure.get("error", "")), _own_lines(node, tails[node.name])
-        ):
+            lines += [f"  {node.name} | {line}" for line in own or [_last_progress(node)]]
+            lines += [f"  then rank {other['rank']}: {other['error'][:100]}" for other in failure.get("others", ())]
+        if advice := failure.get("hint") or hints.hint(str(failure.get("error", "")), own):
             lines.append(f"hint: {advice}")
     return lines
 
@@ -124,15 +117,14 @@ def _stall(ranks: Iterable[Mapping[str, Any]]) -> str:
     collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
     parts = []
     for (collective, call, place), numbers in sorted(places.items(), key=lambda item: bool(item[0][0])):
-        who = f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, sorted(numbers)))}"
-        where = f" ({place})" if place else ""
+        is_one = len(numbers) == 1
+        who = f"rank {numbers[0]}" if is_one else f"ranks {', '.join(map(str, sorted(numbers)))}"
+        what = f"{who}: {call or 'unknown'}"
         if collective:
-            parts.append(f"{who} {'waits' if len(numbers) == 1 else 'wait'} in {collective}{where}")
+            what = f"{who} {'waits' if is_one else 'wait'} in {collective}"
         elif collectives:
-            has = "has" if len(numbers) == 1 else "have"
-            parts.append(f"{who} {has} not entered {collectives[0]}: {call or 'unknown'}{where}")
-        else:
-            parts.append(f"{who}: {call or 'unknown'}{where}")
+            what = f"{who} {'has' if is_one else 'have'} not entered {collectives[0]}: {call or 'unknown'}"
+        parts.append(what + (f" ({place})" if place else ""))
     return "no output and no activity: " + "; ".join(parts)
 
 

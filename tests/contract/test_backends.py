@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Clusterctl, processes_of
+from tests.conftest import ROOT, Clusterctl, ended, processes_of
 from tests.contract.sshd import TICKS, inventory
 
 BARE = True
@@ -83,9 +83,7 @@ def start(clusterctl, backend, job_name, request):
 def test_nodes_join_and_end_and_nothing_remains(clusterctl, backend, start, job_name):
     shutil.copy(ROOT / "examples" / "all_reduce.py", clusterctl.folder)
     process = start("--gpus", "2", "--logs", "all", program="all_reduce.py --ticks 1")
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    assert "2/2 nodes ready   world size 4" in text
+    text = ended(process, 0, has="2/2 nodes ready   world size 4")
     for node, rank in (("node-0", 0), ("node-1", 2)):
         assert f"{node} | tick 0: rank {rank} of 4 sees the sum 4" in text
     assert "done in" in text
@@ -142,9 +140,7 @@ def test_a_rank_that_exits_after_its_consequences_is_the_cause(clusterctl, backe
         "    time.sleep(2 * rank)\n"
     )
     process = start(program="slow_end.py")
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, text
-    assert "\nnode-1: rank 1: ValueError: this is why\n" in text
+    ended(process, 1, has="\nnode-1: rank 1: ValueError: this is why\n")
     assert backend.remains_of(job_name) == []
 
 
@@ -160,8 +156,7 @@ def test_a_job_outlives_its_killed_launcher(clusterctl, backend, start, job_name
     assert backend.remains_of(job_name) != []
     assert json.loads(clusterctl.run("status", job_name, "--json")[1])["state"] == "running"
     for _ in range(2):  # safe to repeat
-        code, text = clusterctl.run("stop", job_name)
-        assert (code, "nothing of it is running" in text) == (0, True), text
+        clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
         assert backend.remains_of(job_name) == []
 
 
@@ -171,8 +166,7 @@ def test_a_name_of_a_running_job_of_another_launcher_is_refused(clusterctl, back
     elsewhere = clusterctl.folder / "elsewhere"
     elsewhere.mkdir()
     second = start(by=Clusterctl(elsewhere))
-    text, _ = second.communicate(timeout=60)
-    assert (second.returncode, f"a job {job_name} already exists: " in text) == (2, True), text
+    ended(second, 2, timeout_s=60, has=f"a job {job_name} already exists: ")
     assert not (elsewhere / "runs").exists()
     clusterctl.wait_for(job_name, "tick 4")
     assert clusterctl.run("stop", job_name)[0] == 0
@@ -185,9 +179,7 @@ def test_ctrl_c_stops_every_node(clusterctl, backend, start, job_name):
     process = start()
     clusterctl.wait_for(job_name, "tick 0")
     process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped; nothing of it is running" in text
+    ended(process, 130, timeout_s=60, has="stopped; nothing of it is running")
     assert backend.remains_of(job_name) == []
 
 
@@ -211,15 +203,13 @@ def test_a_second_ctrl_c_exits_at_once(clusterctl, backend, start, job_name):
     assert time.time() - sent < 2
     assert process.returncode == 130
     assert text == f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n"
-    code, text = clusterctl.run("stop", job_name)
-    assert (code, "nothing of it is running" in text) == (0, True), text
+    clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
     assert backend.remains_of(job_name) == []
 
 
 def test_detach_wait_and_logs(clusterctl, backend, start, job_name):
     process = start("--detach", program="ticks.py --ticks 2")
-    text, _ = process.communicate(timeout=60)
-    assert (process.returncode, f"clusterctl attach {job_name}" in text) == (0, True), text
+    ended(process, 0, timeout_s=60, has=f"clusterctl attach {job_name}")
     assert clusterctl.run("wait", job_name)[0] == 0
     code, text = clusterctl.run("logs", job_name, "--node", "1")
     assert (code, text.splitlines()) == (0, [f"tick {tick}: rank 1 of 2" for tick in (0, 1)])

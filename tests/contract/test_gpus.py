@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests import nvidia_smi
-from tests.conftest import Clusterctl, processes_of
+from tests.conftest import Clusterctl, ended, processes_of
 from tests.nvidia_smi import Gpu
 
 BARE = True
@@ -143,12 +143,10 @@ def test_plan_gives_each_node_its_own_gpus_or_mig_slices(tmp_path, site, gpus, p
     machine.has(gpus)
     ann = machine.user("ann")
     words = ["--nodes", "2", "--gpus", str(per_node), "--command", "show.py"]
-    code, text = ann.run("plan", "--backend", "local", *words)
-    assert code == 0, text
+    text = ann.expect(0, "plan", "--backend", "local", *words)
     assert [line[28:] for line in text.splitlines() if line.startswith("export CUDA_VISIBLE_DEVICES=")] == ids
     assert not (ann.folder / "runs").exists()
-    code, text = ann.run("plan", "--backend", "compose", *words, "-o", "job.yml")
-    assert code == 0, text
+    ann.expect(0, "plan", "--backend", "compose", *words, "-o", "job.yml")
     services = yaml.safe_load((ann.folder / "job.yml").read_text())["services"].values()
     devices = [each["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for each in services]
     assert devices == [each.split(",") for each in ids]
@@ -162,8 +160,7 @@ def test_plan_gives_each_node_its_own_gpus_or_mig_slices(tmp_path, site, gpus, p
 )
 def test_plan_finds_the_gpus_of_a_machine(machine, gpus, count, options):
     machine.has(gpus)
-    code, text = machine.user("ann").run("plan", "--gpus", str(count), "--command", "show.py")
-    assert code == 0, text
+    text = machine.user("ann").expect(0, "plan", "--gpus", str(count), "--command", "show.py")
     in_container = ",".join(map(str, range(count)))
     if "--gpus" in text:
         assert f"--gpus '\"device={options}\"'" in text
@@ -174,8 +171,8 @@ def test_plan_finds_the_gpus_of_a_machine(machine, gpus, count, options):
 def test_a_process_gets_one_mig_slice(tmp_path, site):
     machine = Local(tmp_path, site)
     machine.has(MIG)
-    code, text = machine.user("ann").run("plan", "--backend", "local", "--gpus", "2", "--command", "show.py")
-    assert (code, "--gpus 2: CUDA shows a process only one MIG slice" in text) == (2, True), text
+    text = machine.user("ann").expect(2, "plan", "--backend", "local", "--gpus", "2", "--command", "show.py")
+    assert "--gpus 2: CUDA shows a process only one MIG slice" in text
 
 
 @over_ssh
@@ -211,9 +208,7 @@ def test_doctor_reports_the_gpus(machine, gpus, driver, check, level, detail, fi
 def test_launch_refuses_a_driver_that_is_too_old_for_the_cuda_of_torch(machine, job_name):
     machine.has(nvidia_smi.gpus(2), OLD)
     ann = machine.user("ann")
-    code, text = ann.run(*launch(machine, job_name))
-    assert code == 2, text
-    assert f"driver {OLD} is too old: CUDA 13.0 needs 580 or newer" in text
+    text = ann.expect(2, *launch(machine, job_name), has=f"driver {OLD} is too old: CUDA 13.0 needs 580 or newer")
     assert "hint: on " in text
     assert "install a newer driver (https://www.nvidia.com/drivers)" in text
     assert processes_of(job_name) == []
@@ -225,11 +220,9 @@ def test_launch_starts_on_a_new_driver_and_without_gpus_on_an_old_one(machine, j
     python = ["--python", sys.executable]
     machine.has(nvidia_smi.gpus(2))
     ann = machine.user("ann")
-    code, text = ann.run(*launch(machine, job_name, *python))
-    assert (code, "sees 0" in text) == (0, True), text
+    ann.expect(0, *launch(machine, job_name, *python), has="sees 0")
     machine.has(nvidia_smi.gpus(2), OLD)
-    code, text = ann.run(*launch(machine, f"{job_name}-cpu", *python, "--device", "cpu"))
-    assert (code, "sees" in text) == (0, True), text
+    ann.expect(0, *launch(machine, f"{job_name}-cpu", *python, "--device", "cpu"), has="sees")
 
 
 @pytest.mark.engine
@@ -238,8 +231,7 @@ def test_compose_refuses_a_driver_that_is_too_old_for_the_image(tmp_path, site, 
     machine = Local(tmp_path, site)
     machine.has(nvidia_smi.gpus(2), OLD)
     ann = machine.user("ann")
-    code, text = ann.run("launch", "--backend", "compose", "--name", job_name, "--gpus", "2")
-    assert code == 2, text
+    text = ann.expect(2, "launch", "--backend", "compose", "--name", job_name, "--gpus", "2")
     assert f"this machine: driver {OLD} is too old: CUDA 13." in text
     assert not (ann.folder / "runs").exists()
 
@@ -251,8 +243,7 @@ def test_a_gpu_of_cluster_yaml_that_was_divided_into_slices_is_an_error(machine,
     described = yaml.safe_load((ann.folder / "cluster.yaml").read_text())
     described["nodes"]["h0"]["gpus"] = [0]
     (ann.folder / "cluster.yaml").write_text(yaml.safe_dump(described))
-    code, text = ann.run(*launch(machine, job_name))
-    assert (code, f"h0: no GPU 0: nvidia-smi lists {', '.join(SLICES)}" in text) == (2, True), text
+    ann.expect(2, *launch(machine, job_name), has=f"h0: no GPU 0: nvidia-smi lists {', '.join(SLICES)}")
 
 
 @without_container
@@ -282,12 +273,10 @@ def test_two_users_never_get_the_same_gpu_or_mig_slice(machine, gpus, ids, job_n
         assert "held by the job" in texts[codes[2]]
         assert sees(winner) == ids[0]
         second = start("dan", "--wait", "60s")
-        text, _ = second.communicate(timeout=90)
-        assert second.returncode == 0, text
+        ended(second, 0, timeout_s=90)
         assert sees("dan") == ids[1]
         third = start("eve", "--wait", "1s")
-        text, _ = third.communicate(timeout=90)
-        assert (third.returncode, f"held by {job_name}-{winner}, {job_name}-dan" in text) == (3, True), text
+        ended(third, 3, timeout_s=90, has=f"held by {job_name}-{winner}, {job_name}-dan")
     finally:
         for name, each in users.items():
             each.run("stop", f"{job_name}-{name}")

@@ -35,8 +35,7 @@ def machine(sshd, yaml):
 
 
 def test_init_writes_a_complete_file(sshd, clusterctl):
-    code, text = clusterctl.run("init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs")
-    assert code == 0, text
+    text = clusterctl.expect(0, "init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs")
     file = clusterctl.folder / "cluster.yaml"
     made = schema.read(file.read_text(), "cluster.yaml")
     assert inventory.is_complete(made)
@@ -59,29 +58,23 @@ def test_an_existing_file_is_overwritten_only_with_force(sshd, clusterctl):
     assert (code, file.read_text()) == (2, "mine")
     assert "to overwrite it: --force" in text
     os.mkfifo(clusterctl.folder / "fifo")  # as /dev/null, which the file would replace
-    code, text = clusterctl.run(*arguments, "--force", "-o", "fifo")
-    assert (code, "fifo is not a regular file" in text) == (2, True)
-    code, text = clusterctl.run(*arguments, "--force", "--json")
-    assert code == 0, text
+    clusterctl.expect(2, *arguments, "--force", "-o", "fifo", has="fifo is not a regular file")
+    text = clusterctl.expect(0, *arguments, "--force", "--json")
     (found,) = json.loads(text)["nodes"]
     assert found["node"]["address"] in file.read_text()
     assert found["free_gb"] > 0
-    code, text = clusterctl.run(*arguments, "-o", "no/folder/x.yaml")
-    assert (code, "no/folder/x.yaml: No such file" in text) == (2, True)
+    clusterctl.expect(2, *arguments, "-o", "no/folder/x.yaml", has="no/folder/x.yaml: No such file")
 
 
 def test_one_machine_under_three_names_is_refused_and_nothing_is_written(sshd, clusterctl):
-    code, text = clusterctl.run("init", "h0", "h1", "h2", "--ssh-config", str(sshd.config))
-    assert code == 3, text
+    text = clusterctl.expect(3, "init", "h0", "h1", "h2", "--ssh-config", str(sshd.config))
     assert "h1: it has the same address as h0" in text
     assert not (clusterctl.folder / "cluster.yaml").exists()
 
 
 def test_every_failing_machine_is_named_with_a_hint_and_nothing_is_written(sshd, clusterctl):
     sshd.known_hosts.write_text("".join(sshd.known_hosts.read_text().splitlines(keepends=True)[:1]))
-    code, text = clusterctl.run("init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config))
-    assert code == 5, text
-    assert "h1 (" in text
+    text = clusterctl.expect(5, "init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config), has="h1 (")
     assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[1]}" in text
     assert ": the host name nowhere.invalid does not resolve" in text
     assert "h0 (" not in text
@@ -119,35 +112,28 @@ def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
     ],
 )
 def test_an_invalid_option_is_an_error_before_a_connection(clusterctl, arguments, message):
-    code, text = clusterctl.run("init", *arguments)
-    assert code == 2, text
-    assert message in text
+    clusterctl.expect(2, "init", *arguments, has=message)
 
 
 def test_without_any_gpu_the_device_is_cpu_with_a_note_and_cuda_is_an_error(sshd, clusterctl):
     nvidia_smi.install(sshd.bin(), [])
     arguments = ("init", "h0", "--ssh-config", str(sshd.config))
-    code, text = clusterctl.run(*arguments)
-    assert code == 0, text
-    assert "no GPU on any node: device is cpu" in text
+    clusterctl.expect(0, *arguments, has="no GPU on any node: device is cpu")
     assert "device: cpu" in (clusterctl.folder / "cluster.yaml").read_text()
-    code, text = clusterctl.run(*arguments, "-o", "other.yaml", "--device", "cuda")
-    assert (code, "no GPU on h0" in text) == (3, True)
+    clusterctl.expect(3, *arguments, "-o", "other.yaml", "--device", "cuda", has="no GPU on h0")
     assert not (clusterctl.folder / "other.yaml").exists()
 
 
 def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd, clusterctl):
     nvidia_smi.install(sshd.bin(), [nvidia_smi.Gpu("GPU-0", slices=("MIG-0-a", "MIG-0-b")), *nvidia_smi.gpus(1)])
     arguments = ("init", "--ssh-config", str(sshd.config), "h0")
-    code, text = clusterctl.run(*arguments)
-    assert code == 0, text
+    clusterctl.expect(0, *arguments)
     file = (clusterctl.folder / "cluster.yaml").read_text()
     assert ": 2 x NVIDIA H200 MIG 1g.18gb, 1 x NVIDIA H200, " in file
     made = schema.read(file, "cluster.yaml")
     assert (made.device, made.nodes[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
     nvidia_smi.install(sshd.bin(), [], broken=nvidia_smi.BROKEN)
-    code, text = clusterctl.run(*arguments, "-o", "x.yaml")
-    assert (code, f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}" in text) == (3, True)
+    clusterctl.expect(3, *arguments, "-o", "x.yaml", has=f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}")
 
 
 def test_missing_values_of_cluster_yaml_are_found_and_given_ones_are_kept(sshd):

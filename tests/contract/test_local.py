@@ -19,7 +19,7 @@ from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
 from tests import nvidia_smi
-from tests.conftest import processes_of
+from tests.conftest import ended, processes_of
 from tests.contract.sshd import TICKS
 
 
@@ -35,10 +35,9 @@ def launch(job_name):
 
 def test_nodes_that_do_not_join_in_time_are_named_and_stopped(clusterctl, job_name):
     (clusterctl.folder / "trainer.py").write_text("import time; time.sleep(300)  # never ready\n")
-    code, text = clusterctl.run(
-        "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--rendezvous-timeout", "0.5"
+    text = clusterctl.expect(
+        4, "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--rendezvous-timeout", "0.5"
     )
-    assert code == 4, text
     assert "0 of 2 nodes joined in 0.5 s" in text
     assert "node-0" in text
     assert "node-1" in text
@@ -55,28 +54,23 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
     (clusterctl.folder / "show.py").write_text(
         "import os, time\nprint('sees', os.environ['CUDA_VISIBLE_DEVICES'], flush=True)\ntime.sleep(600)\n"
     )
-    code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name=first))
-    assert code == 0, text
+    clusterctl.expect(0, *launch("show.py", "--detach", "--gpus", "1", name=first))
     try:
         clusterctl.wait_for(first, "sees 2")
-        code, text = clusterctl.run(*launch("show.py", "--gpus", "1", name=second))
-        assert (code, f"GPU 2 is held by the job {first}" in text) == (2, True), text
-        code, text = clusterctl.run(*launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=third))
-        assert code == 0, text
+        clusterctl.expect(2, *launch("show.py", "--gpus", "1", name=second), has=f"GPU 2 is held by the job {first}")
+        clusterctl.expect(0, *launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=third))
         clusterctl.wait_for(third, "sees 1")
-        code, text = clusterctl.run(*launch("show.py", "--wait", "1s", "--gpus", "1", name=second))
-        assert (code, f"held by {first}, {third}" in text) == (3, True), text
+        text = clusterctl.expect(3, *launch("show.py", "--wait", "1s", "--gpus", "1", name=second))
+        assert f"held by {first}, {third}" in text
         waiting = clusterctl.start(*launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=second))
         assert waiting.stdout.readline() == f"waiting for 1 GPU: held by {first}, {third}\n"
         assert clusterctl.run("stop", first)[0] == 0
-        text, _ = waiting.communicate(timeout=60)
-        assert waiting.returncode == 0, text
+        ended(waiting, 0, timeout_s=60)
         clusterctl.wait_for(second, "sees 2")
         assert [clusterctl.run("stop", name)[0] for name in (second, third)] == [0, 0]
         second = f"{job_name}-uuid"
         clusterctl.env["CUDA_VISIBLE_DEVICES"] = "GPU-11"
-        code, text = clusterctl.run(*launch("show.py", "--detach", "--gpus", "1", name=second))
-        assert code == 0, text
+        clusterctl.expect(0, *launch("show.py", "--detach", "--gpus", "1", name=second))
         clusterctl.wait_for(second, "sees 1")
     finally:
         for name in (first, second, third):
@@ -119,8 +113,7 @@ def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
     ],
 )
 def test_bad_input_is_one_error_line_and_writes_no_file(clusterctl, arguments, words):
-    code, text = clusterctl.run(*arguments)
-    assert code == 2
+    text = clusterctl.expect(2, *arguments)
     assert text.startswith("error: ")
     assert words in text
     assert "Traceback" not in text
@@ -129,11 +122,9 @@ def test_bad_input_is_one_error_line_and_writes_no_file(clusterctl, arguments, w
 
 def test_an_unreachable_engine_is_an_error_for_compose_and_a_note_for_auto(clusterctl):
     clusterctl.env["DOCKER_HOST"] = "unix:///nowhere.sock"
-    code, text = clusterctl.run("launch", "--backend", "compose")
-    assert (code, "Docker Engine does not answer" in text) == (2, True), text
+    clusterctl.expect(2, "launch", "--backend", "compose", has="Docker Engine does not answer")
     assert list(clusterctl.folder.iterdir()) == []
-    code, text = clusterctl.run("plan", "--nodes", "3", "--gpus", "2")
-    assert (code, "the nodes are process groups here" in text) == (0, True), text
+    text = clusterctl.expect(0, "plan", "--nodes", "3", "--gpus", "2", has="the nodes are process groups here")
     assert text.count("# ---- node-") == 3
 
 
@@ -142,8 +133,8 @@ def test_backend_here_ignores_cluster_yaml(clusterctl):
     for backend in ("here", "local"):
         code, text = clusterctl.run("plan", "--backend", backend, "--nodes", "2")
         assert (code, "PET_NNODES" in text, "nowhere.invalid" in text) == (0, True, False), text
-    code, text = clusterctl.run("plan", "--backend", "here", "--hosts", "a,b")
-    assert (code, "--backend here runs on this machine, so --hosts has no effect" in text) == (2, True), text
+    text = clusterctl.expect(2, "plan", "--backend", "here", "--hosts", "a,b")
+    assert "--backend here runs on this machine, so --hosts has no effect" in text
 
 
 def test_a_plan_imports_no_heavy_packages(clusterctl):
@@ -171,10 +162,9 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
 
 
 def test_bad_input_of_the_trainer_is_an_error_without_a_traceback(clusterctl, job_name):
-    code, text = clusterctl.run(
-        "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--", "--batch", "1"
+    text = clusterctl.expect(
+        2, "launch", "--backend", "local", "--name", job_name, "--nodes", "2", "--", "--batch", "1"
     )
-    assert code == 2, text
     assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # in the log, and as the cause
     assert "Traceback" not in text
     assert processes_of(job_name) == []
@@ -200,23 +190,20 @@ def test_a_job_that_is_suspended_with_its_launcher_has_not_stalled(clusterctl, l
     time.sleep(2)
     for pid in suspended:
         os.kill(pid, signal.SIGCONT)
-    text, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, text
+    ended(process, 0, timeout_s=90)
 
 
 def test_a_script_that_is_run_by_hand_again_has_its_own_exit_code(clusterctl, launch):
     (clusterctl.folder / "again.py").write_text(
         "import pathlib, sys\nran = pathlib.Path('ran')\nif not ran.exists():\n    ran.touch()\n    sys.exit(75)\n"
     )
-    code, text = clusterctl.run("plan", *launch("again.py")[1:], "-o", "plan.sh")
-    assert code == 0, text
+    clusterctl.expect(0, "plan", *launch("again.py")[1:], "-o", "plan.sh")
     ended = [subprocess.run(["bash", "plan.sh"], cwd=clusterctl.folder, check=False).returncode for _ in range(2)]
     assert ended == [75, 0]
 
 
 def test_a_job_is_stopped_even_if_its_record_cannot_be_written(clusterctl, launch, job_name):
-    code, text = clusterctl.run(*launch(f"{TICKS}"), "--detach")
-    assert code == 0, text
+    clusterctl.expect(0, *launch(f"{TICKS}"), "--detach")
     clusterctl.wait_for(job_name, "tick 0")
     no_file_may_grow = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); " + (
         f"sys.argv = ['clusterctl', 'stop', '{job_name}']; import cluster.__main__ as main; main.main()"
@@ -250,8 +237,7 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
             assert not is_supervisor  # `attach` must not restart a job that is still starting
         launcher.terminate()
         time.sleep(1)
-    text, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 130, text
+    ended(launcher, 130, timeout_s=60)
     time.sleep(2)
     assert processes_of(job_name) == []
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
@@ -304,8 +290,7 @@ def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
     for name, backend in ((f"{job_name}-dark", "compose"), (f"{job_name}-here", "local")):
         job = Job(name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")
         records.reserve(JobRecord(BACKENDS[backend].plan(job, attempt=1, port=20000), time.time(), job))
-    code, text = clusterctl.run("ps", "--json")
-    assert code == 0, text
+    text = clusterctl.expect(0, "ps", "--json")
     assert [(row["job"], row["state"]) for row in json.loads(text)] == [
         (f"{job_name}-dark", "unreachable"),
         (f"{job_name}-here", "failed"),
@@ -325,8 +310,7 @@ def _environment(pid):
     ],
 )
 def test_a_command_that_does_not_exist_is_refused(clusterctl, launch, job_name, command, problem):
-    code, text = clusterctl.run(*launch(command))
-    assert (code, problem in text) == (2, True), text
+    clusterctl.expect(2, *launch(command), has=problem)
     assert not (clusterctl.folder / "runs" / job_name).exists()
 
 
@@ -377,9 +361,7 @@ def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_n
     (clusterctl.folder / "stalls.py").write_text(STALLS.strip())
     words = ["--nodes", "2", "--gpus", "2", "--stall-timeout", "4", "--device", "cpu"]
     began = time.monotonic()
-    code, text = clusterctl.run(*launch(f"stalls.py '{how}'", *words))
-    assert code == 1, text
-    assert f"no output and no activity: {cause}\n" in text, text
+    clusterctl.expect(1, *launch(f"stalls.py '{how}'", *words), has=f"no output and no activity: {cause}\n")
     assert "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
     assert processes_of(job_name) == []
     print(f"after {time.monotonic() - began:.1f} s")

@@ -41,8 +41,7 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
     (clusterctl.folder / "it.py").touch()
     arguments = ["--nodes", str(HOSTS), "--python", str(program), "--command", "it.py", "--name", job_name, "--detach"]
     try:
-        code, text = clusterctl.run("launch", *arguments)
-        assert code == 0, text
+        clusterctl.expect(0, "launch", *arguments)
         log = (many.folder / "log").read_text()
         # one for commands, one for rsync, which brings the working directory
         assert log.count("Accepted publickey") == 2 * HOSTS

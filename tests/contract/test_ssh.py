@@ -13,9 +13,9 @@ from secrets import token_hex
 import pytest
 import yaml
 
-from cluster import launch
+import cluster
 from cluster.backends.monitor import LOST_AFTER_S
-from tests.conftest import processes_of
+from tests.conftest import ended, processes_of
 from tests.contract.sshd import TICKS, inventory
 
 BARE = True
@@ -31,29 +31,45 @@ def machines(clusterctl, sshd):
 
 
 @pytest.fixture
-def run(machines, job_name):
-    """Launch a program as this test's job and wait for its end."""
+def launch(job_name):
+    """Return the arguments that launch a program as this test's job."""
 
-    def run(program, *options, name=job_name, nodes=2, timeout_s=120):
-        command = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable, *options]
-        return machines.run(*command, "--command", program, timeout_s=timeout_s)
+    def arguments(program, *options, name=job_name, nodes=2):
+        words = ["launch", "--name", name, "--nodes", str(nodes), "--python", sys.executable]
+        return [*words, *options, "--command", program]
+
+    return arguments
+
+
+@pytest.fixture
+def run(machines, launch):
+    """Launch a program, wait for its end, and return the output (see Clusterctl.expect)."""
+
+    def run(*program, code=0, has="", timeout_s=120, **more):
+        return machines.expect(code, *launch(*program, **more), has=has, timeout_s=timeout_s)
 
     return run
 
 
+def describe(machines, nodes):
+    """Change keys of nodes in cluster.yaml."""
+    file = machines.folder / "cluster.yaml"
+    described = yaml.safe_load(file.read_text())
+    for name, keys in nodes.items():
+        described["nodes"][name] |= keys
+    file.write_text(yaml.safe_dump(described))
+
+
 @pytest.mark.parametrize(("here", "nodes"), [(0, 1), (0, 2), (1, 2)], ids=["alone", "first", "last"])
 def test_this_machine_may_be_one_of_the_machines(machines, here, nodes, run, job_name):
-    file, own = machines.folder / "cluster.yaml", machines.folder / "own"
-    described = yaml.safe_load(file.read_text())
-    described["nodes"][f"node-{here}"] |= {"login": "", "run_dir": str(own)}
-    file.write_text(yaml.safe_dump(described))
+    own = machines.folder / "own"
+    describe(machines, {f"node-{here}": {"login": "", "run_dir": str(own)}})
     (machines.folder / "show.py").write_text(
         "import os, pathlib\n"
         "print('here is rank', os.environ['RANK'], flush=True)\n"
         "pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'result-' + os.environ['RANK']).touch()\n"
     )
-    code, text = run("show.py", "--logs", "all", nodes=nodes)
-    assert code == 0, text
+    text = run("show.py", "--logs", "all", nodes=nodes)
     assert (own / job_name / f"result-{here}").exists()
     collected = machines.folder / "runs" / job_name
     assert (collected / "result-0").exists()
@@ -63,8 +79,7 @@ def test_this_machine_may_be_one_of_the_machines(machines, here, nodes, run, job
         assert log.read_text() == f"here is rank {rank}\n"
     taken = f"{job_name}-taken"
     (own / taken).mkdir()
-    code, text = run("show.py", name=taken, nodes=nodes)
-    assert (code, f"node-{here}: {own}/{taken} already exists" in text) == (2, True), text
+    run("show.py", name=taken, nodes=nodes, code=2, has=f"node-{here}: {own}/{taken} already exists")
 
 
 def test_secrets_reach_the_program_and_nothing_else(machines, run):
@@ -79,9 +94,7 @@ def test_secrets_reach_the_program_and_nothing_else(machines, run):
     )
     (machines.folder / "tokens.env").write_text(f"EXPECTED={SECRET}\n")
     machines.env["TOKEN"] = SECRET
-    code, text = run("show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1)
-    assert code == 0, text
-    assert "seen True False" in text
+    run("show.py", "--env", "TOKEN", "--env-file", "tokens.env", nodes=1, has="seen True False")
     for ours in ("tokens.env", "show.py"):
         (machines.folder / ours).unlink()
     kept = [
@@ -108,16 +121,14 @@ def test_hostile_strings_arrive_as_they_are(machines, sshd, run, job_name):
     inventory(folder, sshd, folder / "remote's $place")
     machines.env["SECRET"] = HOSTILE[2]
     quoted = " ".join(f"'{text}'" if "'" not in text else f'"{text}"' for text in HOSTILE)
-    code, text = run(f"show.py {quoted}", "--env", f"HOSTILE={''.join(HOSTILE)}", "--env", "SECRET", nodes=1)
-    assert code == 0, text
+    run(f"show.py {quoted}", "--env", f"HOSTILE={''.join(HOSTILE)}", "--env", "SECRET", nodes=1)
     seen = folder / "runs" / job_name / "workdir" / "seen"
     assert json.loads(seen.read_text()) == [HOSTILE, "".join(HOSTILE), HOSTILE[2]]
 
 
 def test_failed_checks_are_named_for_every_node_and_nothing_is_started(machines, sshd, run, job_name):
     file = inventory(machines.folder, sshd, Path("/proc/nowhere"))
-    code, text = run("ticks.py", nodes=3)
-    assert code == 2, text
+    text = run("ticks.py", nodes=3, code=2)
     for node in ("node-0", "node-1", "node-2"):
         assert f"{node}: cannot write to the run directory /proc/nowhere" in text
     assert file.exists()
@@ -126,27 +137,21 @@ def test_failed_checks_are_named_for_every_node_and_nothing_is_started(machines,
 
 
 def test_one_machine_that_does_not_answer_stops_the_launch_on_all(machines, run, job_name):
-    text = (machines.folder / "cluster.yaml").read_text().replace("login: h2", "login: nowhere.invalid")
-    (machines.folder / "cluster.yaml").write_text(text)
-    code, text = run("ticks.py", nodes=3)
-    assert code == 5, text
-    assert ": the host name nowhere.invalid does not resolve" in text
+    describe(machines, {"node-2": {"login": "nowhere.invalid"}})
+    run("ticks.py", nodes=3, code=5, has=": the host name nowhere.invalid does not resolve")
     assert processes_of(job_name) == []
     assert not (machines.folder / "remote" / job_name).exists()
 
 
 def test_a_name_that_another_launching_machine_has_used_is_refused(machines, run, job_name):
     (machines.folder / "remote" / job_name).mkdir(parents=True)
-    code, text = run("ticks.py --ticks 1")
-    assert (code, f"remote/{job_name} already exists" in text) == (2, True), text
+    run("ticks.py --ticks 1", code=2, has=f"remote/{job_name} already exists")
 
 
 def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run):
     inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
-    code, text = run("ticks.py", "--gpus", "2")
-    assert (code, "node-0: --gpus 2 asks for more than its GPUs (1)" in text) == (2, True), text
-    code, text = run("ticks.py", nodes=4)
-    assert (code, "has only node-0, node-1, node-2" in text) == (2, True), text
+    run("ticks.py", "--gpus", "2", code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)")
+    run("ticks.py", nodes=4, code=2, has="has only node-0, node-1, node-2")
 
 
 @pytest.mark.parametrize(("option", "output"), [("--yes", "node-0: removed JOB"), ("-y --json", '"removed": true')])
@@ -157,8 +162,8 @@ def test_orphans_are_found_without_a_record_and_removed(machines, option, output
         code, text = machines.run("gc", "--only", "node-0", "--json", "--job", job_name)
         found = [(row["processes"], row["removed"]) for row in json.loads(text)]
         assert (code, found) == (0, [(1, False)]), text
-        code, text = machines.run("gc", "--only", "node-0", *option.split(), "--job", job_name)
-        assert (code, output.replace("JOB", job_name) in text) == (0, True), text
+        text = machines.expect(0, "gc", "--only", "node-0", *option.split(), "--job", job_name)
+        assert output.replace("JOB", job_name) in text
         assert orphan.wait(5) == -signal.SIGTERM
 
 
@@ -176,7 +181,7 @@ def test_ranks_without_a_launcher_and_of_slurm_are_no_orphans(machines, more, jo
 def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, job_name):
     monkeypatch.chdir(machines.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
-    job = launch(command="ticks.py --ticks 1", nodes=2, python=sys.executable, name=job_name)
+    job = cluster.launch(command="ticks.py --ticks 1", nodes=2, python=sys.executable, name=job_name)
     assert json.loads(machines.run("ps", "--json")[1])[0]["job"] == job_name
     ended = job.wait()
     assert (ended.outcome, ended.exit_code) == ("done", 0), ended
@@ -185,8 +190,7 @@ def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, 
 
 
 def test_a_program_that_fails_twice_with_the_same_error_is_not_restarted_again(machines, run, job_name):
-    code, text = run("ticks.py --fail-at 0", "--max-restarts", "5", timeout_s=250)
-    assert code == 1, text
+    text = run("ticks.py --fail-at 0", "--max-restarts", "5", timeout_s=250, code=1)
     assert text.count("restart 1 of 5") == 1
     assert "restart 2 of 5" not in text
     assert "twice" in text
@@ -194,9 +198,8 @@ def test_a_program_that_fails_twice_with_the_same_error_is_not_restarted_again(m
     assert processes_of(job_name) == []
 
 
-def test_a_suspended_launcher_waits_for_its_network_and_keeps_the_job(machines, sshd, job_name):
-    command = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable]
-    process = machines.start(*command, "--command", "ticks.py --ticks 20 --every 1")
+def test_a_suspended_launcher_waits_for_its_network_and_keeps_the_job(machines, sshd, launch, job_name):
+    process = machines.start(*launch("ticks.py --ticks 20 --every 1"))
     machines.wait_for(job_name, "tick 1", node="node-1")
     process.send_signal(signal.SIGSTOP)
     time.sleep(LOST_AFTER_S + 2)
@@ -204,23 +207,19 @@ def test_a_suspended_launcher_waits_for_its_network_and_keeps_the_job(machines, 
     process.send_signal(signal.SIGCONT)
     time.sleep(4)
     sshd.start()
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
+    text = ended(process, 0)
     assert "lost" not in text
     assert "tick 19: rank 0 of 2" in text
     assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_loses_its_network_keeps_the_job(machines, sshd, job_name):
-    command = ["launch", "--name", job_name, "--nodes", "2", "--max-restarts", "1", "--python", sys.executable]
-    process = machines.start(*command, "--command", "ticks.py --ticks 20 --every 1")
+def test_a_launcher_that_loses_its_network_keeps_the_job(machines, sshd, launch, job_name):
+    process = machines.start(*launch("ticks.py --ticks 20 --every 1", "--max-restarts", "1"))
     machines.wait_for(job_name, "tick 1", node="node-1")
     sshd.stop()
     time.sleep(LOST_AFTER_S + 5)
     sshd.start()
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, text
-    assert "the machines answer again; the job kept running" in text
+    text = ended(process, 0, has="the machines answer again; the job kept running")
     assert "restart" not in text
     assert [text.count(f"tick {tick}: rank 0 of 2") for tick in range(20)] == [1] * 20
     assert processes_of(job_name) == []
@@ -242,9 +241,7 @@ def test_an_attempt_that_does_not_start_counts_as_a_restart(machines, sshd, run,
         "if os.environ['CLUSTER_ATTEMPT'] == '1' and os.environ['RANK'] == '1':\n"
         "    sys.exit('the first time it fails')\n"
     )
-    code, text = run("once.py", "--max-restarts", "3", timeout_s=250)
-    assert code == 0, text
-    assert "restart 1 of 3" in text
+    text = run("once.py", "--max-restarts", "3", timeout_s=250, has="restart 1 of 3")
     assert "the job could not be restarted: node-1" in text
     assert "restart 2 of 3" in text
     assert "attempt 3 on node-0, node-1" in text
@@ -254,11 +251,7 @@ def test_an_attempt_that_does_not_start_counts_as_a_restart(machines, sshd, run,
 @pytest.fixture
 def keeping(machines, sshd):
     """Return machines with separate disks and a program that writes checkpoints, and a file that cuts off node-0."""
-    file = machines.folder / "cluster.yaml"
-    described = yaml.safe_load(file.read_text())
-    for name, node in described["nodes"].items():
-        node["run_dir"] = str(machines.folder / "disks" / name)
-    file.write_text(yaml.safe_dump(described))
+    describe(machines, {f"node-{rank}": {"run_dir": f"{machines.folder}/disks/node-{rank}"} for rank in range(3)})
     (machines.folder / "keep.py").write_text(
         "import json, os, pathlib, sys, time\n"
         "last = pathlib.Path(os.environ['CLUSTER_RUN_DIR'], 'last.pt')\n"
@@ -275,10 +268,9 @@ def keeping(machines, sshd):
     return machines, silent
 
 
-def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, job_name):
+def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, launch, job_name):
     machines, silent = keeping
-    command = ["launch", "--name", job_name, "--nodes", "1", "--spares", "1", "--max-restarts", "1"]
-    process = machines.start(*command, "--python", sys.executable, "--command", "keep.py")
+    process = machines.start(*launch("keep.py", "--spares", "1", "--max-restarts", "1", nodes=1))
     machines.wait_for(job_name, "kept")
     silent.touch()
     for pid in processes_of(job_name):
@@ -287,16 +279,13 @@ def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, job_n
         if "has a checkpoint: waiting for node-0" in line:
             break
     silent.unlink()
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, text
-    assert "copied the newest checkpoint from node-0 to node-1" in text
+    text = ended(process, 0, timeout_s=60, has="copied the newest checkpoint from node-0 to node-1")
     assert "resumes from epoch 7" in text
 
 
-def test_results_of_a_lost_master_are_collected_from_another_node(keeping, job_name):
+def test_results_of_a_lost_master_are_collected_from_another_node(keeping, launch, job_name):
     machines, silent = keeping
-    command = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable, "--command", "keep.py"]
-    process = machines.start(*command)
+    process = machines.start(*launch("keep.py"))
     for node in ("node-0", "node-1"):
         machines.wait_for(job_name, "kept", node=node)
     silent.touch()
@@ -310,15 +299,11 @@ def test_results_of_a_lost_master_are_collected_from_another_node(keeping, job_n
 
 
 def test_ctrl_c_during_a_restart_of_attach_keeps_the_job(machines, run, job_name):
-    file = machines.folder / "cluster.yaml"
-    described = yaml.safe_load(file.read_text())
     folder = machines.folder / "disk-1"
-    described["nodes"]["node-1"]["run_dir"] = str(folder)
-    file.write_text(yaml.safe_dump(described))
+    describe(machines, {"node-1": {"run_dir": str(folder)}})
     (machines.folder / "variables.env").write_text("")
     words = ("--max-restarts", "1", "--detach", "--env-file", "variables.env")
-    code, text = run("ticks.py --ticks-later 5", *words)
-    assert code == 0, text
+    run("ticks.py --ticks-later 5", *words)
     attached = machines.start("attach", job_name)
     machines.wait_for(job_name, "tick 1", node="node-1")
     folder.rename(f"{folder}-gone")
@@ -328,35 +313,28 @@ def test_ctrl_c_during_a_restart_of_attach_keeps_the_job(machines, run, job_name
             break
     time.sleep(5)  # waits for node-1
     attached.send_signal(signal.SIGINT)
-    text, _ = attached.communicate(timeout=60)
-    assert (attached.returncode, f"clusterctl attach {job_name}. To stop it" in text) == (130, True), text
+    ended(attached, 130, timeout_s=60, has=f"clusterctl attach {job_name}. To stop it")
     folder.unlink()
-    code, text = machines.run("attach", job_name)
-    assert (code, "tick 4: rank 0 of 2" in text) == (0, True), text
+    machines.expect(0, "attach", job_name, has="tick 4: rank 0 of 2")
     copy = folder / job_name / "workdir"  # the node lost its copy, and got another one
     assert (copy / "ticks.py").exists()
     assert not (copy / "variables.env").exists()
     assert processes_of(job_name) == []
 
 
-def test_a_spare_held_by_another_job_is_not_used(machines, run, job_name):
-    file = machines.folder / "cluster.yaml"
-    described = yaml.safe_load(file.read_text())
+def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name):
+    disks = machines.folder / "disks"
     # All nodes are this machine. No other test uses these GPU ids.
     for name, gpus in (("node-0", [10, 11]), ("node-1", [12, 13]), ("node-2", [14, 15])):
-        described["nodes"][name] |= {"gpus": gpus, "run_dir": str(machines.folder / "disks" / name)}
-    file.write_text(yaml.safe_dump(described))
+        describe(machines, {name: {"gpus": gpus, "run_dir": str(disks / name)}})
     holder = f"{job_name}-holder"
-    code, text = run("ticks.py", "--only", "node-2", "--detach", name=holder, nodes=1)
-    assert code == 0, text
-    command = ["launch", "--name", job_name, "--nodes", "1:2", "--spares", "1", "--max-restarts", "1"]
-    command += ["--python", sys.executable]
-    process = machines.start(*command, "--gpus", "2", "--command", "ticks.py --ticks-later 5")
+    run("ticks.py", "--only", "node-2", "--detach", name=holder, nodes=1)
+    words = ["--spares", "1", "--max-restarts", "1", "--gpus", "2"]
+    process = machines.start(*launch("ticks.py --ticks-later 5", *words, nodes="1:2"))
     try:
         machines.wait_for(job_name, "tick 1", node="node-1")
-        folder = Path(described["nodes"]["node-1"]["run_dir"])
-        folder.rename(f"{folder}-gone")
-        folder.touch()  # not writable
+        (disks / "node-1").rename(disks / "gone")
+        (disks / "node-1").touch()  # not writable
         text, _ = process.communicate(timeout=120)
     finally:
         assert machines.run("stop", holder)[0] == 0
