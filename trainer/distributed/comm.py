@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -296,6 +296,21 @@ def barrier() -> None:
     """Wait for all ranks."""
     if is_distributed():
         dist.barrier()
+
+
+def copy_to_host(values: Tensor) -> Callable[[], list[float]]:
+    """Start to copy a few values to the host; the returned function waits for the copy and returns them."""
+    if values.device.type != "cuda":
+        return values.tolist
+    copy = values.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+
+    def read() -> list[float]:
+        event.synchronize()
+        return copy.tolist()
+
+    return read
 
 
 def now(device: torch.device) -> float:

@@ -203,7 +203,7 @@ class Trainer:
                 comm.wait(work)
                 comm.wait(late_work)
             if comm.is_distributed():  # before backward, so that reading does not wait for it
-                read_requests = _copy_to_host(sums[-REQUESTS:])
+                read_requests = comm.copy_to_host(sums[-REQUESTS:])
             terms = self.loss(raw, matched, torch.cat((sums[: len(counts)], late)))
             # Gradients are summed over the ranks, not averaged.
             return self.scaler.scale(terms.sum() * self.task.weight(sums[0].float()))
@@ -212,7 +212,7 @@ class Trainer:
         with self.timer.spending("sync"):
             comm.wait(work)  # a stage without the outputs has not called `evaluate`
         if comm.is_distributed():
-            read_requests = read_requests or _copy_to_host(sums[-REQUESTS:])
+            read_requests = read_requests or comm.copy_to_host(sums[-REQUESTS:])
         self.reduced_terms, self.reduced_step = sums[len(counts) : -REQUESTS], self.unreduced_step
         self._record_nonfinite(self.reduced_terms, self.reduced_step)
         if updates:
@@ -391,18 +391,3 @@ class Trainer:
         self.unreduced_terms.copy_(pending if self.strategy.computes_loss else torch.zeros_like(self.unreduced_terms))
         earlier = range(self.global_step - 1, -1, -1)
         self.unreduced_step = next((n for n in earlier if n not in self.state.skipped), NONE)
-
-
-def _copy_to_host(values: Tensor) -> Callable[[], list[float]]:
-    """Start to copy a few values to the host; the returned function waits for the copy and returns them."""
-    if values.device.type != "cuda":
-        return values.tolist
-    copy = values.to("cpu", non_blocking=True)  # torch allocates pinned memory for it
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-
-    def read() -> list[float]:
-        event.synchronize()
-        return copy.tolist()
-
-    return read
