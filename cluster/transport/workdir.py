@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: A working directory is code. More than this is data, or a virtual environment.
 LIMIT_BYTES = 1_000_000_000
+#: Nor has code so many files. The scan of a home directory, or of a whole disk, ends here.
+LIMIT_FILES = 100_000
 #: Files of patterns that do not travel, with the syntax of .gitignore, in any folder.
 IGNORE_FILES = (".gitignore", ".clusterignore")
 #: How many copies of earlier jobs rsync may take files from.
@@ -40,10 +42,17 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
     """Return the files of a folder that travel: all but `.git`, caches, run directories, and what is ignored.
 
     Returns their sizes in bytes by their names relative to the folder. `without` are absolute paths of files with
-    secrets, which never travel. Raises UsageError, which names the largest folders, if the sum is above `limit`.
+    secrets, which never travel. Raises UsageError, which names the largest folders, if the sum is above `limit`, or if
+    there are more than LIMIT_FILES files.
     """
+    hint = "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount"
+    sizes: dict[str, int] = {}
     try:
-        sizes = {name: size for name, size in _files(folder, "", []) if f"{folder}/{name}" not in without}
+        for name, size in _files(folder, "", []):
+            if len(sizes) == LIMIT_FILES:
+                raise UsageError(f"the working directory {folder} has more than {LIMIT_FILES:,} files", hint)
+            if f"{folder}/{name}" not in without:
+                sizes[name] = size
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}", "list it in .clusterignore") from error
     total = sum(sizes.values())
@@ -53,7 +62,6 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
             parts[name.partition("/")[0]] += size
         largest = ", ".join(f"{name} {decimal(size)}" for name, size in parts.most_common(3))
         why = f"the working directory {folder} has {decimal(total)}, more than {decimal(limit)}: {largest}"
-        hint = "list what the program does not need in .clusterignore; data: clusterctl sync, and --mount"
         raise UsageError(why, hint)
     return sizes
 

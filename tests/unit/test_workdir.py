@@ -65,6 +65,15 @@ def test_the_commit_says_whether_files_differ_from_it(tmp_path):
     assert workdir.commit(str(tmp_path)) == f"{head} (dirty)"
 
 
+def test_a_folder_with_too_many_files_is_refused_before_all_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdir, "LIMIT_FILES", 3)
+    make(tmp_path, **{f"{n}.py": "" for n in range(3)})
+    assert len(workdir.scan(str(tmp_path))) == 3
+    make(tmp_path, **{"4.py": "", "z/.gitignore": "!"})  # the scan ends before the bad file
+    with pytest.raises(UsageError, match="more than 3 files"):
+        workdir.scan(str(tmp_path))
+
+
 @pytest.mark.parametrize(("text", "message"), [("!", "Invalid"), (None, "cannot be read: Is a directory")])
 def test_a_bad_ignore_file_is_an_error(tmp_path, text, message):
     file = tmp_path / ".clusterignore"
