@@ -126,7 +126,6 @@ class _EventReader:
         self._epoch = 0
 
     def line(self, line: Line) -> None:
-        """Handle one line of a rank."""
         if line.stderr:
             self.kept.append(line)
         elif line.text.startswith(contract.EVENT_MARK):

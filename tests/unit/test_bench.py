@@ -57,26 +57,6 @@ def test_two_numbers_of_ranks_are_measured_and_written(
     assert {p.name for p in tmp_path.iterdir()} == {"set", "scaling.csv", "scaling.md", "scaling.png"}
 
 
-def test_bad_input_is_an_error(run_trainer) -> None:
-    for arguments, message in (
-        (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
-        (["--batch", "4,x"], "error: --batch 4,x: expected comma-separated numbers"),
-        (["--precision", "fp8"], "error: --precision fp8: unknown"),
-        (["--steps", "0"], "error: --steps is 0"),
-        (["--csv", "/none/at/all.csv"], "error: /none/at/all.csv: cannot be written"),
-        (["--plot", "/tmp"], "error: /tmp: cannot be written"),
-        (["--parallel", "both"], "error: --parallel both: unknown"),
-    ):
-        code, _, err = run_trainer("bench", "scaling", *SMALL, "--ranks", "1", *arguments)
-        assert code == 2
-        assert err.startswith(message), err
-        assert err.count("error:") == 1
-        assert "Traceback" not in err
-    code, _, err = run_trainer("bench", "scaling", "--img-size", "64")
-    assert code == 2
-    assert "No such option" in err
-
-
 def test_ctrl_c_leaves_no_rank_and_shows_what_was_measured(tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=12)
     arguments = ["bench", "scaling", *SMALL, "--data", str(data), "--batch", "2", "--ranks", "1,2", "--rounds", "500"]
@@ -157,26 +137,6 @@ def test_the_trace_has_the_steps_of_a_training_and_the_table_its_operators(
     assert {p.name for p in tmp_path.iterdir()} == {"set", "trace.json.gz"}
 
 
-def test_a_failed_profile_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("fifo")  # as /dev/null, which a failing test must not replace
-    for arguments, message in (
-        (["--data", "none.yaml"], "error: none.yaml: no such dataset"),
-        (["--out", "none/trace.json"], "error: --out none/trace.json: No such file or directory"),
-        (["--out", "."], "error: --out .: is a folder"),
-        (["--out", "fifo"], "error: --out fifo: not a regular file"),
-        (["--steps", "0"], "error: --steps is 0"),
-        (["--ranks", "5"], "error: --batch 4 is smaller than the number of ranks, 5"),
-    ):
-        code, _, err = run_trainer("profile", *PROFILED, *arguments)
-        assert code == 2
-        assert err.startswith(message), err
-        assert "Traceback" not in err
-    monkeypatch.setenv("RANK", "0")
-    assert "start it without torchrun" in run_trainer("profile")[2]
-    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]
-
-
 @pytest.mark.parametrize(
     "more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
 )
@@ -203,23 +163,6 @@ def test_uneven_shares_of_a_batch_train_as_one_rank_does(more: list[str], tmp_pa
         assert moved["gradient_off"] < 1e-4
 
 
-def test_an_error_of_the_ranks_is_reported_once(run_trainer) -> None:
-    no_gpu = [] if torch.cuda.is_available() else ["--device 0: no GPU can be used on this machine"]
-    for arguments, message in (
-        # Each rank gets one of the two GPUs.
-        *((["--device", "0,1", "--ranks", "1,2"], f"error: {text}") for text in no_gpu),
-        (["--data", "none.yaml", "--ranks", "2"], "error: none.yaml: no such dataset"),
-        (["--ranks", "1,9"], "error: --ranks 1,9: each must be from 1 to --batch 8"),
-        (["--ranks", "two"], "error: --ranks two"),
-        (["--steps", "0"], "error: --steps is 0"),
-        (["--precision", "bf16"], "error: --precision bf16"),
-    ):
-        code, _, err = run_trainer("verify", *arguments)
-        assert code == 2
-        assert err.startswith(message)
-        assert err.count("error:") == 1
-
-
 def test_differences_are_relative_to_the_first() -> None:
     one = {"loss": torch.tensor(2.0), "gradient": torch.tensor([3.0, 4.0])}
     two = {"loss": torch.tensor(2.002), "gradient": torch.tensor([3.0, 4.5])}
@@ -232,3 +175,52 @@ def test_differences_are_relative_to_the_first() -> None:
     assert agree([compare(1, 1, one, one)], 0)
     broken = {"loss": torch.tensor(math.nan), "gradient": torch.tensor([math.nan, 4.0])}
     assert not agree([compare(2, 1, broken, one)], 1e9)
+
+
+NO_DATASET = (["--data", "none.yaml"], "none.yaml: no such dataset")
+BAD: dict[tuple[str, ...], list[tuple[list[str], str]]] = {
+    ("bench", "scaling", *SMALL, "--ranks", "1"): [
+        NO_DATASET,
+        (["--batch", "4,x"], "--batch 4,x: expected comma-separated numbers"),
+        (["--precision", "fp8"], "--precision fp8: unknown"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--csv", "/none/at/all.csv"], "/none/at/all.csv: cannot be written"),
+        (["--plot", "/tmp"], "/tmp: cannot be written"),
+        (["--parallel", "both"], "--parallel both: unknown"),
+    ],
+    ("profile", *PROFILED): [
+        NO_DATASET,
+        (["--out", "none/trace.json"], "--out none/trace.json: No such file or directory"),
+        (["--out", "."], "--out .: is a folder"),
+        (["--out", "fifo"], "--out fifo: not a regular file"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--ranks", "5"], "--batch 4 is smaller than the number of ranks, 5"),
+    ],
+    ("verify",): [
+        (["--ranks", "2", *NO_DATASET[0]], NO_DATASET[1]),
+        (["--ranks", "1,9"], "--ranks 1,9: each must be from 1 to --batch 8"),
+        (["--ranks", "two"], "--ranks two"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--precision", "bf16"], "--precision bf16"),
+    ],
+}
+if not torch.cuda.is_available():  # each rank gets one of the two GPUs
+    BAD["verify",] += [(["--device", "0,1", "--ranks", "1,2"], "--device 0: no GPU can be used on this machine")]
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_bad_input_is_one_error_and_leaves_no_file(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")  # as /dev/null, which a failing test must not replace
+    for arguments, message in BAD[command]:
+        code, _, err = run_trainer(*command, *arguments)
+        assert code == 2
+        assert err.startswith(f"error: {message}"), err
+        assert err.count("error:") == 1
+        assert "Traceback" not in err
+    assert "No such option" in run_trainer("bench", "scaling", "--img-size", "64")[2]
+    monkeypatch.setenv("RANK", "0")
+    assert "start it without torchrun" in run_trainer("profile")[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["fifo"]

@@ -100,7 +100,7 @@ def test_a_non_finite_loss_names_its_batch(fragile: Path, tmp_path: Path) -> Non
 def test_non_finite_gradients_of_an_epochs_last_batch_name_it(fragile: Path, tmp_path: Path) -> None:
     """The loss is finite: without validation, only the checkpoint after the epoch would show it."""
     more = ("--cfg", f"{__name__}:steep", "--hyp", "plain.yaml", "--epochs", "1", "--precision", "fp32", "--seed", "2")
-    ((_, _, err),) = wait(start(tmp_path, ranks(1), *options(fragile, *more)), code=2)
+    err = run(tmp_path, *options(fragile, *more), code=2).stderr
     assert re.search(r"the loss is no longer finite \(epoch 1, step 3; the batch: .*images/train/5.png", err), err
     assert not list(tmp_path.glob("runs/*/last.pt"))
 
@@ -119,7 +119,7 @@ def test_such_batches_can_be_skipped_without_a_checkpoint(fragile: Path, tmp_pat
         "--log-steps",
     )
     skip = ("--on-nan", "skip", "--optimizer", "AdamW")
-    ((_, out, _),) = wait(start(tmp_path, ranks(1), *options(fragile, *more, *skip)), code=0)
+    out = run(tmp_path, *options(fragile, *more, *skip), code=0).stdout
     assert out.count("without that batch") == 2  # one in each epoch
     assert len(torch.load(tmp_path / "runs" / "train" / "last.pt", weights_only=True)["at"]["skipped"]) == 2
 

@@ -1,5 +1,6 @@
 """Small data sets in YOLO's format, in a folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
@@ -31,23 +32,28 @@ def make_yolo_set(root: Path, train: int = 4, val: int = 2) -> Path:
     return root / "data.yaml"
 
 
-def squares(folder: Path, train: int = 7, val: int = 3) -> Path:
+def squares(
+    folder: Path, train: int = 7, val: int = 3, test: int = 0, widths: Sequence[int] = (80,), first: int = 0
+) -> Path:
     """data.yaml of a set of coloured squares of two classes; the first image of each split is empty."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", train), ("val", val)):
+    splits = {"train": train, "val": val, **({"test": test} if test else {})}
+    for split, count in splits.items():
         for kind in ("images", "labels"):
             (folder / kind / split).mkdir(parents=True)
         for k in range(count):
-            image = np.full((64, 80, 3), 30, np.uint8)
+            width = widths[k % len(widths)]
+            image = np.full((64, width, 3), 30, np.uint8)
             lines = []
             for cls in range(2) if k else []:
-                x, y = rng.integers(0, 40), rng.integers(0, 30)
+                x, y = rng.integers(0, width - 40), rng.integers(0, 30)
                 image[y : y + 24, x : x + 24] = (200, 60, 60) if cls else (60, 200, 60)
-                lines.append(f"{cls} {(x + 12) / 80} {(y + 12) / 64} {24 / 80} {24 / 64}")
-            cv2.imwrite(str(folder / "images" / split / f"{k}.png"), image)
-            (folder / "labels" / split / f"{k}.txt").write_text("\n".join(lines))
+                lines.append(f"{cls} {(x + 12) / width} {(y + 12) / 64} {24 / width} {24 / 64}")
+            cv2.imwrite(str(folder / "images" / split / f"{first + k}.png"), image)
+            (folder / "labels" / split / f"{first + k}.txt").write_text("\n".join(lines))
     path = folder / "data.yaml"
-    path.write_text(f"path: {folder}\ntrain: images/train\nval: images/val\nnames: [green, red]\n")
+    listed = "".join(f"{split}: images/{split}\n" for split in splits)
+    path.write_text(f"path: {folder}\n{listed}names: [green, red]\n")
     return path
 
 

@@ -45,23 +45,20 @@ def clock(seconds: float) -> str:
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def train_epoch(m: Measurement) -> str:
+def _train_epoch(m: Measurement) -> str:
     """Format the time of an epoch's training, with ~ if it is extrapolated."""
     return "~" * (m.steps < m.epoch_steps) + clock(m.train_epoch_s)
 
 
-def gigabytes(count: int) -> str:
-    """Format bytes in GB with three digits."""
+def _gigabytes(count: int) -> str:
     return f"{count / 1e9:.3g}"
 
 
-def optional(value: float | None, form: str) -> str:
-    """Format a value, or - for None."""
+def _optional(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def short(failure: str) -> str:
-    """Shorten a failure for a cell; the notes have the full text."""
+def _short(failure: str) -> str:
     return OUT_OF_MEMORY if failure.startswith(OUT_OF_MEMORY) else "failed"
 
 
@@ -76,11 +73,11 @@ def yolov5_table(rows: Sequence[Row]) -> str:
     header = [f"{unit}s", "batch-size", "CUDA_mem (GB)" if unit == "GPU" else "host_mem (GB)", "train", "val"]
     lines = []
     for row in rows:
-        m, cells = row.measured, ["-", short(row.failure), "-"]
+        m, cells = row.measured, ["-", _short(row.failure), "-"]
         if m:
             memory = m.host_bytes if m.device_bytes is None else m.device_bytes
             val = "-" if m.val_epoch_s is None else "~" * (m.val_counted < m.val_images) + clock(m.val_epoch_s)
-            cells = [gigabytes(memory), train_epoch(m), val]
+            cells = [_gigabytes(memory), _train_epoch(m), val]
         lines.append([f"{row.point.ranks}x", str(row.point.step_batch), *cells])
     return markdown(header, lines)
 
@@ -98,9 +95,9 @@ def thread_table(rows: Sequence[Row]) -> str:
         line = [str(series[0])]
         for count in counts:
             row = by_point.get((series, count))
-            line.append("-" if not row else train_epoch(row.measured) if row.measured else short(row.failure))
+            line.append("-" if not row else _train_epoch(row.measured) if row.measured else _short(row.failure))
             if count > counts[0]:
-                line.append(optional(row.gain if row else None, ".2f"))
+                line.append(_optional(row.gain if row else None, ".2f"))
         lines.append(line)
     return markdown(header, lines)
 
@@ -117,13 +114,13 @@ def detail_table(rows: Sequence[Row]) -> str:
         cells = [p.parallel] if has_strategies else []
         cells += [str(p.ranks), str(p.step_batch), m.precision if m else p.precision]
         if not m:
-            lines.append([*cells, short(row.failure), *["-"] * (len(header) - len(cells) - 1)])
+            lines.append([*cells, _short(row.failure), *["-"] * (len(header) - len(cells) - 1)])
             continue
-        cells += [f"{m.train_images_per_s:.1f}", optional(m.val_images_per_s, ".1f")]
-        cells += [optional(row.gain, ".2f"), optional(row.efficiency, ".0%")]
-        cells += [] if m.device_bytes is None else [gigabytes(m.device_bytes)]
+        cells += [f"{m.train_images_per_s:.1f}", _optional(m.val_images_per_s, ".1f")]
+        cells += [_optional(row.gain, ".2f"), _optional(row.efficiency, ".0%")]
+        cells += [] if m.device_bytes is None else [_gigabytes(m.device_bytes)]
         communication = None if p.parallel in UNTIMED else m.sync_share
-        lines.append([*cells, gigabytes(m.host_bytes), f"{m.data_share:.0%}", optional(communication, ".0%")])
+        lines.append([*cells, _gigabytes(m.host_bytes), f"{m.data_share:.0%}", _optional(communication, ".0%")])
     return markdown(header, lines)
 
 
@@ -164,7 +161,7 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
         ratios = [m.train_images_per_s / b.train_images_per_s for m, b in zip(rounds, first, strict=False)]
         loader = statistics.median(m.loader_images_per_s or 0.0 for m in rounds)
         waiting = statistics.median(m.data_share for m in rounds)
-        memory = gigabytes(max(m.host_bytes for m in rounds))
+        memory = _gigabytes(max(m.host_bytes for m in rounds))
         rate = f"{base * statistics.median(ratios):.1f}"
         rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
     return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)

@@ -20,7 +20,6 @@ class _Tracer(fx.Tracer):
     """Tracer whose leaves are torch's layers and torchvision's operations."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is one operation."""
         is_layer = m.__module__.startswith(("torch.nn", "torchvision.ops")) or isinstance(m, nn.BatchNorm2d)
         return is_layer and not isinstance(m, nn.Sequential)
 
@@ -107,7 +106,6 @@ class _Profiler(fx.Interpreter):
         self.bytes: dict[str, float] = {}  # inf if a stage cannot send it
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one operation, and return its result detached."""
         with torch.enable_grad():
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             inputs = fx.node.map_aggregate(

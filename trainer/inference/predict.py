@@ -125,7 +125,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
                     error = str(reason)
             move(advance=1, description="")
             done.boxes.update(boxes)
-            if is_video(path):
+            if _is_video(path):
                 done.frames += count
             else:
                 done.images += count
@@ -134,9 +134,9 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
                 print(f"error: {path}: {error}", file=sys.stderr, flush=True)
             elif not as_json:
                 each = 1000 * (time.perf_counter() - begin) / count
-                text = f"{count} frames, " if is_video(path) else ""
+                text = f"{count} frames, " if _is_video(path) else ""
                 text += counts_text(boxes, trained.names) or "no boxes"
-                print(f"{path}: {text} ({each:.0f} ms{' each' if is_video(path) else ''})", flush=True)
+                print(f"{path}: {text} ({each:.0f} ms{' each' if _is_video(path) else ''})", flush=True)
     if folder and s.save_json:
         checkpoint_file.write_bytes(folder / "predictions.json", json.dumps(entries).encode())
     return done
@@ -206,14 +206,13 @@ class Unreadable(Exception):
     """An image or video that cannot be decoded."""
 
 
-def is_video(path: Path) -> bool:
-    """Return whether the suffix is that of a video."""
+def _is_video(path: Path) -> bool:
     return path.suffix.lower() in VIDEOS
 
 
 def frames(path: Path) -> Iterator[tuple[int | None, Image, float]]:
     """Yield (None, image (h, w, 3) RGB, 0.0), or for each video frame (number from 1, image, frames per second)."""
-    if is_video(path):
+    if _is_video(path):
         yield from _frames(path)
         return
     try:

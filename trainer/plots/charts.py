@@ -60,10 +60,10 @@ def class_bars(axes: Axes, names: Sequence[str], values: Sequence[float] | Any, 
     axes.grid(False, axis="x")
     if len(names) <= _MOST_TICKS:
         turned = len(names) > 6 or max(map(len, names)) > 12
-        axes.set_xticks(range(len(names)), [escape_dollar(n) for n in names], rotation=90 if turned else 0)
+        axes.set_xticks(range(len(names)), [_escape_dollar(n) for n in names], rotation=90 if turned else 0)
 
 
-def escape_dollar(text: str) -> str:
+def _escape_dollar(text: str) -> str:
     """Escape $, which matplotlib would parse as a formula."""
     return text.replace("$", r"\$")
 
@@ -136,7 +136,7 @@ def _draw_lines(axes: Axes, x: Floats, lines: Floats, named: dict[int, str], mea
         if k not in named:
             axes.plot(x, line, color=GREY, linewidth=0.6)
     for colour, (k, label) in zip(_COLOURS, named.items(), strict=False):
-        axes.plot(x, lines[k], color=colour, linewidth=1.3, label=escape_dollar(label))
+        axes.plot(x, lines[k], color=colour, linewidth=1.3, label=_escape_dollar(label))
     if len(lines):
         axes.plot(x, lines.mean(0), color=BLUE, linewidth=2.6, label=mean_label)
     axes.set_xlim(0, 1)
@@ -155,7 +155,7 @@ def plot_confusion(
 
     Its shape is (nc + 1, nc + 1) with `background`, the class of missing boxes, else (nc, nc).
     """
-    labels = [escape_dollar(name) for name in names] + ["background"] * background
+    labels = [_escape_dollar(name) for name in names] + ["background"] * background
     n = len(labels)
     columns = confusion.sum(0, keepdims=True)
     share = np.divide(confusion, columns, out=np.zeros(confusion.shape), where=columns > 0)
