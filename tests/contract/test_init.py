@@ -164,8 +164,7 @@ def test_docker_on_some_nodes_only_and_without_permission_are_errors(sshd):
     )
     with pytest.raises(ClusterError, match=r"h1: docker does not answer \(Cannot connect") as caught:
         machine(
-            sshd,
-            f"device: cpu\nnodes:\n  h0: {{address: {first}, runtime: docker}}\n  h1: {{address: {second}}}\n",
+            sshd, f"device: cpu\nnodes:\n  h0: {{address: {first}, runtime: docker}}\n  h1: {{address: {second}}}\n"
         )
     assert "--runtime none for all" in caught.value.hint
     program(

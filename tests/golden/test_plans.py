@@ -105,14 +105,7 @@ def test_plan(case):
 
 
 DOCKER_COMPOSE_YML = Job(
-    "digits",
-    ("-m", "trainer", "train"),
-    2,
-    2,
-    "./runs",
-    image="trainer:0.1",
-    build=".",
-    user="0:0",
+    "digits", ("-m", "trainer", "train"), 2, 2, "./runs", image="trainer:0.1", build=".", user="0:0"
 )
 
 

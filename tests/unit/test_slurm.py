@@ -61,12 +61,7 @@ def test_a_nodes_own_exit_status_has_precedence_over_slurms_state():
         ("NODE_FAIL", "0:0", "lost", "its node failed"),
         ("PREEMPTED", "0:0", "lost", "Slurm ended it: PREEMPTED"),
         ("OUT_OF_MEMORY", "0:125", "lost", "out of memory (--slurm mem=...)"),
-        (
-            "FAILED",
-            "0:53",
-            "exited",
-            "the run directory is not shared by all nodes: missing on the first",
-        ),
+        ("FAILED", "0:53", "exited", "the run directory is not shared by all nodes: missing on the first"),
         ("FAILED", "9:0", "exited", "the batch script exited with 9:0"),
         ("CANCELLED", "0:15", "exited", "cancelled with scancel"),
     ],
