@@ -97,8 +97,9 @@ def launch(
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
     job, chosen, _ = launcher.resolve(request, machines(inventory, backend))
-    record, _ = launcher.launch(job, chosen, JobStore(), numbered=not request.name, secrets=secrets)
-    return Launched(record, dict(secrets or {}))
+    values = dict(secrets or {})
+    record, _ = launcher.Launcher(JobStore(), values).launch(job, chosen, numbered=not request.name)
+    return Launched(record, values)
 
 
 def machines(inventory: str | Inventory | None, backend: str) -> Inventory | None:

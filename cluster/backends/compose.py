@@ -56,7 +56,7 @@ class ComposeBackend(Backend):
             words = ["docker", plan.image, "", "cuda", preflight.ids(gpus), "", "", "", "", ""]
             done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
             report = done.out.splitlines()
-            preflight.refuse(preflight.problems(plan, gpus, report), preflight.conflicts(plan, gpus, report))
+            preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start the project; stop it again if a container does not start."""

@@ -12,7 +12,7 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.backends.monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
-from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError
+from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
 from cluster.transport import parallel, reach
@@ -26,7 +26,7 @@ class HostsBackend(Backend):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._monitor = NodeMonitor(reach, lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
+        self._monitor = NodeMonitor(lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
@@ -36,12 +36,12 @@ class HostsBackend(Backend):
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on every node. Raises UsageError, NameTakenError or PortTakenError."""
-        nodes = plan.machines
-        reports = parallel.all_of(nodes, lambda node: self._preflight(plan, node))
-        problems = [problem for node in nodes for problem in preflight.problems(plan, node, reports[node.name])]
-        problems += preflight.different(plan, reports).values()
-        conflicts = [conflict for node in nodes for conflict in preflight.conflicts(plan, node, reports[node.name])]
-        preflight.refuse(problems, conflicts)
+        reports = parallel.all_of(plan.machines, lambda node: self._preflight(plan, node))
+        errors: list[UsageError] = []
+        for node in plan.machines:
+            errors += preflight.problems(plan, node, reports[node.name])
+            errors += preflight.conflicts(plan, node, reports[node.name])
+        preflight.refuse([*errors, *preflight.different(plan, reports).values()])
 
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Run the preflight check on each node alone. `joining` need the others' image and a way to the master, too."""

@@ -102,11 +102,8 @@ class AwakeClock:
 class NodeMonitor:
     """Polls the machines of plans repeatedly; `poll` polls one machine, and raises a ClusterError."""
 
-    def __init__(
-        self, reach: Callable[[Node], Shell], poll: Callable[[Plan, Node], NodeStatuses], *, silent_is_lost: bool = True
-    ) -> None:
+    def __init__(self, poll: Callable[[Plan, Node], NodeStatuses], *, silent_is_lost: bool = True) -> None:
         """`silent_is_lost`: the nodes of a silent machine are lost. With Slurm, its controller decides."""
-        self._reach = reach
         self._poll = poll
         self._silent_is_lost = silent_is_lost
         self._polls: dict[tuple[str, int, str], _MachinePoll] = {}
@@ -120,7 +117,10 @@ class NodeMonitor:
         A slow machine keeps its last status. A machine that answers neither poll nor ping is silent, and then lost.
         """
         each = plan.machines
-        self._close_after_suspension(each)
+        if _awake_time().suspensions != self._suspensions:
+            self._suspensions = _awake_time().suspensions
+            for machine in each:  # a new connection is faster than the timeout of a dead one
+                reach(machine).close()
         polls = [self._polls.setdefault((plan.job_id, plan.attempt, node.name), _MachinePoll()) for node in each]
         for machine, poll in zip(each, polls, strict=True):
             poll.start(functools.partial(self._poll, plan, machine))
@@ -132,7 +132,7 @@ class NodeMonitor:
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
         found: NodeStatuses = {}
         for machine, poll in zip(each, polls, strict=True):
-            error = poll.wait(self._reach(machine), max(0.0, until - time.monotonic()))
+            error = poll.wait(reach(machine), max(0.0, until - time.monotonic()))
             # before the first answer only an error is silence: the login may take long
             silent = poll.silent_s > 2 * _POLL_WAIT_S or (error is not None and not poll.statuses)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
@@ -150,16 +150,8 @@ class NodeMonitor:
         """Return the timeout of a command; shorter, over a new connection, if the machine was silent."""
         if (plan.job_id, machine.name) not in self._silent:
             return default_s
-        self._reach(machine).close()
+        reach(machine).close()
         return _SILENT_TIMEOUT_S
-
-    def _close_after_suspension(self, each: Sequence[Node]) -> None:
-        """Close the connections, which may be dead: a new one is faster than the timeout of a dead one."""
-        suspensions = _awake_time().suspensions
-        if suspensions != self._suspensions:
-            for machine in each:
-                self._reach(machine).close()
-        self._suspensions = suspensions
 
     def _silent_status(self, status: NodeStatus, silent_s: float, error: ClusterError | None) -> NodeStatus:
         if status.phase in ("exited", "lost"):

@@ -126,13 +126,10 @@ def gpus_held(where: str, job: str) -> GpusHeldError:
     )
 
 
-def refuse(problems: Sequence[UsageError], conflicts: Sequence[UsageError]) -> None:
+def refuse(errors: Sequence[UsageError]) -> None:
     """Raise the errors of all nodes as one: the problems, else the conflicts of one kind. A taken port comes last."""
-    kinds = (NameTakenError, GpusHeldError, PortTakenError)
-    by_kind = [[error for error in conflicts if type(error) is kind] for kind in kinds]
-    for errors in (problems, *by_kind):
-        if errors:
-            hints = dict.fromkeys(error.hint for error in errors if error.hint)
-            raise type(errors[0])(
-                "\n       ".join(dict.fromkeys(error.message for error in errors)), "\n      ".join(hints)
-            )
+    for kind in (UsageError, NameTakenError, GpusHeldError, PortTakenError):
+        if found := [error for error in errors if type(error) is kind]:
+            messages = dict.fromkeys(error.message for error in found)
+            hints = dict.fromkeys(error.hint for error in found if error.hint)
+            raise kind("\n       ".join(messages), "\n      ".join(hints))

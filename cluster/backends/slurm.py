@@ -39,7 +39,7 @@ class SlurmBackend(Backend):
     name = "slurm"
 
     def __init__(self) -> None:
-        self._monitor = NodeMonitor(reach, self._poll, silent_is_lost=False)
+        self._monitor = NodeMonitor(self._poll, silent_is_lost=False)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """Return a plan with one step: the batch script, and the command that submits it. Slurm assigns the hosts."""
@@ -77,8 +77,8 @@ class SlurmBackend(Backend):
         done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        problems = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
-        preflight.refuse(problems, preflight.conflicts(plan, login, done.out.splitlines()))
+        errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
+        preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Submit the script. Raises LaunchError with sbatch's message."""

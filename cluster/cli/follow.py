@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
 import typer
@@ -28,13 +29,16 @@ def follow(
     record: JobRecord,
     records: JobStore,
     out: Console,
+    logs: str,
     *,
-    all_nodes: bool,
     stop_on_interrupt: bool,
     notes: Sequence[str] = (),
-    values: Mapping[str, str] | None = None,
-) -> tuple[Follower, str]:
-    """Print the job's header, and follow it over its restarts. Ctrl-C exits; with `stop_on_interrupt` it stops it."""
+    secrets: Mapping[str, str] = MappingProxyType({}),
+) -> int:
+    """Print the job's header, follow it over its restarts to its end, and return the exit code.
+
+    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job.
+    """
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import supervisor
 
@@ -42,10 +46,10 @@ def follow(
     try:
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
         on_interrupt(out, message if stop_on_interrupt else "")
-        screen = LiveDisplay(out, record.plan, all_nodes=all_nodes, is_attached=not stop_on_interrupt)
+        screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
-            return supervisor.Supervisor(record, records, screen, values).run()
+            follower, refusal = supervisor.Supervisor(record, records, screen, secrets).run()
     except KeyboardInterrupt as interrupted:
         out = console()  # an interrupted print can leave the first console buffering for ever
         out.show_cursor()
@@ -54,9 +58,10 @@ def follow(
             state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
             print_line(out, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        stop_interrupted(record, records, out)
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
-    return stop_interrupted(record, records, out)
+    return finish(follower, refusal, records, out)
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -10,17 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, on_interrupt, print_line, stop_interrupted
+from cluster.cli.follow import EXIT_INTERRUPTED, console, follow, on_interrupt, print_line, stop_interrupted
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
-
-if TYPE_CHECKING:
-    from cluster.spec.model import Job, JobRecord
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
@@ -58,19 +56,18 @@ def launch(
     request = replace(request, env=[*request.env, *in_file])
     machines = inventory.load(backend=request.backend)
     records, out = JobStore(), console()
-    without = [os.path.abspath(env_file)] if env_file else []  # noqa: PTH100 (resolve() would follow links)
+    without = (os.path.abspath(env_file),) if env_file else ()  # noqa: PTH100 (resolve() would follow links)
     if array.array and wait:
         raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
     if array.array:
         jobs, notes = array.jobs(request, machines)
-        submitted = launcher.launch_array(
-            jobs, records, array.array_limit, secret_values(jobs[0].secrets, in_file), without
-        )
+        starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without)
+        submitted = starter.launch_array(jobs, array.array_limit)
         first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
         print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
         return
     job, chosen, notes = launcher.resolve(request, machines)
-    secrets = secret_values(job.secrets, in_file)
+    starter = launcher.Launcher(records, secret_values(job.secrets, in_file), without)
     in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
     if request.build:
         from cluster.images import engine
@@ -86,31 +83,21 @@ def launch(
     how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
     on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
     notes += launcher.unusable_spares(job, chosen)
-    started: list[JobRecord] = []
     try:
-        with progress(console(stderr=True)) as report:
-
-            def start(job: Job) -> tuple[JobRecord, list[str]]:
-                record, notes = launcher.launch(
-                    job, chosen, records, numbered=not request.name, secrets=secrets, without=without, report=report
-                )
-                started.append(record)
-                return record, notes
-
+        with progress(console(stderr=True)) as starter.report:
             if wait:
-                record, more = gpu_queue.launch_in_turn(
-                    job, chosen, request, machines, records, wait_s, lambda text: print_line(out, text), start
-                )
+                say = functools.partial(print_line, out)
+                record, more = gpu_queue.launch_in_turn(starter, request, machines, wait_s, say)
             else:
-                record, more = start(job)
+                record, more = starter.launch(job, chosen, numbered=not request.name)
         notes += more
         try:
             _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
         except UsageError as error:  # the job runs
             notes.append(error.message)
     except KeyboardInterrupt:
-        if started:
-            stop_interrupted(started[0], records, out)
+        if starter.started:
+            stop_interrupted(starter.started, records, out)
         print_line(out, "stopped; nothing of it is running")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if detach:
@@ -118,10 +105,8 @@ def launch(
 
         print_line(out, header(record.plan), *notes, f"running; to follow it: clusterctl attach {record.plan.job_id}")
         return
-    follower, refusal = follow(
-        record, records, out, all_nodes=logs == "all", stop_on_interrupt=True, notes=[*notes, ""], values=secrets
-    )
-    raise typer.Exit(finish(follower, refusal, records, out))
+    notes.append("")
+    raise typer.Exit(follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets))
 
 
 def _seconds(text: str) -> float:
@@ -241,7 +226,7 @@ def import_job(
 def job_text(request: Request, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
     from cluster.spec import job_file
-    from cluster.spec.defaults import ON_THIS_MACHINE
+    from cluster.spec.defaults import ON_THIS_MACHINE, absolute_paths
     from cluster.supervisor import launcher
 
     more = {key: str(getattr(inventory, key)) for key in ("hosts", "hostfile", "ssh_config", "only")}
@@ -250,7 +235,8 @@ def job_text(request: Request, inventory: options.NodeOptions, env_file: str) ->
         more["inventory"] = inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
     for key in ("inventory", "hostfile", "ssh_config", "env_file"):
         more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
-    return job_file.write(launcher.absolute_paths(request), more)
+    here = launcher.local_machine(replace(request, device="cpu"), "local")
+    return job_file.write(absolute_paths(request, here), more)
 
 
 def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:

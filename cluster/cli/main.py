@@ -11,7 +11,6 @@ from cluster.cli.follow import EXIT_INTERRUPTED
 from cluster.cli.gc import gc
 from cluster.cli.init import init
 from cluster.cli.launch import import_job, launch, plan
-from cluster.cli.serve import serve
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError
 
@@ -54,7 +53,7 @@ app.command("import", epilog="Example: clusterctl import train.sbatch -o job.yam
 for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(command)
 app.command(epilog="Example: clusterctl top digits")(jobs.top)
-app.command(epilog="Example: clusterctl serve --port 8000")(serve)
+app.command(epilog="Example: clusterctl serve --port 8000")(jobs.serve)
 app.command("exec", epilog="Example: clusterctl exec digits --node 1 -- nvidia-smi")(session.exec_)
 app.command(epilog="Example: clusterctl shell digits 1")(session.shell)
 app.command(epilog="Example: clusterctl cp digits:last.pt .")(session.cp)

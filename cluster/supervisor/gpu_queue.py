@@ -10,17 +10,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Gpu, Inventory, Job, Node
+from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node
 from cluster.spec.request import Request
-from cluster.store import JobStore
 from cluster.supervisor import launcher
 from cluster.transport import Completed, parallel, reach
 
-T = TypeVar("T")
 _POLL_S = 2.0
 
 
@@ -94,25 +91,23 @@ class GpuQueue:
 
 
 def launch_in_turn(
-    job: Job,
-    backend: str,
+    starter: launcher.Launcher,
     request: Request,
     inventory: Inventory | None,
-    records: JobStore,
     wait_s: float,
     note: Callable[[str], None],
-    start: Callable[[Job], T],
-) -> T:
-    """Wait until GPUs are free and all launchers that came before have started, then `start` the job on them.
+) -> tuple[JobRecord, list[str]]:
+    """Wait until GPUs are free and all launchers that came before have started, then launch the job on them.
 
-    `job` is that of the request with all GPUs. The request is resolved again with the free ones, and a job on machines
-    gets the first ones with enough free GPUs. If `start` raises GpusHeldError, the launcher keeps its place and waits
-    again. `note` gets a sentence for the user when the reason for waiting changes.
+    The request is resolved again with the free GPUs, and a job on machines gets the first ones with enough of them. If
+    another job has taken a GPU, the launcher keeps its place and waits again. `note` gets a sentence for the user when
+    the reason for waiting changes. Return the record, and notes.
 
     Raises:
         LaunchError: There were not enough free GPUs in time.
         UsageError: The job cannot wait for GPUs.
     """
+    job, backend, _ = launcher.resolve(request, inventory)
     if backend == "slurm":
         raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
     here = Node("this-machine", "", launcher.local_machine(request, backend).gpus)
@@ -120,7 +115,7 @@ def launch_in_turn(
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     until = time.time() + wait_s
-    queue = GpuQueue(job.name, nodes, dict if job.hosts else lambda: launcher.gpus_in_use(records))
+    queue = GpuQueue(job.name, nodes, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))
     try:
         while True:
             free = queue.wait(job, until, note)
@@ -129,7 +124,7 @@ def launch_in_turn(
             else:
                 job, _, _ = launcher.resolve(request, inventory, free[0].gpus)
             try:
-                return start(job)
+                return starter.launch(job, backend, numbered=not request.name)
             except GpusHeldError as error:  # by a launcher without --wait, at the same moment
                 note(error.message)
     finally:

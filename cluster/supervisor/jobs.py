@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from cluster.backends import BACKENDS, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
-from cluster.supervisor import job_state, report, webhook
+from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
 
 POLL_S = 0.4
@@ -25,6 +28,9 @@ _FIRST_FAILURE_S = 4.0
 _MAX_UNREACHABLE = 5
 #: How many of a node's last lines are kept. They must hold the tracebacks of all its ranks.
 _TAIL = 400
+#: A URL, which may contain a secret: it is read from the environment only, and never printed.
+_WEBHOOK = "CLUSTERCTL_WEBHOOK"
+_WEBHOOK_TIMEOUT_S = 10.0
 
 
 class Display:
@@ -160,8 +166,32 @@ def record_outcome(follower: Follower, records: JobStore) -> list[str]:
     outcome: Outcome = "done" if verdict == "done" else "failed"
     cause = report.cause(view, verdict)
     if records.end(follower.plan.job_id, outcome, cause, report.exit_code(view, verdict)):
-        return webhook.post(follower.plan, outcome, cause)
+        return post_webhook(follower.plan, outcome, cause)
     return []
+
+
+def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restarted"], detail: str) -> list[str]:
+    """Post an event as JSON, if CLUSTERCTL_WEBHOOK is set. Return a sentence if it could not be sent.
+
+    Slack and Mattermost show its field `text`.
+    """
+    url = os.environ.get(_WEBHOOK, "")
+    if not url:
+        return []
+    import http.client  # 12 ms that `plan` must not spend
+    import urllib.request
+
+    if not url.startswith(("http://", "https://")):
+        return [f"{_WEBHOOK}: expected a URL with http:// or https://; not sent: {event}"]
+    text = f"{plan.job_id}: {event}" + (f": {detail}" if detail else "")
+    fields = {"text": text, "job": plan.job_id, "event": event, "attempt": plan.attempt, "detail": detail}
+    headers = {"Content-Type": "application/json", "User-Agent": "clusterctl"}
+    try:
+        request = urllib.request.Request(url, json.dumps(fields).encode(), headers)
+        with urllib.request.urlopen(request, timeout=_WEBHOOK_TIMEOUT_S):
+            return []
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        return [f"{_WEBHOOK}: not sent: {event}: {getattr(error, 'reason', None) or type(error).__name__}"]
 
 
 def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.backends import BACKENDS, SLURM
@@ -73,11 +73,6 @@ def resolve(
     return job, chosen, [*([note] if note else []), *notes]
 
 
-def absolute_paths(request: Request) -> Request:
-    """Return the request with absolute paths of its files and folders."""
-    return defaults.absolute_paths(request, local_machine(replace(request, device="cpu"), "local"))
-
-
 def local_machine(request: Request, backend: str) -> Here:
     """Return the properties of this machine that a job of this backend depends on."""
     return Here(
@@ -125,128 +120,120 @@ def free_plan(job: Job, backend: str, *, attempt: int) -> Plan:
                 raise
 
 
-def launch(
-    job: Job,
-    backend: str,
-    records: JobStore,
-    *,
-    numbered: bool,
-    secrets: Mapping[str, str] | None = None,
-    without: Sequence[str] = (),
-    report: files.Report = lambda *_: None,
-) -> tuple[JobRecord, list[str]]:
-    """Check the nodes, record the job and start it on all of them, or on none. Return its record and notes.
+@dataclass
+class Launcher:
+    """Starts jobs, and records them in `records`. `started` is the last one that runs.
 
-    `numbered` appends a number to the job's name if a job of that name exists. `secrets` are values, which are not
-    stored. `without` are files of secrets, which are not copied with the working directory. `report` gets the progress
-    of its copies. Raises ClusterError if a check failed or a node did not start.
+    `secrets` are values by name, which are not stored. `without` are files of secrets, which are not copied with the
+    working directory. `report` gets the progress of its copies.
     """
-    code = _check_sources(job, without)
-    _check_gpus(job, records)
-    names = _unused_names(job, records)
-    while True:
-        named = next(names) if numbered else job
-        try:
-            checked = free_plan(named, backend, attempt=1)
-            break
-        except NameTakenError:  # on a node, by a launcher on another machine
-            if not numbered:
-                raise
-    if not numbered:
-        _check_run_dir(checked)
-    commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-    record = JobRecord(checked, time.time(), named, commit=commit, withheld=tuple(without))
-    notes, is_reserved = [], False
-    try:
-        with records.watch(record.plan.job_id):  # `attach` must not restart a job that is still starting
-            records.reserve(record)
-            is_reserved = True
+
+    records: JobStore
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    report: files.Report = lambda *_: None
+    started: JobRecord | None = None
+
+    def launch(self, job: Job, backend: str, *, numbered: bool) -> tuple[JobRecord, list[str]]:
+        """Check the nodes, record the job and start it on all of them, or on none. Return its record and notes.
+
+        `numbered` appends a number to the job's name if a job of that name exists. Raises ClusterError if a check
+        failed or a node did not start.
+        """
+        code = _check_sources(job, self.without)
+        _check_gpus(job, self.records)
+        names = _unused_names(job, self.records)
+        while True:
+            named = next(names) if numbered else job
             try:
+                checked = free_plan(named, backend, attempt=1)
+                break
+            except NameTakenError:  # on a node, by a launcher on another machine
+                if not numbered:
+                    raise
+        if not numbered:
+            _check_run_dir(checked)
+        commit = workdir.commit(job.workdir) if job.copies_workdir else ""
+        record = JobRecord(checked, time.time(), named, commit=commit, withheld=self.without)
+        notes, is_reserved = [], False
+        try:
+            with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
+                self.records.reserve(record)
+                is_reserved = True
+                try:
+                    if code is not None:
+                        notes.append(self._send_workdir(code, record))
+                    self.start(record)
+                except ClusterError as error:
+                    self.records.end(checked.job_id, "failed", error.message, error.exit_code)
+                    raise
+        except KeyboardInterrupt:
+            if is_reserved:  # some nodes may have started
+                jobs.cancel(record, self.records, grace_s=0)
+            raise
+        self.started = record
+        return record, notes
+
+    def start(self, record: JobRecord) -> None:
+        """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""
+        plan, backend = record.plan, BACKENDS[record.plan.backend]
+        if absent := ", ".join(name for name in plan.secrets if name not in self.secrets):
+            raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
+        if plan.workdir and plan.attempt > 1 and (nodes := workdir.without_copy(plan, plan.nodes)):
+            self._send_workdir(workdir.scan(plan.workdir, record.withheld), record, nodes)
+        _make_folder(plan)
+        try:
+            backend.submit(plan, self.secrets)
+        except UnreachableError:  # a node that did not answer in time may still start
+            jobs.clean_up(record, grace_s=0)
+            raise
+        if self.records.load(plan.job_id).outcome:  # `stop` in another process, before the nodes existed
+            backend.cancel(plan, grace_s=0)
+            raise LaunchError("the job was stopped while it started")
+
+    def launch_array(self, array: Sequence[Job], at_once: int) -> list[JobRecord]:
+        """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
+        code = _check_sources(array[0], self.without)
+        plans, step = array_plan(array, at_once)
+        for job, job_plan in zip(array, plans, strict=True):
+            SLURM.check(job, job_plan)
+            _check_run_dir(job_plan)
+        reserved: list[JobRecord] = []
+        try:
+            for job, job_plan in zip(array, plans, strict=True):
+                record = JobRecord(job_plan, time.time(), job, withheld=self.without)
+                self.records.reserve(record)
+                reserved.append(record)
                 if code is not None:
-                    notes.append(_send_workdir(code, record, records, report=report))
-                start(record, records, secrets)
-            except ClusterError as error:
-                records.end(record.plan.job_id, "failed", error.message, error.exit_code)
-                raise
-    except KeyboardInterrupt:
-        if is_reserved:  # some nodes may have started
-            jobs.cancel(record, records, grace_s=0)
-        raise
-    return record, notes
+                    self._send_workdir(code, record)
+                _make_folder(record.plan)
+            SLURM.submit_array(plans, step, self.secrets)
+        except ClusterError as error:
+            for record in reserved:
+                self.records.end(record.plan.job_id, "failed", error.message, error.exit_code)
+            raise
+        except KeyboardInterrupt:
+            for record in reserved:
+                self.records.end(record.plan.job_id, "stopped")
+            raise
+        return reserved
 
-
-def _send_workdir(
-    code: Mapping[str, int],
-    record: JobRecord,
-    records: JobStore,
-    nodes: Sequence[Node] = (),
-    report: files.Report = lambda *_: None,
-) -> str:
-    """Copy the working directory to nodes, by default all hosts of a job, its spares, or its Slurm cluster."""
-    others = sorted(records, key=lambda other: other.created_at, reverse=True)
-    earlier = [other.plan.job_id for other in others if other.plan.workdir == record.plan.workdir]
-    nodes = nodes or ((record.job.queue.login,) if record.job.queue else (*record.job.hosts, *record.job.spares))
-    return workdir.send(code, record.plan, nodes, [name for name in earlier if name != record.plan.job_id], report)
-
-
-def start(record: JobRecord, records: JobStore, secrets: Mapping[str, str] | None = None) -> None:
-    """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""
-    values = secrets or {}
-    absent = [name for name in record.plan.secrets if name not in values]
-    if absent:
-        raise LaunchError(f"secrets are not stored, so only the process that launched the job has {', '.join(absent)}")
-    plan = record.plan
-    if plan.workdir and plan.attempt > 1 and (nodes := workdir.without_copy(plan, plan.nodes)):
-        _send_workdir(workdir.scan(plan.workdir, record.withheld), record, records, nodes)
-    _make_folder(record.plan)
-    try:
-        BACKENDS[record.plan.backend].submit(record.plan, values)
-    except UnreachableError:  # a node that did not answer in time may still start
-        jobs.clean_up(record, grace_s=0)
-        raise
-    if records.load(record.plan.job_id).outcome:  # `stop` in another process, before the nodes existed
-        BACKENDS[record.plan.backend].cancel(record.plan, grace_s=0)
-        raise LaunchError("the job was stopped while it started")
+    def _send_workdir(self, code: Mapping[str, int], record: JobRecord, nodes: Sequence[Node] = ()) -> str:
+        """Copy the working directory to nodes, by default all hosts of a job, its spares, or its Slurm cluster."""
+        job, others = record.job, sorted(self.records, key=lambda other: other.created_at, reverse=True)
+        earlier = [
+            other.plan.job_id
+            for other in others
+            if other.plan.workdir == record.plan.workdir and other.plan.job_id != record.plan.job_id
+        ]
+        nodes = nodes or ((job.queue.login,) if job.queue else (*job.hosts, *job.spares))
+        return workdir.send(code, record.plan, nodes, earlier, self.report)
 
 
 def array_plan(array: Sequence[Job], at_once: int) -> tuple[list[Plan], Step]:
     """Return the plans of a Slurm job array's jobs, and the step that submits it. Pure."""
     plans = [plan(job, "slurm") for job in array]
     return plans, SLURM.array(array[0], plans, at_once)
-
-
-def launch_array(
-    array: Sequence[Job],
-    records: JobStore,
-    at_once: int,
-    secrets: Mapping[str, str] | None = None,
-    without: Sequence[str] = (),
-) -> list[JobRecord]:
-    """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
-    code = _check_sources(array[0], without)
-    plans, step = array_plan(array, at_once)
-    for job, job_plan in zip(array, plans, strict=True):
-        SLURM.check(job, job_plan)
-        _check_run_dir(job_plan)
-    reserved: list[JobRecord] = []
-    try:
-        for job, job_plan in zip(array, plans, strict=True):
-            record = JobRecord(job_plan, time.time(), job, withheld=tuple(without))
-            records.reserve(record)
-            reserved.append(record)
-            if code is not None:
-                _send_workdir(code, record, records)
-            _make_folder(record.plan)
-        SLURM.submit_array(plans, step, secrets or {})
-    except ClusterError as error:
-        for record in reserved:
-            records.end(record.plan.job_id, "failed", error.message, error.exit_code)
-        raise
-    except KeyboardInterrupt:
-        for record in reserved:
-            records.end(record.plan.job_id, "stopped")
-        raise
-    return reserved
 
 
 def _check_sources(job: Job, without: Sequence[str]) -> dict[str, int] | None:

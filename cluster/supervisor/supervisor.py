@@ -14,9 +14,10 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hin
 from cluster.spec import defaults
 from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
 from cluster.store import JobStore
-from cluster.supervisor import job_state, jobs, launcher, restarts, webhook
+from cluster.supervisor import job_state, jobs, launcher, restarts
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
+from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
 from cluster.transport import files, parallel, reach
 
@@ -40,7 +41,7 @@ class Supervisor:
     record: JobRecord
     records: JobStore
     show: Display
-    secrets: Mapping[str, str] | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict)
     past: list[Failure] = field(default_factory=list)
 
     def run(self) -> tuple[Follower, str]:
@@ -81,7 +82,7 @@ class Supervisor:
             plan = self.record.plan
             names = ", ".join(node.name for node in plan.nodes)
             self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
-            for text in webhook.post(plan, "restarted", self.past[-1].why):
+            for text in jobs.post_webhook(plan, "restarted", self.past[-1].why):
                 self.show.note(text)
             follower = None
 
@@ -161,7 +162,7 @@ class Supervisor:
             backend.cancel(replace(next_plan, nodes=returned), grace_s=0)
         if hosts:
             self._copy_checkpoint(plan.nodes)
-        launcher.start(self.record, self.records, self.secrets)
+        Launcher(self.records, self.secrets).start(self.record)
 
     def _update(self, plan: Plan) -> None:
         """Record the next attempt."""

@@ -48,8 +48,7 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
         # else sshd's limit was not reached, and nothing was tested
         assert re.search(r"drop connection .* past MaxStartups", log)
         assert len(list((remote / job_name / "attempt-1").glob("node-*.sh"))) == HOSTS
-        code, text = clusterctl.run("status", job_name, "--json")
-        nodes = json.loads(text)["nodes"]
+        nodes = json.loads(clusterctl.expect(0, "status", job_name, "--json"))["nodes"]
         assert len(nodes) == HOSTS
         assert {node["phase"] for node in nodes} <= {"starting", "joining"}
     finally:

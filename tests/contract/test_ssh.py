@@ -289,10 +289,8 @@ def test_results_of_a_lost_master_are_collected_from_another_node(keeping, launc
     for node in ("node-0", "node-1"):
         machines.wait_for(job_name, "kept", node=node)
     silent.touch()
-    text, _ = process.communicate(timeout=90)
+    ended(process, 1, timeout_s=90, has="the results here are those of node-1")
     silent.unlink()
-    assert process.returncode == 1, text
-    assert "the results here are those of node-1" in text
     assert (machines.folder / "runs" / job_name / "last.pt").read_text() == "epoch 7"
     assert machines.run("stop", job_name)[0] == 0
     assert processes_of(job_name) == []
@@ -335,9 +333,8 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
         machines.wait_for(job_name, "tick 1", node="node-1")
         (disks / "node-1").rename(disks / "gone")
         (disks / "node-1").touch()  # not writable
-        text, _ = process.communicate(timeout=120)
+        text = ended(process, 0)
     finally:
         assert machines.run("stop", holder)[0] == 0
-    assert process.returncode == 0, text
     assert f"spare not usable: node-2: its GPUs are held by the job {holder}" in text
     assert "attempt 2 on node-0," in text

@@ -114,7 +114,8 @@ def full(plan, node):
 )
 def test_without_any_answer_the_state_of_the_job_is_unknown(poll, message, monkeypatch):
     monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
-    watcher = NodeMonitor(lambda node: NoPing(), poll)
+    monkeypatch.setattr(monitor, "reach", lambda node: NoPing())
+    watcher = NodeMonitor(poll)
 
     def poll_three_times():
         for _ in range(3):
@@ -134,7 +135,8 @@ def test_a_machine_with_a_slow_first_poll_is_not_lost_while_it_answers_pings(mon
             end.wait(10)
         return {node.name: NodeStatus(node.name, "joining")}
 
-    watcher = NodeMonitor(lambda node: SlowPing(), slow)
+    monkeypatch.setattr(monitor, "reach", lambda node: SlowPing())
+    watcher = NodeMonitor(slow)
     assert [status.phase for status in watcher.statuses(PLAN)] == ["joining", "starting"]
     end.set()
 
@@ -147,7 +149,8 @@ def test_a_silent_machine_is_lost_when_another_one_answered(monkeypatch):
             raise UnreachableError("b: no route to host")
         return {"a": NodeStatus("a", "starting")}
 
-    watcher = NodeMonitor(lambda node: LocalShell(), half)
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    watcher = NodeMonitor(half)
     watcher.statuses(PLAN)
     time.sleep(0.6)
     assert [status.phase for status in watcher.statuses(PLAN)] == ["starting", "lost"]

@@ -82,12 +82,12 @@ def test_one_error_lists_all_problems_else_the_conflicts_of_one_kind():
     missing = [UsageError("a: no image", "push"), UsageError("b: no image", "push")]
     taken = preflight.conflicts(PLAN, HOSTS[0], ["port taken", "held other 1", "held other 0"])
     with pytest.raises(UsageError) as error:
-        preflight.refuse(missing, taken)
+        preflight.refuse([*taken, *missing])
     assert (error.value.message.split("\n       "), error.value.hint) == (["a: no image", "b: no image"], "push")
     with pytest.raises(UsageError) as error:
-        preflight.refuse([], taken)
+        preflight.refuse(taken)
     assert error.value.message == "a: its GPUs are held by the job other"
-    preflight.refuse([], [])
+    preflight.refuse([])
 
 
 def test_this_machine_in_an_inventory_is_checked_like_the_others():
