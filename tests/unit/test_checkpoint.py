@@ -14,18 +14,9 @@ from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.weights import checkpoint_file
 
-CONTENT: dict[str, Any] = {
-    "format": checkpoint_file.FORMAT,
-    "model": {"w": torch.ones(2)},
-    "ema": {"w": torch.zeros(2)},
-    "optimizer": {"state": {}, "param_groups": []},
-    "epoch": 3,
-    "step": 30,
-    "hyp": {"lr0": 0.01},
-    "cfg": {"nc": 2},
-    "names": ["a", "b"],
-    "imgsz": 64,
-}
+CONTENT: dict[str, Any] = {"format": checkpoint_file.FORMAT, "epoch": 3, "step": 30, "names": ["a", "b"], "imgsz": 64}
+CONTENT |= {"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2)}, "hyp": {"lr0": 0.01}, "cfg": {"nc": 2}}
+CONTENT["optimizer"] = {"state": {}, "param_groups": []}
 
 
 class Trap:

@@ -3,6 +3,7 @@
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -85,36 +86,27 @@ def test_a_disk_cache_is_reused_until_an_image_changes(dataset, tmp_path):
     assert len(cache_files(homes[1])) == 3
 
 
-class Ranks:
-    """Ranks as threads that exchange values like processes."""
+def on_ranks(nodes, work):
+    """Run `work` on nodes of so many ranks each: threads that exchange values like processes."""
+    places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
+    worlds = [World(rank=rank, local_rank=local, node=node) for rank, (node, local) in enumerate(places)]
+    values, barrier = [None] * len(worlds), threading.Barrier(len(worlds))
 
-    def __init__(self, nodes):
-        self.places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
-        self.worlds = [World(rank=r, local_rank=k, node=n) for r, (n, k) in enumerate(self.places)]
-        self.values = [None] * len(self.worlds)
-        self.barrier = threading.Barrier(len(self.worlds))
-        self.results = [None] * len(self.worlds)
+    def one(world):
+        def exchange(value):
+            values[world.rank] = pickle.dumps(value)
+            barrier.wait(30)
+            gathered = [pickle.loads(v) for v in values]
+            barrier.wait(30)
+            return gathered
 
-    def run(self, work):
-        def one(rank):
-            def exchange(value):
-                self.values[rank] = pickle.dumps(value)
-                self.barrier.wait(30)
-                values = [pickle.loads(v) for v in self.values]
-                self.barrier.wait(30)
-                return values
+        try:
+            return work(world, exchange)
+        except TrainerError as error:
+            return error
 
-            try:
-                self.results[rank] = work(self.worlds[rank], exchange)
-            except TrainerError as error:
-                self.results[rank] = error
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.worlds))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        return self.results
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        return list(pool.map(one, worlds))
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
@@ -127,7 +119,7 @@ def test_an_image_is_decoded_once_per_node(dataset, tmp_path, monkeypatch, kind,
         home = tmp_path / "home" if shared else tmp_path / f"home-{world.node}"
         return cache_images(dataset, 32, kind, [home], world, exchange, 1)
 
-    for images in Ranks([3, 2]).run(work):
+    for images in on_ranks([3, 2], work):
         for k in range(len(dataset)):
             np.testing.assert_array_equal(images.image(k, 32), read(k, 32))
     assert sorted(decoded) == sorted(list(range(len(dataset))) * 2)
@@ -135,16 +127,15 @@ def test_an_image_is_decoded_once_per_node(dataset, tmp_path, monkeypatch, kind,
         for home in ["home"] if shared else ["home-0", "home-1"]:
             assert [path.name.startswith("images-") for path in cache_files(tmp_path / home)] == [True]
         decoded.clear()
-        Ranks([3, 2]).run(work)
+        on_ranks([3, 2], work)
         assert not decoded
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_an_undecodable_image_stops_all_ranks_without_partial_files(dataset, tmp_path, kind):
     Path(dataset.name(2)).write_bytes(b"bad")
-    results = Ranks([2, 1]).run(
-        lambda world, exchange: cache_images(dataset, 32, kind, [tmp_path / "home"], world, exchange, 2)
-    )
+    home = tmp_path / "home"
+    results = on_ranks([2, 1], lambda world, exchange: cache_images(dataset, 32, kind, [home], world, exchange, 2))
     assert all(isinstance(error, TrainerError) for error in results)
     assert {str(Path(dataset.name(2))) in error.message for error in results} == {True}
     assert not cache_files(tmp_path / "home")
@@ -155,7 +146,7 @@ def test_an_error_reports_the_missing_space(tmp_path, monkeypatch, kind):
     data = Digits("train", 32, pages=40)
     monkeypatch.setattr(data, "size", lambda _: (100_000, 100_000))
     home = tmp_path / "home"
-    results = Ranks([2]).run(lambda world, exchange: cache_images(data, 100_000, kind, [home], world, exchange, 1))
+    results = on_ranks([2], lambda world, exchange: cache_images(data, 100_000, kind, [home], world, exchange, 1))
     for error in results:
         assert isinstance(error, TrainerError)
         assert f"--cache {kind}: the decoded images need 1117.6 GiB" in error.message

@@ -42,17 +42,9 @@ class Photos(test_augment.Photos):
 
 
 def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=None, **options):
-    return TrainLoader(
-        dataset,
-        imgsz=64,
-        batch=batch,
-        rank=rank,
-        world=world,
-        seed=seed,
-        workers=workers,
-        hyp=hyp or Hyp(mixup=0.3, degrees=5.0),
-        **options,
-    )
+    share = {"rank": rank, "world": world, "workers": workers}
+    hyp = hyp or Hyp(mixup=0.3, degrees=5.0)
+    return TrainLoader(dataset, imgsz=64, batch=batch, seed=seed, hyp=hyp, **share, **options)
 
 
 def assert_equal(batches, expected):
@@ -108,10 +100,7 @@ def test_an_epoch_resumes_at_any_step_with_the_same_batches(workers):
 def test_a_dropped_loader_is_freed_without_garbage_collection():
     """Garbage collection would close the queues of its workers first, and torch waits 10 s for each."""
     dataset = Digits("train", 64, pages=16)
-    loaders = [
-        train_loader(dataset, workers=2),
-        ValLoader(dataset, imgsz=64, batch=4, rank=0, world=1, local_size=1, workers=2, stride=32),
-    ]
+    loaders = [train_loader(dataset, workers=2), ValLoader(dataset, imgsz=64, batch=4, rank=0, world=1, workers=2)]
     freed = [weakref.ref(loader) for loader in loaders]
     gc.disable()
     try:

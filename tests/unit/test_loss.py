@@ -159,18 +159,18 @@ def test_a_single_class_has_no_class_loss() -> None:
 @pytest.mark.parametrize(
     ("head", "change", "term"),
     [
-        *(("anchors", {"box": 0.1}, 0), ("anchors", {"obj": 2.0}, 1), ("anchors", {"obj_pw": 2.0}, 1)),
-        *(("anchors", {"cls": 1.0}, 2), ("anchors", {"cls_pw": 2.0}, 2), ("anchors", {"label_smoothing": 0.1}, 2)),
-        *(
-            ("anchors", {"fl_gamma": 1.5}, 2),
-            ("anchor-free", {"cls_pw": 2.0}, 1),
-            ("anchor-free", {"fl_gamma": 1.5}, 1),
-        ),
-        *(
-            ("anchor-free", {"dfl_box": 15.0}, 0),
-            ("anchor-free", {"dfl_cls": 1.0}, 1),
-            ("anchor-free", {"dfl": 3.0}, 2),
-        ),
+        ("anchors", {"box": 0.1}, 0),
+        ("anchors", {"obj": 2.0}, 1),
+        ("anchors", {"obj_pw": 2.0}, 1),
+        ("anchors", {"cls": 1.0}, 2),
+        ("anchors", {"cls_pw": 2.0}, 2),
+        ("anchors", {"label_smoothing": 0.1}, 2),
+        ("anchors", {"fl_gamma": 1.5}, 2),
+        ("anchor-free", {"cls_pw": 2.0}, 1),
+        ("anchor-free", {"fl_gamma": 1.5}, 1),
+        ("anchor-free", {"dfl_box": 15.0}, 0),
+        ("anchor-free", {"dfl_cls": 1.0}, 1),
+        ("anchor-free", {"dfl": 3.0}, 2),
     ],
 )
 def test_hyper_parameters_change_their_term(head: str, change: dict[str, float], term: int) -> None:

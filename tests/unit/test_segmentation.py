@@ -72,11 +72,8 @@ def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     code, out, err = wait(start(tmp_path, ranks(1), "train", *QUICK, *options, plots=True))[0]
     assert code == 0, err
     assert "mIoU" in out.splitlines()[-1]
-    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(("ground", "green", "red"))] == [
-        "ground",
-        "green",
-        "red",
-    ]
+    names = ["ground", "green", "red"]
+    assert [line.split()[0] for line in out.splitlines() if line.strip().startswith(tuple(names))] == names
     rows = table(tmp_path / "runs/train/results.csv")
     assert len(rows) == 12
     assert rows[-1]["cls_loss"] < rows[0]["cls_loss"] / 2
@@ -92,7 +89,7 @@ def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     assert code == 0, err
     scores = json.loads(out)
     assert scores["miou"] == pytest.approx(rows[-1]["miou"], abs=2e-3)
-    assert list(scores["per_class"]) == ["ground", "green", "red"]
+    assert list(scores["per_class"]) == names
     with pytest.raises(TrainerError, match="trained with --task segment, not classify"):
         open_task(settings("digits", "classify", weights=best))
 

@@ -297,11 +297,6 @@ def colour_matrices(colours: tuple[float, float, float]) -> tuple[float, float, 
     if hue:
         cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
         gray = (1 - cos) / 3
-        turn = np.array(
-            [
-                [cos + gray, gray - sin, gray + sin],
-                [gray + sin, cos + gray, gray - sin],
-                [gray - sin, gray + sin, cos + gray],
-            ]
-        )
+        own, last, following = cos + gray, gray - sin, gray + sin
+        turn = np.array([[own, last, following], [following, own, last], [last, following, own]])
     return value * saturation, value * (1 - saturation), turn

@@ -35,10 +35,8 @@ class Folder:
         empty = [name for name, found in zip(self.names, paths, strict=True) if not found]
         if len(self.names) < 2 or empty:
             what = f"no image in {', '.join(empty[:5])}" if empty else f"fewer than two class folders: {self.names}"
-            raise TrainerError(
-                f"--data {root}: {self._root}: {what}",
-                "each class needs a folder with images; if the class folders are inside another one, move them up",
-            )
+            hint = "each class needs a folder with images; if the class folders are inside another one, move them up"
+            raise TrainerError(f"--data {root}: {self._root}: {what}", hint)
         # Flat arrays: reference counts would copy a list of tuples into every worker, page by page.
         self._paths = np.array([path for found in paths for path in found], object).astype("U")
         self._labels = np.repeat(np.arange(len(paths)), [len(found) for found in paths])

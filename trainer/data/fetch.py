@@ -23,12 +23,12 @@ _SPLITS = ("train", "val")
 def fetch_missing(data_yaml: str) -> bool:
     """Fetch the archive in `download` if images are missing; return whether it was. An error leaves no files."""
     content = load_data_yaml(Path(data_yaml))
-    if not content.values.get("download") or _is_complete(content):
+    root, entries = content.root(), _entries(content)
+    if not content.values.get("download") or _holds(root, entries):
         return False
     address, expected = _address(content), _sha256(content)
-    root = content.root()
     with one_per_machine(root.absolute()) as waited:
-        if _is_complete(content):
+        if _holds(root, entries):
             return True
         if waited:  # the other process has failed and printed its error; each attempt can take a minute
             raise TrainerError(f"{data_yaml}: another process of this node could not fetch the images")
@@ -38,10 +38,6 @@ def fetch_missing(data_yaml: str) -> bool:
 
 def _entries(content: Content) -> list[str]:
     return [entry for split in _SPLITS for entry in content.entries(split) if isinstance(entry, str)]
-
-
-def _is_complete(content: Content) -> bool:
-    return _holds(content.root(), _entries(content))
 
 
 def _holds(root: Path, entries: list[str]) -> bool:
@@ -96,7 +92,7 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
         raise TrainerError(f"{where}: cannot write to {root}: {error}", "set `path` to a writable folder") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    if not _is_complete(content):
+    if not _holds(root, _entries(content)):
         what = f"{where}: {root} has a part of the archive's folders"
         raise TrainerError(what, "delete them, or unpack the archive by hand")
     print(f"data: unpacked to {root}", flush=True)

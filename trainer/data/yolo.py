@@ -72,10 +72,8 @@ class Yolo:
         self.faults = source.faults()  # of omitted entries, and warnings
         stopping = [fault for fault in self.faults if not fault.warning]
         if stopping and not allow_bad_labels:
-            raise BadData(
-                stopping,
-                f"`trainer data check --data {data_yaml}` lists all faults; --allow-bad-labels leaves them out",
-            )
+            hint = f"`trainer data check --data {data_yaml}` lists all faults; --allow-bad-labels leaves them out"
+            raise BadData(stopping, hint)
         if fault := source.no_boxes():
             raise BadData([fault])
 

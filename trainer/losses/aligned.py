@@ -97,10 +97,8 @@ class AlignedLoss(Loss):
         if (height, width) not in self._points:
             grid = [torch.cartesian_prod(torch.arange(height // s), torch.arange(width // s)) for s in self.strides]
             points = torch.cat([(each.flip(1) + 0.5) * s for each, s in zip(grid, self.strides, strict=True)])
-            self._points[height, width] = (
-                send(points, self._device),
-                send(stride[:, 0].repeat_interleave(cells), self._device),
-            )
+            strides = stride[:, 0].repeat_interleave(cells)
+            self._points[height, width] = send(points, self._device), send(strides, self._device)
         columns = (box, point, top, targets[:, 1].long(), targets[:, 0].long())
         sent = torch.split(send(torch.cat(columns), self._device), [len(column) for column in columns])
         box, point, top, cls, image = sent

@@ -219,22 +219,12 @@ class BoxMAP:
 def _scores(curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: dict[str, float] | None) -> BoxScores:
     """The scores at the best confidence; (classes,) how many images and boxes each class has."""
     at = int(np.searchsorted(CONFIDENCES, curves.confidence))
-    map50, mean = curves.ap[:, 0], curves.ap.mean(1)
-    at_peak = curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
-    rows = zip(*(column.tolist() for column in (map50, mean, *at_peak, seen, boxes)), strict=True)
-    precision, recall, f1 = (float(column.mean()) for column in at_peak)
-    return BoxScores(
-        map50=float(map50.mean()),
-        map=float(mean.mean()),
-        per_class={name: ClassScores(*row) for name, row in zip(curves.names, rows, strict=True)},
-        precision=precision,
-        recall=recall,
-        f1=f1,
-        confidence=curves.confidence,
-        images=images,
-        boxes=int(boxes.sum()),
-        by_area=by_area,
-    )
+    columns = curves.ap[:, 0], curves.ap.mean(1), curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
+    rows = zip(*(column.tolist() for column in (*columns, seen, boxes)), strict=True)
+    per_class = {name: ClassScores(*row) for name, row in zip(curves.names, rows, strict=True)}
+    map50, mean, precision, recall, f1 = (float(column.mean()) for column in columns)
+    count = int(boxes.sum())
+    return BoxScores(map50, mean, per_class, precision, recall, f1, curves.confidence, images, count, by_area)
 
 
 def _boxes(

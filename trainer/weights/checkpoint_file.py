@@ -143,10 +143,8 @@ def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = 
 
 
 def _foreign(weights: str) -> TrainerError:
-    return TrainerError(
-        f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged",
-        "give a best.pt or last.pt that one of them wrote, or '' to start from scratch",
-    )
+    hint = "give a best.pt or last.pt that one of them wrote, or '' to start from scratch"
+    return TrainerError(f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged", hint)
 
 
 def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:

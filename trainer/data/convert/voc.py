@@ -12,10 +12,7 @@ from trainer.errors import TrainerError
 
 
 def from_voc(folder: Path, *, skip_difficult: bool = False, val_share: float = 0.1) -> Conversion:
-    """Read a folder with Annotations and JPEGImages.
-
-    ImageSets/Main defines train and val, or `val_share` of the images is val. Classes are sorted by name.
-    """
+    """Read Annotations and JPEGImages; ImageSets/Main defines the splits, or `val_share` of the images is val."""
     files = sorted((folder / "Annotations").glob("*.xml"))
     if not files:
         raise TrainerError(f"{folder}: no XML files in {folder / 'Annotations'}", "give the dataset's folder")
