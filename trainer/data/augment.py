@@ -297,6 +297,11 @@ def colour_matrices(colours: tuple[float, float, float]) -> tuple[float, float, 
     if hue:
         cos, sin = math.cos(math.pi * hue), math.sin(math.pi * hue) / math.sqrt(3)
         gray = (1 - cos) / 3
-        own, last, following = cos + gray, gray - sin, gray + sin
-        turn = np.array([[own, last, following], [following, own, last], [last, following, own]])
+        turn = np.array(
+            [
+                [cos + gray, gray - sin, gray + sin],
+                [gray + sin, cos + gray, gray - sin],
+                [gray - sin, gray + sin, cos + gray],
+            ]
+        )
     return value * saturation, value * (1 - saturation), turn

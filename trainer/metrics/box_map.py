@@ -221,10 +221,19 @@ def _scores(curves: BoxCurves, seen: Ints, boxes: Ints, images: int, by_area: di
     at = int(np.searchsorted(CONFIDENCES, curves.confidence))
     columns = curves.ap[:, 0], curves.ap.mean(1), curves.precision[:, at], curves.recall[:, at], curves.f1[:, at]
     rows = zip(*(column.tolist() for column in (*columns, seen, boxes)), strict=True)
-    per_class = {name: ClassScores(*row) for name, row in zip(curves.names, rows, strict=True)}
     map50, mean, precision, recall, f1 = (float(column.mean()) for column in columns)
-    count = int(boxes.sum())
-    return BoxScores(map50, mean, per_class, precision, recall, f1, curves.confidence, images, count, by_area)
+    return BoxScores(
+        map50=map50,
+        map=mean,
+        per_class={name: ClassScores(*row) for name, row in zip(curves.names, rows, strict=True)},
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        confidence=curves.confidence,
+        images=images,
+        boxes=int(boxes.sum()),
+        by_area=by_area,
+    )
 
 
 def _boxes(

@@ -21,8 +21,11 @@ KEYS = ("nc", "depth_multiple", "width_multiple", "backbone", "head")
 OPTIONAL_KEYS = ("anchors",)  # required by Detect, not by DetectDFL
 CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {"Conv": Conv, "Bottleneck": Bottleneck, "C3": C3, "SPPF": SPPF}
 REPEATS_INSIDE = ("C3",)  # these take the number of repeats as an argument instead of being chained
-PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {"nn.Upsample": nn.Upsample, "nn.MaxPool2d": nn.MaxPool2d}
-PLAIN_BLOCKS["nn.ZeroPad2d"] = nn.ZeroPad2d
+PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    "nn.Upsample": nn.Upsample,
+    "nn.MaxPool2d": nn.MaxPool2d,
+    "nn.ZeroPad2d": nn.ZeroPad2d,
+}
 Head = Detect | DetectDFL
 HEADS: dict[str, type[Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}
 JOINING = ("Concat", *HEADS)  # these take a list of maps

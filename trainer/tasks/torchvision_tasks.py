@@ -40,8 +40,10 @@ from trainer.tasks.detector import to_device
 from trainer.weights import checkpoint_file
 
 # Settings of detection only.
-_BOXES_ONLY: tuple[str, ...] = ("augment_on", "multi_scale", "rect", "image_weights", "single_cls", "cache")
-_BOXES_ONLY += ("allow_bad_labels", "noautoanchor")
+_BOXES_ONLY = (
+    *("augment_on", "multi_scale", "rect", "image_weights"),
+    *("single_cls", "cache", "allow_bad_labels", "noautoanchor"),
+)
 # Hyper-parameters with an effect on all models of torchvision.
 _COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
 _COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr")

@@ -38,7 +38,11 @@ class _Object(BaseModel):
 def from_coco(
     annotations: Path, images: Path, *, val_annotations: Path | None, val_images: Path | None, val_share: float | None
 ) -> Conversion:
-    """Read COCO annotations; category ids become 0, 1, ... in their order, `val_share` is 0.1 by default."""
+    """Read COCO annotations; category ids become 0, 1, ... in their order.
+
+    `val_images` is the folder of the val split's images, by default `images`. Without `val_annotations` the val split
+    is `val_share` of the images, by default 0.1.
+    """
     if val_images and not val_annotations:
         raise TrainerError(f"--val-images {val_images}: no annotations of these images", "name them with --val")
     if val_annotations and val_share is not None:
