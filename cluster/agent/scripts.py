@@ -1,4 +1,4 @@
-"""Text of the package's scripts, which are sent to nodes without this package, and shell quoting."""
+"""Text of the scripts and archive of the agent, which are sent to nodes without this package, and shell quoting."""
 
 import base64
 import functools

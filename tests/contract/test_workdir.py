@@ -68,6 +68,13 @@ def test_a_restart_continues_in_the_same_copy(project, job_name):
     assert (project.folder / "runs" / job_name / "workdir" / "seen.txt").read_text() == "again again "
 
 
+def test_an_empty_folder_is_a_working_directory_too(project, job_name):
+    (project.folder / "empty").mkdir()
+    words = ["launch", "--name", job_name, "--nodes", "1", "--workdir", "empty", "--command", "--no-python pwd"]
+    code, text = project.run(*words)
+    assert (code, f"{job_name}/workdir" in text) == (0, True), text
+
+
 def test_workdir_names_another_folder(project, job_name):
     other = project.folder / "other"
     other.mkdir()

@@ -1,4 +1,4 @@
-"""The log and the status file of the node."""
+"""The log of the node, in which secrets are masked, and its status file."""
 
 from __future__ import annotations
 
