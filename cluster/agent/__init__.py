@@ -1,4 +1,4 @@
-"""Programs that run on a node.
+"""Programs that run on a node, or on the login node of a Slurm cluster.
 
 local and ssh: check.sh (preflight), queue.sh (launch --wait), start.sh, node.sh, agent.pyz, poll.sh, stop.sh,
 orphans.sh.

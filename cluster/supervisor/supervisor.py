@@ -1,4 +1,4 @@
-"""Supervision: follows a job's attempts; after a failure it stops all nodes, chooses new ones and restarts the job."""
+"""Supervision: follows a job's attempts; after a failure it stops all nodes, and restarts as restarts.py decides."""
 
 from __future__ import annotations
 

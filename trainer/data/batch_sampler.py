@@ -1,4 +1,4 @@
-"""Batch sampler: divides the batch of each step among the ranks, and chooses its images and shape, from seeds alone."""
+"""Batch sampler of all tasks: divides each step's batch among the ranks, chooses images and shape, from seeds alone."""
 
 import math
 from collections import Counter

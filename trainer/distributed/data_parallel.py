@@ -1,7 +1,6 @@
-"""--parallel ddp and dp.
+"""--parallel ddp and dp: a replica of the model per rank or GPU, and the sum of their gradients.
 
-ddp sums the gradients over the ranks with DistributedDataParallel; a single process uses the same class. dp is
-DataParallel.
+ddp is torch's DistributedDataParallel; a single process uses the same class. dp is DataParallel.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Run folders, and checkpoint files: written atomically, read without running code. engine/loop.py decides when."""
+"""Run folders, and checkpoint files: written atomically, read without running code."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The setup commands of a job (`--setup`), in a virtual environment that later jobs use again."""
+"""The setup commands of a job (`--setup`), in the container, in a virtual environment that later jobs use again."""
 
 from __future__ import annotations
 
