@@ -41,7 +41,7 @@ def main() -> None:
         loader = TrainLoader(data, imgsz=arguments.imgsz, seed=0, hyp=Hyp(), **shared)
         loader.cache("ram", [], World(), lambda value: [value], 2)
         if name == "packed":
-            loader._collate.resident = None
+            loader._collate.is_resident = False
         specs = list(itertools.islice(loader.sampler.specs_from(0, 0), arguments.batches))
         collates.append((name, loader._collate))
     images = sum(len(spec.ids) for spec in specs)
