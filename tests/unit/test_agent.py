@@ -505,3 +505,15 @@ def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
     assert (busy["rank"], idle["rank"]) == (0, 1)
     assert busy["rss"] < 400 << 20
     assert 0 < host["free"] < host["total"]
+
+
+def test_plan_writes_the_archive_to_a_pipe_or_a_file_but_not_to_a_terminal(tmp_path):
+    argv = [sys.executable, "-m", "cluster", "plan", "--agent"]
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == scripts.archive()
+    subprocess.run([*argv, "-o", tmp_path / "agent.pyz"], check=True, capture_output=True)
+    assert (tmp_path / "agent.pyz").read_bytes() == scripts.archive()
+    leader, terminal = os.openpty()
+    done = subprocess.run(argv, stdout=terminal, stderr=subprocess.PIPE, check=False, timeout=20)
+    os.close(terminal)
+    os.close(leader)
+    assert (done.returncode, b"cannot be printed on a terminal" in done.stderr) == (2, True)
