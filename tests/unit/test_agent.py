@@ -78,13 +78,16 @@ class Node:
     def path(self, name):
         return self.folder / "attempt-1" / name
 
-    def wait_for(self, text):
+    def lines(self):
+        path = self.path("node-0.log")
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, *lines):
+        """Wait until the log has these lines, in any order."""
         until = time.time() + 20
-        while time.time() < until:
-            if self.path("node-0.log").exists() and text in self.path("node-0.log").read_text():
-                return
+        while not set(lines) <= set(self.lines()):
+            assert time.time() < until, f"not in the log: {lines}"
             time.sleep(0.02)
-        raise AssertionError(f"{text!r} is not in the log")
 
 
 def is_running(pid):
@@ -208,8 +211,7 @@ print('ready', flush=True)
 time.sleep(60)
 """
     node = Node(tmp_path, program)
-    node.wait_for("\nready")
-    node.wait_for("[1] ready")
+    node.wait_for("ready", "[1] ready")
     node.process.send_signal(number)
     assert node.end()[0] == code
     assert node.status()["failure"] is None
@@ -217,9 +219,8 @@ time.sleep(60)
 
 def test_the_ranks_of_a_killed_agent_are_killed(tmp_path):
     node = Node(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)", ranks=1)
-    node.wait_for("\n")
-    until = time.time() + 10
-    while not (pids := [word for word in node.path("node-0.log").read_text().split() if word.isdigit()]):
+    until = time.time() + 20
+    while not (pids := [line for line in node.lines() if line.isdigit()]):
         assert time.time() < until
         time.sleep(0.02)
     with node.process, node.errors:
