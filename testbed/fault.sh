@@ -3,7 +3,7 @@
 #
 #   testbed/fault.sh kill n1              power off: all processes end                      start n1: power on
 #   testbed/fault.sh freeze n1            suspends all processes                            thaw n1
-#   testbed/fault.sh cut n1               drops all packets: connections hang               join n1
+#   testbed/fault.sh cut n1 [SECONDS]     drops all packets: connections hang               join n1
 #   testbed/fault.sh slow n1 [20mbit]     limits the rate of outgoing traffic               fast n1
 #   testbed/fault.sh fill n1              fills /data, a disk of 300 MB                     empty n1
 #   testbed/fault.sh restart-engine n1    restarts the Docker Engine, as a package upgrade does
@@ -48,7 +48,10 @@ case "$fault $state" in
     "freeze running") docker pause "$(container "$host")" >/dev/null ;;
     "thaw paused") docker unpause "$(container "$host")" >/dev/null ;;
     *" paused" | *" exited") fail "$host is $state; testbed/fault.sh heal $host" ;;
-    "cut "*) on "$host" sh -c 'iptables -t mangle -I PREROUTING -i eth0 -j DROP; iptables -t mangle -I POSTROUTING -o eth0 -j DROP' ;;
+    "cut "*)
+        drop="iptables -t mangle -I PREROUTING -i eth0 -j DROP; iptables -t mangle -I POSTROUTING -o eth0 -j DROP"
+        on "$host" sh -c "$drop${2:+; sleep $2; testbed-node join}"
+        ;;
     "slow "*) on "$host" tc qdisc replace dev eth0 root tbf rate "${2:-20mbit}" burst 64kb latency 400ms ;;
     "fill "*) on "$host" sh -c 'dd if=/dev/zero of=/data/filler bs=1M 2>/dev/null || true' ;;
     "join "* | "fast "* | "empty "*) on "$host" testbed-node "$fault" ;;

@@ -7,7 +7,9 @@ import signal
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
+
+expect.set_options(timeout=30_000)  # not 5 s: other tests run at the same time
 
 
 @contextmanager

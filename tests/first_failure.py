@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 FAILURES = {
     "exception": r"OSError: \[Errno 30\] Read-only file system: '/data/x'",
@@ -16,7 +17,7 @@ FAILURES = {
     "segv": r"killed by SIGSEGV",
     "oom": r"out of memory: the kernel killed it",
 }
-
+MEMORY_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 #: The trainer formats an OSError itself.
 TRAINER_FAILURES = FAILURES | {"exception": r"/data/x: Read-only file system"}
@@ -28,6 +29,12 @@ def expected(node, rank, how, program="torch"):
     return rf"^{node}( on \w+)?: rank {rank}: {error}$"
 
 
+def has_memory_limit():
+    """Return whether the container's cgroup, version 2 or 1, has a limit."""
+    texts = [Path(path).read_text() for path in MEMORY_LIMITS if Path(path).exists()]
+    return any(text.strip().isdigit() and int(text) < 2 << 30 for text in texts)
+
+
 def fail(how):
     """Fail in the given way."""
     if how == "exception":
@@ -36,7 +43,8 @@ def fail(how):
         os._exit(3)
     if how == "oom":
         print("waits for its limit", flush=True)
-        time.sleep(3)
+        while not has_memory_limit():
+            time.sleep(0.1)
         held = []
         while True:
             held.append(bytearray(os.urandom(1 << 20)) * 64)

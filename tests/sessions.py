@@ -143,13 +143,12 @@ def check_shell(clusterctl, job):
     terminal = Terminal(clusterctl, "shell", job, "1")
     terminal.type("PS1='$ '; echo rank-$PET_NODE_RANK\n")
     terminal.wait_for(r"rank-1")
-    # docker sets the size a moment after the start
-    terminal.type("until [ $(stty size | tr ' ' x) = 33x101 ]; do sleep 0.1; done; echo sized-$((6 * 7))\n")
-    terminal.wait_for(r"sized-42")
+    size = "until [ $(stty size | tr ' ' x) = {} ]; do sleep 0.1; done; echo {}-$((6 * 7))\n"
+    terminal.type(size.format("33x101", "first"))  # docker sets the size a moment after the start
+    terminal.wait_for(r"first-42")
     terminal.resize(40, 90)
-    time.sleep(1)
-    terminal.type("echo now-$(stty size | tr ' ' x)\n")
-    terminal.wait_for(r"now-40x90")
+    terminal.type(size.format("40x90", "second"))
+    terminal.wait_for(r"second-42")
     terminal.type("sleep 100; echo slept-$?\n")
     time.sleep(1)
     terminal.type("\x03")

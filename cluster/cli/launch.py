@@ -95,18 +95,20 @@ def launch(
             _write({Path(record.plan.run_dir, "job.yaml"): saved}, quiet=True)
         except UsageError as error:  # the job runs
             notes.append(error.message)
+        if detach:
+            from cluster.cli.display import header
+
+            attach = f"clusterctl attach {record.plan.job_id}"
+            print_line(out, header(record.plan), *notes, f"running; to follow it: {attach}")
+            return
+        notes.append("")
+        code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets)
     except KeyboardInterrupt:
         if starter.started:
             stop_interrupted(starter.started, records, out)
         print_line(out, "stopped; nothing of it is running")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    if detach:
-        from cluster.cli.display import header
-
-        print_line(out, header(record.plan), *notes, f"running; to follow it: clusterctl attach {record.plan.job_id}")
-        return
-    notes.append("")
-    raise typer.Exit(follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets))
+    raise typer.Exit(code)
 
 
 def _seconds(text: str) -> float:

@@ -26,6 +26,8 @@ class GpuQueue:
 
     def __init__(self, name: str, nodes: Sequence[Node], in_use: Callable[[], dict[Gpu, str]]) -> None:
         """`in_use` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
+        # Log in before the arrival time is set: a slow login would let a later launcher start first.
+        parallel.each(nodes, lambda node: reach(node).run(["true"], timeout_s=15))
         self._ticket, self._nodes, self._in_use = f"{time.time_ns():020d}-{os.getpid()}-{name}", nodes, in_use
         self._poll()
 

@@ -237,7 +237,8 @@ def test_an_unwritable_mirror_and_a_missing_folder_are_errors(nodes, folder, tmp
         sync(nodes, tmp_path / "nowhere")
 
 
-def test_a_broken_transfer_leaves_complete_files_and_continues(sshd, nodes, tmp_path):
+def test_a_broken_transfer_leaves_complete_files_and_continues(sshd, nodes, tmp_path, monkeypatch):
+    monkeypatch.setattr(rsync, "_OPTIONS", (*rsync._OPTIONS, "--bwlimit=15m"))
     root = tmp_path / "large"
     root.mkdir()
     for index in range(6):

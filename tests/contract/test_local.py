@@ -241,10 +241,16 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
-def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, launch, job_name):
-    """Send it when the launcher writes job.yaml."""
+@pytest.mark.parametrize("moment", ["_write", "follow"])
+def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, launch, job_name, moment):
+    """Send it when the launcher writes job.yaml, or before it follows the job. A busy machine starts `env` slowly."""
+    slow = clusterctl.folder / "bin" / "env"
+    slow.parent.mkdir()
+    slow.write_text('#!/bin/sh\nsleep 0.5\nexec /usr/bin/env "$@"\n')
+    slow.chmod(0o755)
+    clusterctl.env["PATH"] = f"{slow.parent}:{os.environ['PATH']}"
     code = "import os, signal, cluster.cli.launch as launch\nfrom cluster.cli.main import main\n"
-    code += "launch._write = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\nmain()"
+    code += f"launch.{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\nmain()"
     done = subprocess.run(
         [sys.executable, "-c", code, *launch(f"{TICKS}", "--nodes", "2")],
         cwd=clusterctl.folder,
@@ -257,6 +263,7 @@ def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, l
     )
     assert done.returncode == 130, done.stderr
     assert done.stdout.endswith("stopped; nothing of it is running\n")
+    time.sleep(1)
     assert processes_of(job_name) == []
 
 
@@ -314,6 +321,7 @@ def sleep():
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
+print("joined", flush=True)  # one node can import torch seconds later than the other: no stall
 rank, how = dist.get_rank(), sys.argv[1]
 if how == "one rank skips a collective" and rank == 3:
     sleep()
@@ -331,13 +339,13 @@ dist.barrier()
     [
         (
             "one rank skips a collective",
-            "rank 3 has not entered all_reduce: sleep (stalls.py:13); ranks 0, 1, 2 wait in all_reduce (stalls.py:24)",
+            "rank 3 has not entered all_reduce: sleep (stalls.py:13); ranks 0, 1, 2 wait in all_reduce (stalls.py:25)",
         ),
         (
             "one rank loads data",
-            "rank 0 has not entered all_reduce: select (stalls.py:21); ranks 1, 2, 3 wait in all_reduce (stalls.py:24)",
+            "rank 0 has not entered all_reduce: select (stalls.py:22); ranks 1, 2, 3 wait in all_reduce (stalls.py:25)",
         ),
-        ("two collectives", "rank 0 waits in barrier (stalls.py:23); ranks 1, 2, 3 wait in all_reduce (stalls.py:24)"),
+        ("two collectives", "rank 0 waits in barrier (stalls.py:24); ranks 1, 2, 3 wait in all_reduce (stalls.py:25)"),
     ],
 )
 def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_name, how, cause):

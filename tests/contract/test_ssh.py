@@ -1,5 +1,6 @@
 """The ssh backend with a real sshd: preflight checks, secrets, orphans, restarts, results."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -274,7 +275,8 @@ def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, launc
     machines.wait_for(job_name, "kept")
     silent.touch()
     for pid in processes_of(job_name):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the agent's ranks end with it
+            os.kill(pid, signal.SIGKILL)
     for line in process.stdout:
         if "has a checkpoint: waiting for node-0" in line:
             break

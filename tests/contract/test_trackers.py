@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import squares
 
+pytestmark = pytest.mark.timeout(900)
 PYTHON = ROOT / ".make" / "trackers" / "bin" / "python"  # packaging/test.sh makes it
 EPOCHS = 6
 
@@ -51,7 +52,7 @@ def epochs_of(folder):
 def kill_and_resume(train, folder, *more, flush_s=0, **variables):
     """Kill a training in its third epoch, and resume it to its end."""
     process = train(*more, **variables)
-    until = time.time() + 120
+    until = time.time() + 300
     run = folder / "run"
     while epochs_of(folder) < 2 or (run / "results.csv").stat().st_mtime > (run / "last.pt").stat().st_mtime:
         assert process.poll() is None, process.stdout.read()
@@ -76,7 +77,7 @@ def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stdout=log, stderr=log)
     try:
-        until = time.time() + 120
+        until = time.time() + 300
         while True:
             try:
                 urllib.request.urlopen(f"http://{address}/health", timeout=5).close()

@@ -1,4 +1,4 @@
-"""The testbed: three hosts on this machine, each with sshd, a Docker Engine and Slurm, and what can befall them."""
+"""Fixtures of the testbed: three hosts on this machine with sshd, Docker Engine and Slurm, and their faults."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ TESTBED = ROOT / "testbed"
 
 
 def script(name, *arguments, env=None, timeout_s=280):
-    """Run one of testbed's scripts; what it says fails the test when it fails."""
+    """Run a script of the testbed and return its output; a failure fails the test."""
     done = subprocess.run(
         [TESTBED / name, *arguments], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -25,29 +25,29 @@ def script(name, *arguments, env=None, timeout_s=280):
 
 @dataclass(frozen=True)
 class Host:
-    """One of the three hosts, over SSH."""
+    """A host of the testbed, over SSH."""
 
     name: str
     address: str
     ssh_config: Path
 
     def ssh(self, command, user="root"):
-        """The argv that runs `command` (one text, for the host's shell)."""
+        """Return the argv that runs a shell command on the host."""
         return ["ssh", "-F", str(self.ssh_config), "-o", "ConnectTimeout=10", f"{user}@{self.name}", command]
 
     def try_run(self, command, user="root", timeout_s=60):
-        """Exit code and all that it printed; 255 where the host does not answer."""
+        """Return the exit code and the output; 255 if the host does not answer."""
         done = subprocess.run(self.ssh(command, user), capture_output=True, text=True, timeout=timeout_s, check=False)
         return done.returncode, done.stdout + done.stderr
 
     def run(self, command, user="root", timeout_s=60):
-        """What it printed; the test fails where the command does."""
+        """Return the output; a failure fails the test."""
         code, text = self.try_run(command, user, timeout_s)
         assert code == 0, f"{self.name}: exit {code}: {command}\n{text}"
         return text.strip()
 
     def start(self, command, user="root"):
-        """The command as a process whose output can be read while it runs."""
+        """Start a command and return its process, whose output can be read."""
         return subprocess.Popen(
             self.ssh(command, user),
             stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Testbed:
-    """The hosts, how to reach them, and what can be done to them."""
+    """The three hosts, their ssh_config and their faults."""
 
     hosts: dict[str, Host]
     ssh_config: Path
@@ -68,13 +68,13 @@ class Testbed:
         return self.hosts[name]
 
     def fault(self, *arguments):
-        """One of the commands of testbed/fault.sh: `fault("freeze", "n1")`."""
+        """Run a command of testbed/fault.sh: `fault("freeze", "n1")`."""
         script("fault.sh", *arguments)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Add what the hosts know to the report of a failed test."""
+    """Add the logs of Slurm to the report of a failed test."""
     report = yield
     hosts = getattr(item, "funcargs", {}).get("testbed")
     if report.failed and hosts is not None:
@@ -86,9 +86,10 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture(scope="session")
 def testbed():
-    """The three hosts, brought up if they are not, without any image."""
+    """The three hosts, which are started and healed first, without the container image."""
     script("up.sh")
-    # the same variables as testbed/settings.sh reads: a second testbed beside the first
+    script("fault.sh", "heal")
+    # The variables of testbed/settings.sh, for a second testbed.
     config = Path(os.environ.get("TESTBED_STATE", TESTBED / ".state")) / "ssh_config"
     net = os.environ.get("TESTBED_NET", "172.30.0")
     return Testbed({f"n{i}": Host(f"n{i}", f"{net}.{10 + i}", config) for i in range(3)}, config)
@@ -96,13 +97,13 @@ def testbed():
 
 @pytest.fixture(scope="session")
 def image_on_hosts(testbed):
-    """The name of the trainer's image, which every host's engine has."""
+    """The name of the container image, which is copied to every host's engine first."""
     script("image.sh", DEFAULT_IMAGE)
     return DEFAULT_IMAGE
 
 
 @pytest.fixture(autouse=True)
 def healed(testbed):
-    """Whatever a test does to the hosts, the next one finds them well."""
+    """Undo all faults after each test."""
     yield
     testbed.fault("heal")

@@ -43,7 +43,7 @@ class Cluster:
         code, text = clusterctl.run("sync", str(self.folder / "set"))
         assert code == 0, text
 
-    def launch(self, job, *options, epochs=4):
+    def launch(self, job, *options, epochs=10):
         """Start training on two nodes; 8 steps an epoch, a checkpoint every third."""
         arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
         arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--save-every", "3steps"]
@@ -118,8 +118,7 @@ def same(first, second):
 
 
 def kill_rank(cluster):
-    pids = cluster.testbed["n1"].run("pgrep -f 'python3 -u -m trainer'").split()
-    cluster.testbed["n1"].run(f"kill -9 {pids[-1]}")
+    cluster.testbed["n1"].run("kill -9 $(pgrep -f 'python3 -u -m trainer' | tail -n 1)")
 
 
 def restart_engine(cluster):
@@ -178,9 +177,7 @@ def test_a_job_survives_a_short_network_failure_without_a_restart(fault, cluster
     cluster.launch("ft-short")
     cluster.until_step()
     if fault == "cut off for 5 s":
-        cluster.testbed.fault("cut", "n1")
-        time.sleep(5)
-        cluster.testbed.fault("join", "n1")
+        cluster.testbed.fault("cut", "n1", "5")
     else:
         for host in HOSTS:
             cluster.testbed.fault("drop-ssh", host)
@@ -234,7 +231,7 @@ def test_a_container_ends_after_the_nodes_script_was_killed(cluster):
 
 
 def test_a_checkpoint_is_copied_from_a_machine_without_engine(cluster):
-    cluster.launch("ft-bring", "--nodes", "1", "--spares", "1")
+    cluster.launch("ft-bring", "--nodes", "1", "--spares", "1", epochs=50)
     cluster.until_step()
     cluster.testbed["n0"].run("docker kill ft-bring-n0; mv /usr/bin/docker /usr/bin/docker.away")
     try:
@@ -244,7 +241,7 @@ def test_a_checkpoint_is_copied_from_a_machine_without_engine(cluster):
     assert code == 0, text
     assert "copied the newest checkpoint from n0 to n1" in text
     assert "attempt 2 on n1" in text
-    assert re.search(r"resuming in epoch \d after step \d+", text), text
+    assert re.search(r"resuming in epoch \d+ after step \d+", text), text
 
 
 @pytest.fixture
@@ -258,7 +255,7 @@ def another_image_on_n2(testbed, image_on_hosts):
 
 
 def test_a_spare_with_another_image_is_reported_at_the_start_and_skipped(another_image_on_n2, cluster):
-    cluster.launch("ft-spares", "--nodes", "1:2", "--spares", "1")
+    cluster.launch("ft-spares", "--nodes", "1:2", "--spares", "1", epochs=50)
     cluster.until_step()
     cluster.testbed["n1"].run("docker kill ft-spares-n1; mv /usr/bin/docker /usr/bin/docker.away")
     try:

@@ -18,9 +18,11 @@ HOSTS = ("n0", "n1", "n2")
 SIZES = [(1, 2), (2, 1), (3, 2), (1, 1), (1, 1), (2, 2), (1, 1), (3, 1), (1, 2), (2, 1)]
 #: A job begins at most this long after its GPUs are free. Ten launchers share two cores.
 PATIENCE_S = 20
-SLEEPER = """import sys, time
+SLEEPER = """import os, sys, time
 print("began", time.time(), flush=True)
-time.sleep(int(sys.argv[1]))
+until = time.time() + int(sys.argv[1])
+while time.time() < until and not os.path.exists(f"/tmp/queue-{sys.argv[2]}-ends"):
+    time.sleep(0.05)
 print("ended", time.time(), flush=True)
 """
 
@@ -49,8 +51,13 @@ def users(tmp_path, testbed):
 def launch(user, job, size, seconds=4, wait="5m"):
     return user.start(
         *("launch", "--name", job, "--nodes", str(size[0]), "--gpus", str(size[1]), "--wait", wait),
-        *("--python", "python3", "--logs", "all", "--command", f"sleeper.py {seconds}"),
+        *("--python", "python3", "--logs", "all", "--command", f"sleeper.py {seconds} {job}"),
     )
+
+
+def end(testbed, job):
+    for name in HOSTS:
+        testbed[name].run(f"touch /tmp/queue-{job}-ends")
 
 
 def tickets(testbed, host="n0"):
@@ -112,7 +119,7 @@ def test_ten_launches_get_gpus_in_their_order_and_none_twice(users, testbed):
 
 
 def test_a_killed_launcher_leaves_the_queue_and_ctrl_c_too(users, testbed):
-    holder = launch(users[0], "holds", (3, 2), seconds=25)
+    holder = launch(users[0], "holds", (3, 2), seconds=200)
     while "began" not in (line := holder.stdout.readline()):
         assert line
     waiting = []
@@ -129,15 +136,17 @@ def test_a_killed_launcher_leaves_the_queue_and_ctrl_c_too(users, testbed):
     text, _ = waiting[1].communicate(timeout=30)
     assert waiting[1].returncode == 130, text
     assert tickets(testbed) == ["killed", "last"]
+    end(testbed, "holds")
     text, _ = waiting[2].communicate(timeout=90)
     assert waiting[2].returncode == 0, text
     assert "waiting for 1 GPU: behind killed, interrupted in the queue" in text
     assert holder.communicate(timeout=60)[0]
     assert holder.returncode == 0
-    holder = launch(users[1], "holds-again", (3, 2), seconds=15)
+    holder = launch(users[1], "holds-again", (3, 2), seconds=200)
     while "began" not in (line := holder.stdout.readline()):
         assert line
     text, _ = (late := launch(users[0], "late", (1, 1), wait="1s")).communicate(timeout=60)
     assert late.returncode == 3, text
     assert text.splitlines()[-2] == "error: not enough free GPUs in time: held by holds-again"
+    end(testbed, "holds-again")
     assert holder.communicate(timeout=60)[0]

@@ -217,6 +217,31 @@ time.sleep(60)
     assert node.status()["failure"] is None
 
 
+def test_the_first_failure_is_found_when_the_agent_finds_several_ranks_dead(tmp_path):
+    """The agent is suspended while both fail. It finds rank 0, the consequence, first."""
+    program = """
+print("ready", flush=True)
+while not os.path.exists(os.path.join(os.environ['CLUSTER_RUN_DIR'], 'fail')):
+    time.sleep(0.01)
+if rank == 1:
+    os._exit(3)
+raise RuntimeError('[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:27041')
+"""
+    node = Node(tmp_path, program)
+    node.wait_for("ready", "[1] ready")
+    children = Path(f"/proc/{node.process.pid}/task/{node.process.pid}/children").read_text().split()
+    node.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "fail").touch()
+    until = time.time() + 20
+    while any(is_running(pid) for pid in children):
+        assert time.time() < until
+        time.sleep(0.02)
+    node.process.send_signal(signal.SIGCONT)
+    assert node.end()[0] == 3
+    failure = node.status()["failure"]
+    assert (failure["rank"], failure["error"], failure["secondary"]) == (1, "exit code 3", False)
+
+
 def test_the_ranks_of_a_killed_agent_are_killed(tmp_path):
     node = Node(tmp_path, "print(os.getpid(), flush=True)\ntime.sleep(60)", ranks=1)
     until = time.time() + 20

@@ -128,17 +128,16 @@ class Agent:
 
     def _reap(self) -> None:
         """Store the exit codes of ranks that have ended; after a failure stop the other ranks."""
-        by_pid = {rank.process.pid: rank for rank in self._ranks}
-        while True:
-            try:
+        by_pid = {rank.process.pid: rank for rank in self._ranks if rank.code is None}
+        ended = []
+        with contextlib.suppress(ChildProcessError):
+            while True:
                 pid, wait_status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            rank = by_pid.get(pid)
-            if rank is None or rank.code is not None:
-                continue
+                if pid == 0:
+                    break
+                if pid in by_pid:
+                    ended.append((by_pid[pid], wait_status))
+        for rank, wait_status in ended:
             killed = os.WIFSIGNALED(wait_status)
             rank.code = -os.WTERMSIG(wait_status) if killed else os.WEXITSTATUS(wait_status)
             rank.process.returncode = rank.code
@@ -146,10 +145,11 @@ class Agent:
             if rank.code == -signal.SIGKILL:
                 kills, before = count_memory_kills(), self._memory_kills
                 rank.out_of_memory, self._memory_kills = kills > before, kills
-            if rank.code not in (0, EXIT_RUN_ME_AGAIN):
-                self._stop(FAILED_GRACE_S, "")
-            elif rank.code == EXIT_RUN_ME_AGAIN:
-                self._stop(STOP_GRACE_S, "", signals=False)
+        codes = {rank.code for rank, _ in ended}
+        if codes - {0, EXIT_RUN_ME_AGAIN}:
+            self._stop(FAILED_GRACE_S, "")
+        elif EXIT_RUN_ME_AGAIN in codes:
+            self._stop(STOP_GRACE_S, "", signals=False)
 
     def _stop(self, grace_s: float, why: str, signals: bool = True) -> None:
         """Send SIGTERM to the ranks; after `grace_s` they are killed."""

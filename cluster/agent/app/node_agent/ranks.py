@@ -87,12 +87,13 @@ class Rank:
             if caught and int(caught.group(1), 16) >> (STACK_SIGNAL - 1) & 1:
                 size = os.stat(path).st_size
                 os.kill(self.process.pid, STACK_SIGNAL)
+                lines: list[str] = []
                 for _ in range(50):
                     time.sleep(0.02)
                     with open(path) as dump:
                         dump.seek(size)
-                        lines = dump.read().splitlines()
-                    if lines and len(lines) > 1:
+                        before, lines = lines, dump.read().splitlines()
+                    if len(lines) > 1 and lines == before:  # faulthandler writes it in many parts
                         return [line.strip() for line in lines if line.startswith("  File ")]
         return []
 
