@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_comm
 from cluster.agent.app.node_agent.stall import place
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
 from tests import nvidia_smi
+from trainer.distributed.spawn import free_port
 
 AGENT = Path(scripts.__file__).parent / "app"
 
@@ -42,16 +44,13 @@ class Node:
         self.folder = folder
         script = folder / "program.py"
         script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + program)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         environment = {
             "PATH": os.environ["PATH"],
             "PET_NNODES": "1",
             "PET_NODE_RANK": "0",
             "PET_NPROC_PER_NODE": str(ranks),
             "PET_MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_PORT": str(port),
+            "PET_MASTER_PORT": str(free_port()),
             "CLUSTER_JOB_ID": "job",
             "CLUSTER_ATTEMPT": "1",
             "CLUSTER_RUN_DIR": str(folder),
@@ -197,7 +196,16 @@ def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
 def test_a_slow_progress_bar_is_shown_before_it_ends(tmp_path, monkeypatch):
     """The test's agent writes a state of the bar after 0.1 s instead of 5."""
     change_agent(monkeypatch, tmp_path, "ranks.py", "PROGRESS_BAR_S = 5.0", "PROGRESS_BAR_S = 0.1")
-    program = "for k in range(4): sys.stdout.write(f'\\r{k} %'); sys.stdout.flush(); time.sleep(0.5)\nprint()"
+    program = """
+log = os.path.join(os.environ['CLUSTER_RUN_DIR'], 'attempt-1', 'node-0.log')
+for k in range(4):
+    sys.stdout.write(f'\\r{k} %')
+    sys.stdout.flush()
+    while k > 0 and f'{k - 1} %' not in open(log).read():
+        time.sleep(0.05)
+    time.sleep(0.2)
+print()
+"""
     _, out, _ = Node(tmp_path, program, ranks=1).end()
     assert out.splitlines() == ["0 %", "1 %", "2 %", "3 %"]
 
@@ -293,7 +301,9 @@ def run_node_script(folder, **variables):
 @pytest.mark.parametrize("variable", ["CLUSTER_NODE_ADDRESS", "CLUSTER_HOSTS"])
 def test_gloo_and_nccl_use_the_device_that_has_the_nodes_address(tmp_path, variable):
     listed = subprocess.run(["ip", "-o", "-4", "addr"], capture_output=True, text=True, check=True).stdout
-    _, device, _, address = listed.splitlines()[-1].split()[:4]
+    # Docker's bridges and pairs may be removed by other tests.
+    lines = [line for line in listed.splitlines() if not re.match(r"\d+: (br-|docker|veth)", line)]
+    _, device, _, address = lines[-1].split()[:4]
     assert run_node_script(tmp_path, **{variable: address.partition("/")[0]}).stdout == f"{device} ={device}\n"
     assert run_node_script(tmp_path, **{variable: "127.0.1.5"}).stdout == "lo =lo\n"
     assert run_node_script(tmp_path, GLOO_SOCKET_IFNAME="x", **{variable: "127.0.1.5"}).stdout == "x =lo\n"
@@ -411,41 +421,47 @@ STALL = """
 def outer():
     inner()
 def inner():
-    time.sleep(100)
+    print("idle", flush=True); time.sleep(100)
 if rank == 0:
     outer()
 until = time.monotonic() + {busy_s}
 while time.monotonic() < until:
     pass
-time.sleep(100)
+print("idle", flush=True); time.sleep(100)
 """
 
 
-def stall(node, until_s):
-    """Return the status's stall as soon as it has one, or [] after `until_s`."""
-    until = time.monotonic() + until_s
+def stall(node, until_s, expected=None):
+    """Return the status's stall as soon as it has one, or the expected one; the last one after `until_s`."""
+    until, found = time.monotonic() + until_s, []
     while time.monotonic() < until:
-        if node.path("node-0.json").exists() and node.status().get("stall"):
-            return node.status()["stall"]
+        if node.path("node-0.json").exists():
+            found = node.status().get("stall") or []
+        if found and expected in (None, found):
+            break
         time.sleep(0.1)
-    return []
+    return found
 
 
 def test_idle_ranks_are_a_stall_with_their_places(tmp_path):
     node = Node(tmp_path, STALL.format(busy_s=0), CLUSTER_STALL_TIMEOUT="1")
-    found = stall(node, 20)
-    node.process.send_signal(signal.SIGTERM)
-    assert node.end()[0] == 143
-    assert found == [
+    expected = [
         {"collective": "", "call": "inner", "place": "program.py:7", "rank": 0},
         {"collective": "", "call": "<module>", "place": "program.py:13", "rank": 1},
     ]
+    # On a busy machine, ranks that start slowly are a stall before it.
+    found = stall(node, 20, expected)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 143
+    assert found == expected
     log = node.path("node-0.log").read_text()
     assert "agent: rank 0: no output and no activity for 1 s" in log
     assert 'program.py", line 5 in outer' in log
 
 
-def test_a_busy_or_printing_rank_is_no_stall(tmp_path):
+def test_a_busy_or_printing_rank_is_no_stall(tmp_path, monkeypatch):
+    """The test's agent counts a rank as busy that gets a tenth of the normal share of a core."""
+    change_agent(monkeypatch, tmp_path, "stall.py", "IDLE_SHARE = 0.05", "IDLE_SHARE = 0.005")
     node = Node(tmp_path, STALL.format(busy_s=100), CLUSTER_STALL_TIMEOUT="1")
     assert stall(node, 6) == []
     node.process.send_signal(signal.SIGTERM)
@@ -516,10 +532,10 @@ def test_a_gpu_that_computes_or_does_not_answer_is_active(
 def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
     program = "held = bytearray(300 << 20)\nwhile rank == 0: pass\ntime.sleep(100)"
     node = Node(tmp_path, program)
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     ranks = []
     # The first samples of both ranks include the start of the interpreter.
-    while not ranks or ranks[0]["cpu"] < 0.3 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.3:
+    while not ranks or ranks[0]["cpu"] < 0.1 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.05:
         assert time.monotonic() < until, ranks
         time.sleep(0.2)
         if node.path("node-0.json").exists():
@@ -539,7 +555,7 @@ def test_plan_writes_the_archive_to_a_pipe_or_a_file_but_not_to_a_terminal(tmp_p
     subprocess.run([*argv, "-o", tmp_path / "agent.pyz"], check=True, capture_output=True)
     assert (tmp_path / "agent.pyz").read_bytes() == scripts.archive()
     leader, terminal = os.openpty()
-    done = subprocess.run(argv, stdout=terminal, stderr=subprocess.PIPE, check=False, timeout=20)
+    done = subprocess.run(argv, stdout=terminal, stderr=subprocess.PIPE, check=False)
     os.close(terminal)
     os.close(leader)
     assert (done.returncode, b"cannot be printed on a terminal" in done.stderr) == (2, True)

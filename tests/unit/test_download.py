@@ -156,7 +156,7 @@ def test_one_of_many_ranks_downloads(server: Server, environment: dict[str, str]
     ranks = [context.Process(target=fetch_in_process, args=(environment, found)) for _ in range(4)]
     for rank in ranks:
         rank.start()
-    answers = [found.get(timeout=20) for _ in ranks]
+    answers = [found.get(timeout=120) for _ in ranks]
     for rank in ranks:
         rank.join()
     assert set(answers) == {str(tmp_path / "cache" / "clusterctl" / "weights" / "yolov5m.pt")}

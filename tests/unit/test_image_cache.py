@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import wait_until
 from tests.unit.yolo_folder import make_yolo_set, write_image
 from trainer.config import Hyp
 from trainer.data.detection_loader import TrainLoader
@@ -39,8 +40,8 @@ def dataset(tmp_path):
 
 
 def left_in_shm():
-    """Return the files in /dev/shm, without semaphores, which other programs create."""
-    return sorted(path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem."))
+    """Return the files in /dev/shm, without the semaphores and temporary files of other programs."""
+    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "tmp"))}
 
 
 def cache_files(folder):
@@ -64,7 +65,7 @@ def test_cached_batches_are_equal_and_images_are_read_once(dataset, tmp_path, ki
     if kind == "ram":
         assert not (tmp_path / "home").exists()
         if not workers:  # their batches are there
-            assert left_in_shm() == before
+            assert wait_until(lambda: not left_in_shm() - before), left_in_shm() - before
     else:
         assert len(cache_files(tmp_path / "home")) == 1
 

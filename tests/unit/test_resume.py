@@ -38,6 +38,11 @@ def options(data: Path, *more: str) -> list[str]:
     ]
 
 
+def ranks_of(path: Path) -> int:
+    """Return the number of ranks that have written a checkpoint; 0 without one."""
+    return len(content(path)["ranks"]) if path.exists() else 0
+
+
 def content(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = torch.load(path, weights_only=True)
     return loaded
@@ -163,6 +168,7 @@ def test_another_number_of_ranks_resumes_in_the_same_order(data: Path, tmp_path:
     for count, rows, more in ((2, 4, []), (4, 9, ["--resume", str(run)]), (1, 99, ["--resume", str(run)])):
         processes = start(tmp_path, ranks(count), *cut, *more)
         if rows < 99:
+            wait_until(lambda count=count: ranks_of(run / "last.pt") == count, *processes)
             kill_after(processes, run, rows)
         ended = wait(processes)
     assert ended[0][0] == 0, ended

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import queue
+import random
 import signal
 import socket
 import subprocess
@@ -147,11 +148,14 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
 
 
 def free_port() -> int:
-    """Return a free TCP port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a free TCP port of this machine, below those that Linux gives to outgoing connections."""
+    for port in random.Random().sample(range(10_000, 20_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise TrainerError(
+        "no free TCP port found between 10000 and 20000", "check the limits of this container or sandbox"
+    )
 
 
 def local_ranks(count: int) -> list[dict[str, str]]:

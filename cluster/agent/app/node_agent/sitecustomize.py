@@ -46,8 +46,9 @@ def record_exceptions() -> None:
             with contextlib.suppress(Exception):
                 lines = str(error).strip().splitlines() or [""]
                 text = "{}: {}".format(kind.__qualname__, lines[0]) if lines[0] else kind.__qualname__
-                with open(path, "w") as file:
+                with open(path + ".tmp", "w") as file:
                     json.dump({"time": time.time(), "error": text}, file)
+                os.replace(path + ".tmp", path)  # a SIGTERM may end the rank before
         before(kind, error, trace)
 
     sys.excepthook = record
