@@ -118,7 +118,7 @@ def same(first, second):
 
 
 def kill_rank(cluster):
-    cluster.testbed["n1"].run("kill -9 $(pgrep -f 'python3 -u -m trainer' | tail -n 1)")
+    cluster.testbed["n1"].run("kill -9 $(pgrep -f '[p]ython3 -u -m trainer' | tail -n 1)")
 
 
 def restart_engine(cluster):

@@ -117,6 +117,9 @@ def sif(testbed, image_on_hosts, tmp_path_factory):
 @pytest.fixture
 def slurm(clusterctl, testbed, sif):
     made = Slurm(clusterctl, testbed).with_data()
+    # Jobs of the test before may be ending, and a host that it has killed may be starting.
+    idle = '[ -z "$(squeue -h -u ada)" ] && [ $(sinfo -h -N -p gpu -t idle -r | wc -l) = 3 ]'
+    made.login.run(f"until {idle}; do sleep 0.5; done", timeout_s=120)
     yield made
     for process in made.processes:
         if process.poll() is None:
