@@ -3,12 +3,13 @@
 # or `container`. Omits ranks started without a launcher, Slurm jobs, and containers of other users.
 # shellcheck disable=SC2013
 for file in $(grep -lzs '^CLUSTER_JOB_ID=' /proc/[0-9]*/environ); do
-    if ! grep -qzs '^CLUSTER_ATTEMPT=' "$file" || grep -qzs '^SLURM_JOB_ID=' "$file"; then continue; fi
+    ! grep -qzs '^SLURM_JOB_ID=' "$file" || continue
     pid=${file#/proc/} pid=${pid%/environ}
     job=$(tr '\0' '\n' < "$file" 2>/dev/null | sed -n 's/^CLUSTER_JOB_ID=//p')
+    [ -n "$job" ] || continue # it has ended
     case $(tr '\0' '\n' < "/proc/$pid/cmdline" 2>/dev/null | sed -n '1p;2p' | tr '\n' ' ') in
-        "bash "*/attempt-*.sh" ") echo "script $job $pid" ;;
-        *) [ -z "$job" ] || echo "process $job $pid" ;;
+        "bash "*/attempt-*.sh" ") echo "script $job $pid" ;; # it exports CLUSTER_ATTEMPT itself
+        *) ! grep -qzs '^CLUSTER_ATTEMPT=' "$file" || echo "process $job $pid" ;;
     esac
 done
 for engine; do

@@ -52,6 +52,7 @@ class Supervisor:
         while True:
             with self.records.watch(self.record.plan.job_id) as is_supervisor:
                 if is_supervisor:
+                    self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
                     return self._supervise()
             follower = jobs.follow(self.record, self.show)
             if self._has_ended(follower) or not self._wait_for_restart():

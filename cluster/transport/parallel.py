@@ -22,8 +22,7 @@ def each(nodes: Sequence[Node], work: Callable[[Node], T]) -> dict[str, T | Clus
         except ClusterError as error:
             return error
 
-    if len(nodes) == 1:
-        return {nodes[0].name: call(nodes[0])}
+    # Also for one node: Ctrl-C then waits for the call's end. A start that is under way would escape the stop after it.
     with ThreadPoolExecutor(min(WIDTH, len(nodes) or 1)) as pool:
         return dict(zip((node.name for node in nodes), pool.map(call, nodes), strict=True))
 

@@ -356,3 +356,11 @@ def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_n
     assert "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
     assert processes_of(job_name) == []
     print(f"after {time.monotonic() - began:.1f} s")
+
+
+def test_gc_finds_that_a_job_is_running(clusterctl, launch, job_name):
+    clusterctl.expect(0, *launch(f"{TICKS} --ticks 600", "--nodes", "2", "--detach"))
+    clusterctl.wait_for(job_name, "tick 1")
+    text = clusterctl.run("gc", "--job", job_name)[1]
+    assert f"this machine: {job_name} is running" in text
+    clusterctl.expect(0, "stop", job_name)
