@@ -10,6 +10,7 @@ from pycocotools.cocoeval import COCOeval
 
 from tests.unit.trainer_process import ranks, start, wait
 from tests.unit.yolo_folder import squares, untrained
+from trainer.inference.formats import unique_stems
 
 COUNT = 37
 
@@ -144,3 +145,8 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "not a COCO file of instances" in error("--annotations", data)
     assert "no such file" in error(weights=tmp_path / "no.pt")
     assert not (tmp_path / "runs").exists()
+
+
+def test_equal_names_get_numbers_that_no_other_name_has() -> None:
+    assert unique_stems(["a.jpg", "a_2.jpg", "b/a.jpg", "c/a.jpg"]) == ["a", "a_2", "a_3", "a_4"]
+    assert unique_stems(["a.jpg", "b/a.jpg", "a_2.jpg"]) == ["a", "a_2", "a_2_2"]

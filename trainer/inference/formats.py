@@ -29,16 +29,16 @@ def write_labels(path: Path, boxes: Any, scores: Any, classes: Any, size: tuple[
 
 def unique_stems(names: list[str]) -> list[str]:
     """Return file names without folder and suffix; repeated names get _2, _3, ..."""
-    taken: dict[str, int] = {}
-    stems = []
+    last: dict[str, int] = {}
+    stems: dict[str, None] = {}
     for name in names:
-        stem = Path(name).stem
-        while stem in taken:
-            taken[stem] += 1
-            stem = f"{Path(name).stem}_{taken[Path(name).stem]}"
-        taken[stem] = 1
-        stems.append(stem)
-    return stems
+        base = stem = Path(name).stem
+        number = last.get(base, 1)
+        while stem in stems:
+            number += 1
+            stem = f"{base}_{number}"
+        last[base], stems[stem] = number, None
+    return list(stems)
 
 
 class Truth(NamedTuple):
