@@ -109,13 +109,13 @@ def test_the_sites_network_variables_reach_the_ranks(clusterctl, backend, start,
         assert f"{node} | sees {dict(sorted(variables.items()))}" in text
 
 
-def test_a_killed_node_is_named_and_nothing_remains(clusterctl, backend, start, job_name):
+def test_a_killed_node_is_named_within_10_s_and_nothing_remains(clusterctl, backend, start, job_name):
     process = start()
     clusterctl.wait_for(job_name, "tick 1", node="node-1")
     killed = time.time()
     backend.kill_node(job_name, 1)
     text = ended(process, 1, timeout_s=60, has="\nnode-1: exit 137 (killed)\n")
-    print(f"named {time.time() - killed:.1f} s after the kill")
+    assert time.time() - killed < 10
     assert "node-1 | tick 1: rank 1 of 2" in text
     assert backend.remains_of(job_name) == []
 

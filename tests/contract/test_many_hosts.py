@@ -5,7 +5,6 @@ The program is a shell script in place of the agent, because 64 agents with torc
 
 import json
 import re
-import time
 
 import pytest
 
@@ -49,14 +48,9 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
         # else sshd's limit was not reached, and nothing was tested
         assert re.search(r"drop connection .* past MaxStartups", log)
         assert len(list((remote / job_name / "attempt-1").glob("node-*.sh"))) == HOSTS
-        until = time.time() + 120
-        while True:
-            nodes = json.loads(clusterctl.expect(0, "status", job_name, "--json"))["nodes"]
-            phases = {node["phase"] for node in nodes}
-            if phases <= {"starting", "joining"}:
-                break
-            assert time.time() < until, phases  # on a busy machine, 64 first polls can take longer than 8 s
+        nodes = json.loads(clusterctl.expect(0, "status", job_name, "--json"))["nodes"]
         assert len(nodes) == HOSTS
+        assert {node["phase"] for node in nodes} <= {"starting", "joining"}
     finally:
         code, text = clusterctl.run("stop", job_name)
     assert (code, text) == (0, f"{job_name}: stopped; nothing of it is running\n")

@@ -88,7 +88,7 @@ def test_pages_follow_a_job_through_a_restart_to_its_end(clusterctl, job):
         log.wait_for(lambda lines: "tick 1: rank 1 of 2" in lines)
         Local().kill_node(job, 1)
         killed = time.time()
-        page.wait_for(lambda body: "node-1: exit 137 (killed)" in body)
+        page.wait_for(lambda body: "node-1: exit 137 (killed)" in body, 10)
         print(f"shown {time.time() - killed:.1f} s after the kill")
         page.wait_for(lambda body: f'{job}: <span class="done">' in body)
         listed.wait_for(lambda body: ">done<" in body)

@@ -13,7 +13,7 @@ __all__ = ["chromium", "cluster", "page"]
 pytestmark = pytest.mark.real
 
 
-def test_the_page_shows_a_killed_node_and_the_restart(cluster, page):
+def test_the_page_shows_a_killed_node_within_10_s_and_the_restart(cluster, page):
     cluster.launch("shown", "--max-restarts", "1", epochs=40)
     cluster.until_step()
     with serving(cluster.clusterctl, page=page) as url:
@@ -29,9 +29,9 @@ def test_the_page_shows_a_killed_node_and_the_restart(cluster, page):
         page.locator("#ranks summary").click()  # closed, also after the next polls
         cluster.testbed["n1"].run("docker kill $(docker ps -q --filter label=CLUSTER_JOB_ID=shown)")
         killed = time.time()
-        expect(page.locator("body")).to_contain_text("n1: exit 137 (killed)", timeout=60_000)
+        expect(page.locator("body")).to_contain_text("n1: exit 137 (killed)", timeout=10_000)
         print(f"shown {time.time() - killed:.1f} s after the kill")
-        expect(page.locator("body")).to_contain_text("attempt 2", timeout=60_000)
+        expect(page.locator("body")).to_contain_text("attempt 2", timeout=30_000)
         expect(page.get_by_text("ready", exact=True)).to_have_count(2, timeout=60_000)
         assert page.locator("#ranks").get_attribute("open") is None
         page.get_by_role("link", name="n1").click()

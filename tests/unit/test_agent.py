@@ -459,9 +459,7 @@ def test_idle_ranks_are_a_stall_with_their_places(tmp_path):
     assert 'program.py", line 5 in outer' in log
 
 
-def test_a_busy_or_printing_rank_is_no_stall(tmp_path, monkeypatch):
-    """The test's agent counts a rank as busy that gets a tenth of the normal share of a core."""
-    change_agent(monkeypatch, tmp_path, "stall.py", "IDLE_SHARE = 0.05", "IDLE_SHARE = 0.005")
+def test_a_busy_or_printing_rank_is_no_stall(tmp_path):
     node = Node(tmp_path, STALL.format(busy_s=100), CLUSTER_STALL_TIMEOUT="1")
     assert stall(node, 6) == []
     node.process.send_signal(signal.SIGTERM)
@@ -535,7 +533,7 @@ def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
     until = time.monotonic() + 60
     ranks = []
     # The first samples of both ranks include the start of the interpreter.
-    while not ranks or ranks[0]["cpu"] < 0.1 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.05:
+    while not ranks or ranks[0]["cpu"] < 0.3 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.05:
         assert time.monotonic() < until, ranks
         time.sleep(0.2)
         if node.path("node-0.json").exists():

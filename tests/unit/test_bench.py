@@ -41,7 +41,7 @@ def test_two_numbers_of_ranks_are_measured_and_written(
     for row in (one, two):
         assert row["train_epoch_s"] == pytest.approx(7 / row["train_images_per_s"])
         assert row["val_epoch_s"] == pytest.approx(3 / row["val_images_per_s"])
-        assert 0 < row["data_share"] + row["sync_share"] < 1
+        assert 0 < row["data_share"] + row["sync_share"] < 0.7
         assert row["precision"] == "fp32"
     assert (one["images_per_step"], two["images_per_step"]) == (pytest.approx(7 / 3, abs=0.4), 3.5)
     assert two["gain"] == pytest.approx(two["train_images_per_s"] / one["train_images_per_s"])

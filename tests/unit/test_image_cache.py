@@ -40,8 +40,8 @@ def dataset(tmp_path):
 
 
 def left_in_shm():
-    """Return the files in /dev/shm, without the semaphores and temporary files of other programs."""
-    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith(("sem.", "tmp"))}
+    """Return the files in /dev/shm, without the semaphores and folders of other programs."""
+    return {path for path in Path("/dev/shm").iterdir() if not (path.name.startswith("sem.") or path.is_dir())}
 
 
 def cache_files(folder):

@@ -214,7 +214,9 @@ def test_a_stalled_rank_is_named_with_all_stacks_and_ends_the_other(stopped: int
     processes = started(tmp_path, errors, "--stall-timeout", "2")
     try:
         processes[stopped].send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
         out, _ = processes[1 - stopped].communicate(timeout=60)
+        assert time.monotonic() - begin < 7
     finally:
         for p in processes:
             p.kill()
@@ -226,10 +228,9 @@ def test_a_stalled_rank_is_named_with_all_stacks_and_ends_the_other(stopped: int
     # On a busy machine the first step can take as long as the limit, and is reported too.
     reports = re.findall(r"rank \d \(pid \d+\) stalled: no step for \d s after \d+ steps; (.*)", said)
     assert reports, said
+    assert reports[-1].startswith(cause), said
     assert "engine/loop.py" in said, said  # where it waits
-    end = re.search(rf"error: rank {1 - stopped} exits after (\d+) s without a step: {cause}", said)
-    assert end, said
-    assert int(end[1]) < 8
+    assert re.search(rf"error: rank {1 - stopped} exits after \d s without a step: {cause}", said)
     assert '"event":"failed"' in out
     if stopped:  # only local rank 0 writes these events
         assert '"event":"heartbeat"' in out
