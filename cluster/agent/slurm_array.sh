@@ -10,7 +10,10 @@ while [ "$1" != -- ]; do
 done
 shift
 cat > "$path" || exit 1
-printed=$(CLUSTER_SUBMITTED=yes "$@") || exit
+if ! printed=$(CLUSTER_SUBMITTED=yes "$@"); then
+    rm -f -- "${folders[@]/%//secrets}"
+    exit 1
+fi
 echo "$printed"
 for task in "${!folders[@]}"; do
     echo "${printed##* }_$task" > "${folders[$task]}/submitted" || exit 1

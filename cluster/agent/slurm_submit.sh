@@ -14,6 +14,7 @@ CLUSTER_SUBMITTED=yes "$@" > "$folder/submitted.tmp"
 code=$?
 cat -- "$folder/submitted.tmp"
 mv -- "$folder/submitted.tmp" "$folder/submitted"
+[ "$code" = 0 ] || rm -f -- "$folder/secrets"
 # The cached output of squeue does not contain the job.
 exec 9>> "${folder%/*}/.squeue.lock"
 flock -w 20 9

@@ -4,6 +4,7 @@
 umask 077
 mkdir -p -- "$1" || exit 1
 if [ "$5" -gt 0 ]; then mapfile -n "$5" lines && printf %s "${lines[@]}" > "$1/$2.secrets" || exit 1; fi
+trap '[ -n "${started:-}" ] || rm -f -- "$1/$2.secrets"' EXIT
 umask 022
 read -r agent && base64 -d <<< "$agent" > "$1/agent.pyz.$2" && mv -- "$1/agent.pyz.$2" "$1/agent.pyz" || exit 1
 cat > "$1/$2.sh" || exit 1
@@ -16,11 +17,10 @@ for id in ${4//,/ }; do
     # An earlier attempt of the same job may still be ending.
     [ "$held" = "$3" ] && patience=10 || patience=0
     if ! flock --wait "$patience" "$lock"; then
-        rm -f -- "$1/$2.secrets"
         cat "$folder/gpu-$id.lock"
         exit 74
     fi
     printf '%s\n' "$3" | dd of="$folder/gpu-$id.lock" conv=nocreat status=none
 done
 # --fork instead of `&`: the process has the variable by which stop.sh finds it from its first moment.
-env "CLUSTER_JOB_ID=$3" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err"
+env "CLUSTER_JOB_ID=$3" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" && started=yes

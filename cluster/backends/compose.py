@@ -5,6 +5,7 @@ runs the agent. Containers, network and project have the job's name, so that the
 """
 
 import json
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -90,7 +91,7 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Run `docker compose down`."""
-        down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(int(grace_s)), "--remove-orphans"]
+        down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
         LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
             hint = f"docker rm -f {' '.join(left)}"

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import functools
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -272,7 +273,7 @@ def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why
 
 def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
     """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
-    done = reach(machine).run(scripts.command("stop", job_id, str(int(grace_s)), *engines), timeout_s=timeout_s)
+    done = reach(machine).run(scripts.command("stop", job_id, str(math.ceil(grace_s)), *engines), timeout_s=timeout_s)
     if done.out:
         why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
         hint = "check the engine with clusterctl doctor, or kill them as root there"

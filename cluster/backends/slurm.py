@@ -19,7 +19,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
-from cluster.transport import reach
+from cluster.transport import parallel, reach
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
@@ -92,7 +92,8 @@ class SlurmBackend(Backend):
 
     def _run(self, login: Node, text: str, *command: str) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
-        done = reach(login).run(scripts.command(*command), stdin=text)
+        # In a thread: Ctrl-C waits for the submission, which would escape the scancel after it.
+        done = parallel.all_of([login], lambda node: reach(node).run(scripts.command(*command), stdin=text))[login.name]
         if done.code:
             lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.err.splitlines() if "--help" not in line]
             why = f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}"

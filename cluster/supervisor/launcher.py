@@ -213,8 +213,8 @@ class Launcher:
                 self.records.end(record.plan.job_id, "failed", error.message, error.exit_code)
             raise
         except KeyboardInterrupt:
-            for record in reserved:
-                self.records.end(record.plan.job_id, "stopped")
+            for record in reserved:  # Slurm may have accepted the array
+                jobs.cancel(record, self.records, grace_s=0)
             raise
         return reserved
 

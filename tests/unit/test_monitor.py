@@ -192,6 +192,17 @@ def running(tmp_path, **agent):
     return process
 
 
+def test_a_warning_of_bash_before_the_script_has_written_its_pid_is_no_end(tmp_path):
+    with running(tmp_path) as script:
+        (tmp_path / "n0.json").unlink()
+        (tmp_path / "n0.err").write_text("bash: warning: setlocale: LC_ALL: cannot change locale\n")
+        for pid in ("", None):
+            (tmp_path / "n0.pid").write_text("") if pid is not None else (tmp_path / "n0.pid").unlink()
+            assert status_of(tmp_path).phase == "starting"
+        script.kill()
+    assert status_of(tmp_path).phase == "lost"
+
+
 def test_an_agent_without_a_heartbeat_is_lost_although_its_script_runs(tmp_path):
     with running(tmp_path, phase="running", heartbeat=time.time()) as script:
         assert status_of(tmp_path).phase == "starting"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import slurm
@@ -187,3 +188,19 @@ def test_a_cancelled_job_is_not_restarted():
     view = job_state.fold(job_state.start(PLAN, 1.0), statuses, [], 6.0)
     past = [restarts.failure(view, "failed")]
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
+
+
+def test_no_secrets_remain_after_a_refused_submission(tmp_path):
+    refuse = ["bash", "-c", "echo sbatch: error: Invalid account >&2; exit 1"]
+    one = scripts.command("slurm_submit", str(tmp_path / "attempt-1"), str(tmp_path), "1", *refuse)
+    text = "export TOKEN=hush\n\nscript\n"
+    assert subprocess.run(one, input=text, capture_output=True, text=True, check=False).returncode == 1
+    assert (tmp_path / "attempt-1" / "job.sbatch").exists()
+    assert not (tmp_path / "secrets").exists()
+    folders = [tmp_path / name for name in ("a-0", "a-1")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "secrets").write_text("export TOKEN=hush\n")
+    array = scripts.command("slurm_array", str(tmp_path / "array.sbatch"), *map(str, folders), "--", *refuse)
+    assert subprocess.run(array, input="script\n", capture_output=True, text=True, check=False).returncode == 1
+    assert not [folder for folder in folders if (folder / "secrets").exists()]
