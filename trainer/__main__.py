@@ -79,6 +79,11 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in SYSTEM_ERRORS:
             where = f"{error.filename}: " if error.filename else ""
             _fail(f"{where}{error.strerror}", *SYSTEM_ERRORS[error.errno])
+        if isinstance(error, (RuntimeError, MemoryError)) and "torch" in sys.modules:
+            from trainer.engine.memory import HINT, is_out_of_memory
+
+            if is_out_of_memory(error):
+                _fail(f"out of memory: {first}", HINT, contract.EXIT_BAD_INPUT)
         if isinstance(error, ModuleNotFoundError) and error.name == "torch":
             hint = "in a clone of the repository: pip install '.[trainer]'"
             _fail(f"{sys.executable} has no torch", hint, contract.EXIT_BAD_INPUT)

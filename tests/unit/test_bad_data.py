@@ -251,3 +251,18 @@ def test_an_image_deleted_after_opening_is_an_error(tmp_path):
     (tmp_path / "images/train/003.jpg").unlink()
     with pytest.raises(TrainerError, match=r"003\.jpg: "):
         data.image(3)
+
+
+def test_a_list_of_missing_images_only_names_them(tmp_path):
+    path = make_yolo_set(tmp_path)
+    (tmp_path / "train.txt").write_text("/moved/1.jpg\n/moved/2.jpg\n")
+    path.write_text(path.read_text().replace("images/train", "train.txt"))
+    error = error_of(path)
+    assert error.message.startswith(f"2 faults: {tmp_path}/train.txt:1: no such image: /moved/1.jpg; ")
+
+
+def test_images_in_hidden_folders_are_ignored(tmp_path):
+    path = make_yolo_set(tmp_path)
+    before = len(open_dataset(str(path), "train", imgsz=64))
+    write_image(tmp_path / "images/train/.ipynb_checkpoints/1-checkpoint.jpg", 60, 80, seed=1)
+    assert len(open_dataset(str(path), "train", imgsz=64)) == before

@@ -298,3 +298,26 @@ def test_no_voc_folder(tmp_path):
         _, error = convert(tmp_path, "voc", folder)
         assert error
         assert str(folder) in error.message
+
+
+def test_images_in_a_folder_called_images_keep_their_labels(coco: Path, tmp_path: Path) -> None:
+    content = coco_content()
+    for image in content["images"]:
+        image["file_name"] = f"images/{image['file_name']}"
+    said, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path)
+    assert error is None, said
+    data = Yolo(str(tmp_path / "set" / "data.yaml"), "train")
+    assert sum(len(data.labels(k)) for k in range(len(data))) > 0
+
+
+def test_an_outline_without_area_is_replaced_by_the_box(coco: Path, tmp_path: Path) -> None:
+    content = coco_content()
+    line, outside = [10, 10, 20, 10, 30, 10], [110, 10, 120, 10, 120, 20]
+    for number, outline in enumerate((line, outside)):
+        box = {"category_id": 7, "bbox": [10, 10, 20 + number, 10], "segmentation": [outline], "iscrowd": 0}
+        content["annotations"].append({"id": 200 + number, "image_id": 3, **box})
+    said, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images")
+    assert error is None, said
+    data = Yolo(str(tmp_path / "set" / "data.yaml"), "train")
+    third = image_names(data).index("3.jpg")
+    assert corners(data, third)[:, 1:] == pytest.approx(np.array([[10, 10, 30, 20], [10, 10, 31, 20]]), abs=0.01)

@@ -232,6 +232,8 @@ def test_a_users_own_file_works(tmp_path: Path) -> None:
         ({"nc": "many"}, "nc is 'many'"),
         ({"anchors": [[10, 13, 16]] * 2}, "head row 3: [[6, 4], 1, 'Detect', ['nc', 'anchors']] cannot be built"),
         ({"backbone": [[-1, 1, "os.system", ["true"]]]}, "cannot be built: unknown module 'os.system'"),
+        ({"backbone": [[-1, 1, "Conv", [8, 3, 0]]]}, "cannot be built"),
+        ({"width_multiple": float("inf")}, "cannot be built"),
         ({"backbone": [[-1, 1, "Conv"]]}, "backbone row 0: [-1, 1, 'Conv'] cannot be built"),
         ({"backbone": [[-1, 0, "Conv", [8]]]}, "the number of repeats is 0"),
         ({"backbone": [[5, 1, "Conv", [8]]]}, "it takes its input from layer 5"),

@@ -48,6 +48,12 @@ def test_rates_fall_to_lrf_along_a_line_or_a_cosine() -> None:
     assert cosine.factor(2) == pytest.approx((1 - math.cos(0.2 * math.pi)) / 2 * -0.9 + 1)
 
 
+def test_sgd_without_momentum() -> None:
+    model = build_yolo(load_cfg("yolov5n.yaml"), nc=80)
+    optimizer = build_optimizer(model, "SGD", Hyp(momentum=0.0), 20, parameter_groups(model))
+    assert {(group["momentum"], group["nesterov"]) for group in optimizer.param_groups} == {(0.0, False)}
+
+
 @pytest.mark.parametrize(("name", "kind"), [("SGD", torch.optim.SGD), ("Adam", torch.optim.Adam)])
 def test_only_weights_decay_and_biases_come_first(name: str, kind: type[torch.optim.Optimizer]) -> None:
     model = build_yolo(load_cfg("yolov5n.yaml"), nc=80)

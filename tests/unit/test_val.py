@@ -135,6 +135,8 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "--split validation: unknown" in error("--split", "validation")
     assert "digits has no such images" in error("--split", "test", data="digits")
     assert "use --imgsz 96" in error("--imgsz", "100")
+    assert "out of memory: " in (text := error("--imgsz", "320000"))
+    assert "use a smaller --batch, --imgsz" in text
     assert "--conf is 1.5" in error("--conf", "1.5")
     assert "--max-det is 0" in error("--max-det", "0")
     assert "--save-conf: no labels are written" in error("--save-conf")

@@ -41,6 +41,8 @@ def cached_scan(listing: Listing, nc: int) -> Scan:
             with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
                 return load(folder / name)
         built = scan(listing, nc)
+        if not len(built.paths):  # torch maps no empty arrays
+            return built
         for folder in folders:
             with contextlib.suppress(OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
                 _store(built, folder, name)

@@ -81,7 +81,7 @@ def label_file(image: str) -> str:
 def images_below(folder: Path) -> Iterable[str]:
     """Yield the absolute path of each image below `folder`, sorted within each folder; follow links."""
     for parent, folders, files in os.walk(folder.absolute(), onerror=_raise_unreadable, followlinks=True):
-        folders[:] = sorted(name for name in folders if not _is_link_to_ancestor(parent, name))
+        folders[:] = sorted(name for name in folders if name[0] != "." and not _is_link_to_ancestor(parent, name))
         for name in sorted(files):
             if _is_image(name) and not name.startswith("."):
                 yield os.path.normpath(os.path.join(parent, name))

@@ -43,7 +43,7 @@ class Source:
 
     def no_boxes(self) -> Fault | None:
         """Return a fault if the split has no boxes at all."""
-        if len(self.scan.labels):
+        if len(self.scan.labels) or not len(self.scan.paths):  # without images there are other faults
             return None
         folders = sorted({str(Path(self.listing.label_file(k)).parent) for k in range(len(self.listing.images))})
         what = f"none of the {len(self.scan.paths)} {self.split} images has a labelled box"

@@ -102,7 +102,9 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: S
     # Fused: one kernel for all tensors instead of a Python loop. Fused SGD does not support shards.
     is_sharded = any(isinstance(p, DTensor) for p in named.values())
     if name == "SGD":
-        optimizer = torch.optim.SGD(options, lr=hyp.lr0, momentum=hyp.momentum, nesterov=True, fused=not is_sharded)
+        optimizer = torch.optim.SGD(
+            options, lr=hyp.lr0, momentum=hyp.momentum, nesterov=hyp.momentum > 0, fused=not is_sharded
+        )
         # If fp16's scaler skips the first step, the fused kernel starts from uninitialized memory.
         for parameter in (*biases, *scales, *weights):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -137,7 +137,7 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
     for part, position, raw in numbered:
         try:
             row, layer, out = _layer(raw, channels, cfg, nc)
-        except (TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError, AttributeError) as error:
             first = str(error).splitlines()[0]
             what = f"{where}: {part} row {position}: {raw!r} cannot be built: {first}"
             hint = f"a row is [from, number, module, arguments]; the modules are {', '.join(MODULES)}"
@@ -149,7 +149,7 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
         raise TrainerError(f"{where}: the last row of the head, and only that, must be one of {', '.join(HEADS)}")
     try:
         return Yolo(layers, rows)
-    except RuntimeError as error:
+    except (RuntimeError, ArithmeticError, LookupError) as error:
         first = str(error).splitlines()[0]
         raise TrainerError(f"{where}: the layers do not fit together: {first}") from error
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import yaml
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.listing import SUFFIXES
+from trainer.data.listing import SUFFIXES, label_file
 from trainer.data.progress import in_threads, track
 from trainer.data.scan import image_size
 from trainer.errors import TrainerError
@@ -60,6 +60,9 @@ def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Point
     y1, y2 = max(0.0, y1), min(float(height), y2)
     if x1 >= x2 or y1 >= y2:
         return None
+    if outline is not None:
+        outline = np.clip(outline, 0, (width, height))
+        outline = outline if np.ptp(outline, axis=0).all() else None  # a line, or outside: keep the box
     if outline is not None:
         values = np.clip(outline / (width, height), 0, 1).flatten().tolist()
     else:
@@ -107,7 +110,7 @@ def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bo
             (draft / "images" / split).mkdir(parents=True)
             for item in track(items, len(items), f"writing {split}"):
                 image = draft / "images" / split / item.name
-                label = (draft / "labels" / split / item.name).with_suffix(".txt")
+                label = Path(label_file(str(image)))
                 if label.exists():
                     what = f"{item.image}: another image has the same name without suffix"
                     raise TrainerError(what, "rename one of the images")
