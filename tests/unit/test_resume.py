@@ -232,6 +232,25 @@ def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_
         assert said in train(tmp_path, "train", "--resume", *more, code=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [("[16, 3, 2]]  # 2", "[16, 3, 1]]  # 2"), ("width_multiple: 1", "width_multiple: 2")]
+)
+def test_resuming_with_an_edited_model_file_is_refused(data: Path, tmp_path: Path, old: str, new: str) -> None:
+    """Also one whose weights have the same shapes; and after a launcher's restart, without --resume."""
+    model = tmp_path / "model.yaml"
+    text = Path(TINY).read_text()
+    model.write_text(text)
+    train(tmp_path, *options(data, "--cfg", "model.yaml", "--epochs", "1"), code=0)
+    model.write_text(text.replace(old, new))
+    said = "error: model.yaml describes another model than when the checkpoint was written"
+    assert said in train(tmp_path, "train", "--resume", "runs/train", code=2).stderr
+    again = options(data, "--cfg", "model.yaml", "--epochs", "1")
+    restarted = {contract.RUN_DIR: str(tmp_path / "runs" / "train"), contract.ATTEMPT: "2"}
+    assert said in wait(start(tmp_path, [restarted], *again), code=2)[0].stderr
+    model.write_text(text)
+    train(tmp_path, "train", "--resume", "runs/train", code=0)
+
+
 def print_whether_it_writes(*folders: str) -> None:
     world = comm.world_of(os.environ)
     comm.join(world, torch.device("cpu"))

@@ -95,8 +95,8 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     return dataclasses.replace(given, **values, resume=str(folder))
 
 
-def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> None:
-    """Raise TrainerError if settings, or the data set's fingerprint `data`, differ from the checkpoint's."""
+def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: Mapping[str, Any]) -> None:
+    """Raise TrainerError if the checkpoint has other settings, fingerprint of the data set `data`, or model `cfg`."""
     if content.get("data", data) != data:
         raise TrainerError(
             f"--data {settings.data} has other images or labels than when the checkpoint was written",
@@ -105,6 +105,13 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str) -> Non
     saved, now = content["settings"], dataclasses.asdict(settings)
     for name in sorted(saved.keys() & now.keys() - FREE - _PER_MACHINE):
         _compare(name, now[name], saved[name])
+    fitted = {"anchors": None}  # the checkpoint's may be fitted to the data set
+    if {**cfg, **fitted} != {**content["cfg"], **fitted}:
+        model = settings.cfg or settings.weights or "the default --cfg"
+        raise TrainerError(
+            f"{model} describes another model than when the checkpoint was written",
+            "restore it, or start a new run from its weights with --weights",
+        )
 
 
 def _compare(name: str, now: Any, before: Any) -> None:

@@ -207,7 +207,7 @@ class TrainLoop:
             if self.writes and best.is_file():
                 checkpoint_file.write_bytes(training.run_dir / checkpoints.BEST, best.read_bytes())
         if content:
-            checkpoints.check_same(content, s, self.data)
+            checkpoints.check_same(content, s, self.data, training.task.cfg)
         else:
             training.display.print(f"attempt {os.environ[contract.ATTEMPT]}: no checkpoint yet, starting from epoch 1")
         return content
