@@ -19,7 +19,7 @@ from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
 from tests import nvidia_smi
-from tests.conftest import ended, processes_of
+from tests.conftest import ended, interrupted, processes_of
 from tests.contract.sshd import TICKS
 
 LOCAL = ["launch", "--backend", "local"]
@@ -364,3 +364,22 @@ def test_gc_finds_that_a_job_is_running(clusterctl, launch, job_name):
     text = clusterctl.run("gc", "--job", job_name)[1]
     assert f"this machine: {job_name} is running" in text
     clusterctl.expect(0, "stop", job_name)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_start_on_one_node():
+    """A start that is under way would escape the stop after it."""
+    program = (
+        "import os, signal, time\n"
+        "from cluster.spec.model import Node\n"
+        "from cluster.transport import parallel\n"
+        "def start(node):\n"
+        "    time.sleep(0.5)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(0.5)\n"
+        "    print('started', flush=True)\n"
+        "try:\n"
+        "    parallel.each([Node('n0', '', ())], start)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stops')\n"
+    )
+    assert interrupted(program, timeout_s=60).stdout == "started\nstops\n"

@@ -16,7 +16,7 @@ import yaml
 
 import cluster
 from cluster.backends.monitor import LOST_AFTER_S
-from tests.conftest import ended, processes_of
+from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
 BARE = True
@@ -188,6 +188,23 @@ def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, 
     assert (ended.outcome, ended.exit_code) == ("done", 0), ended
     assert "tick 0: rank 1 of 2" in (Path(job.run_dir) / "attempt-1" / "node-1.log").read_text()
     assert processes_of(job_name) == []
+
+
+def test_wait_follows_the_attempt_that_another_process_has_started(machines, monkeypatch, job_name):
+    monkeypatch.chdir(machines.folder)
+    monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
+    command = "ticks.py --ticks-later 60"
+    job = cluster.launch(command=command, nodes=2, python=sys.executable, name=job_name, max_restarts=1)
+    attach = machines.start("attach", job_name)
+    machines.wait_for(job_name, "tick 1")
+    rank = next(pid for pid in processes_of(job_name) if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(rank, signal.SIGKILL)
+    second = Path(job.run_dir) / "attempt-2" / "node-0.log"
+    assert wait_until(lambda: second.exists() and "tick 1" in second.read_text(), timeout_s=60)
+    attach.send_signal(signal.SIGINT)
+    ended(attach, 130, has="keeps running")
+    assert job.wait().outcome == "done"
+    assert not second.parents[1].joinpath("attempt-3").exists()
 
 
 def test_a_program_that_fails_twice_with_the_same_error_is_not_restarted_again(machines, run, job_name):

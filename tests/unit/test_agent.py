@@ -557,3 +557,11 @@ def test_plan_writes_the_archive_to_a_pipe_or_a_file_but_not_to_a_terminal(tmp_p
     os.close(terminal)
     os.close(leader)
     assert (done.returncode, b"cannot be printed on a terminal" in done.stderr) == (2, True)
+
+
+def test_no_secrets_remain_after_a_failed_start(tmp_path):
+    """The agent in Base64 is damaged."""
+    argv = scripts.command("start", str(tmp_path / "attempt-1"), "n0", "job", "", "1")
+    done = subprocess.run(argv, input="export TOKEN=hush\n***\n", capture_output=True, text=True, check=False)
+    assert (done.returncode, "base64: invalid input" in done.stderr) == (1, True)
+    assert not (tmp_path / "attempt-1" / "n0.secrets").exists()

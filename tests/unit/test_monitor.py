@@ -1,6 +1,7 @@
 """Monitoring: awake time, silent and lost machines, and node statuses from the real polling script."""
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _Ma
 from cluster.errors import UnreachableError
 from cluster.spec.model import Job, Node, NodeStatus
 from cluster.transport.local import LocalShell
+from tests.conftest import wait_until
 
 
 def tick_for(awake, seconds, monotonic=0.0, wall=0.0):
@@ -216,3 +218,14 @@ def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
     with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
         assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=failure)
         script.kill()
+
+
+def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    script = "trap 'sleep 0.3; touch ended; exit' TERM; touch begun; while :; do sleep 0.05; done"
+    job = f"stop-{os.getpid()}"
+    with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
+        assert wait_until((tmp_path / "begun").exists)
+        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30)
+        process.wait(10)
+    assert (tmp_path / "ended").exists()
