@@ -528,12 +528,20 @@ def test_a_gpu_that_computes_or_does_not_answer_is_active(
 
 
 def test_the_status_has_the_cores_and_the_memory_of_each_rank(tmp_path):
-    program = "held = bytearray(300 << 20)\nwhile rank == 0: pass\ntime.sleep(100)"
+    """Rank 0 uses a fifth of a core, which a busy machine can give it; rank 1 is idle."""
+    program = """
+held = bytearray(300 << 20)
+began, used = time.monotonic(), time.process_time()
+while rank == 0:
+    if time.process_time() - used > 0.2 * (time.monotonic() - began):
+        time.sleep(0.01)
+time.sleep(100)
+"""
     node = Node(tmp_path, program)
     until = time.monotonic() + 60
     ranks = []
     # The first samples of both ranks include the start of the interpreter.
-    while not ranks or ranks[0]["cpu"] < 0.3 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.05:
+    while not ranks or not 0.15 < ranks[0]["cpu"] < 0.25 or ranks[0]["rss"] < 300 << 20 or ranks[1]["cpu"] > 0.05:
         assert time.monotonic() < until, ranks
         time.sleep(0.2)
         if node.path("node-0.json").exists():

@@ -222,7 +222,7 @@ def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
 
 def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
-    script = "trap 'sleep 0.3; touch ended; exit' TERM; touch begun; while :; do sleep 0.05; done"
+    script = "trap 'sleep 0.1; touch ended; exit' TERM; touch begun; while :; do sleep 0.05; done"
     job = f"stop-{os.getpid()}"
     with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
         assert wait_until((tmp_path / "begun").exists)
