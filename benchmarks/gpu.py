@@ -85,7 +85,7 @@ def against(arguments: argparse.Namespace, cfg: str, model: str, batch: int) -> 
     return {"ours": statistics.median(rates[0][1:]), "peer": statistics.median(rates[1][1:])}
 
 
-GRAPHS = ["--compile", "--compile-mode", "reduce-overhead"]
+GRAPHS = ["--compile", "graphs"]
 
 
 def pieces(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -96,7 +96,7 @@ def pieces(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Re
             yield f"{cfg}, batch {batch}", partial(speed, arguments, cfg, batch)
         if on_gpu:
             yield f"{cfg}, largest batch", partial(largest, arguments, cfg)
-    for more in (["--augment-on", "workers"], ["--augment-on", "device"], ["--compile"], GRAPHS):
+    for more in (["--augment-on", "workers"], ["--augment-on", "device"], ["--compile", "on"], GRAPHS):
         yield f"yolov5n.yaml, batch 16 {' '.join(more)}", partial(speed, arguments, "yolov5n.yaml", 16, *more)
     profile = ("profile", "--cfg", "yolov5n.yaml", "--batch", "16", "--out", str(arguments.state.with_suffix(".json")))
     yield "profile of yolov5n.yaml, batch 16", lambda: {"text": trainer(arguments, *profile)}

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from trainer import contract
@@ -56,6 +57,9 @@ def main() -> None:
         # OpenMP's threads spin while they wait. By default they spin so long that any other load on a core slows a
         # process with two threads tenfold. OpenMP reads the variable once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    # torch chooses a folder in /tmp for compiled code, also when it is loaded.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trainer", "compiled")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     try:
         from trainer.cli import app  # slow import: Ctrl-C is handled from here on
 

@@ -3,23 +3,26 @@ import torch
 
 from trainer.config import Hyp
 from trainer.losses import aligned
-from trainer.losses.aligned import TOP, AlignedLoss, Candidates, Matched
-from trainer.losses.detection import ciou
+from trainer.losses.aligned import TOP, AlignedLoss, Candidates, Matched, candidates
+from trainer.losses.anchored import ciou
 
 SIDE = 64  # 8 x 8, 4 x 4 and 2 x 2 points
 
 
 def listed(boxes: list[list[float]], images: int = 1) -> Candidates:
-    """`boxes` as [image, class, x1, y1, x2, y2] in pixels."""
+    """`boxes` as [image, class, x1, y1, x2, y2] in pixels. Leaves out the rows that pad."""
     t = torch.tensor(boxes).view(-1, 6)
-    targets = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
-    return AlignedLoss((8, 16, 32), 16, Hyp(), torch.device("cpu")).assign(targets, images, SIDE, SIDE)
+    labels = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
+    loss = AlignedLoss((8, 16, 32), 16, Hyp(), torch.device("cpu"))
+    targets = loss.assigner()(labels.numpy(), images, SIDE, SIDE)
+    assert targets["box"][:, 4].tolist() == [1] * len(t) + [0]
+    kept = {name: values if name == "counts" else values[:-1] for name, values in targets.items()}
+    return candidates(kept)
 
 
 def places(found: Candidates, box: int = 0) -> list[tuple[float, ...]]:
     """(stride, x, y) of a box's points."""
-    mine = found.point[found.box == box]
-    return [(found.strides[p].item(), *found.points[p].tolist()) for p in mine.tolist()]
+    return [(stride, x, y) for x, y, stride in found.at[found.box == box].tolist()]
 
 
 def test_the_points_of_a_box_are_those_strictly_inside() -> None:
@@ -36,29 +39,29 @@ def test_against_every_pair_of_many_boxes() -> None:
     corner, size = torch.rand(40, 2, generator=generator) * 60, torch.rand(40, 2, generator=generator) * 40
     boxes = torch.cat((torch.zeros(40, 2), corner, corner + size), 1)
     found = listed(boxes.tolist())
-    inside = (
-        ((found.points[None] > boxes[:, None, 2:4]) & (found.points[None] < boxes[:, None, 4:])).all(2).nonzero()
-    )  # sorted by box, then by point
-    assert torch.equal(torch.stack((found.box, found.point), 1), inside)
+    points = torch.tensor(
+        [(x + s / 2, y + s / 2) for s in (8, 16, 32) for y in range(0, SIDE, s) for x in range(0, SIDE, s)]
+    )
+    inside = ((points[None] > boxes[:, None, 2:4]) & (points[None] < boxes[:, None, 4:])).all(2).nonzero()
+    assert torch.equal(torch.stack((found.box, found.point), 1), inside)  # sorted by box, then by point
+    assert torch.equal(found.at[:, :2], points[found.point])
     boxes_of_pairs = inside[:, 0].tolist()
     assert found.top.tolist() == [k for k, box in enumerate(boxes_of_pairs) if boxes_of_pairs[:k].count(box) < TOP]
 
 
 def match(found: Candidates, scores: torch.Tensor, boxes: torch.Tensor) -> Matched:
     """Return the pairs that have a weight."""
-    pairs = aligned.match(found, scores, boxes)
-    has_weight = pairs.weight > 0
-    fields = (pairs.image, pairs.point, pairs.cls, pairs.target, pairs.weight)
-    return Matched(*(values[has_weight] for values in fields))
+    pairs = aligned.match(found, scores, boxes, int(found.image.max()) + 1, 64 + 16 + 4)
+    return Matched(*(values[pairs.weight > 0] for values in pairs))
 
 
 def perfect(found: Candidates) -> torch.Tensor:
     return found.targets[found.box].clone()
 
 
-def at(matched: Matched, found: Candidates) -> dict[tuple[float, ...], int]:
+def at(matched: Matched) -> dict[tuple[float, ...], int]:
     """(stride, x, y) -> class."""
-    where = [(found.strides[p].item(), *found.points[p].tolist()) for p in matched.point.tolist()]
+    where = [(stride, x, y) for x, y, stride in matched.at.tolist()]
     assert len(set(zip(matched.image.tolist(), where, strict=True))) == len(where)
     return dict(zip(where, matched.cls.tolist(), strict=True))
 
@@ -96,7 +99,7 @@ def test_a_point_that_two_boxes_choose_goes_to_the_larger_overlap() -> None:
     boxes[found.box == 0] *= torch.tensor([1, 1, 0.9, 1])  # box 1 is met exactly, box 0 nearly
     scores = torch.full((8,), 0.01)
     scores[found.box == 0] = 0.9  # a better alignment does not help
-    owners = at(match(found, scores, boxes), found)
+    owners = at(match(found, scores, boxes))
     assert owners == {(8, 12, 12): 1, (8, 20, 12): 1, (8, 28, 12): 1, (16, 8, 8): 1, (16, 24, 8): 1}
     # A box that another leaves nothing has no weight; a twin in another image keeps its own.
     found = listed([[0, 0, 4, 4, 21, 13], [0, 1, 4, 4, 21, 13], [1, 2, 4, 4, 21, 13]], images=2)

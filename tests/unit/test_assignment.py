@@ -1,19 +1,18 @@
+import numpy as np
 import pytest
-import torch
 
-from trainer.config import Hyp
-from trainer.losses.detection import DetectionLoss, Positives, assign_level
+from trainer.losses.anchored import AnchorTargets, Positives, assign_level
 
-ANCHORS = torch.tensor([[[2.0, 3.0], [4.0, 4.0], [40.0, 40.0]]])  # one level, grid units
+ANCHORS = np.array([[[2, 3], [4, 4], [40, 40]]], np.float32)  # one level, grid units
 GRID = 10
 
 
 def positives(boxes: list[list[float]], anchor_t: float = 4.0, grid: tuple[int, int] = (GRID, GRID)) -> Positives:
     """`boxes` as [image, class, x, y, w, h], geometry in grid cells."""
     ny, nx = grid
-    targets = torch.tensor(boxes).view(-1, 6)
-    targets[:, 2:] /= torch.tensor([nx, ny, nx, ny])
-    return assign_level(targets, ANCHORS[0], ny, nx, anchor_t)
+    labels = np.array(boxes, np.float32).reshape(-1, 6)
+    labels[:, 2:] /= np.array([nx, ny, nx, ny], np.float32)
+    return assign_level(labels, ANCHORS[0], ny, nx, anchor_t)
 
 
 def cells(level: Positives, anchor: int = 1) -> set[tuple[int, int]]:
@@ -46,9 +45,9 @@ def test_an_interior_box_gives_three_cells_for_each_matching_anchor() -> None:
     assert set(level.image.tolist()) == {2}
     assert set(level.cls.tolist()) == {7}
     for k in range(6):
-        cell = torch.stack((level.column[k], level.row[k]))
-        torch.testing.assert_close(level.box[k, :2] + cell, torch.tensor([5.3, 4.6]))
-        torch.testing.assert_close(level.box[k, 2:], torch.tensor([3.0, 3.0]))
+        cell = np.array((level.column[k], level.row[k]))
+        np.testing.assert_allclose(level.box[k, :2] + cell, [5.3, 4.6], rtol=1e-6)
+        np.testing.assert_allclose(level.box[k, 2:], [3, 3], rtol=1e-6)
         assert level.anchor_wh[k].tolist() == ANCHORS[0, level.anchor[k]].tolist()
 
 
@@ -67,19 +66,19 @@ def test_a_image_that_is_not_square_uses_both_sides() -> None:
 
 def test_the_last_box_on_a_cell_owns_it() -> None:
     """Levels of 20 x 20 and 10 x 10 cells. The boxes are 8 cells wide on the first, and match one of its anchors."""
-    loss = DetectionLoss(ANCHORS.repeat(2, 1, 1), (8, 16), 4, Hyp(), 160)
+    assign = AnchorTargets(ANCHORS.repeat(2, 0), (8, 16), 4.0)
     boxes = [[0, 1, 0.54, 0.54, 0.4, 0.4], [0, 2, 0.53, 0.53, 0.4, 0.4], [1, 3, 0.53, 0.53, 0.4, 0.4]]
-    found = loss.assign(torch.tensor(boxes), 2, 160, 160)
-    assert found.numbers == [9, 18]
-    assert found.counts.tolist() == [2, 9, 18]
-    image, anchor, row, column, cls = (t[found.own].tolist() for t in found.positives[:5])
-    assert set(cls) == {2, 3}  # another image's box takes nothing away
-    slots = list(zip(image, row, column, anchor, strict=True))
-    first = [((i * 20 + y) * 20 + x) * 3 + a for i, y, x, a in slots[:6]]
-    second = [2 * 20 * 20 * 3 + ((i * 10 + y) * 10 + x) * 3 + a for i, y, x, a in slots[6:]]
-    assert len(set(first)) == 6
-    assert len(set(second)) == 12
-    assert found.slot.tolist() == first + second
+    found = assign(np.array(boxes, np.float32), 2, 160, 160)
+    assert found["counts"].tolist() == [2, 9, 18]
+    assert found["value"][..., 6].sum(1).tolist() == [9, 18]
+    end = 2 * 3 * (20 * 20 + 10 * 10)
+    for level, before, number in ((0, 0, 6), (1, 2 * 20 * 20 * 3, 12)):
+        cell, decides, cls = found["index"][level].T
+        owns = decides < end
+        assert set(cls[owns].tolist()) == {2, 3}  # another image's box takes nothing away
+        assert (decides[owns] - cell[owns]).unique().tolist() == [before]
+        assert len(decides[owns].unique()) == int(owns.sum()) == number
+        assert decides[~owns].unique().tolist() == [end]
 
 
 def test_a_box_without_width_matches_nothing() -> None:

@@ -32,6 +32,7 @@ from trainer.data.torchvision_loaders import (
 from trainer.distributed.comm import World
 from trainer.distributed.strategy import fill
 from trainer.engine.events import Events
+from trainer.engine.step import mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 from trainer.metrics.confusion import TopK
@@ -168,7 +169,7 @@ def test_a_batch_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
             loader = task.train_loader(place, torch.device("cpu"))
             batch = list(loader.epoch(1))[number]
             parts.append(task.move(batch, torch.device("cpu")))
-        return torch.cat([images for images, _ in parts]), torch.cat([shares for _, shares in parts])
+        return torch.cat([images for images, _ in parts]), torch.cat([targets["classes"] for _, targets in parts])
 
     for number in range(3):
         whole, parts = step(1, number), step(3, number)
@@ -321,10 +322,9 @@ def test_top_k_of_merged_ranks_is_that_of_all_images() -> None:
 
 def test_the_loss_is_torchs_cross_entropy() -> None:
     task = open_task(settings("digits", "classify", hyp=Hyp(mosaic=0.0, label_smoothing=0.1), imgsz=32))
-    loss = task.loss_of(None)
+    loss = task.criterion(torch.nn.Linear(1, 1))
     logits, labels = torch.randn(6, 10), torch.arange(6)
-    wanted = loss.assign(labels, 6, 32, 32)
-    terms = loss(logits, loss.match(logits, wanted)[0], wanted.counts)
+    terms = mean_terms(*loss(logits, {"classes": labels}), loss.gains)
     assert float(terms.sum()) == pytest.approx(float(F.cross_entropy(logits, labels, label_smoothing=0.1)), rel=1e-6)
 
 
@@ -492,5 +492,5 @@ def test_gathered_batches_have_the_gradient_of_their_mean(tmp_path: Path) -> Non
         for images in run.train_loader.epoch(0):
             run.step(images)
         assert run.state.step == 12 // batch
-        norms.append(float(run.grad_norm))
+        norms.append(float(run.update.grad_norm))
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)

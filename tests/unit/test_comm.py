@@ -57,8 +57,11 @@ def test_impossible_ranks_are_errors(change: dict[str, str]) -> None:
 )
 def test_the_nodes_cores_are_shared(environment: dict[str, str], local: int, cores: int, expected: int | None) -> None:
     world = World(size=local, local_size=local, launched=True)
-    assert thread_count(environment, world, cores) == expected
-    assert thread_count({"OMP_NUM_THREADS": "1"}, World(), 8) is None  # a choice: not started by torchrun
+    cpu = torch.device("cpu")
+    assert thread_count(environment, world, cpu, cores) == expected
+    assert thread_count({"OMP_NUM_THREADS": "1"}, World(), cpu, 8) is None  # a choice: not started by torchrun
+    # Threads on a GPU's host compete with the dataloader workers.
+    assert thread_count(environment, world, torch.device("cuda", 0), cores) == 1
 
 
 @pytest.mark.parametrize(("nodes", "cores"), [("1", 8), ("2", 4), ("16", 1)])

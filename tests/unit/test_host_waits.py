@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,11 +18,11 @@ from tests.unit.settings import settings
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.distributed.comm import World
-from trainer.engine import trainer
+from trainer.engine import update
 from trainer.engine.events import Events
 from trainer.engine.optim import build_optimizer
 from trainer.engine.trainer import Trainer
-from trainer.losses.detection import DetectionLoss
+from trainer.losses.anchored import AnchorTargets, DetectionLoss
 
 #: Operations that launch no kernel.
 VIEWS = ("view", "reshape", ".t.", "transpose", "permute", "expand", "select", "slice", "squeeze", "detach", "alias")
@@ -45,8 +46,8 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that makes three steps of a run and returns the operations of the last one."""
+def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that starts a run on the device "meta"."""
     monkeypatch.setattr(
         "trainer.distributed.strategy.nn.utils.clip_grad_norm_", lambda *_: torch.zeros((), device=META)
     )
@@ -57,15 +58,26 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             group |= {"fused": False, "foreach": True}  # meta has no fused kernels
         return made
 
-    monkeypatch.setattr(trainer, "build_optimizer", unfused)
+    monkeypatch.setattr(update, "build_optimizer", unfused)
+    anchors = np.array([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3, np.float32)  # meta tensors have no values
+    monkeypatch.setattr(DetectionLoss, "assigner", lambda loss: AnchorTargets(anchors, loss.strides, 4.0))
     monkeypatch.setattr(Trainer, "autocast", lambda _: contextlib.nullcontext())  # meta has none
 
-    def run(**more: Any) -> Counter[str]:
+    def start(**more: Any) -> Trainer:
         training = Trainer(settings(**{"hyp": Hyp(), "precision": "fp32", **more}), World(), META, Events({}))
         training.start()
-        if isinstance(training.loss, DetectionLoss):  # otherwise copied from the device at the first step
-            training.loss.anchors = torch.tensor([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3)
         training.local_model.train()
+        return training
+
+    return start
+
+
+@pytest.fixture
+def steps(started: Any) -> Any:
+    """Return a function that makes three steps of a run and returns the operations of the last one."""
+
+    def run(**more: Any) -> Counter[str]:
+        training = started(**more)
         for batch, _ in zip(training.train_loader.epoch(0, 0), range(3), strict=False):
             with Launches() as launches:
                 training.step(batch)
@@ -88,10 +100,67 @@ def test_a_wait_is_an_error_here(steps: Any, tmp_path: Path, monkeypatch: pytest
     """Plant one in the loss."""
     whole = DetectionLoss.__call__
 
-    def waits(self: DetectionLoss, *arguments: Any) -> torch.Tensor:
-        terms = whole(self, *arguments)
-        return terms if float(terms.sum()) >= 0 else -terms
+    def waits(self: DetectionLoss, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sums, counts = whole(self, *arguments)
+        return (sums if float(sums.sum()) >= 0 else -sums), counts
 
     monkeypatch.setattr(DetectionLoss, "__call__", waits)
     with pytest.raises(RuntimeError, match="meta tensor"):
         steps(data=str(squares(tmp_path / "set", train=30)), cfg="yolov5n.yaml", batch=8, imgsz=64, noautoanchor=True)
+
+
+class Shapes(TorchDispatchMode):
+    """Records every operation with the shapes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        leaves = torch.utils._pytree.tree_leaves((args, made))
+        self.seen.append((func, *(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))))
+        return made
+
+
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
+def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(cfg: str, started: Any, tmp_path: Path) -> None:
+    data = squares(tmp_path / "set", train=80)
+    training = started(data=str(data), cfg=cfg, batch=8, imgsz=64, noautoanchor=True, hyp=Hyp(close_mosaic=0.0))
+    steps, labels = [], set()
+    for batch in training.train_loader.epoch(0, 0):
+        with Shapes() as shapes:
+            training.step(batch)
+        steps.append(shapes.seen)
+        labels.add(len(batch.labels))
+    assert len(labels) > 3  # the batches have different numbers of boxes
+    assert len(steps[-1]) > 500
+    later = [seen for seen in steps[1:-1] if len(seen) == len(steps[1])]  # with an update, like the second
+    assert len(later) > 3
+    assert all(seen == later[0] for seen in later)
+
+
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
+def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path: Path) -> None:
+    """With torch's frontend alone: what makes it compile again is the same for every backend."""
+    how = {"data": str(squares(tmp_path / "set", train=16)), "cfg": cfg, "batch": 4, "imgsz": 64, "noautoanchor": True}
+    how |= {"epochs": 50, "hyp": Hyp(close_mosaic=0.0)}
+    training = Trainer(settings(**how), World(), torch.device("cpu"), Events({}))
+    training.start()
+    training.task.prepare_targets(training.train_loader, training.train_step.criterion, pads=True)
+    raw = [t.detach() for t in training.local_model(torch.zeros(4, 3, 64, 64))]
+    traces = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        traces.append(graph)
+        return graph.forward
+
+    loss = torch.compile(training.train_step.criterion.__call__, backend=backend, fullgraph=True, dynamic=False)
+    counts = set()
+    for epoch in range(50):
+        for batch in training.train_loader.epoch(epoch):
+            sums, _ = loss(raw, batch.targets)
+            counts.add(len(batch.labels))
+    assert sums.isfinite().all()
+    assert len(counts) > 5
+    assert len(traces) == 1

@@ -61,7 +61,7 @@ def test_cached_batches_are_equal_and_images_are_read_once(dataset, tmp_path, ki
     batches = [b for e in range(2) for b in loader.epoch(e)]
     for batch, same in zip(batches, expected, strict=True):
         assert torch.equal(batch.images, same.images)
-        assert torch.equal(batch.targets, same.targets)
+        assert torch.equal(batch.labels, same.labels)
     if kind == "ram":
         assert not (tmp_path / "home").exists()
         if not workers:  # their batches are there

@@ -49,12 +49,12 @@ def train_loader(dataset, *, rank=0, world=1, batch=6, workers=0, seed=3, hyp=No
 
 def assert_equal(batches, expected):
     for batch, other in zip(batches, expected, strict=True):
-        for name in ("ids", "images", "targets"):
+        for name in ("ids", "images", "labels"):
             assert torch.equal(getattr(batch, name), getattr(other, name))
 
 
 def global_epoch(dataset, epoch, world, workers, **options):
-    """Per step: ids, images and targets of all ranks, joined in the order of the ranks."""
+    """Per step: ids, images and labels of all ranks, joined in the order of the ranks."""
     ranks = [
         list(train_loader(dataset, rank=r, world=world, workers=workers, **options).epoch(epoch)) for r in range(world)
     ]
@@ -64,7 +64,7 @@ def global_epoch(dataset, epoch, world, workers, **options):
         images = torch.cat([b.images for b in batches])
         rows, first = [], 0
         for b in batches:
-            shifted = b.targets.clone()
+            shifted = b.labels.clone()
             shifted[:, 0] += first
             rows.append(shifted)
             first += len(b.ids)
@@ -288,7 +288,7 @@ def test_rect_batches_have_similar_aspects_and_no_mosaics():
     still = Hyp(scale=0.0, translate=0.0, fliplr=0.0)
     for batch in train_loader(data, batch=4, rect=True, hyp=still).epoch(0):
         height, width = batch.images.shape[1:3]
-        for k, _, cx, cy, w, h in batch.targets.tolist():
+        for k, _, cx, cy, w, h in batch.labels.tolist():
             rows, columns = data.sizes[int(batch.ids[int(k)])]
             ratio = 64 / max(rows, columns)
             assert (cx, cy) == pytest.approx((0.5, 0.5))

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import Hyp
+from trainer.data.detection_loader import Capacity
+from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
-from trainer.losses import Loss
-from trainer.losses.aligned import AlignedLoss
-from trainer.losses.detection import DetectionLoss, Positives, ciou
+from trainer.losses.aligned import AlignedLoss, candidates
+from trainer.losses.anchored import DetectionLoss, assign_level, ciou
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
@@ -40,10 +41,13 @@ def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
     return [torch.randn(images, *before, SIDE // s, SIDE // s, values, requires_grad=True) for s in (8, 16, 32)]
 
 
-def terms_of(loss: Loss, raw: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    assigned = loss.assign(targets, raw[0].shape[0], SIDE, SIDE)
-    matched, late = loss.match(raw, assigned)
-    return loss(raw, matched, torch.cat((assigned.counts, late)))
+def targets_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
+    targets: dict[str, torch.Tensor] = loss.assigner()(labels.numpy(), raw[0].shape[0], SIDE, SIDE, **more)
+    return targets
+
+
+def terms_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> torch.Tensor:
+    return mean_terms(*loss(raw, targets_of(loss, raw, labels, **more)), loss.gains)
 
 
 def test_ciou_against_the_formula_by_hand() -> None:
@@ -85,39 +89,41 @@ def test_ciou_of_boxes_apart_or_empty_has_a_finite_gradient() -> None:
 def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
     """The same loss, spelled out one positive at a time."""
     loss, raw = loss_for("anchors"), outputs("anchors", 2)
-    assignment = loss.assign(TARGETS, 2, SIDE, SIDE)
+    assigner, pairs = loss.assigner(), 0
     box, obj, cls = 0.0, 0.0, 0.0
-    levels = zip(*(column.split(assignment.numbers) for column in assignment.positives), strict=True)
-    for i, (t, level) in enumerate(zip(raw, map(Positives._make, levels), strict=True)):
+    for i, t in enumerate(raw):
+        level = assign_level(TARGETS.numpy(), assigner.anchors[i], *t.shape[2:4], 4.0)
         n = len(level.image)
+        pairs += n
         wanted = torch.zeros(t.shape[:4])
         for k in range(n):
             p = t[level.image[k], level.anchor[k], level.row[k], level.column[k]]
-            xy, wh = p[:2].sigmoid() * 2 - 0.5, (p[2:4].sigmoid() * 2) ** 2 * level.anchor_wh[k]
-            quality = ciou(torch.cat((xy, wh))[None], level.box[k][None])[0]
+            xy, wh = p[:2].sigmoid() * 2 - 0.5, (p[2:4].sigmoid() * 2) ** 2 * torch.tensor(level.anchor_wh[k])
+            quality = ciou(torch.cat((xy, wh))[None], torch.tensor(level.box[k])[None])[0]
             box += (1 - quality).item() / n
-            cls += F.binary_cross_entropy_with_logits(p[5:], F.one_hot(level.cls[k], 3).float()).item() / n
+            cls += (
+                F.binary_cross_entropy_with_logits(p[5:], F.one_hot(torch.tensor(level.cls[k]), 3).float()).item() / n
+            )
             wanted[level.image[k], level.anchor[k], level.row[k], level.column[k]] = max(quality.item(), 0)
         obj += (4.0, 1.0, 0.4)[i] * F.binary_cross_entropy_with_logits(t[..., 4], wanted).item()
     expected = [0.05 * box, 1.0 * (SIDE / 640) ** 2 * obj, 0.5 * 3 / 80 * cls]
-    assert len(assignment.own) > 20
+    assert pairs > 20
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     """The same loss, spelled out one point at a time."""
     loss, raw = loss_for("anchor-free"), outputs("anchor-free", 2)
-    (found, matched), late = loss.match(raw, loss.assign(TARGETS, 2, SIDE, SIDE))
+    targets = targets_of(loss, raw, TARGETS)
+    found = candidates(targets)
     flat = torch.cat([t.flatten(1, 2) for t in raw], 1).detach()
+    matched = loss.match(flat, found)
     wanted = torch.zeros(2, 84, 3)
     box = dfl = 0.0
-    for image, point, cls, target, weight in zip(
-        matched.image, matched.point, matched.cls, matched.target, matched.weight, strict=True
-    ):
+    for image, point, at, cls, target, weight in zip(*matched, strict=True):
         wanted[image, point, cls] += weight
         bins = flat[image, point, :64].view(4, BINS)
-        x, y = found.points[point].tolist()
-        stride = found.strides[point].item()
+        x, y, stride = at.tolist()
         sides = [sum(k * p for k, p in enumerate(b.softmax(0).tolist())) * stride for b in bins]
         got = torch.tensor([[x + (sides[2] - sides[0]) / 2, y + (sides[3] - sides[1]) / 2]])
         got = torch.cat((got, torch.tensor([[sides[0] + sides[2], sides[1] + sides[3]]])), 1)
@@ -132,7 +138,7 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     total = matched.weight.sum().item()
     assert int((matched.weight > 0).sum()) > 15
     assert total > 1
-    assert late.item() == pytest.approx(total)
+    assert loss(raw, targets)[1].tolist() == pytest.approx([2, total])
     expected = [7.5 * box / total, 0.5 * cls_sum / total, 1.5 * dfl / total]
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-4)
 
@@ -190,17 +196,41 @@ def test_the_anchor_free_head_ignores_the_gains_of_the_other_and_refuses_label_s
 @HEADS
 @pytest.mark.parametrize("split", [1, 3, 5])
 def test_shares_of_uneven_ranks_add_up_to_the_whole(head: str, split: int) -> None:
-    """Images 0 and 1 hold all boxes: the second share has none at all where it begins later."""
+    """Images 0 and 1 have all boxes, so the second share has none if it begins later."""
     loss, raw = loss_for(head), outputs(head, 6)
     whole = terms_of(loss, raw, TARGETS)
     first = TARGETS[TARGETS[:, 0] < split]
     second = TARGETS[TARGETS[:, 0] >= split] - torch.tensor([split, 0, 0, 0, 0, 0])
     parts = [([t[:split] for t in raw], first), ([t[split:] for t in raw], second)]
-    assigned = [loss.assign(targets, part[0].shape[0], SIDE, SIDE) for part, targets in parts]
-    matches = [loss.match(part, a) for (part, _), a in zip(parts, assigned, strict=True)]
-    counts = torch.cat((assigned[0].counts + assigned[1].counts, matches[0][1] + matches[1][1]))
-    shares = [loss(part, matched, counts) for (part, _), (matched, _) in zip(parts, matches, strict=True)]
+    (sums, counts), (other_sums, other_counts) = (loss(part, targets_of(loss, part, boxes)) for part, boxes in parts)
+    shares = [mean_terms(each, counts + other_counts, loss.gains) for each in (sums, other_sums)]
     torch.testing.assert_close(shares[0] + shares[1], whole, rtol=1e-6, atol=1e-7)
+
+
+@HEADS
+def test_rows_that_pad_change_neither_the_loss_nor_a_gradient(head: str) -> None:
+    loss = loss_for(head)
+    found = []
+    for rows in ({}, {"rows": Capacity({"positives": 256, "pairs": 1024, "top": 256, "boxes": 16})}):
+        raw = outputs(head, 3)
+        terms = terms_of(loss, raw, TARGETS, **rows)
+        terms.sum().backward()
+        found.append((terms.detach(), *(t.grad for t in raw)))
+    for padded, plain in zip(*found, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-6, atol=1e-9)
+
+
+@HEADS
+def test_the_shapes_of_the_targets_do_not_depend_on_the_labels(head: str) -> None:
+    loss, raw = loss_for(head), outputs(head, 3)
+    rows = Capacity({"positives": 64, "pairs": 512, "top": 64, "boxes": 8})
+    shapes = {
+        tuple((name, values.shape) for name, values in targets_of(loss, raw, TARGETS[:n], rows=rows).items())
+        for n in range(4)
+    }
+    assert len(shapes) == 1
+    assert Capacity({})("pairs", 5) == 8  # more than the least: the next power of two
+    assert Capacity({"pairs": 4})("pairs", 8) == 8
 
 
 def test_a_network_learns_an_image_by_heart() -> None:

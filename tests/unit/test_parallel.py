@@ -30,13 +30,15 @@ from trainer.config import Settings, preset_for
 from trainer.distributed import comm
 from trainer.distributed.comm import World
 from trainer.distributed.cut import part, split, trace
-from trainer.distributed.data_parallel import AutocastModule, Ddp, Dp
+from trainer.distributed.data_parallel import Ddp, Dp, Outputs
 from trainer.distributed.fsdp import blocks, full_tensor
 from trainer.distributed.strategy import Conditions
 from trainer.distributed.sync_batch_norm import synchronise
 from trainer.engine.optim import CLIP_NORM
+from trainer.engine.step import NetworkWithLoss
 from trainer.engine.timing import StepTimer
 from trainer.errors import TrainerError
+from trainer.losses.cross_entropy import ClassificationLoss
 from trainer.models.blocks import Conv
 from trainer.models.yolo import build_yolo, load_cfg
 
@@ -240,8 +242,8 @@ def shapes(optimizer: dict[str, Any]) -> dict[int, dict[str, torch.Size]]:
 
 def test_compiled_ranks_have_the_losses_of_uncompiled_ones(data: Path, tmp_path: Path) -> None:
     found = []
-    graphs = ["--compile", "--compile-mode", "reduce-overhead"]  # on a CPU without graphs, but with kept gradients
-    for name, more in (("eager", []), ("compiled", ["--compile"]), ("graphs", graphs)):
+    graphs = ["--compile", "graphs"]  # on a CPU without graphs, but with kept gradients
+    for name, more in (("eager", []), ("compiled", ["--compile", "on"]), ("graphs", graphs)):
         arguments = ("train", "--data", str(data), "--cfg", TINY, "--imgsz", "64", "--batch", "6", "--epochs", "1")
         arguments += ("--device", "cpu", "--precision", "fp32", "--log-steps", "--noval", "--project", ".")
         ended = wait(start(tmp_path, ranks(2), *arguments, "--name", name, *more), code=0)
@@ -259,7 +261,7 @@ def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None
         (1, ["--stages", "2"], "error: --stages: --parallel ddp has none"),
         (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not divisible"),
         (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: too many for a"),
-        (1, ["--parallel", "pipeline", "--compile"], "error: --parallel pipeline does not support --compile"),
+        (1, ["--parallel", "pipeline", "--compile", "on"], "error: --compile on: --parallel pipeline does not"),
         (2, ["--parallel", "pipeline", "--freeze", "backbone"], "parameters (all of its layers are frozen)"),
     ):
         ended = train(tmp_path, count, data, *more, code=2)
@@ -338,18 +340,19 @@ def test_a_replica_computes_in_its_precision_in_any_thread() -> None:
     """DataParallel runs each replica in a thread, and autocast is local to a thread."""
     found: list[torch.dtype] = []
     bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    for net in (nn.Conv2d(3, 4, 1), AutocastModule(nn.Conv2d(3, 4, 1), bf16)):
+    wrapped = NetworkWithLoss(nn.Conv2d(3, 4, 1), ClassificationLoss(0.0, 1, CPU), bf16)
+    for net in (nn.Conv2d(3, 4, 1), Outputs(wrapped)):
         with bf16():
             thread = threading.Thread(target=lambda net=net: found.append(net(torch.rand(1, 3, 8, 8)).dtype))
             thread.start()
             thread.join()
     assert found == [torch.float32, torch.bfloat16]
     strategy = Dp(settings(parallel="dp", sync_bn=False), World(), CPU)
-    net = nn.Conv2d(3, 4, 1)
-    strategy.setup(net, copy.deepcopy(net), Conditions(bf16, StepTimer(CPU), 32, 32, always_syncs=True, min_share=2))
+    conditions = Conditions(StepTimer(CPU), 32, 32, always_syncs=True, min_share=2)
+    strategy.setup(wrapped, copy.deepcopy(wrapped.network), conditions)
     strategy._gpus = [0, 1]  # DataParallel ignores missing GPUs
     strategy.refresh()
-    assert isinstance(strategy._net.module, AutocastModule)
+    assert isinstance(strategy._outputs.module, Outputs)
 
 
 def test_dp_reports_unsupported_options_and_missing_gpus(tmp_path: Path, data: Path) -> None:

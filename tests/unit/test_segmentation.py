@@ -25,6 +25,7 @@ from trainer.data.torchvision_loaders import (
 )
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
+from trainer.engine.step import mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 from trainer.losses.cross_entropy import SegmentationLoss
@@ -178,17 +179,17 @@ def test_the_scores_equal_manual_counts() -> None:
 
 
 def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> None:
-    loss = SegmentationLoss(0.1)
+    loss = SegmentationLoss(0.1, 1, torch.device("cpu"))
     logits = torch.randn(3, 4, 8, 8)
     masks = torch.randint(0, 4, (3, 8, 8)).to(torch.uint8)
     masks[0, :5] = 255
-    wanted = loss.assign(masks, 3, 8, 8)
-    assert wanted.counts.tolist() == [3, 3 * 64 - 40]
-    mine = loss(logits, loss.match(logits, wanted)[0], wanted.counts)
+    sums, counts = loss(logits, {"masks": masks})
+    assert counts.tolist() == [3, 3 * 64 - 40]
+    mine = mean_terms(sums, counts, loss.gains)
     torchs = F.cross_entropy(logits, masks.long(), ignore_index=255, label_smoothing=0.1)
     assert float(mine.sum()) == pytest.approx(float(torchs), rel=1e-5)
-    nothing = loss.assign(torch.full_like(masks, 255), 3, 8, 8)
-    assert float(loss(logits, nothing, nothing.counts)) == 0
+    nothing = loss(logits, {"masks": torch.full_like(masks, 255)})
+    assert float(mean_terms(*nothing, loss.gains)) == 0
 
 
 def test_embedded_masks_cover_the_digits() -> None:

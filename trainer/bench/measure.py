@@ -71,6 +71,11 @@ class Measurement:
         return self.val_images / self.val_images_per_s if self.val_images_per_s else None
 
 
+def threads_of(device: str, ranks: int) -> int:
+    """Return the CPU threads per rank of a training on --device, with `ranks` ranks on this machine."""
+    return 1 if comm.gpu_numbers(device) else max(1, comm.usable_cores() // ranks)
+
+
 def measure(settings: Settings, ranks: int, effort: Effort, run: Runner = run_here) -> Measurement:
     """Time a few training steps and a validation of `settings` on `ranks` ranks.
 
@@ -190,12 +195,12 @@ def _rounded_up(count: int, multiple: int) -> int:
 
 def _time_validation(run: Trainer, effort: Effort) -> dict[str, Any]:
     run.average_statistics()
-    run.validate(itertools.islice(run.val_loader, 1))
+    run.validate(itertools.islice(run.evaluator.loader, 1))
     counted = 0
 
     def counting() -> Iterator[Any]:
         nonlocal counted
-        for number, batch in enumerate(run.val_loader, start=1):
+        for number, batch in enumerate(run.evaluator.loader, start=1):
             counted += len(batch.images)
             yield batch
             if number == effort.steps or (

@@ -104,16 +104,16 @@ def record(settings: Settings, steps: int, wide: bool, threads: int) -> list[Ste
         # Reduced over the ranks; clipping is undone.
         grads = {name: p.grad for name, p in training.local_model.named_parameters() if p.grad is not None}
         whole = training.strategy.gather(grads)
-        flat = [whole[name].flatten() for group in training.group_names for name in group if name in whole]
-        unclipped = (training.grad_norm.double().cpu() / CLIP_NORM).clamp(min=1)
+        flat = [whole[name].flatten() for group in training.update.groups for name in group if name in whole]
+        unclipped = (training.update.grad_norm.double().cpu() / CLIP_NORM).clamp(min=1)
         gradients.append(torch.cat(flat).double().cpu() * unclipped)
 
-    training.optimizer.register_step_pre_hook(record_gradient)
+    training.update.optimizer.register_step_pre_hook(record_gradient)
     training.local_model.train()
     recorded: list[Step] = []
     for batch in itertools.islice(steps_of(training), steps):
         training.step(batch)
-        terms = training.unreduced_terms.clone()
+        terms = training.meter.terms.double()
         comm.wait(comm.start_sum(terms))
         recorded.append({"loss": terms.sum().cpu(), "gradient": gradients.pop()})
     return recorded

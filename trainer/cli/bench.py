@@ -39,17 +39,18 @@ class BenchSettings:
     warmup: int = option(3, "Untimed steps before those of each point.", least=1)
     rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
     threads: int | None = option(
-        None, "CPU threads per rank, the same at each point. (default: the cores divided by the most ranks)", least=1
+        None,
+        "CPU threads per rank, the same at each point. (default: 1 on a GPU, else the cores divided by the most ranks)",
+        least=1,
     )
     json: bool = option(False, "Print one JSON object in place of the tables.")
 
     def effort(self, most_ranks: int, job: Job | None) -> Effort:
         """Return how to measure each point."""
-        from trainer.bench.measure import Effort
-        from trainer.distributed.comm import usable_cores
+        from trainer.bench.measure import Effort, threads_of
 
         on_machine = job.world.local_size if job else most_ranks
-        return Effort(self.warmup, self.steps or 0, self.threads or max(1, usable_cores() // on_machine))
+        return Effort(self.warmup, self.steps or 0, self.threads or threads_of(self.device, on_machine))
 
     def __post_init__(self) -> None:
         check_declared(self)

@@ -21,7 +21,9 @@ class ProfileSettings:
     warmup: int = option(3, "Steps before the profiled ones.", least=1)
     ranks: int = option(1, "Ranks on this machine; rank 0 writes the trace.", least=1)
     device: str = option("", "cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")
-    threads: int | None = option(None, "CPU threads per rank. (default: the cores divided by the ranks)", least=1)
+    threads: int | None = option(
+        None, "CPU threads per rank. (default: 1 on a GPU, else the cores divided by the ranks)", least=1
+    )
 
 
 @takes(ProfileSettings)
@@ -32,13 +34,13 @@ def profile(context: typer.Context, **options: Any) -> None:
     options are those of `trainer train`: `--data`, `--cfg`, `--batch`, `--imgsz`, ...
     """
     from trainer.bench import profile as profiling
-    from trainer.distributed.comm import usable_cores
+    from trainer.bench.measure import threads_of
 
     s = ProfileSettings(**options)
     check_declared(s)
     if s.out.is_dir():
         raise TrainerError(f"--out {s.out}: is a folder", "use the path of a file")
-    threads = s.threads or max(1, usable_cores() // s.ranks)
+    threads = s.threads or threads_of(s.device, s.ranks)
     settings = settings_of(context.args, s.device, ranks=s.ranks)
     table = profiling.profile(settings, s.ranks, threads, s.steps, s.warmup, s.out)
     typer.echo(f"{table}\n{s.out}: {s.steps} steps; open it at https://ui.perfetto.dev")

@@ -13,7 +13,6 @@ from trainer.errors import TrainerError
 SCHEDULES = ("linear", "cosine", "one-cycle")
 OPTIMIZERS = ("SGD", "Adam", "AdamW")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
-COMPILE_MODES = ("default", "reduce-overhead")
 PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
 PRESET: Any = None  # the default is the preset's
 REQUIRED: Any = dataclasses.MISSING
@@ -121,12 +120,12 @@ class Settings:
         "On a GPU: deterministic algorithms only, so that a resumed run equals an uninterrupted one. Slower. On a CPU "
         "every run is.",
     )
-    compile: bool = option(False, "Compile the network with torch.compile: slower start, faster steps.")
-    compile_mode: str = option(
-        "default",
-        "Mode of --compile. reduce-overhead: on a GPU, CUDA graphs start all kernels of the network at once; the log "
-        "says why where they cannot be used.",
-        known=COMPILE_MODES,
+    compile: str = option(
+        "auto",
+        "Compile the network and its loss with torch.compile: a start of a minute or more, then faster steps. on: "
+        "fused kernels. graphs: replay them as CUDA graphs too. auto: graphs on a GPU if the run is long enough.",
+        known=("auto", "off", "on", "graphs"),
+        metavar="[auto|off|on|graphs]",
     )
     parallel: str = option(
         "ddp",
@@ -223,8 +222,6 @@ class Settings:
         if (self.stages or self.micro_batches) and self.parallel != "pipeline":
             given = "--stages" if self.stages else "--micro-batches"
             raise TrainerError(f"{given}: --parallel {self.parallel} has none", "add --parallel pipeline")
-        if self.compile_mode != "default" and not self.compile:
-            raise TrainerError(f"--compile-mode {self.compile_mode}: nothing is compiled", "add --compile")
         if self.unfreeze and not layers(self.freeze):
             raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
         if not self.name or Path(self.name).name != self.name:

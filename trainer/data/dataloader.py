@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -30,16 +30,31 @@ _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched
 
 
 class BatchData:
-    """Mixin for batch dataclasses: DataLoader's pin_memory(), and the transfer from a worker."""
+    """Mixin for batch dataclasses, whose fields are tensors, dicts of tensors, and plain values.
+
+    A training batch has `images`, `targets` (what the loss needs of the labels, by name), `ids` int64 (b,), and
+    `global_size`, the images of the step on all ranks together.
+    """
 
     def pin_memory(self: Any) -> Any:
         """Return the same batch in pinned memory."""
-        values = {k: v.pin_memory() for k, v in vars(self).items() if isinstance(v, (torch.Tensor, BatchData))}
+        return self._each(lambda value: value.pin_memory())
+
+    def _each(self: Any, change: Callable[[Any], Any]) -> Any:
+        """Return the same batch with every tensor changed."""
+        values: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, (torch.Tensor, BatchData)):
+                values[name] = change(value)
+            elif isinstance(value, dict):
+                values[name] = {key: change(tensor) for key, tensor in value.items()}
         return replace(self, **values)
 
     def __reduce__(self: Any) -> tuple[Any, ...]:
         # torch sends each tensor as a file; pickling the values is faster for tensors that are not in shared memory.
         def sent(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: sent(each) for key, each in value.items()}
             is_private = isinstance(value, torch.Tensor) and not value.is_shared()  # type: ignore[no-untyped-call]
             return value.numpy() if is_private else value
 
@@ -47,7 +62,12 @@ class BatchData:
 
 
 def _batch_of(kind: Any, values: list[Any]) -> Any:
-    return kind(*(torch.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values))
+    def received(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: received(each) for key, each in value.items()}
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+    return kind(*map(received, values))
 
 
 class Collate(Generic[BatchType]):
@@ -251,7 +271,7 @@ class EpochLoader(BatchLoader[BatchType]):
 
 
 def on_side_stream(batches: Iterator[Any], stream: Any) -> Iterator[Any]:
-    """Yield the batches with their images on the stream's GPU, prepared while that still computes the last step.
+    """Yield the batches with images and targets on the stream's GPU, prepared while it computes the last step.
 
     An epoch must not use a new stream: the memory of a stream's tensors is not reused for those of another.
     """
@@ -263,9 +283,11 @@ def on_side_stream(batches: Iterator[Any], stream: Any) -> Iterator[Any]:
             if batch is None:
                 return
             images = batch.images.to(stream.device, non_blocking=True)
+            targets = {name: values.to(stream.device, non_blocking=True) for name, values in batch.targets.items()}
         current.wait_stream(stream)
-        images.record_stream(current)  # its memory is reused only after the step
-        yield replace(batch, images=images)
+        for tensor in (images, *targets.values()):
+            tensor.record_stream(current)  # its memory is reused only after the step
+        yield replace(batch, images=images, targets=targets)
 
 
 class EvalLoader(BatchLoader[BatchType]):

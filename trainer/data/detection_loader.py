@@ -1,17 +1,19 @@
 """Dataloaders of detection: batches of augmented images (augment.py), and letterboxed validation batches."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trainer.config import Hyp
-from trainer.data.augment import recipe_of
+from trainer.data.augment import Recipe, recipe_of
 from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
 from trainer.data.dataloader import BatchData, Collate, EpochLoader, EvalLoader, empty_images
 from trainer.data.dataset import Dataset, Image
@@ -27,14 +29,35 @@ _PACKED = 4  # sources that a mosaic at scale 0.5 shows completely
 _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
+# Labels float32 (n, 6), images, height, width, rows -> what the loss needs of them: see `AnchorTargets` of losses/.
+Assign = Callable[..., dict[str, torch.Tensor]]
+_SAMPLED = 8  # steps whose targets show how many rows they need
+_SPARE = 1.25  # times as many rows
+
+
 @dataclass
 class Batch(BatchData):
     """One rank's part of a global training batch."""
 
     images: Any  # uint8 (b, h, w, 3), RGB; h = w = imgsz unless --rect or --multi-scale. From a worker: or a Painting
-    targets: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
+    labels: torch.Tensor  # float32 (n, 6): index in this batch, class, cx, cy, w, h as fractions of w and h
+    targets: dict[str, torch.Tensor]  # by `Assign`; empty without
     ids: torch.Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Numbers of rows for lists of targets: powers of two, at least `least`, so that they hardly ever change.
+
+    A compiled step is compiled again for other shapes.
+    """
+
+    least: Mapping[str, int]
+
+    def __call__(self, name: str, needed: int) -> int:
+        """Return the rows of the list `name`, which needs `needed`."""
+        return max(self.least.get(name, 1), 1 << max(needed - 1, 0).bit_length())
 
 
 @dataclass
@@ -57,6 +80,8 @@ def check_imgsz(imgsz: int, stride: int) -> None:
 
 class _TrainCollate(Collate[Batch]):
     cached: CachedImages | None = None
+    assign: Assign | None = None
+    rows: Callable[[str, int], int] | None = None  # None: as many as a batch needs
     is_resident = False  # whether the painter's device holds the cached images
 
     def __init__(
@@ -78,7 +103,8 @@ class _TrainCollate(Collate[Batch]):
         source, side = self.cached or self.dataset, self.min_side
         return lru_cache(WINDOW + WINDOW // 4)(lambda index: source.image(index, side))
 
-    def collate(self, spec: BatchSpec) -> Batch:
+    def recipes(self, spec: BatchSpec) -> list[Recipe]:
+        """Return the recipes of a batch's images."""
         plain = spec.epoch >= self.plain_from
         hyp = replace(self.hyp, mosaic=0.0, mixup=0.0, copy_paste=0.0) if plain else self.hyp
         recipes = []
@@ -86,6 +112,15 @@ class _TrainCollate(Collate[Batch]):
             repeat = [] if spec.repeats is None else spec.repeats[k : k + 1].tolist()
             rng = np.random.default_rng([IMAGE, self.seed, spec.epoch, index, *repeat])
             recipes.append(recipe_of(self.dataset, index, spec.neighbours[k], hyp, rng, spec.shape))
+        return recipes
+
+    def targets(self, labels: Any, spec: BatchSpec) -> dict[str, torch.Tensor]:
+        """Return what the loss needs of a batch's labels."""
+        options = {"rows": self.rows} if self.rows else {}
+        return self.assign(labels, len(spec.ids), *spec.shape, **options) if self.assign else {}
+
+    def collate(self, spec: BatchSpec) -> Batch:
+        recipes = self.recipes(spec)
         images: Any
         if self.paints:
             images = empty_images((len(spec.ids), *spec.shape, 3))
@@ -93,10 +128,16 @@ class _TrainCollate(Collate[Batch]):
                 paint(recipe, self.image, out)
         else:
             images = pack(recipes, self.image, self.cached if self.is_resident else None)
-        labels = [recipe.labels for recipe in recipes]
-        owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
-        targets = torch.from_numpy(np.column_stack([owner, np.concatenate(labels)]))
-        return Batch(images, targets, torch.tensor(spec.ids), spec.global_size)
+        labels = labels_of(recipes)
+        targets = self.targets(labels, spec)
+        return Batch(images, torch.from_numpy(labels), targets, torch.tensor(spec.ids), spec.global_size)
+
+
+def labels_of(recipes: Sequence[Recipe]) -> npt.NDArray[np.float32]:
+    """Return the labels of a batch, (n, 6): index in the batch, class, cx, cy, w, h as fractions of w and h."""
+    labels = [recipe.labels for recipe in recipes]
+    owner = np.repeat(np.arange(len(labels), dtype=np.float32), [len(part) for part in labels])
+    return np.column_stack([owner, np.concatenate(labels)])
 
 
 class _ValCollate(Collate[ValBatch]):
@@ -168,6 +209,27 @@ class TrainLoader(EpochLoader[Batch]):
         message = self._painter.hold(collate.cached) if self._painter else ""
         collate.is_resident = self._painter is not None and self._painter.is_resident
         return message
+
+    def assign_with(self, assign: Assign, *, pads: bool) -> None:
+        """Let the workers make the loss's targets, before the first epoch.
+
+        With `pads` the targets of all batches have the same shapes, unless a batch has far more objects than
+        those of the first steps.
+        """
+        collate = self._collate
+        collate.assign = assign
+        if not pads:
+            return
+        most: dict[str, int] = {}
+
+        def seen(name: str, needed: int) -> int:
+            most[name] = max(needed, most.get(name, 0))
+            return needed
+
+        collate.rows = seen
+        for spec in itertools.islice(self.sampler.specs_from(0, 0), _SAMPLED):
+            collate.targets(labels_of(collate.recipes(spec)), spec)
+        collate.rows = Capacity({name: Capacity({})(name, int(needed * _SPARE)) for name, needed in most.items()})
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of `epoch` from `first_step` on, painted."""

@@ -35,10 +35,15 @@ class ClassificationBatch(BatchData):
     """
 
     images: Tensor  # uint8 (b, side, side, 3), RGB; (b + 1, ...) with MixUp or CutMix
-    labels: Tensor  # int64 (b,) or (b + 1,)
+    targets: dict[str, Tensor]  # classes: int64 (b,) or (b + 1,)
     ids: Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
     mix_seed: int = -1  # seed of the step's MixUp or CutMix; -1: neither
+
+    @property
+    def labels(self) -> Tensor:
+        """The classes of the images."""
+        return self.targets["classes"]
 
 
 def _padding(imgsz: int, hyp: Hyp) -> int | None:
@@ -120,7 +125,7 @@ class ClassificationCollate(Collate[ClassificationBatch]):
         mix_seed = -1
         if self._mixes:
             mix_seed = int(np.random.SeedSequence([MIX, self._seed, spec.epoch, spec.step]).generate_state(1)[0])
-        return ClassificationBatch(images, labels, torch.tensor(spec.ids), spec.global_size, mix_seed)
+        return ClassificationBatch(images, {"classes": labels}, torch.tensor(spec.ids), spec.global_size, mix_seed)
 
 
 @dataclass
@@ -128,9 +133,14 @@ class SegmentationBatch(BatchData):
     """One rank's part of a global batch."""
 
     images: Tensor  # uint8 (b, side, side, 3), RGB
-    masks: Tensor  # uint8 (b, side, side): the class, or IGNORED; padding is IGNORED
+    targets: dict[str, Tensor]  # masks: uint8 (b, side, side), the class or IGNORED; padding is IGNORED
     ids: Tensor  # int64 (b,)
     global_size: int  # images of this step on all ranks together
+
+    @property
+    def masks(self) -> Tensor:
+        """The classes of the pixels."""
+        return self.targets["masks"]
 
 
 def mask_transform(imgsz: int, hyp: Hyp) -> v2.Compose:
@@ -167,4 +177,4 @@ class SegmentationCollate(Collate[SegmentationBatch]):
             height, width = mask.shape
             images[k, :height, :width] = image.permute(1, 2, 0)
             masks[k, :height, :width] = mask
-        return SegmentationBatch(images, masks, torch.tensor(spec.ids), spec.global_size)
+        return SegmentationBatch(images, {"masks": masks}, torch.tensor(spec.ids), spec.global_size)

@@ -5,41 +5,36 @@ ddp is torch's DistributedDataParallel; a single process uses the same class. dp
 
 import contextlib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Autocast, Conditions, Evaluate, Strategy
+from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
 from trainer.distributed.sync_batch_norm import synchronise
 from trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.engine.step import NetworkWithLoss
 
 
 class Ddp(Strategy):
     """DistributedDataParallel: all-reduce of the gradients overlaps with the backward pass."""
 
-    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
-        """Wrap the model, if the world has other ranks."""
-        self.module, self.average, self._conditions = model, average, conditions
+    def setup(self, whole: "NetworkWithLoss", average: nn.Module, conditions: Conditions) -> None:
+        """Wrap network and loss, if the world has other ranks."""
+        self.module, self.average, self._conditions, self._whole = whole.network, average, conditions, whole
         if self._settings.sync_bn and comm.is_distributed():
-            synchronise(model, self._device)
-        if self._settings.compile:
-            # Without `dynamic=False`, a second shape (of a last batch) would make all kernels dynamic.
-            dynamic = None if self._settings.multi_scale or self._settings.rect else False
-            model.compile(dynamic=dynamic, mode=self._settings.compile_mode)
-            # torch logs why a network on a GPU is not captured.
-            if self._settings.compile_mode != "default" and self._device.type == "cpu":
-                self.summary = f"--compile-mode {self._settings.compile_mode}: without CUDA graphs, which need a GPU"
+            synchronise(self.module, self._device)
         self.refresh()
 
     def refresh(self) -> None:
-        """Wrap the model again."""
-        self._net: nn.Module = self.module
+        """Wrap network and loss again."""
+        self._net: nn.Module = self._whole
         if comm.is_distributed():
             known = inspect.signature(DistributedDataParallel.__init__).parameters
             # Batch norm's buffers are averaged before validation, not at every step. torch 2.15 renames the option.
@@ -48,7 +43,7 @@ class Ddp(Strategy):
             options: dict[str, Any] = {buffers: False, "static_graph": self._conditions.always_syncs}
             options["gradient_as_bucket_view"] = True
             devices = [self._device.index] if self._device.type == "cuda" else None
-            net = DistributedDataParallel(self.module, device_ids=devices, **options)
+            net = DistributedDataParallel(self._whole, device_ids=devices, **options)
             _sum_gradients(net, self._conditions, compress=self._settings.grad_compress == "bf16")
             self._net = net
             self._fix_bucket_order()
@@ -61,32 +56,28 @@ class Ddp(Strategy):
         """
         before = [b.clone() for b in self.module.buffers()]
         side = self._conditions.min_side
-        images = torch.zeros(2, 3, side, side, device=self._device).to(memory_format=torch.channels_last)
+        images = torch.zeros(2, side, side, 3, dtype=torch.uint8, device=self._device)
         self._net.train()
-        for _ in range(2):  # the second forward pass applies the new order
-            with torch.compiler.set_stance("force_eager"):  # no compilation for this shape
-                self.step(images, _sum_of_outputs, sync=True)
+        with self._whole.without_loss(), torch.compiler.set_stance("force_eager"):  # no compilation for this shape
+            for _ in range(2):  # the second forward pass applies the new order
+                self.step(images, {}, lambda sums, _: sums, sync=True)
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         for buffer, value in zip(self.module.buffers(), before, strict=True):
             buffer.copy_(value)
 
-    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+    def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Return the sums and counts of this rank's share."""
+        return self._net(images, targets)  # type: ignore[no-any-return]
+
+    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
         """Run forward and backward on this rank's share."""
         skips_sync = comm.is_distributed() and not sync
-        if self._settings.compile_mode != "default":  # this imports the compiler
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         with self._net.no_sync() if skips_sync else contextlib.nullcontext():  # type: ignore[operator]
-            with self._conditions.autocast():
-                raw = self._net(images)
-            evaluate(raw).backward()  # type: ignore[no-untyped-call]
+            loss_of(*self.forward(images, targets)).backward()  # type: ignore[no-untyped-call]
         if not skips_sync:
             self._conditions.timer.after_backward()
-
-
-def _sum_of_outputs(raw: Any) -> Tensor:
-    return torch.stack([tensor.float().sum() for tensor in tree_leaves(raw)]).sum()
 
 
 def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, compress: bool) -> None:
@@ -113,7 +104,7 @@ def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, co
 class Dp(Ddp):
     """DataParallel: every step copies the model to all GPUs and gathers the outputs on the first."""
 
-    unsupported = ("sync_bn", "compile", "grad_compress")
+    unsupported = ("sync_bn", "grad_compress")
 
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         if world.size > 1:
@@ -128,21 +119,23 @@ class Dp(Ddp):
             self.summary = f"--parallel dp: training on {device} only; to use several GPUs: --device 0,1"
 
     def refresh(self) -> None:
-        """Wrap the model again."""
-        self._net = self.module
+        """Wrap the network again."""
+        self._outputs: nn.Module = Outputs(self._whole)
         if len(self._gpus) > 1:
-            copied = AutocastModule(self.module, self._conditions.autocast)
-            self._net = nn.DataParallel(copied, device_ids=self._gpus)
+            self._outputs = nn.DataParallel(self._outputs, device_ids=self._gpus)
+
+    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
+        """Run forward on all GPUs, and the loss on the first."""
+        loss_of(*self._whole.criterion(self._outputs(images), targets)).backward()  # type: ignore[no-untyped-call]
 
 
-class AutocastModule(nn.Module):
-    """A network that enters autocast in its forward pass, because DataParallel's threads lose the dtype."""
+class Outputs(nn.Module):
+    """The network of a NetworkWithLoss as a module that DataParallel can copy to several GPUs."""
 
-    def __init__(self, module: nn.Module, autocast: Autocast) -> None:
+    def __init__(self, whole: "NetworkWithLoss") -> None:
         super().__init__()
-        self._module, self._autocast = module, autocast
+        self.whole = whole
 
     def forward(self, images: Tensor) -> Any:
-        """Return the network's outputs."""
-        with self._autocast():
-            return self._module(images)
+        """Return the network's outputs; each GPU's thread needs the context of the precision."""
+        return self.whole.outputs(images)

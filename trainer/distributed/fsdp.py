@@ -1,8 +1,11 @@
 """--parallel fsdp: weights, gradients and optimizer state in shards of the ranks, by fully_shard."""
 
+from __future__ import annotations
+
 import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as torch_dist
@@ -15,9 +18,12 @@ from torch.optim import Optimizer
 
 from trainer.config import Settings
 from trainer.distributed import comm
-from trainer.distributed.strategy import Conditions, Evaluate, Strategy
+from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
 from trainer.distributed.sync_batch_norm import synchronise
 from trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.engine.step import NetworkWithLoss
 
 
 class Fsdp(Strategy):
@@ -27,7 +33,7 @@ class Fsdp(Strategy):
     shards in every step, also in steps that do not update the weights.
     """
 
-    unsupported = ("compile", "unfreeze")
+    unsupported = ("unfreeze",)
 
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         if world.size == 1:
@@ -38,9 +44,9 @@ class Fsdp(Strategy):
         super().__init__(settings, world, device)
         self._rank, self._size = self.share
 
-    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
+    def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Keep this rank's shard of every tensor."""
-        self._conditions = conditions
+        self._whole, model = whole, whole.network
         self.host_model = copy.deepcopy(average).to("cpu")
         if self._settings.sync_bn:
             synchronise(model, self._device)
@@ -58,11 +64,9 @@ class Fsdp(Strategy):
         self.module, self.average = model, average
         self.summary = f"fsdp: {len(list(blocks(model)))} blocks and the rest of the model, in {self._size} shards each"
 
-    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
         """Run forward and backward on this rank's share."""
-        with self._conditions.autocast():
-            raw = self.module(images)
-        evaluate(raw).backward()  # type: ignore[no-untyped-call]
+        loss_of(*self._whole(images, targets)).backward()  # type: ignore[no-untyped-call]
 
     def clip(self, scaler: GradScaler, optimizer: Optimizer, parameters: Sequence[Tensor], most: float) -> Tensor:
         """Clip by the norm over the shards of all ranks."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as torch_dist
@@ -16,9 +16,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer.config import Settings
 from trainer.distributed import comm, cut
-from trainer.distributed.strategy import Autocast, Conditions, Evaluate, Strategy
+from trainer.distributed.strategy import Conditions, LossOf, Strategy, Targets
 from trainer.distributed.sync_batch_norm import synchronise
 from trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.engine.step import NetworkWithLoss
 
 MICRO_BATCHES = 4
 MIN_TORCH = (2, 14)  # older versions change batch norm's statistics during shape inference
@@ -31,7 +34,7 @@ class StagePart(nn.Module):
     contiguous tensors, so feature maps (b, c, h, w) are sent as (b, h, w, c), the network's memory format.
     """
 
-    def __init__(self, part: nn.Module, most: int, is_last: bool, autocast: Autocast) -> None:
+    def __init__(self, part: nn.Module, most: int, is_last: bool, autocast: Callable[[], Any]) -> None:
         super().__init__()
         self.part, self.most, self.is_last, self.autocast = part, most, is_last, autocast
         self.output_spec: Any = None  # pytree of the model's outputs, on the last stage
@@ -67,9 +70,9 @@ class JointGPipe:
         placed = PipelineStage(part, stage, stages, device, group=group)
         self._schedule = ScheduleGPipe(placed, number, loss_fn=self._loss, scale_grads=False)
 
-    def step(self, parts: Sequence[Tensor], evaluate: Evaluate) -> None:
+    def step(self, parts: Sequence[Tensor], loss_of_outputs: Callable[[Any], Tensor]) -> None:
         """Compute the gradients of one batch from its micro-batches."""
-        self._evaluate, target = evaluate, torch.zeros((), device=parts[0].device)  # torch requires a target
+        self._loss_of_outputs, target = loss_of_outputs, torch.zeros((), device=parts[0].device)  # torch requires one
         self._schedule.step(
             kwarg_mbs=[{"images": part} for part in parts], target_mbs=[target] * self._number, return_outputs=False
         )
@@ -97,14 +100,12 @@ class JointGPipe:
             for k, part in enumerate(parts):
                 joined[k :: self._number] = part.detach()
             whole.append(joined.requires_grad_())
-        self._evaluate(tree_unflatten(whole, self._part.output_spec)).backward()  # type: ignore[no-untyped-call]
+        self._loss_of_outputs(tree_unflatten(whole, self._part.output_spec)).backward()  # type: ignore[no-untyped-call]
         self._gradients = [_gradient(t) for t in whole]
 
 
 class Pipeline(Strategy):
     """Pipelines of neighbouring ranks; several pipelines are replicas that share each batch."""
-
-    unsupported = ("compile",)
 
     def __init__(self, settings: Settings, world: comm.World, device: torch.device) -> None:
         self.stages = settings.stages or world.size
@@ -122,9 +123,9 @@ class Pipeline(Strategy):
         self.computes_loss = self._stage == self.stages - 1
         self._schedules: dict[torch.Size, JointGPipe] = {}
 
-    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
+    def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
         """Split the model by the times of its operations on rank 0, and keep this stage's part."""
-        self._conditions = conditions
+        self._conditions, self._whole, model = conditions, whole, whole.network
         self.micro_batches = self._settings.micro_batches or min(MICRO_BATCHES, conditions.min_share)
         images = conditions.min_share // self.micro_batches
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
@@ -161,7 +162,7 @@ class Pipeline(Strategy):
         own = set(self.module.state_dict())
         used = {name for names in comm.all_gather(own) for name in names}
         most = -(-self._settings.batch // (replicas * self.micro_batches))
-        self._part = StagePart(self.module, most, self.computes_loss, conditions.autocast)
+        self._part = StagePart(self.module, most, self.computes_loss, whole.autocast)
         self.unused = {name: tensor for name, tensor in model.state_dict().items() if name not in used}
         if replicas > 1 and self._settings.sync_bn:
             synchronise(self.module, self._device, self.replica_group)
@@ -175,7 +176,7 @@ class Pipeline(Strategy):
         side = max(self._settings.imgsz, self._conditions.min_side)
         images = torch.rand(max(2, count), 3, side, side, device=self._device)
         images = images.to(next(model.parameters()).dtype, memory_format=torch.channels_last)
-        with self._conditions.autocast():
+        with self._whole.autocast():
             seconds, sent = cut.measure(copy.deepcopy(model), graph, images)
         cuts = cut.split(seconds, sent, self.stages)
         for start, stop in itertools.pairwise(cuts):
@@ -191,8 +192,9 @@ class Pipeline(Strategy):
         """Discard the schedules: torch infers only once which values need gradients."""
         self._schedules.clear()
 
-    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
         """Run GPipe over M micro-batches; the k-th has the images k, k + M, k + 2M, ..."""
+        images = self._whole.inputs(images)
         number, shape = self.micro_batches, images.shape[2:]
         if shape not in self._schedules:
             self._schedules[shape] = JointGPipe(
@@ -200,7 +202,8 @@ class Pipeline(Strategy):
             )
         dtype, layout = _dtype(self.module), torch.channels_last
         parts = [images[k::number].to(dtype, memory_format=layout) for k in range(number)]
-        self._schedules[shape].step(parts, evaluate)
+        # torch's schedule asks for the loss between the passes.
+        self._schedules[shape].step(parts, lambda outputs: loss_of(*self._whole.criterion(outputs, targets)))
         if sync and self.share[1] > 1:
             self._sum_gradients()
 

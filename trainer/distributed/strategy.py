@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,11 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 
 if TYPE_CHECKING:
+    from trainer.engine.step import NetworkWithLoss
     from trainer.engine.timing import StepTimer
 
-Autocast = Callable[[], AbstractContextManager[Any]]
-Evaluate = Callable[[Any], Tensor]  # the network's outputs for this rank's images -> the loss
+LossOf = Callable[[Tensor, Tensor], Tensor]  # a criterion's sums and counts of this rank -> its share of the loss
+Targets = Mapping[str, Tensor]
 Names = Sequence[Sequence[str]]  # parameter names of each of the optimizer's groups
 KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of its state
 
@@ -31,7 +31,6 @@ KERNELS = ("fused", "foreach")  # implementation of the optimizer; not part of i
 class Conditions:
     """Properties that all steps of a training share."""
 
-    autocast: Autocast  # context of the network's precision
     timer: StepTimer
     min_side: int  # pixels of the smallest image that the network takes
     stride: int  # pixels per cell of the coarsest grid
@@ -49,7 +48,7 @@ class Strategy:
     unsupported: tuple[str, ...] = ()  # settings that must have their defaults
     share: tuple[int, int]  # (k, n): this rank takes the k-th of n shares of each batch
     stages = 1  # neighbouring ranks that process the same share
-    computes_loss = True  # whether this rank computes the loss of its share
+    computes_loss = True  # whether this rank computes the loss of its share; only those call `loss_of` in `step`
     replica_group: comm.Group | None = None  # the ranks with the same part of the model; None: all
     module: nn.Module  # this rank's part of the model, with the model's parameter names; set by `setup`
     average: nn.Module  # the same part of the averaged model
@@ -67,15 +66,15 @@ class Strategy:
         self._settings, self._device = settings, device
         self.share = world.rank, world.size
 
-    def setup(self, model: nn.Module, average: nn.Module, conditions: Conditions) -> None:
-        """Take this rank's part of the model and of its average, both on the device. A collective."""
+    def setup(self, whole: NetworkWithLoss, average: nn.Module, conditions: Conditions) -> None:
+        """Take this rank's part of the network and of its average, both on the device. A collective."""
         raise NotImplementedError
 
     def refresh(self) -> None:
         """Prepare for a change of the trainable parameters. A collective."""
         raise NotImplementedError
 
-    def step(self, images: Tensor, evaluate: Evaluate, sync: bool) -> None:
+    def step(self, images: Tensor, targets: Targets, loss_of: LossOf, sync: bool) -> None:
         """Run forward and backward. With `sync`, the gradients are summed over the ranks afterwards."""
         raise NotImplementedError
 

@@ -43,7 +43,7 @@ def train(settings: Settings) -> None:
     if callback and world.rank == 0:
         events.listener = functools.partial(callbacks.dispatch, callback)
     device = comm.pick_device(settings.device, world, several=settings.parallel == "dp")
-    comm.limit_threads(world)
+    comm.limit_threads(world, device)
     if device.type == "cpu":
         memory.keep_freed_memory()
     begin = time.monotonic()
@@ -62,11 +62,11 @@ def train(settings: Settings) -> None:
         with Watchdog(world, settings.stall_timeout, events, store) as watchdog:
             loop = TrainLoop(training, _make_run_dir(settings, world), signals, watchdog)
             loop.begin()
-            _print_summary(training, backend, parameters)
+            _print_summary(training, loop.results.run_dir, backend, parameters)
             loop.run_epochs()
         comm.barrier()  # rank 0 hosts the store, and may exit once no heartbeat uses it
         if world.rank == 0:  # outside the watchdog, because the other ranks exit meanwhile
-            results.finish(training, time.monotonic() - begin)
+            results.finish(loop.results, training, time.monotonic() - begin)
         # Not after an error: leaving the group can wait for a rank that is lost.
         comm.leave()
 
@@ -89,7 +89,7 @@ def _make_run_dir(settings: Settings, world: comm.World) -> Path:
     return run_dir or first
 
 
-def _print_summary(training: Trainer, backend: str, parameters: int) -> None:
+def _print_summary(training: Trainer, run_dir: Path, backend: str, parameters: int) -> None:
     size = training.world.size
     ranks = f"{size} rank{'s' if size > 1 else ''} over {backend}" if backend else "1 process"
     kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[training.dtype]
@@ -97,7 +97,7 @@ def _print_summary(training: Trainer, backend: str, parameters: int) -> None:
     training.display.print(
         f"{s.data}: {len(training.task.names)} classes, {parameters:,} parameters, {ranks} on {training.device.type}, "
         f"{kind}, {s.imgsz} px, batch {s.batch}, {training.train_loader.steps} steps an epoch"
-        + ("" if training.events.launched else f" -> {training.run_dir}")
+        + ("" if training.events.launched else f" -> {run_dir}")
     )
 
 
@@ -121,7 +121,8 @@ class TrainLoop:
 
     def __init__(self, training: Trainer, run_dir: Path, signals: StopSignals, watchdog: Watchdog) -> None:
         self.training, self.signals, self.watchdog = training, signals, watchdog
-        training.run_dir = run_dir
+        self.run_dir = run_dir
+        self.results = results.Results(run_dir)
         self.saved = time.monotonic(), -1  # time of the last checkpoint and number of its steps
         self.last: dict[str, Any] | None = None  # the last checkpoint's content, for --on-nan skip
 
@@ -140,27 +141,32 @@ class TrainLoop:
             if note := training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads):
                 training.display.print(note)
         if self.writes:
-            for line in note_left_out(training.task.left_out, training.run_dir):
+            for line in note_left_out(training.task.left_out, self.run_dir):
                 training.display.print(line)
         if content:
             training.load_state_dict(content)
-            checkpoints.share_best(training.run_dir / checkpoints.BEST, training.state.best_epoch, self.writes)
+            self.results.history = list(content["history"])
+            checkpoints.share_best(self.run_dir / checkpoints.BEST, training.state.best_epoch, self.writes)
             step = f"step {training.state.step} of {training.train_loader.steps}"
             training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
             before, now = len(content["ranks"]), training.strategy.share[1]
             if before != now:
                 training.display.print(f"the checkpoint is of a training on {before} ranks, this one has {now}")
         if self.writes:
-            results.write_table(training.history, training.run_dir / "results.csv")
-            checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
+            self.results.write_table()
+            checkpoints.discard_after(self.run_dir / "steps.csv", training.logged_steps)
         if training.world.rank == 0:
-            training.logger = RunLogger(training.run_dir, training.task, training.state.epoch + 1)
+            self.results.logger = RunLogger(self.run_dir, training.task, training.state.epoch + 1)
             if not content:
-                training.logger.begin()
+                self.results.logger.begin()
         if s.track:
             self._open_tracker()
         if s.on_nan == "skip":
-            self.last = checkpoint_file.copied(training.state_dict())
+            self.last = checkpoint_file.copied(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        """Return the content of a checkpoint. A collective."""
+        return {**self.training.state_dict(), "history": self.results.history, "data": self.data}
 
     def _open_tracker(self) -> None:
         """Start or continue the run of --track on rank 0. Raise TrainerError on all ranks. A collective."""
@@ -170,15 +176,15 @@ class TrainLoop:
         if training.world.rank == 0:
             try:
                 run_id = run_id if kind == s.track else ""
-                training.tracker = Tracker(s, training.run_dir, run_id, len(training.history))
+                self.results.tracker = Tracker(s, self.run_dir, run_id, len(self.results.history))
             except TrainerError as error:
                 problem = error
         comm.raise_on_all_ranks(problem)
-        training.state.tracker = s.track, comm.broadcast(training.tracker.id if training.tracker else "")
+        training.state.tracker = s.track, comm.broadcast(self.results.tracker.id if self.results.tracker else "")
 
     def _take_folder(self, resumes: bool) -> None:
         """Create the folder, choose its writer, and rename the checkpoints of an earlier run in it. A collective."""
-        training, s, folder = self.training, self.training.settings, self.training.run_dir
+        training, s, folder = self.training, self.training.settings, self.run_dir
         world, existed = training.world, folder.exists()
         comm.barrier()  # another node with the same disk must not find the folder in `existed`
         if comm.is_distributed() and world.local_rank == 0:
@@ -198,14 +204,14 @@ class TrainLoop:
     def _checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint of the run's folder, else of --resume. A collective."""
         training, s = self.training, self.training.settings
-        content = checkpoints.newest_of_all(training.run_dir)
+        content = checkpoints.newest_of_all(self.run_dir)
         if not content and s.resume:  # each job of a launcher has its own folder
             content = checkpoints.newest_of_all(Path(s.resume))
             if not content:
                 raise TrainerError(f"--resume {s.resume}: no complete checkpoint", "start without --resume")
             best = Path(s.resume, checkpoints.BEST)
             if self.writes and best.is_file():
-                checkpoint_file.write_bytes(training.run_dir / checkpoints.BEST, best.read_bytes())
+                checkpoint_file.write_bytes(self.run_dir / checkpoints.BEST, best.read_bytes())
         if content:
             checkpoints.check_same(content, s, self.data, training.task.cfg)
         else:
@@ -225,15 +231,15 @@ class TrainLoop:
             shares = comm.all_gather(own)
             is_best = scores is not None and scores.fitness > training.state.best
             if scores and is_best:
-                if training.logger:
-                    training.logger.best(training.metric, scores)
+                if self.results.logger:
+                    self.results.logger.best(training.evaluator.metric, scores)
                 training.state.best, training.state.best_epoch = scores.fitness, training.state.epoch
                 training.state.best_scores = {k: v for k, v in scores.columns().items() if k in training.task.headlines}
             if scores:
-                training.set_class_map(scores.by_class(training.task.names))
-            results.report(training, losses, scores, shares)
+                training.train_loader.sampler.class_map = scores.by_class(training.task.names)
+            results.report(self.results, training, losses, scores, shares)
             if self.writes:
-                results.write_table(training.history, training.run_dir / "results.csv")
+                self.results.write_table()
             finished = training.state.epoch + 1
             training.begin_epoch()
             keep = f"epoch{finished}.pt" if s.save_period and not finished % s.save_period else ""
@@ -259,7 +265,7 @@ class TrainLoop:
             training.average_statistics()
             if training.has_validation:
                 self._save()  # a signal during the validation loses no training step
-                scores = training.validate(self._until_signal(training.val_loader))
+                scores = training.validate(self._until_signal(training.evaluator.loader))
                 self._stop_if(any(comm.all_gather(self.signals.received)))
             else:
                 scores = None
@@ -283,15 +289,15 @@ class TrainLoop:
             if training.global_step in state.skipped:
                 state.step += 1
                 continue
-            if training.logger and training.global_step == 0:
-                training.logger.first_batch(batch)
+            if self.results.logger and training.global_step == 0:
+                self.results.logger.first_batch(batch)
             count, height, width = batch.images.shape[:3]
             with self._memory_errors(f"with {count} images of {width} x {height} px"):
                 result = training.step(batch, bool(self.signals.received), self._is_save_due(training.global_step))
             self.watchdog.step(training.global_step)
             if self._is_readback_step():
-                training.check_finite()
-            self._log(training.reduced_step + 1, training.reduced_terms)
+                training.meter.check_finite()
+            self._log(training.meter.reduced_step + 1, training.meter.reduced)
             stopping, saving = stopping or result.stop, saving or result.save
             saving = saving and not (state.step == steps and training.has_validation)  # then saved before it anyway
             if (stopping or saving) and result.updated:  # a checkpoint holds no accumulated gradients
@@ -299,9 +305,10 @@ class TrainLoop:
                 self._stop_if(stopping)
                 saving = False
             self._report_progress(time.perf_counter() - begin, state.images - images)
-        last = training.reduce_last_terms()
-        self._log(training.unreduced_step + 1, last)
-        return (training.term_sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
+        with training.timer.spending("sync"):
+            last = training.meter.reduce_last()
+        self._log(training.meter.last_step + 1, last)
+        return (training.meter.sums + last) / steps, (state.images - images) / max(time.perf_counter() - begin, 1e-9)
 
     def _batches(self) -> Iterator[Any]:
         batches = self.training.timer.waiting(self.training.batches())
@@ -342,7 +349,7 @@ class TrainLoop:
         training = self.training
         is_logged = training.settings.log_steps and training.world.rank == 0
         if is_logged and number > training.state.epoch * training.train_loader.steps:
-            results.write_step(training.run_dir / "steps.csv", training.task.terms, number, terms.tolist())
+            results.write_step(self.run_dir / "steps.csv", training.task.terms, number, terms.tolist())
 
     def _report_progress(self, seconds: float, images: int) -> None:
         training, state = self.training, self.training.state
@@ -353,7 +360,7 @@ class TrainLoop:
             "epochs": training.settings.epochs,
             "step": state.step,
             "steps": training.train_loader.steps,
-            "loss": float(training.reduced_terms.sum()),
+            "loss": float(training.meter.reduced.sum()),
             "images_per_s": images / seconds,
             "eta_s": (training.train_loader.steps - state.step) * seconds * training.settings.batch / max(images, 1),
         }
@@ -363,15 +370,15 @@ class TrainLoop:
     def _save(self, best: bool = False, keep: str = "") -> None:
         training = self.training
         with self.watchdog.during("checkpoint"):
-            content = {**training.state_dict(), "data": self.data}
+            content = self._content()
             self.saved = time.monotonic(), training.global_step
             if training.settings.on_nan == "skip":
                 self.last = checkpoint_file.copied(content)
             if self.writes:
                 # last.pt at the end: after a kill in between, a resume repeats the epoch's end and writes best.pt
                 for name in ([checkpoints.BEST] if best else []) + ([keep] if keep else []):
-                    checkpoint_file.save(training.run_dir / name, content)
-                path = checkpoints.write(training.run_dir, content)
+                    checkpoint_file.save(self.run_dir / name, content)
+                path = checkpoints.write(self.run_dir, content)
                 at = {"epoch": training.state.epoch, "step": training.global_step}
                 training.events.emit(contract.CHECKPOINT, path=str(path), **at)
             comm.barrier()  # a rank must not exit while others still write
@@ -394,7 +401,8 @@ class TrainLoop:
             raise TrainerError(message + f"; {len(training.state.skipped)} batches were already left out", hint)
         skipped = (*training.state.skipped, global_step)
         training.load_state_dict(self.last)
+        self.results.history = list(self.last["history"])
         training.state.skipped = skipped
         if self.writes:
-            checkpoints.discard_after(training.run_dir / "steps.csv", training.logged_steps)
+            checkpoints.discard_after(self.run_dir / "steps.csv", training.logged_steps)
         training.display.print(f"{message}: back to step {training.global_step}, without that batch")

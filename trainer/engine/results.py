@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer import contract
+from trainer.engine.run_logger import RunLogger
 from trainer.engine.timing import SHARES
+from trainer.engine.trackers import Tracker
 from trainer.engine.trainer import Trainer
 from trainer.tasks import Scores
 from trainer.weights import checkpoint_file
@@ -27,7 +30,27 @@ def write_table(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     checkpoint_file.write_bytes(path, out.getvalue().encode())
 
 
-def report(training: Trainer, losses: list[float], scores: Scores | None, shares: list[dict[str, float]]) -> None:
+@dataclasses.dataclass
+class Results:
+    """What a run has reported: a row for each finished epoch; on rank 0, the loggers too."""
+
+    run_dir: Path
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    logger: RunLogger | None = None
+    tracker: Tracker | None = None
+
+    def write_table(self) -> None:
+        """Rewrite results.csv."""
+        write_table(self.history, self.run_dir / "results.csv")
+
+
+def report(
+    results: Results,
+    training: Trainer,
+    losses: list[float],
+    scores: Scores | None,
+    shares: list[dict[str, float]],
+) -> None:
     """Report a finished epoch: `losses` are its means, `shares` each rank's times as fractions."""
     epoch, first = training.state.epoch, shares[0]
     found = scores.columns() if scores else dict.fromkeys(training.task.columns, math.nan)
@@ -39,11 +62,11 @@ def report(training: Trainer, losses: list[float], scores: Scores | None, shares
         "lr": training.schedule.at((epoch + 1) * training.train_loader.steps - 1).lr,
         **{k: first[k] for k in ("images_per_s", "seconds", *SHARES)},
     }
-    training.history.append(row)
-    if not training.logger:
+    results.history.append(row)
+    if not results.logger:
         return
-    training.logger.epoch(epoch + 1, row, training.samples)
-    if training.tracker and (problem := training.tracker.log(training.history)):
+    results.logger.epoch(epoch + 1, row, training.evaluator.samples)
+    if results.tracker and (problem := results.tracker.log(results.history)):
         training.display.print(problem)
     slow = slowest_rank(shares)
     training.events.emit(
@@ -83,19 +106,19 @@ def write_step(path: Path, names: Sequence[str], number: int, terms: Sequence[fl
         table.writerow((number, *terms))
 
 
-def finish(training: Trainer, seconds: float) -> None:
+def finish(results: Results, training: Trainer, seconds: float) -> None:
     """Draw the run's plots and report its result."""
-    assert training.logger
-    table = training.logger.finish(training.state.epoch)
+    assert results.logger
+    table = results.logger.finish(training.state.epoch)
     if table:
         training.display.print(table)
-    if training.tracker and (problem := training.tracker.finish(training.history)):
+    if results.tracker and (problem := results.tracker.finish(results.history)):
         training.display.print(problem)
     scores = training.state.best_scores or dict.fromkeys(training.task.headlines, math.nan)
-    training.events.emit(contract.DONE, seconds=seconds, **scores, best=str(training.run_dir / "best.pt"))
+    training.events.emit(contract.DONE, seconds=seconds, **scores, best=str(results.run_dir / "best.pt"))
     if not training.events.launched:  # a launcher prints this with paths of its own machine
         titled = ((title, scores[key]) for key, title in training.task.headlines.items())
         scored = "".join(f"   {title} {score:.3f}" for title, score in titled if math.isfinite(score))
         training.display.print(
-            f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {training.run_dir / 'best.pt'}"
+            f"done in {seconds // 60:.0f} min {seconds % 60:.0f} s{scored}   {results.run_dir / 'best.pt'}"
         )

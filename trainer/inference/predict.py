@@ -84,7 +84,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
     if comm.world_of(os.environ).size > 1:
         raise TrainerError("predict runs in one process", "start it without torchrun")
     device = comm.pick_device(s.device, comm.World())
-    comm.limit_threads(comm.World())
+    comm.limit_threads(comm.World(), device)
     paths = find_sources(sources)
     trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz

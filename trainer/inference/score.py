@@ -61,7 +61,7 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     events = Events(os.environ)
     world = comm.world_of(os.environ)
     device = comm.pick_device(s.device, world)
-    comm.limit_threads(world)
+    comm.limit_threads(world, device)
     task = open_task(dataclasses.replace(s, batch=s.batch * world.size))  # a task's batch is that of all ranks
     if not len(task.val_set):
         raise TrainerError(f"--data {s.data}: the split val has no images", "add images to it")

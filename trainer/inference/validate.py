@@ -65,7 +65,7 @@ def validate(settings: ValSettings) -> Validation | None:
     events = Events(os.environ)
     world = comm.world_of(os.environ)
     device = comm.pick_device(s.device, world)
-    comm.limit_threads(world)
+    comm.limit_threads(world, device)
     trained = load_trained(s.weights, s.cfg)
     imgsz = s.imgsz or trained.imgsz
     dtype = type_for(s.precision, s.half, device)

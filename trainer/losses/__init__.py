@@ -1,38 +1,40 @@
-"""Loss functions, normalised over all ranks so that the number of ranks does not change the training."""
+"""Losses whose value does not depend on the number of ranks."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values of the host to a device. The host does not wait for a GPU."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+Targets = Mapping[str, Tensor]
+Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
 
 
-class Loss(ABC):
-    """A batch's loss in three steps, so that the ranks can sum their counts as soon as these are known.
+def exact(_: str, needed: int) -> int:
+    """Give every list the rows that it needs: the `Rows` of a step whose shapes may change."""
+    return needed
 
-    `assign` needs only the targets: its counts are summed while the network runs. `match` sees the outputs: its
-    counts (possibly none) are summed next. The call takes all sums and gives this rank's share of the terms.
+
+class Criterion(ABC):
+    """The loss of a batch, as sums and what they are divided by.
+
+    Each term of a detector's loss is a mean over boxes, cells or images, and the mean is over all ranks together. A
+    criterion therefore returns this rank's sums and its counts. The step adds up the counts of all ranks and divides,
+    so the ranks' gradients add up to exactly those of one process with the whole batch.
     """
 
     terms: tuple[str, ...]
+    gains: Tensor  # (t,) float32, one factor per term
 
     @abstractmethod
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Any:
-        """Assign the targets of `images` images of height x width px.
+    def __call__(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
 
-        The targets may be on the CPU; the result is on the loss's device. It has `counts` float64 (c,): this rank's
-        part of what the loss divides by, the images first.
+        The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / counts[d]`, with the counts of all ranks.
+        Every output of the network takes part, if only with a zero, so that no parameter is without a gradient. The
+        shapes of the result and of everything on the way depend on the shapes of the arguments alone.
         """
 
-    def match(self, raw: Any, assigned: Any, /) -> tuple[Any, Tensor]:
-        """Return the call's second argument, and the counts that depend on the outputs, float64 (c2,); here none."""
-        return assigned, assigned.counts[:0]
-
-    @abstractmethod
-    def __call__(self, raw: Any, matched: Any, counts: Tensor, /) -> Tensor:
-        """Return this rank's share of the terms (t,) float32 with gradients; `counts` (c + c2,) of all ranks."""
+    def weight(self, images: Tensor, /) -> Tensor | float:
+        """Return the factor by which the mean loss of a step with `images` images (a scalar) is multiplied."""
+        return 1.0

@@ -7,14 +7,20 @@ depend on the predictions, so it is known only after the forward pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import Hyp
 from trainer.errors import TrainerError
-from trainer.losses import Loss, send
-from trainer.losses.detection import bce, ciou
+from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.losses.anchored import bce, ciou
+
+Floats = npt.NDArray[np.float32]
 
 ALPHA, BETA = 0.5, 6.0  # alignment = score^ALPHA * overlap^BETA
 TOP = 10  # points per box
@@ -22,43 +28,92 @@ HIGHEST = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Candidates:
-    """The k pairs of a box and a point strictly inside it, sorted by box, then by point.
+class CandidateTargets:
+    """Turns labels into the targets of `AlignedLoss`. They need no prediction, so dataloader workers make them."""
 
-    `box`, `point` are int64 (k,): rows of `targets` and numbers of points, which count through the levels. `top` int64
-    (m,) are the places of each box's first `TOP` pairs. `targets` (n, 4) is centre x, y, w, h in pixels, `cls` and
-    `image` (n,) int64; `points` (p, 2) in pixels, `strides` (p,). `counts` float64 (1,) is the images.
-    """
+    strides: tuple[int, ...]
+
+    def __call__(self, labels: Floats, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+        """List the points strictly inside each box, of `images` images of height x width px.
+
+        `labels` float32 (n, 6) is [image, class, cx, cy, w, h], normalised. The result is sorted by box, then by
+        point. Its lists have `rows` rows; those that pad belong to a last box, which has no size and the weight 0:
+
+        `pair` int64 (k, 2): a box and a point; points count through the levels.
+        `at` float32 (k, 3): x, y of the point in pixels, and its stride.
+        `top` int64 (m,): the places of each box's first `TOP` pairs in `pair`.
+        `box` float32 (n, 5): centre x, y, w, h in pixels, then 1, or 0 for a row that pads.
+        `owner` int64 (n, 2): image and class of a box.
+        `counts` float64 (1,): the images.
+        """
+        grids = np.array([[width // s, height // s] for s in self.strides])  # (levels, 2)
+        stride = np.array(self.strides, np.float32)[:, None]
+        boxes = labels[:, 2:] * np.array([width, height, width, height], np.float32)
+        low_corner, high_corner = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
+        # Points stand at (cell + 0.5) * stride: the first and the last cell with its point inside, (n, levels, 2).
+        low = (np.floor(low_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) + 1).clip(0)
+        high = np.minimum(np.ceil(high_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) - 1, grids - 1)
+        span = (high - low + 1).clip(0).reshape(-1, 2)
+        number = span.prod(1)  # of each box on each level
+        row = np.repeat(np.arange(len(number)), number)
+        offset = np.arange(len(row)) - (number.cumsum() - number)[row]
+        levels, corner = len(self.strides), low.reshape(-1, 2)
+        level = row % levels
+        column, line = corner[row, 0] + offset % span[row, 0], corner[row, 1] + offset // span[row, 0]
+        cells = grids.prod(1)
+        per_box = number.reshape(-1, levels).sum(1)
+        box, first = row // levels, per_box.cumsum() - per_box
+        point = (cells.cumsum() - cells)[level] + line * grids[level, 0] + column
+        top = np.flatnonzero(np.arange(len(box)) - first[box] < TOP)
+
+        # One more box than there are, for the rows of the other lists that pad.
+        n, k, m = rows("boxes", len(boxes) + 1), rows("pairs", len(box) + 1), rows("top", len(top) + 1)
+        pair, at = np.full((k, 2), (n - 1, 0), np.int64), np.ones((k, 3), np.float32)
+        pair[: len(box), 0], pair[: len(box), 1] = box, point
+        at[: len(box), 2] = np.array(self.strides, np.float32)[level]
+        at[: len(box), 0], at[: len(box), 1] = (column + 0.5) * at[: len(box), 2], (line + 0.5) * at[: len(box), 2]
+        padded = np.zeros((n, 5), np.float32)
+        padded[: len(boxes), :4], padded[: len(boxes), 4] = boxes, 1
+        owner = np.zeros((n, 2), np.int64)
+        owner[: len(boxes)] = labels[:, :2]
+        tops = np.full(m, k - 1)
+        tops[: len(top)] = top
+        lists = {"pair": pair, "at": at, "top": tops, "box": padded, "owner": owner}
+        lists["counts"] = np.array([images], np.float64)
+        return {name: torch.from_numpy(values) for name, values in lists.items()}
+
+
+class Candidates(NamedTuple):
+    """The targets of `CandidateTargets` as columns."""
 
     box: Tensor
     point: Tensor
+    at: Tensor
     top: Tensor
     targets: Tensor
-    cls: Tensor
+    weight: Tensor
     image: Tensor
-    points: Tensor
-    strides: Tensor
-    images: int
-    counts: Tensor
+    cls: Tensor
 
 
-@dataclass(frozen=True)
-class Matched:
-    """The m best pairs of a box and a point: `image`, `point`, `cls` int64 (m,), `target` (m, 4) in pixels.
+class Matched(NamedTuple):
+    """The m best pairs of a box and a point.
 
+    `image`, `point`, `cls` are int64 (m,). `at` (m, 3) is the point and its stride, `target` (m, 4) in pixels.
     `weight` (m,) is the soft target in 0..1: the wanted class score, and the weight of the pair. It is 0 if the
-    pair is not aligned, or another box got the point: m depends on the targets alone, so no host waits for it.
+    pair is not aligned, or another box got the point: m depends on the shape of the targets alone.
     """
 
     image: Tensor
     point: Tensor
+    at: Tensor
     cls: Tensor
     target: Tensor
     weight: Tensor
 
 
-class AlignedLoss(Loss):
-    """The loss of a batch for DetectDFL: candidates from the targets, matches from the outputs, then the terms."""
+class AlignedLoss(Criterion):
+    """The loss of a batch for DetectDFL: matches from the outputs, then the terms."""
 
     terms = ("box", "cls", "dfl")
 
@@ -66,65 +121,26 @@ class AlignedLoss(Loss):
         if hyp.label_smoothing:
             what = "label smoothing: the anchor-free head's class targets are soft already"
             raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
-        self.strides, self.bins, self.hyp, self._device = strides, bins, hyp, device
+        self.strides, self.bins, self.hyp = tuple(strides), bins, hyp
         self.gains = torch.tensor((hyp.dfl_box, hyp.dfl_cls, hyp.dfl), device=device)
         self._numbers = torch.arange(bins, dtype=torch.float32, device=device)
-        self._points: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # points and strides by height and width
 
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Candidates:
-        """List the points inside each box, on the CPU. `targets` (n, 6) is [image, class, cx, cy, w, h] normalised."""
-        targets = targets.cpu()
-        grids = torch.tensor([[width // s, height // s] for s in self.strides])  # (levels, 2)
-        stride = targets.new_tensor(self.strides)[:, None]
-        boxes = targets[:, 2:] * targets.new_tensor([width, height, width, height])
-        low_corner, high_corner = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
-        # Points stand at (cell + 0.5) * stride: the first and the last cell with its point inside, (n, levels, 2).
-        low = ((low_corner[:, None] / stride - 0.5).floor().long() + 1).clamp_(min=0)
-        high = torch.minimum((high_corner[:, None] / stride - 0.5).ceil().long() - 1, grids - 1)
-        span = (high - low + 1).clamp_(min=0).flatten(0, 1)
-        number = span.prod(1)  # of each box on each level
-        row = torch.repeat_interleave(number)
-        offset = torch.arange(len(row)) - (number.cumsum(0) - number)[row]
-        levels = len(self.strides)
-        level = row % levels
-        column = low.flatten(0, 1)[row, 0] + offset % span[row, 0]
-        line = low.flatten(0, 1)[row, 1] + offset // span[row, 0]
-        cells = grids.prod(1)
-        per_box = number.view(-1, levels).sum(1)
-        box, first = row // levels, per_box.cumsum(0) - per_box
-        point = (cells.cumsum(0) - cells)[level] + line * grids[level, 0] + column
-        top = (torch.arange(len(box)) - first[box] < TOP).nonzero()[:, 0]
-        if (height, width) not in self._points:
-            grid = [torch.cartesian_prod(torch.arange(height // s), torch.arange(width // s)) for s in self.strides]
-            points = torch.cat([(each.flip(1) + 0.5) * s for each, s in zip(grid, self.strides, strict=True)])
-            strides = stride[:, 0].repeat_interleave(cells)
-            self._points[height, width] = send(points, self._device), send(strides, self._device)
-        columns = (box, point, top, targets[:, 1].long(), targets[:, 0].long())
-        sent = torch.split(send(torch.cat(columns), self._device), [len(column) for column in columns])
-        box, point, top, cls, image = sent
-        points, strides = self._points[height, width]
-        counts = torch.full((1,), images, dtype=torch.float64, device=self._device)
-        return Candidates(box, point, top, send(boxes, self._device), cls, image, points, strides, images, counts)
+    def assigner(self) -> CandidateTargets:
+        """Return what makes the targets."""
+        return CandidateTargets(self.strides)
 
-    @torch.no_grad()
-    def match(self, raw: Sequence[Tensor], found: Candidates) -> tuple[tuple[Candidates, Matched], Tensor]:
-        """The best pairs of a box and a point, and float64 (1,): the sum of this rank's soft targets."""
-        flat, image = _flat(raw), found.image[found.box]
-        picked = flat[image, found.point]
-        scores = picked.gather(1, 4 * self.bins + found.cls[found.box][:, None])[:, 0].float().sigmoid()
-        boxes = self._boxes(picked[:, : 4 * self.bins], found.points[found.point], found.strides[found.point])
-        matched = match(found, scores, boxes)
-        return (found, matched), matched.weight.double().sum()[None]
+    def weight(self, images: Tensor, /) -> Tensor:
+        """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
+        return images
 
-    def __call__(self, raw: Sequence[Tensor], assigned: tuple[Candidates, Matched], counts: Tensor) -> Tensor:
-        """This rank's share of (box, cls, dfl), gains included: (3,) float32 with gradients.
+    def __call__(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sums (3, 2), divided by the soft targets, and the counts: images and soft targets.
 
-        `raw` are the network's outputs (b, ny, nx, 4 * bins + nc) per level, `counts` (2,) the images and the
-        soft targets of all ranks. Every output takes part, if only with a zero.
+        `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level.
         """
-        found, matched = assigned
-        flat = _flat(raw)
-        share = counts[1].clamp(min=1).reciprocal().float()
+        found = candidates(targets)
+        flat = torch.cat([t.flatten(1, 2) for t in outputs], 1)  # (b, points, 4 * bins + nc)
+        matched = self.match(flat, found)
         logits = flat[..., 4 * self.bins :].float()
         wanted = torch.zeros_like(logits)
         # Of the pairs of a point, one has a weight above 0.
@@ -132,19 +148,28 @@ class AlignedLoss(Loss):
         cls = bce(logits, wanted, self.hyp.cls_pw, self.hyp.fl_gamma).sum()
 
         picked = flat[matched.image, matched.point, : 4 * self.bins].float()
-        point, stride = found.points[matched.point], found.strides[matched.point]
-        quality = ciou(self._boxes(picked, point, stride), matched.target)
+        point, stride = matched.at[:, :2], matched.at[:, 2:]
+        quality = ciou(self._boxes(picked, matched.at), matched.target)
         box = ((1 - quality) * matched.weight).sum()
         half = matched.target[:, 2:] / 2
         sides = torch.cat((point - matched.target[:, :2] + half, matched.target[:, :2] + half - point), 1)
-        dfl = (self._distribution(picked, sides / stride[:, None]) * matched.weight).sum()
-        return torch.stack((box, cls, dfl)) * share * self.gains
+        dfl = (self._distribution(picked, sides / stride) * matched.weight).sum()
+        sums = F.pad(torch.stack((box, cls, dfl))[:, None], (1, 0))
+        return sums, torch.cat((targets["counts"], matched.weight.double().sum()[None]))
 
-    def _boxes(self, raw: Tensor, point: Tensor, stride: Tensor) -> Tensor:
-        """Raw distances (m, 4 * bins) at points (m, 2) px -> centre x, y, w, h (m, 4) in pixels."""
-        sides = raw.float().reshape(-1, 4, self.bins).softmax(2) @ self._numbers * stride[:, None]
+    @torch.no_grad()
+    def match(self, flat: Tensor, found: Candidates) -> Matched:
+        """Return the best pairs of a box and a point, by the raw outputs (b, points, 4 * bins + nc)."""
+        picked = flat[found.image[found.box], found.point]
+        scores = picked.gather(1, 4 * self.bins + found.cls[found.box][:, None])[:, 0].float().sigmoid()
+        boxes = self._boxes(picked[:, : 4 * self.bins], found.at)
+        return match(found, scores, boxes, *flat.shape[:2])
+
+    def _boxes(self, raw: Tensor, at: Tensor) -> Tensor:
+        """Raw distances (m, 4 * bins) at points and strides (m, 3) px -> centre x, y, w, h (m, 4) in pixels."""
+        sides = raw.float().reshape(-1, 4, self.bins).softmax(2) @ self._numbers * at[:, 2:]
         before, after = torch.split(sides, 2, 1)
-        return torch.cat((point + (after - before) / 2, before + after), 1)
+        return torch.cat((at[:, :2] + (after - before) / 2, before + after), 1)
 
     def _distribution(self, raw: Tensor, sides: Tensor) -> Tensor:
         """Distribution focal loss (Li et al. 2020): (m, 4 * bins) and distances (m, 4) in strides -> (m,).
@@ -159,36 +184,38 @@ class AlignedLoss(Loss):
         return -(near * torch.stack((1 - right, right), 2)).sum(2).mean(1)
 
 
-def _flat(raw: Sequence[Tensor]) -> Tensor:
-    """Outputs per level (b, ny, nx, v) -> (b, points, v)."""
-    return torch.cat([t.flatten(1, 2) for t in raw], 1)
+def candidates(targets: Targets) -> Candidates:
+    """Return the columns of the targets."""
+    box, owner, pair = targets["box"], targets["owner"], targets["pair"]
+    pairs = pair[:, 0], pair[:, 1], targets["at"], targets["top"]
+    return Candidates(*pairs, box[:, :4], box[:, 4], owner[:, 0], owner[:, 1])
 
 
-def match(found: Candidates, scores: Tensor, boxes: Tensor) -> Matched:
-    """Choose among the candidates by what the network predicts there.
+def match(found: Candidates, scores: Tensor, boxes: Tensor, images: int, points: int) -> Matched:
+    """Choose among the candidates in `images` images of `points` points, by what the network predicts there.
 
     `scores` (k,) is each pair's predicted probability of the box's class, `boxes` (k, 4) its predicted box in
-    pixels. The best `TOP` points of a box are chosen; of the boxes that choose the same point, that with
+    pixels. The best `TOP` points of a box are chosen; of the boxes that choose the same point, the one with
     the largest overlap gets it. weight = alignment / the box's best alignment * the box's best overlap.
     """
     n = len(found.targets)
-    overlap = ciou(boxes, found.targets[found.box]).clamp(min=0)
+    overlap = ciou(boxes, found.targets[found.box]).clamp(min=0) * found.weight[found.box]
     aligned = scores**ALPHA * overlap**BETA
     # One sort for all boxes: the bits of floats that are not negative are ordered as they are. Ties go to the first.
     order = ((found.box << 32) - _bits(aligned)).argsort(stable=True)
     best = order[found.top]
     box, point, aligned, overlap = found.box[best], found.point[best], aligned[best], overlap[best]
     image = found.image[box]
-    slot = image * len(found.points) + point
+    slot = image * points + point
     is_aligned = aligned > 0
     claim = ((_bits(overlap) << 32) + (HIGHEST - box)) * is_aligned  # equal overlaps: the first box
-    largest = claim.new_zeros(found.images * len(found.points)).scatter_reduce_(0, slot, claim, "amax")
+    largest = claim.new_zeros(images * points).scatter_reduce_(0, slot, claim, "amax")
     won = (largest[slot] == claim) & is_aligned
     aligned, overlap = aligned * won, overlap * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
     weight = torch.where(won, aligned / most_aligned[box] * most_overlap[box], 0)
-    return Matched(image, point, found.cls[box], found.targets[box], weight)
+    return Matched(image, point, found.at[best], found.cls[box], found.targets[box], weight)
 
 
 def _bits(values: Tensor) -> Tensor:

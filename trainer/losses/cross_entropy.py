@@ -1,58 +1,49 @@
 """Cross-entropy of images or pixels: the mean over those of all ranks together."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.config import IGNORED
-from trainer.losses import Loss
+from trainer.losses import Criterion, Targets
 
 
-@dataclass(frozen=True)
-class Labels:
-    """The classes of a batch's images or pixels, and `counts` float64: the images, and for masks the counted pixels."""
-
-    classes: Tensor
-    counts: Tensor
-
-
-class ClassificationLoss(Loss):
+class ClassificationLoss(Criterion):
     """Softmax cross-entropy of the images, with label smoothing (Szegedy 2016)."""
 
     terms = ("cls",)
 
-    def __init__(self, label_smoothing: float) -> None:
-        self._smoothing = label_smoothing
+    def __init__(self, label_smoothing: float, batches: int, device: torch.device) -> None:
+        """Return the mean of `batches` batches, which one optimizer step accumulates."""
+        self._smoothing, self._batches = label_smoothing, batches
+        self.gains = torch.ones(1, device=device)
 
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Labels:
-        """Classes (b,) or shares (b, nc) of `images` images -> the targets, and this rank's count."""
-        return Labels(targets, torch.full((1,), images, dtype=torch.float64, device=targets.device))
+    def weight(self, images: Tensor, /) -> float:
+        """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
+        return 1 / self._batches
 
-    def __call__(self, raw: Tensor, labels: Labels, counts: Tensor) -> Tensor:
-        """This rank's share of the mean cross-entropy, (1,) float32 with gradients; `raw` logits (b, nc)."""
-        total = F.cross_entropy(raw.float(), labels.classes, reduction="sum", label_smoothing=self._smoothing)
-        return (total / counts[0].float()).reshape(1)
+    def __call__(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy (1, 1) and the images (1,).
+
+        `outputs` are logits (b, nc), `targets["classes"]` is int64 (b,), or the shares of the classes (b, nc).
+        """
+        classes = targets["classes"]
+        total = F.cross_entropy(outputs.float(), classes, reduction="sum", label_smoothing=self._smoothing)
+        return total.reshape(1, 1), torch.full((1,), len(classes), dtype=torch.float64, device=classes.device)
 
 
 class SegmentationLoss(ClassificationLoss):
     """Softmax cross-entropy of the pixels that are not IGNORED."""
 
-    def assign(self, targets: Tensor, images: int, height: int, width: int) -> Labels:
-        """Masks uint8 (b, h, w) of `images` images -> classes (b h w,), and this rank's images and counted pixels."""
-        classes = targets.flatten().long()
-        counted = (classes != IGNORED).sum(dtype=torch.float64)
-        return Labels(classes, torch.stack((torch.full_like(counted, images), counted)))
+    def __call__(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the summed cross-entropy (1, 2), and the images and counted pixels (2,).
 
-    def __call__(self, raw: Tensor, labels: Labels, counts: Tensor) -> Tensor:
-        """This rank's share of the mean cross-entropy, (1,) float32 with gradients; `raw` logits (b, nc, h, w).
-
-        Zero where no pixel of any rank counts.
+        `outputs` are logits (b, nc, h, w), `targets["masks"]` is uint8 (b, h, w). Zero if no pixel counts.
         """
+        classes = targets["masks"].flatten().long()
+        counted = (classes != IGNORED).sum(dtype=torch.float64)
         # A row for a pixel: on a GPU torch adds up those in a fixed order, and maps in any.
-        rows = raw.permute(0, 2, 3, 1).reshape(-1, raw.shape[1]).float()
-        total = F.cross_entropy(
-            rows, labels.classes, reduction="sum", ignore_index=IGNORED, label_smoothing=self._smoothing
-        )
-        return (total / counts[1].clamp(min=1).float()).reshape(1)
+        rows = outputs.permute(0, 2, 3, 1).reshape(-1, outputs.shape[1]).float()
+        total = F.cross_entropy(rows, classes, reduction="sum", ignore_index=IGNORED, label_smoothing=self._smoothing)
+        counts = torch.stack((torch.full_like(counted, len(outputs)), counted))
+        return F.pad(total.reshape(1, 1), (1, 0)), counts

@@ -5,8 +5,17 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trainer.errors import TrainerError
+
+
+def as_input(images: Tensor) -> Tensor:
+    """Return a network's input, float32 (b, 3, h, w) in 0..1, from uint8 images (b, h, w, 3); others stay as they are.
+
+    The result is channels last, which costs nothing because the pixels are already in that order.
+    """
+    return images.permute(0, 3, 1, 2).float() / 255 if images.dtype == torch.uint8 else images
 
 
 def native_bf16(device: torch.device) -> bool:

@@ -53,7 +53,7 @@ def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
     side = np.tile(batch.images.shape[2:0:-1], 2)  # w, h, w, h
     images = []
     for k, image in enumerate(batch.images[:_MOST_IMAGES].cpu().numpy()):
-        rows = batch.targets[batch.targets[:, 0] == k].numpy()
+        rows = batch.labels[batch.labels[:, 0] == k].numpy()
         centre, half = rows[:, 2:4], rows[:, 4:] / 2
         images.append((image, np.concatenate([centre - half, centre + half], 1) * side, None, rows[:, 1]))
     shown(images, names, path)

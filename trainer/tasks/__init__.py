@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Settings
-from trainer.losses import Loss
+from trainer.losses import Criterion
 from trainer.metrics.scores import Scores
 
 __all__ = ["Scores", "Task", "open_task"]
@@ -50,12 +50,8 @@ class Task(ABC):
         return ""
 
     @abstractmethod
-    def loss_of(self, model: Any) -> Loss:
+    def criterion(self, model: Any) -> Criterion:
         """Return the loss for a model on its device."""
-
-    @abstractmethod
-    def weight(self, images: Tensor) -> Tensor:
-        """Return the factor of the mean loss of a step with `images` images (a scalar)."""
 
     @abstractmethod
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
@@ -65,9 +61,14 @@ class Task(ABC):
     def val_loader(self, share: Mapping[str, Any]) -> Any:
         """Return this rank's validation batches."""
 
-    @abstractmethod
-    def move(self, batch: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device: images float (b, 3, h, w), channels last, and the targets of the loss."""
+    def prepare_targets(self, loader: Any, criterion: Any, *, pads: bool) -> None:
+        """Let the loader make the targets of the loss; with `pads`, their shapes hardly ever change."""
+        return  # the labels are the targets
+
+    def move(self, batch: Any, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+        """Move a batch to the device: the images as `as_input` takes them, and the targets of the loss."""
+        targets = {name: values.to(device, non_blocking=True) for name, values in batch.targets.items()}
+        return batch.images.to(device, non_blocking=True), targets
 
     def metric(self) -> Any:
         """Return an empty metric."""

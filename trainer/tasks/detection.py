@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 from trainer.config import Hyp, Settings
 from trainer.data.dataset import Dataset
-from trainer.data.detection_loader import Batch, TrainLoader, ValBatch, ValLoader
+from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import DevicePainter
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
-from trainer.losses import Loss
+from trainer.losses import Criterion
 from trainer.losses.aligned import AlignedLoss
-from trainer.losses.detection import DetectionLoss
+from trainer.losses.anchored import DetectionLoss
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 from trainer.tasks import Task
 from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.detector import Detections, Detector, Limits, to_device, to_original
+from trainer.tasks.detector import Detections, Detector, Limits, to_original
 from trainer.weights import checkpoint_file
 
 DEFAULT_CFG = "yolov5n.yaml"
@@ -79,16 +79,16 @@ class Detection(Task):
         )
         return message
 
-    def loss_of(self, model: Yolo) -> Loss:
+    def criterion(self, model: Yolo) -> Criterion:
         """Return the loss of the model's head, for a model on its device."""
         head, hyp = model.detect, self._settings.hyp
         if isinstance(head, Detect):
             return DetectionLoss(head.anchors, head.strides, head.nc, hyp, self._settings.imgsz)
         return AlignedLoss(head.strides, head.bins, hyp, next(model.parameters()).device)
 
-    def weight(self, images: Tensor) -> Tensor:
-        """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
-        return images
+    def prepare_targets(self, loader: TrainLoader, criterion: Any, *, pads: bool) -> None:
+        """Let the workers assign the labels to anchors or points."""
+        loader.assign_with(criterion.assigner(), pads=pads)
 
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> TrainLoader:
         """Return the loader of augmented batches."""
@@ -105,10 +105,6 @@ class Detection(Task):
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
         """Return the loader of letterboxed batches."""
         return ValLoader(self.val_set, imgsz=self._settings.imgsz, batch=self._settings.batch, **share)
-
-    def move(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch's images to the device, in 0..1. The loss assigns the targets on the CPU."""
-        return to_device(batch.images, device), batch.targets
 
     def evaluate(
         self, model: Yolo, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype

@@ -11,7 +11,7 @@ from torchvision.ops import batched_nms
 from trainer.config import PRECISIONS
 from trainer.distributed import comm
 from trainer.errors import TrainerError
-from trainer.models.precision import native_bf16, pick_dtype, set_tf32
+from trainer.models.precision import as_input, native_bf16, pick_dtype, set_tf32
 from trainer.models.yolo import Yolo, build_yolo, check_cfg, fuse, load_cfg
 from trainer.weights import checkpoint_file
 
@@ -61,7 +61,7 @@ class Detector:
         """uint8 (b, h, w, 3) RGB, sides multiples of the stride -> detections of each image in pixels, on the CPU."""
         begin = comm.now(self.device)
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            raw = self._net(to_device(images, self.device))
+            raw = self._net(as_input(images.to(self.device, non_blocking=True)))
         decoded = self._net.detect.decode(raw)
         middle = comm.now(self.device)
         found = select(decoded, self.limits)
@@ -69,11 +69,6 @@ class Detector:
         self.nms_s += time.perf_counter() - middle
         self.images += len(images)
         return found
-
-
-def to_device(images: Tensor, device: torch.device) -> Tensor:
-    """uint8 (b, h, w, 3) -> float (b, 3, h, w) in 0..1 on the device; the permuted view is channels last for free."""
-    return images.to(device, non_blocking=True).permute(0, 3, 1, 2).float().div_(255)
 
 
 def select(decoded: Tensor, limits: Limits) -> list[Detections]:

@@ -24,9 +24,10 @@ from trainer.data.torchvision_loaders import (
     mix_batch,
 )
 from trainer.errors import TrainerError
-from trainer.losses import Loss
+from trainer.losses import Criterion
 from trainer.losses.cross_entropy import ClassificationLoss, SegmentationLoss
 from trainer.metrics.confusion import Accuracy, Confusion, Overlap, TopK
+from trainer.models.precision import as_input
 from trainer.models.torchvision_nets import (
     OWN_WEIGHTS,
     Classifier,
@@ -36,7 +37,6 @@ from trainer.models.torchvision_nets import (
     own_weights,
 )
 from trainer.tasks import Task
-from trainer.tasks.detector import to_device
 from trainer.weights import checkpoint_file
 
 # Settings of detection only.
@@ -91,14 +91,12 @@ class TorchvisionTask(Task):
             say(f"weights from {s.weights}: {fit}/{of} tensors")
         return model
 
-    def loss_of(self, model: Classifier) -> Loss:
+    def criterion(self, model: Classifier) -> Criterion:
         """Return the cross-entropy."""
-        loss: Loss = self.loss_type(self._settings.hyp.label_smoothing)
+        hyp = self._settings.hyp
+        device = next(model.parameters()).device
+        loss: Criterion = self.loss_type(hyp.label_smoothing, gathered(hyp, self._settings.batch), device)
         return loss
-
-    def weight(self, images: Tensor) -> Tensor:
-        """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
-        return torch.full_like(images, 1 / gathered(self._settings.hyp, self._settings.batch))
 
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
         """Return the loader of augmented batches."""
@@ -123,7 +121,7 @@ class TorchvisionTask(Task):
         with torch.inference_mode():
             for batch in batches:
                 with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                    logits = model(to_device(batch.images, device))
+                    logits = model(as_input(batch.images.to(device, non_blocking=True)))
                 self.count(batch, logits, metric, shown)
         return metric, shown
 
@@ -168,13 +166,14 @@ class Classification(TorchvisionTask):
         """Return the untrained network for the classes of the data."""
         return build_classifier(self.cfg["torchvision"], len(self.names), self._settings.imgsz)
 
-    def move(self, batch: ClassificationBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device: images in 0..1 and classes, with mixup or cutmix."""
-        images, labels = to_device(batch.images, device), batch.labels.to(device, non_blocking=True)
-        if batch.mix_seed >= 0:
-            images, labels = mix_batch(images, labels, len(self.names), batch.mix_seed, self._settings.hyp)
-            images = images.contiguous(memory_format=torch.channels_last)
-        return images, labels
+    def move(self, batch: ClassificationBatch, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+        """Move a batch to the device, and mix its images with MixUp or CutMix."""
+        images, targets = super().move(batch, device)
+        if batch.mix_seed < 0:
+            return images, targets
+        mixed = as_input(images), targets["classes"], len(self.names), batch.mix_seed, self._settings.hyp
+        images, classes = mix_batch(*mixed)
+        return images.contiguous(memory_format=torch.channels_last), {"classes": classes}
 
     def count(self, batch: ClassificationBatch, logits: Tensor, metric: TopK, shown: list[Any]) -> None:
         """Add a batch to the metric, and some images of all classes to `shown`."""
@@ -218,10 +217,6 @@ class Segmentation(TorchvisionTask):
         if model.pools:
             self.stride = self._settings.imgsz
         return model
-
-    def move(self, batch: SegmentationBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device: images in 0..1, and masks."""
-        return to_device(batch.images, device), batch.masks.to(device, non_blocking=True)
 
     def count(self, batch: SegmentationBatch, logits: Tensor, metric: Confusion, shown: list[Any]) -> None:
         """Add a batch to the metric, and its first images to `shown`."""

@@ -1,0 +1,119 @@
+"""torch.compile of the network and its loss: whether it pays, in which mode, and eager mode if it fails."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+
+import torch
+
+from trainer.config import Settings
+from trainer.distributed import comm
+from trainer.distributed.data_parallel import Ddp
+from trainer.engine.memory import is_out_of_memory
+from trainer.engine.step import NetworkWithLoss
+from trainer.errors import TrainerError
+from trainer.losses import Targets
+
+PAYS_FROM = 2000  # steps of a run
+GRAPHS = "reduce-overhead"  # torch's mode that replays a pass as CUDA graphs
+MODES = {"on": "default", "graphs": GRAPHS}
+CALLS = {"default": 1, GRAPHS: 3}  # until everything is compiled, warmed up and captured
+
+
+def choose_mode(settings: Settings, device: torch.device, ranks: int, steps: int) -> tuple[str, str]:
+    """Return torch's mode for --compile, "" for eager mode, and a line for the log, "" without one.
+
+    `steps` are those of the whole run. Raise TrainerError if the settings ask for what cannot be compiled.
+    """
+    s = settings
+    obstacle, hint = _obstacle(s, ranks)
+    if s.compile in MODES:
+        if obstacle:
+            raise TrainerError(f"--compile {s.compile}: {obstacle}", hint)
+        note = "--compile graphs: without CUDA graphs, which need a GPU" if device.type == "cpu" else ""
+        return MODES[s.compile], note if s.compile == "graphs" else ""
+    if s.compile == "off" or device.type != "cuda":
+        return "", ""
+    if not obstacle and steps < PAYS_FROM:
+        obstacle = f"{steps} steps are too few to repay a minute of compilation; --compile graphs does it anyway"
+    return ("", f"eager mode: {obstacle}") if obstacle else (GRAPHS, "")
+
+
+def _obstacle(s: Settings, ranks: int) -> tuple[str, str]:
+    """Return what prevents compilation, and a hint; "" if nothing does."""
+    if s.parallel != "ddp":
+        return f"--parallel {s.parallel} does not support it", "leave it out, or use --parallel ddp"
+    if s.sync_bn and ranks > 1:
+        return "the ranks communicate within the network with --sync-bn", "leave one of them out"
+    if (s.multi_scale or s.rect) and s.compile != "on":
+        option = "--multi-scale" if s.multi_scale else "--rect"
+        return f"{option} has many image shapes, and each needs graphs of its own", "use --compile on"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        return "this machine has no C++ compiler", "install g++, or use --compile off"
+    return "", ""
+
+
+class Compilation:
+    """Compiles network and loss on the first batch of each size."""
+
+    def __init__(self, mode: str, settings: Settings, say: Callable[[str], None]) -> None:
+        """Compile in torch's `mode`; "" compiles nothing."""
+        self.mode, self._settings, self._say = mode, settings, say
+        self._many_shapes = settings.multi_scale or settings.rect
+        self._done: set[int] = set()  # numbers of images of a step on all ranks
+
+    def is_due(self, size: int) -> bool:
+        """Return whether a step with `size` images on all ranks has to be compiled first; the same on all ranks."""
+        return bool(self.mode) and size not in self._done and not (self._many_shapes and self._done)
+
+    def run(self, whole: NetworkWithLoss, strategy: Ddp, images: torch.Tensor, targets: Targets, size: int) -> None:
+        """Compile for the shapes of a batch, without training on it. A collective.
+
+        If that fails with --compile auto, the run continues in eager mode, and a line says why. Otherwise raise
+        TrainerError. An error of the compiler on one rank counts for all.
+        """
+        folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+        self._say(f"compiling network and loss for steps of {size} images: a minute or more, unless {folder} has them")
+        if not self._done:
+            # Without `dynamic=False`, the second size of the batches would make all kernels dynamic.
+            whole.compile_with(self.mode, None if self._many_shapes else False)
+        self._done.add(size)
+        begin, buffers = time.monotonic(), [buffer.clone() for buffer in whole.buffers()]
+        problem = ""
+        for _ in range(CALLS[self.mode]):
+            problem = problem or self._try(strategy, images, targets)
+        for buffer, value in zip(whole.buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        for parameter in whole.parameters():
+            if parameter.grad is not None and not comm.is_distributed():
+                parameter.grad = None
+            elif parameter.grad is not None:  # a view of DDP's buckets
+                parameter.grad.zero_()
+        if problem and self._settings.compile != "auto":
+            raise TrainerError(f"--compile {self._settings.compile}: {problem}", "use --compile off")
+        if problem:
+            self.mode = ""
+            whole.run_eagerly()
+            strategy.refresh()
+            self._say(f"eager mode, because compilation failed: {problem}")
+        else:
+            self._say(f"compiled in {time.monotonic() - begin:.0f} s")
+
+    def _try(self, strategy: Ddp, images: torch.Tensor, targets: Targets) -> str:
+        """Run forward and backward once; return the compiler's error on any rank, "" without one."""
+        problem, sums = "", images
+        try:
+            sums, _ = strategy.forward(images, targets)
+        except Exception as error:  # a compiler can raise anything
+            if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
+                raise
+            problem = f"{type(error).__name__}: {_first_line(error)}"
+        problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
+        if not problem:
+            sums.sum().backward()  # type: ignore[no-untyped-call]
+        return problem
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")

@@ -1,0 +1,110 @@
+"""Loss meter: the loss terms of each step and of the epoch, over all ranks, without waiting for a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.distributed import comm
+from trainer.engine.state import NotFinite
+
+NONE = -1  # no step
+_REQUESTS = 2  # values of a sum over the ranks: ranks with a stop signal, ranks whose checkpoint is due
+
+
+class LossMeter:
+    """Loss terms of a training.
+
+    In each step all ranks add up the terms of the step before and the requests to stop or save, in one collective that
+    overlaps with the forward pass. So the terms of a step are known on all ranks with the next step.
+    """
+
+    def __init__(self, terms: int, rank: int, device: torch.device) -> None:
+        """Start a meter of `terms` loss terms."""
+        self.rank, self.device = rank, device
+        self.terms = torch.zeros(terms, device=device)  # of this rank in the last step; the step sets it
+        self.last_step = NONE  # the step of `terms`
+        self.reduced = torch.zeros(terms, dtype=torch.float64, device=device)  # of all ranks, in `reduced_step`
+        self.reduced_step = NONE
+        self.sums = torch.zeros_like(self.reduced)  # of the epoch's reduced steps
+        self._first_bad = torch.full((), NONE, device=device)  # this epoch's first step with a non-finite value
+        self._work: Any = None
+        self._read: Callable[[], list[float]] | None = None
+
+    def start_sum(self, stop: bool, save: bool) -> None:
+        """Start to add up the last step's terms and the requests of all ranks. A collective."""
+        self.reduced, self.reduced_step = self.terms.double(), self.last_step
+        if comm.is_distributed():
+            requests = torch.tensor([float(stop), float(save)], dtype=torch.float64)
+            self.reduced = torch.cat((self.reduced, send(requests, self.device)))
+            self._work = comm.start_sum(self.reduced)
+
+    def finish_sum(self) -> None:
+        """Wait for the sum, on a GPU without the host. A second call does nothing."""
+        if self._work is None:
+            return
+        comm.wait(self._work)
+        self._work = None
+        self.reduced, requests = self.reduced[:-_REQUESTS], self.reduced[-_REQUESTS:]
+        self._read = comm.copy_to_host(requests)  # before the backward pass, for which a reader need not wait
+
+    def requests(self, stop: bool, save: bool) -> tuple[bool, bool]:
+        """Return whether any rank has to stop, and whether any has to save; the arguments are those of this rank."""
+        if self._read is None:
+            return stop, save
+        stops, saves = self._read()
+        return bool(stops), bool(saves)
+
+    def end_step(self, number: int, grad_norm: Tensor | None) -> None:
+        """Account for step `number` (from 0 over the run); a `grad_norm` has to be finite."""
+        self.last_step = number
+        self._record(self.reduced, self.reduced_step)
+        if grad_norm is not None:
+            self._record(grad_norm, number)
+        self.sums += self.reduced
+
+    def _record(self, values: Tensor, step: int) -> None:
+        """Record the first step with a non-finite value, without synchronizing a GPU (`where` would)."""
+        is_bad = (values.sum() * 0).isnan()
+        self._first_bad.masked_fill_(is_bad & (self._first_bad == NONE), step)
+
+    def check_finite(self) -> None:
+        """Raise NotFinite on all ranks if a gradient, or a loss before the last step, is not finite."""
+        step = int(self._first_bad)
+        if step != NONE:
+            raise NotFinite(step)
+
+    def reduce_last(self) -> Tensor:
+        """Return the terms of the epoch's last step, float64 (t,), of all ranks. A collective.
+
+        `sums` does not include them, so that a checkpoint before the validation is like that of any other step.
+        """
+        last = self.terms.double()
+        comm.wait(comm.start_sum(last))
+        self._record(last, self.last_step)
+        self.check_finite()
+        return last
+
+    def begin_epoch(self) -> None:
+        """Start a new epoch."""
+        self.sums.zero_()
+        self.terms = torch.zeros_like(self.terms)
+        self._first_bad.fill_(NONE)
+
+    def state_of_rank(self) -> dict[str, object]:
+        """Return what a checkpoint keeps of this rank: the terms that are not reduced yet, and the first bad step."""
+        self._record(self.terms, self.last_step)
+        return {"pending": self.terms.double().cpu(), "bad": int(self._first_bad)}
+
+    def load(self, sums: Tensor, pending: Tensor, last_step: int) -> None:
+        """Restore the sums of the epoch, and the terms of this rank in `last_step`."""
+        self.sums.copy_(sums)
+        self.terms = pending.to(self.terms)
+        self.last_step = last_step
+        self._first_bad.fill_(NONE)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values of the host to a device. The host does not wait for a GPU."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
