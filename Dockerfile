@@ -5,8 +5,8 @@ FROM ${BASE_IMAGE}
 LABEL org.opencontainers.image.title=clusterctl-trainer \
       org.opencontainers.image.licenses=Apache-2.0
 
-# NCCL uses InfiniBand and RoCE only with the verbs libraries. torch.compile needs a compiler and Python's headers, which
-# Debian's own Python (/usr/bin/python3) has in another package.
+# NCCL uses InfiniBand and RoCE only with the verbs libraries. torch.compile and Triton, which paints training images on a
+# GPU, need a compiler and Python's headers, which Debian's own Python (/usr/bin/python3) has in another package.
 RUN apt-get update && \
     DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends libibverbs1 ibverbs-providers \
         librdmacm1 g++ $([ ! -e /usr/bin/python3 ] || echo python3-dev) && \

@@ -96,7 +96,12 @@ def pieces(arguments: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Re
             yield f"{cfg}, batch {batch}", partial(speed, arguments, cfg, batch)
         if on_gpu:
             yield f"{cfg}, largest batch", partial(largest, arguments, cfg)
-    for more in (["--augment-on", "workers"], ["--augment-on", "device"], ["--compile", "on"], GRAPHS):
+    for more in (
+        ["--augment-on", "workers"],
+        *([["--augment-on", "device"]] if on_gpu else []),
+        ["--compile", "on"],
+        GRAPHS,
+    ):
         yield f"yolov5n.yaml, batch 16 {' '.join(more)}", partial(speed, arguments, "yolov5n.yaml", 16, *more)
     profile = ("profile", "--cfg", "yolov5n.yaml", "--batch", "16", "--out", str(arguments.state.with_suffix(".json")))
     yield "profile of yolov5n.yaml, batch 16", lambda: {"text": trainer(arguments, *profile)}

@@ -1,15 +1,17 @@
-"""CPU time per training image of a detector's dataloader: painted in the workers, and on the device.
+"""CPU time per training image of a detector's dataloader, painted in the workers and on the device; a GPU's time.
 
     python benchmarks/painting.py --data bccd/data.yaml
 
 Counts this process's CPU time for batches of decoded images (--cache ram) at 640 px. `packed` sends the visible parts
-of the sources to the device, `resident` only the recipes. Painting on the device is not part of it.
+of the sources to the device, `resident` only the recipes. Painting on the device is not part of it. On a GPU, further
+lines are the time that painting a batch takes there, for the kernel and the copies, and on the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import platform
 import statistics
 import time
@@ -18,9 +20,28 @@ import torch
 
 from trainer.config import Hyp
 from trainer.data.detection_loader import TrainLoader
-from trainer.data.device_painter import DevicePainter
+from trainer.data.device_painter import DevicePainter, Painting
 from trainer.data.registry import open_dataset
 from trainer.distributed.comm import World
+
+
+def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> str:
+    """Return the times of painting a batch on a GPU, as text."""
+    painting = painting.pin_memory()
+    painter(painting)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(count):
+        painter(painting)
+    host_ms = (time.perf_counter() - begin) * 1e3 / count
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            painter(painting)
+        torch.cuda.synchronize()
+    spent_ms = {event.key: event.self_device_time_total / 1e3 / count for event in profiler.key_averages()}
+    kernel_ms = sum(ms for name, ms in spent_ms.items() if "paint_batch" in name)
+    return f"kernel {kernel_ms:.3f} ms, copies {sum(spent_ms.values()) - kernel_ms:.3f} ms, host {host_ms:.3f} ms"
 
 
 def main() -> None:
@@ -28,20 +49,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", required=True)
     parser.add_argument("--imgsz", type=int, default=640)
-    parser.add_argument("--batches", type=int, default=8, help="of 16 images, per round")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batches", type=int, default=8, help="per round")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     data = open_dataset(arguments.data, "train", imgsz=arguments.imgsz)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # the loaders need a painter, although it paints nothing here
     times: dict[str, list[float]] = {"workers": [], "packed": [], "resident": []}
-    specs, collates = [], []
+    specs, collates, painters = [], [], dict[str, DevicePainter | None]()
     for name in times:
-        painter = None if name == "workers" else DevicePainter(device)
-        shared = {"batch": 16, "rank": 0, "world": 1, "workers": 0, "painter": painter}
+        painter = painters[name] = None if name == "workers" else DevicePainter(device)
+        shared = {"batch": arguments.batch, "rank": 0, "world": 1, "workers": 0, "painter": painter}
         loader = TrainLoader(data, imgsz=arguments.imgsz, seed=0, hyp=Hyp(), **shared)
         loader.cache("ram", [], World(), lambda value: [value], 2)
         if name == "packed":
             loader._collate.is_resident = False
+            painters[name] = DevicePainter(device)  # which holds no sources
         specs = list(itertools.islice(loader.sampler.specs_from(0, 0), arguments.batches))
         collates.append((name, loader._collate))
     images = sum(len(spec.ids) for spec in specs)
@@ -55,6 +80,11 @@ def main() -> None:
     print(f"{len(data)} images, {arguments.imgsz} px, {platform.processor() or platform.machine()}")
     for name, values in times.items():
         print(f"{name:9} {statistics.median(values):.2f} ms of CPU per image")
+    for name, collate in collates:
+        painter = painters[name]
+        if painter and device.type == "cuda":
+            batch = collate.collate(specs[0])
+            print(f"{name:9} a batch of {len(batch.ids)} on the GPU: {paint_times(painter, batch.images)}")
 
 
 if __name__ == "__main__":

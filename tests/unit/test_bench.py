@@ -140,8 +140,11 @@ def test_the_trace_has_the_steps_of_a_training_and_the_table_its_operators(
 @pytest.mark.parametrize(
     "more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
 )
-def test_uneven_shares_of_a_batch_train_as_one_rank_does(more: list[str], tmp_path: Path, run_trainer) -> None:
+def test_uneven_shares_of_a_batch_train_as_one_rank_does(
+    more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer
+) -> None:
     """Three images on two ranks, or on three with one without boxes. Without synchronized batch norm, it must fail."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for --augment-on device
     (tmp_path / "hyp.yaml").write_text("mosaic: 0\n")
     data = make_yolo_set(tmp_path, train=6)
     arguments = ["--data", str(data), "--imgsz", "64", "--batch", "3", "--ranks", "1,2", "--steps", "2", "--json"]

@@ -1,6 +1,7 @@
 """The trainer's code for GPUs on the simulated GPUs of tests/fake_gpu.py: all tasks, and all strategies on two of them.
 
 Steps raise an error for tensors on the wrong device and for a wait of the host, and their losses are those of the CPU.
+The workers paint: Triton cannot use simulated GPUs.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ import contextlib
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ from tests.unit.settings import settings
 from tests.unit.trainer_process import TINY, call, ranks
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
+from trainer.data.paint import FILL
 from trainer.distributed import comm, cut
 from trainer.distributed.comm import World
 from trainer.engine import step as step_file
@@ -87,7 +91,7 @@ def assert_equal(gpu: tuple[Any, ...], cpu: tuple[Any, ...]) -> None:
 
 
 def anchors(folder: Path) -> dict[str, Any]:
-    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp(), "augment_on": "device"}
+    return {"data": str(squares(folder / "set", train=12)), "cfg": TINY, "hyp": Hyp(), "augment_on": "workers"}
 
 
 def anchor_free(folder: Path) -> dict[str, Any]:
@@ -128,12 +132,37 @@ def test_a_task_on_a_gpu_has_the_values_of_the_cpu(
     assert_equal(outcome(started(GPU, **more)), outcome(started(CPU, **more)))
 
 
+class GrayKernel:
+    """In place of the painter's Triton kernel, which cannot run here: makes each image gray."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(images: Tensor, *arguments: Any, **_: Any) -> None:
+            assert grid[2] == len(images)
+            assert {images.device, *(each.device for each in arguments if isinstance(each, Tensor))} == {GPU}
+            images.fill_(FILL)
+
+        return launch
+
+
+@pytest.fixture
+def gray_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trainer.data.paint_kernel", SimpleNamespace(paint_batch=GrayKernel()))
+
+
 @pytest.mark.parametrize(("augment_on", "expected"), [("auto", GPU), ("device", GPU), ("workers", CPU)])
 def test_images_are_painted_on_a_gpu_by_default(
-    augment_on: str, expected: torch.device, gpus: None, tmp_path: Path
+    augment_on: str, expected: torch.device, gpus: None, gray_kernel: None, tmp_path: Path
 ) -> None:
     training = started(GPU, **{**anchors(tmp_path), "augment_on": augment_on})
     assert next(training.train_loader.epoch(0, 0)).images.device == expected
+
+
+def test_the_host_does_not_wait_for_the_painter(gpus: None, gray_kernel: None, tmp_path: Path) -> None:
+    training = started(GPU, **{**anchors(tmp_path), "augment_on": "device"})
+    with step():
+        batches = list(training.train_loader.epoch(0, 0))
+    assert all((batch.images.cpu() == FILL).all() for batch in batches)
+    three_steps(training)
 
 
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
@@ -174,7 +203,7 @@ def one_rank(data: str) -> None:
 
     cut.measure = equal_times  # the position of the cut can change the last bit of a gradient
     # 18 outputs per cell are the same number of rows on both ranks. FSDP pads others, but not those of a subclass.
-    more = {"data": data, "cfg": TINY, "hyp": Hyp(), "single_cls": True, "augment_on": "device"}
+    more = {"data": data, "cfg": TINY, "hyp": Hyp(), "single_cls": True, "augment_on": "workers"}
     with simulated_gpus():
         for parallel, precision in STRATEGIES:
             options = {**more, "parallel": parallel, "precision": precision}

@@ -261,7 +261,11 @@ def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None
         (1, ["--stages", "2"], "error: --stages: --parallel ddp has none"),
         (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not divisible"),
         (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: too many for a"),
-        (1, ["--parallel", "pipeline", "--compile", "on"], "error: --compile on: --parallel pipeline does not"),
+        (
+            1,
+            ["--parallel", "pipeline", "--compile", "on"],
+            "error: --compile on: --parallel pipeline cannot be compiled",
+        ),
         (2, ["--parallel", "pipeline", "--freeze", "backbone"], "parameters (all of its layers are frozen)"),
     ):
         ended = train(tmp_path, count, data, *more, code=2)

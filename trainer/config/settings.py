@@ -164,8 +164,8 @@ class Settings:
     )
     augment_on: str = option(
         "auto",
-        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (torch), where they stay with "
-        "--cache if there is room. auto: device on a GPU.",
+        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (Triton, on a GPU), where "
+        "their sources stay with --cache if there is room. auto: device on a GPU that Triton can use.",
         known=("auto", "workers", "device"),
         metavar="[auto|workers|device]",
     )

@@ -1,7 +1,7 @@
 """Augmentation of detection, as data: which images a training image shows and where, its colours, flips and labels.
 
 A recipe is a function of one random generator, and needs no pixel. A painter makes the image from it: OpenCV in a
-dataloader worker (paint.py), or torch on the training device (device_painter.py).
+dataloader worker (paint.py), or a Triton kernel on the training device (device_painter.py).
 
 The mosaic's 2 s x 2 s canvas is never built: each tile is warped directly into the s x s result. A single image may
 have a rectangular result, whose longer side is `s`. Coordinates are continuous: pixel k covers k to k + 1.

@@ -36,16 +36,16 @@ def choose_mode(settings: Settings, device: torch.device, ranks: int, steps: int
     if s.compile == "off" or device.type != "cuda":
         return "", ""
     if not obstacle and steps < PAYS_FROM:
-        obstacle = f"{steps} steps are too few to repay a minute of compilation; --compile graphs does it anyway"
-    return ("", f"eager mode: {obstacle}") if obstacle else (GRAPHS, "")
+        obstacle = f"a run of {steps} steps does not repay a minute of compilation; --compile graphs compiles anyway"
+    return ("", f"network and loss are not compiled: {obstacle}") if obstacle else (GRAPHS, "")
 
 
 def _obstacle(s: Settings, ranks: int) -> tuple[str, str]:
     """Return what prevents compilation, and a hint; "" if nothing does."""
     if s.parallel != "ddp":
-        return f"--parallel {s.parallel} does not support it", "leave it out, or use --parallel ddp"
+        return f"--parallel {s.parallel} cannot be compiled", "leave --compile out, or use --parallel ddp"
     if s.sync_bn and ranks > 1:
-        return "the ranks communicate within the network with --sync-bn", "leave one of them out"
+        return "with --sync-bn the ranks communicate within the network", "leave one of the two out"
     if (s.multi_scale or s.rect) and s.compile != "on":
         option = "--multi-scale" if s.multi_scale else "--rect"
         return f"{option} has many image shapes, and each needs graphs of its own", "use --compile on"

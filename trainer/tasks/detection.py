@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.config import Hyp, Settings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
-from trainer.data.device_painter import DevicePainter
+from trainer.data.device_painter import choose_painter
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
@@ -98,9 +98,10 @@ class Detection(Task):
             close_mosaic = 10 if self.terms == AlignedLoss.terms else 0
         keys = ("imgsz", "batch", "seed", "hyp", "epochs", "multi_scale", "rect", "image_weights")
         options: dict[str, Any] = {key: getattr(s, key) for key in keys}
-        if s.augment_on == "device" or (s.augment_on == "auto" and device.type == "cuda"):
-            options["painter"] = DevicePainter(device)
-        return TrainLoader(self.train_set, close_mosaic=close_mosaic, **options, **share)
+        painter, note = choose_painter(s.augment_on, device)
+        loader = TrainLoader(self.train_set, close_mosaic=close_mosaic, painter=painter, **options, **share)
+        loader.notes += [note] if note else []
+        return loader
 
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
         """Return the loader of letterboxed batches."""
