@@ -13,8 +13,8 @@ def listed(boxes: list[list[float]], images: int = 1) -> Candidates:
     """`boxes` as [image, class, x1, y1, x2, y2] in pixels. Leaves out the rows that pad."""
     t = torch.tensor(boxes).view(-1, 6)
     labels = torch.cat((t[:, :2], (t[:, 2:4] + t[:, 4:]) / 2 / SIDE, (t[:, 4:] - t[:, 2:4]) / SIDE), 1)
-    loss = AlignedLoss((8, 16, 32), 16, Hyp(), torch.device("cpu"))
-    targets = loss.assigner()(labels.numpy(), images, SIDE, SIDE)
+    loss = AlignedLoss((8, 16, 32), 16, Hyp())
+    targets = loss.assigner(None)(labels.numpy(), images, SIDE, SIDE)
     assert targets["box"][:, 4].tolist() == [1] * len(t) + [0]
     kept = {name: values if name == "counts" else values[:-1] for name, values in targets.items()}
     return candidates(kept)

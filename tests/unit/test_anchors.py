@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from trainer.data.registry import open_dataset
+from trainer.detectors.autoanchor import Sizes, box_sizes, fit, fit_anchors, recall
 from trainer.models.yolo import build_yolo, load_cfg
-from trainer.tasks.autoanchor import Sizes, box_sizes, fit, fit_anchors, recall
 
 ANCHORS = np.array([[10.0, 10.0], [40.0, 20.0]])
 

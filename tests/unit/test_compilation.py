@@ -80,7 +80,7 @@ def test_a_failed_compilation_leaves_an_eager_run(
 ) -> None:
     """With a C++ compiler that does not exist; on a CPU, --compile auto would not try it."""
     expected = weights(run_of(tmp_path / "eager", compile="off"))
-    monkeypatch.setattr("trainer.engine.trainer.choose_mode", lambda *_: ("default", ""))
+    monkeypatch.setattr("trainer.engine.trainer.choose_mode", lambda *_, **__: ("default", ""))
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/no/such/compiler",))
     monkeypatch.setattr("torch._inductor.config.fx_graph_cache", False)
     found = weights(run_of(tmp_path / "failed"))

@@ -55,7 +55,7 @@ def started(place: torch.device, world: World | None = None, **more: Any) -> Tra
     training = Trainer(settings(**more), world or World(), place, Events({}))
     training.start()
     # A CPU's targets have no rows that pad, with which sums have another order.
-    training.task.prepare_targets(training.train_loader, training.train_step.criterion, pads=True)
+    training.task.prepare_targets(training.train_loader, training.model, pads=True)
     training.local_model.train()
     return training
 

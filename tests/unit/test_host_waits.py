@@ -60,7 +60,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(update, "build_optimizer", unfused)
     anchors = np.array([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3, np.float32)  # meta tensors have no values
-    monkeypatch.setattr(DetectionLoss, "assigner", lambda loss: AnchorTargets(anchors, loss.strides, 4.0))
+    monkeypatch.setattr(DetectionLoss, "assigner", lambda loss, _: AnchorTargets(anchors, loss.strides, 4.0))
     monkeypatch.setattr(Trainer, "autocast", lambda _: contextlib.nullcontext())  # meta has none
 
     def start(**more: Any) -> Trainer:
@@ -98,13 +98,13 @@ def test_a_step_of_a_detector_has_no_host_wait_and_few_launches(
 
 def test_a_wait_is_an_error_here(steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant one in the loss."""
-    whole = DetectionLoss.__call__
+    whole = DetectionLoss.forward
 
     def waits(self: DetectionLoss, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         sums, counts = whole(self, *arguments)
         return (sums if float(sums.sum()) >= 0 else -sums), counts
 
-    monkeypatch.setattr(DetectionLoss, "__call__", waits)
+    monkeypatch.setattr(DetectionLoss, "forward", waits)
     with pytest.raises(RuntimeError, match="meta tensor"):
         steps(data=str(squares(tmp_path / "set", train=30)), cfg="yolov5n.yaml", batch=8, imgsz=64, noautoanchor=True)
 
@@ -147,7 +147,7 @@ def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path
     how |= {"epochs": 50, "hyp": Hyp(close_mosaic=0.0)}
     training = Trainer(settings(**how), World(), torch.device("cpu"), Events({}))
     training.start()
-    training.task.prepare_targets(training.train_loader, training.train_step.criterion, pads=True)
+    training.task.prepare_targets(training.train_loader, training.model, pads=True)
     raw = [t.detach() for t in training.local_model(torch.zeros(4, 3, 64, 64))]
     traces = []
 
@@ -155,7 +155,7 @@ def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path
         traces.append(graph)
         return graph.forward
 
-    loss = torch.compile(training.train_step.criterion.__call__, backend=backend, fullgraph=True, dynamic=False)
+    loss = torch.compile(training.train_step.criterion.forward, backend=backend, fullgraph=True, dynamic=False)
     counts = set()
     for epoch in range(50):
         for batch in training.train_loader.epoch(epoch):

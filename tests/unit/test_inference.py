@@ -4,8 +4,11 @@ import pytest
 import torch
 from torchvision.ops import nms
 
-from trainer.models.yolo import build_yolo, load_cfg
-from trainer.tasks.detector import Detector, Limits, select, to_original
+from trainer.config import Hyp
+from trainer.detectors import Limits, build
+from trainer.detectors.yolo import select
+from trainer.models.yolo import load_cfg
+from trainer.tasks.detector import Detector, to_original
 
 
 def decoded(images, boxes, classes, seed=0, spread=300.0):
@@ -56,9 +59,10 @@ def test_limits_are_applied():
 
 def test_detector_equals_the_model_and_does_not_change_it():
     torch.manual_seed(0)
-    model = build_yolo(load_cfg("yolov5n.yaml"), nc=3)
+    parts = build(load_cfg("yolov5n.yaml"), nc=3, where="", hyp=Hyp(), imgsz=64)
+    model = parts.model
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    detector = Detector(model, torch.device("cpu"), torch.float32, Limits(confidence=0.0001))
+    detector = Detector(model, parts, torch.device("cpu"), torch.float32, Limits(confidence=0.0001))
     images = torch.randint(0, 256, (2, 64, 96, 3), dtype=torch.uint8)
     found = detector(images)
     assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)

@@ -13,7 +13,6 @@ from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
 from trainer.losses.aligned import AlignedLoss, candidates
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou
-from trainer.models.heads import Detect
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
 SIDE, BINS = 64, 16
@@ -27,12 +26,13 @@ def nano(head: str, nc: int) -> Yolo:
     return build_yolo(load_cfg(CFGS[head]), nc=nc)
 
 
+NANO = nano("anchors", 3)
+
+
 def loss_for(head: str, nc: int = 3, **hyp: float) -> Any:
     if head == "anchor-free":
-        return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp), torch.device("cpu"))
-    detect = nano(head, nc).detect
-    assert isinstance(detect, Detect)
-    return DetectionLoss(detect.anchors, detect.strides, nc, Hyp(**hyp), SIDE)
+        return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp))
+    return DetectionLoss(3, (8, 16, 32), nc, Hyp(**hyp), SIDE)
 
 
 def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
@@ -42,7 +42,7 @@ def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
 
 
 def targets_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
-    targets: dict[str, torch.Tensor] = loss.assigner()(labels.numpy(), raw[0].shape[0], SIDE, SIDE, **more)
+    targets: dict[str, torch.Tensor] = loss.assigner(NANO)(labels.numpy(), raw[0].shape[0], SIDE, SIDE, **more)
     return targets
 
 
@@ -89,7 +89,7 @@ def test_ciou_of_boxes_apart_or_empty_has_a_finite_gradient() -> None:
 def test_terms_of_the_anchor_head_are_the_published_ones() -> None:
     """The same loss, spelled out one positive at a time."""
     loss, raw = loss_for("anchors"), outputs("anchors", 2)
-    assigner, pairs = loss.assigner(), 0
+    assigner, pairs = loss.assigner(NANO), 0
     box, obj, cls = 0.0, 0.0, 0.0
     for i, t in enumerate(raw):
         level = assign_level(TARGETS.numpy(), assigner.anchors[i], *t.shape[2:4], 4.0)

@@ -344,7 +344,7 @@ def test_a_replica_computes_in_its_precision_in_any_thread() -> None:
     """DataParallel runs each replica in a thread, and autocast is local to a thread."""
     found: list[torch.dtype] = []
     bf16 = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-    wrapped = NetworkWithLoss(nn.Conv2d(3, 4, 1), ClassificationLoss(0.0, 1, CPU), bf16)
+    wrapped = NetworkWithLoss(nn.Conv2d(3, 4, 1), ClassificationLoss(0.0, 1), bf16)
     for net in (nn.Conv2d(3, 4, 1), Outputs(wrapped)):
         with bf16():
             thread = threading.Thread(target=lambda net=net: found.append(net(torch.rand(1, 3, 8, 8)).dtype))

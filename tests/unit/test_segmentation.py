@@ -179,7 +179,7 @@ def test_the_scores_equal_manual_counts() -> None:
 
 
 def test_the_loss_is_torchs_cross_entropy_and_zero_where_nothing_counts() -> None:
-    loss = SegmentationLoss(0.1, 1, torch.device("cpu"))
+    loss = SegmentationLoss(0.1, 1)
     logits = torch.randn(3, 4, 8, 8)
     masks = torch.randint(0, 4, (3, 8, 8)).to(torch.uint8)
     masks[0, :5] = 255

@@ -21,13 +21,18 @@ MODES = {"on": "default", "graphs": GRAPHS}
 CALLS = {"default": 1, GRAPHS: 3}  # until everything is compiled, warmed up and captured
 
 
-def choose_mode(settings: Settings, device: torch.device, ranks: int, steps: int) -> tuple[str, str]:
+def choose_mode(
+    settings: Settings, device: torch.device, ranks: int, steps: int, *, can_compile: bool = True
+) -> tuple[str, str]:
     """Return torch's mode for --compile, "" for eager mode, and a line for the log, "" without one.
 
-    `steps` are those of the whole run. Raise TrainerError if the settings ask for what cannot be compiled.
+    `steps` are those of the whole run, `can_compile` is whether the loss can be compiled. Raise TrainerError if the
+    settings ask for what cannot be compiled.
     """
     s = settings
     obstacle, hint = _obstacle(s, ranks)
+    if not can_compile:
+        obstacle, hint = "the shapes in this detector's loss depend on the labels", "leave --compile out"
     if s.compile in MODES:
         if obstacle:
             raise TrainerError(f"--compile {s.compile}: {obstacle}", hint)

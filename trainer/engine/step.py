@@ -53,7 +53,8 @@ class NetworkWithLoss(nn.Module):
         return self._compute(images, targets)
 
     def _eager(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        return self.criterion(self.outputs(images), targets)
+        sums, counts = self.criterion(self.outputs(images), targets)
+        return sums, counts
 
     def compile_with(self, mode: str, dynamic: bool | None) -> None:
         """Compile network and loss as one function when they are called next."""
@@ -67,16 +68,20 @@ class NetworkWithLoss(nn.Module):
     @contextlib.contextmanager
     def without_loss(self) -> Iterator[None]:
         """Take the sum of all outputs for the loss within the context: it needs no targets."""
-        criterion, self.criterion = self.criterion, _sum_of_outputs  # type: ignore[assignment]
+        criterion, self.criterion = self.criterion, SumOfOutputs((1.0,))
         try:
             yield
         finally:
             self.criterion = criterion
 
 
-def _sum_of_outputs(outputs: Any, _: Targets) -> tuple[Tensor, Tensor]:
-    total = torch.stack([tensor.float().sum() for tensor in tree_leaves(outputs)]).sum()
-    return total, total.detach()
+class SumOfOutputs(Criterion):
+    """The sum of all outputs."""
+
+    def forward(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sum, without counts."""
+        total = torch.stack([tensor.float().sum() for tensor in tree_leaves(outputs)]).sum()
+        return total, total.detach()
 
 
 class TrainStep:

@@ -80,7 +80,8 @@ class Trainer:
         for note in dict.fromkeys((*self.train_loader.notes, *self.evaluator.loader.notes)):
             self.display.print(note)
         self.schedule = Schedule(s.hyp, s.epochs, self.train_loader.steps, s.batch, s.schedule)
-        mode, note = choose_mode(s, device, world.size, s.epochs * self.train_loader.steps)
+        steps = s.epochs * self.train_loader.steps
+        mode, note = choose_mode(s, device, world.size, steps, can_compile=self.task.can_compile)
         self.compilation = Compilation(mode, s, self.display.print)
         if note:
             self.display.print(note)
@@ -130,7 +131,7 @@ class Trainer:
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._state_names = list(self.model.state_dict())
         groups = parameter_groups(self.model)
-        criterion = task.criterion(self.model)
+        criterion = task.criterion().to(self.device)
         self._whole = NetworkWithLoss(self.model, criterion, self.autocast)
         share = len(task.train_set) // self.train_loader.steps // self.strategy.share[1]
         conditions = Conditions(
@@ -151,7 +152,7 @@ class Trainer:
     def _prepare_targets(self) -> None:
         """Let the dataloader make the targets of the loss, for the anchors that the model has now."""
         pads = self.device.type != "cpu" or bool(self.compilation.mode)  # on a CPU, rows that pad only cost time
-        self.task.prepare_targets(self.train_loader, self.train_step.criterion, pads=pads)
+        self.task.prepare_targets(self.train_loader, self.model, pads=pads)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of the forward pass."""

@@ -77,6 +77,8 @@ def export(
     if batch < 1:
         raise TrainerError(f"--batch is {batch}, it must be 1 or more")
     trained = load_trained(weights, cfg)
+    if not isinstance(trained.model, Yolo):
+        raise TrainerError(f"{weights}: only models of model files are exported", "use trainer predict or val")
     side, stride = imgsz or trained.imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)

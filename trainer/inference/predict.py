@@ -24,11 +24,12 @@ from trainer.data.detection_loader import check_imgsz
 from trainer.data.listing import SUFFIXES
 from trainer.data.paint import letterbox
 from trainer.data.progress import bar
+from trainer.detectors import Detections, Limits
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems, write_labels
 from trainer.plots import draw_boxes, write_image
-from trainer.tasks.detector import Detections, Detector, Limits, load_trained, to_original, type_for
+from trainer.tasks.detector import Detector, load_trained, to_original, type_for
 from trainer.weights import checkpoint_file
 
 VIDEOS = frozenset({".avi", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv"})
@@ -91,7 +92,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
     check_imgsz(imgsz, trained.stride)
     limits = Limits(s.conf, s.iou, s.max_det, class_numbers(s.classes, trained.names))
     dtype = type_for(s.precision, s.half, device)
-    detector = Detector(trained.model, device, dtype, limits)
+    detector = Detector(trained.model, trained.parts, device, dtype, limits)
     writes = not s.nosave or s.save_txt or s.save_json
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     done = Predictions(folder, trained.names)

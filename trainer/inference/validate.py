@@ -16,6 +16,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import ValLoader
 from trainer.data.progress import track
 from trainer.data.registry import open_dataset
+from trainer.detectors import Detections, Limits
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.timing import StepTimer
@@ -23,7 +24,7 @@ from trainer.inference.formats import CocoTruth, coco_results, image_id, unique_
 from trainer.inference.score import check_names
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
-from trainer.tasks.detector import Detections, Detector, Limits, load_trained, type_for
+from trainer.tasks.detector import Detector, load_trained, type_for
 from trainer.weights import checkpoint_file
 
 
@@ -82,7 +83,7 @@ def validate(settings: ValSettings) -> Validation | None:
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     backend = comm.join(world, device)
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
-    detector = Detector(trained.model, device, dtype, Limits(s.conf, s.iou, s.max_det))
+    detector = Detector(trained.model, trained.parts, device, dtype, Limits(s.conf, s.iou, s.max_det))
     own = _RankResult(s, trained.names, truth)
     timer = StepTimer(device)
     batches = timer.waiting(iter(loader))

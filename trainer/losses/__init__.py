@@ -1,10 +1,11 @@
 """Losses whose value does not depend on the number of ranks."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 Targets = Mapping[str, Tensor]
 Rows = Callable[[str, int], int]  # the name of a list and the entries that it needs -> the rows to give it
@@ -15,7 +16,7 @@ def exact(_: str, needed: int) -> int:
     return needed
 
 
-class Criterion(ABC):
+class Criterion(nn.Module, ABC):
     """The loss of a batch, as sums and what they are divided by.
 
     Each term of a detector's loss is a mean over boxes, cells or images, and the mean is over all ranks together. A
@@ -24,16 +25,29 @@ class Criterion(ABC):
     """
 
     terms: tuple[str, ...]
-    gains: Tensor  # (t,) float32, one factor per term
+    gains: Tensor
+
+    def __init__(self, gains: Sequence[float]) -> None:
+        """Start a criterion with a factor for each of its t terms."""
+        super().__init__()
+        self.register_buffer("gains", torch.tensor(gains, dtype=torch.float32))
 
     @abstractmethod
-    def __call__(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
 
         The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / counts[d]`, with the counts of all ranks.
         Every output of the network takes part, if only with a zero, so that no parameter is without a gradient. The
         shapes of the result and of everything on the way depend on the shapes of the arguments alone.
         """
+
+    def assigner(self, model: Any, /) -> Callable[..., dict[str, Tensor]]:
+        """Return what makes the targets of a detector's batch in a dataloader worker, for the model as it is now.
+
+        It is called with the labels float32 (n, 6), [image, class, cx, cy, w, h] normalised; the number of images;
+        their height and width; and optionally `Rows`, which makes the shapes of the targets independent of n.
+        """
+        raise NotImplementedError
 
     def weight(self, images: Tensor, /) -> Tensor | float:
         """Return the factor by which the mean loss of a step with `images` images (a scalar) is multiplied."""

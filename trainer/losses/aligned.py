@@ -7,7 +7,7 @@ depend on the predictions, so it is known only after the forward pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -117,15 +117,17 @@ class AlignedLoss(Criterion):
 
     terms = ("box", "cls", "dfl")
 
-    def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp, device: torch.device) -> None:
+    _numbers: Tensor
+
+    def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp) -> None:
         if hyp.label_smoothing:
             what = "label smoothing: the anchor-free head's class targets are soft already"
             raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
+        super().__init__((hyp.dfl_box, hyp.dfl_cls, hyp.dfl))
         self.strides, self.bins, self.hyp = tuple(strides), bins, hyp
-        self.gains = torch.tensor((hyp.dfl_box, hyp.dfl_cls, hyp.dfl), device=device)
-        self._numbers = torch.arange(bins, dtype=torch.float32, device=device)
+        self.register_buffer("_numbers", torch.arange(bins, dtype=torch.float32))
 
-    def assigner(self) -> CandidateTargets:
+    def assigner(self, model: Any, /) -> CandidateTargets:
         """Return what makes the targets."""
         return CandidateTargets(self.strides)
 
@@ -133,7 +135,7 @@ class AlignedLoss(Criterion):
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def __call__(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 2), divided by the soft targets, and the counts: images and soft targets.
 
         `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level.

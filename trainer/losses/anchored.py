@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -97,23 +97,22 @@ class DetectionLoss(Criterion):
 
     terms = ("box", "obj", "cls")
 
-    def __init__(self, anchors: Tensor, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
-        levels = len(strides)
-        self.strides, self.nc, self.hyp, self._anchors = tuple(strides), nc, hyp, anchors
-        self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
+    def __init__(self, levels: int, strides: Sequence[int], nc: int, hyp: Hyp, imgsz: int) -> None:
         # YOLOv5's gains are for 3 levels, 80 classes and 640 px.
-        gains = (hyp.box * 3 / levels, hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels)
-        self.gains = torch.tensor(gains, device=anchors.device)
+        obj, cls = hyp.obj * (imgsz / 640) ** 2 * 3 / levels, hyp.cls * nc / 80 * 3 / levels
+        super().__init__((hyp.box * 3 / levels, obj, cls))
+        self.strides, self.nc, self.hyp = tuple(strides), nc, hyp
+        self.balance = BALANCE.get(levels, BALANCE_ELSE)[:levels]
 
-    def assigner(self) -> AnchorTargets:
+    def assigner(self, model: Any, /) -> AnchorTargets:
         """Return what makes the targets, with the anchors that the model has now."""
-        return AnchorTargets(self._anchors.float().cpu().numpy(), self.strides, self.hyp.anchor_t)
+        return AnchorTargets(model.detect.anchors.float().cpu().numpy(), self.strides, self.hyp.anchor_t)
 
     def weight(self, images: Tensor, /) -> Tensor:
         """Return `images`: YOLOv5's loss is the mean of the batch times its size."""
         return images
 
-    def __call__(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1 + l) and the counts; `outputs` are raw, (b, a, ny, nx, nc + 5) per level."""
         index, value = targets["index"], targets["value"]
         box, anchor_wh, weight = torch.split(value.flatten(0, 1), [4, 2, 1], 1)

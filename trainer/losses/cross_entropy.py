@@ -13,16 +13,16 @@ class ClassificationLoss(Criterion):
 
     terms = ("cls",)
 
-    def __init__(self, label_smoothing: float, batches: int, device: torch.device) -> None:
-        """Return the mean of `batches` batches, which one optimizer step accumulates."""
+    def __init__(self, label_smoothing: float, batches: int) -> None:
+        """Take the mean of `batches` batches, which one optimizer step accumulates."""
+        super().__init__((1.0,))
         self._smoothing, self._batches = label_smoothing, batches
-        self.gains = torch.ones(1, device=device)
 
     def weight(self, images: Tensor, /) -> float:
         """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
         return 1 / self._batches
 
-    def __call__(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy (1, 1) and the images (1,).
 
         `outputs` are logits (b, nc), `targets["classes"]` is int64 (b,), or the shares of the classes (b, nc).
@@ -35,7 +35,7 @@ class ClassificationLoss(Criterion):
 class SegmentationLoss(ClassificationLoss):
     """Softmax cross-entropy of the pixels that are not IGNORED."""
 
-    def __call__(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
+    def forward(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy (1, 2), and the images and counted pixels (2,).
 
         `outputs` are logits (b, nc, h, w), `targets["masks"]` is uint8 (b, h, w). Zero if no pixel counts.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "nn.MaxPool2d": nn.MaxPool2d,
     "nn.ZeroPad2d": nn.ZeroPad2d,
 }
+Model = TypeVar("Model", bound=nn.Module)
 Head = Detect | DetectDFL
 HEADS: dict[str, type[Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}
 JOINING = ("Concat", *HEADS)  # these take a list of maps
@@ -208,8 +209,8 @@ def _module(name: str, inputs: list[int], args: list[Any], repeats: int, width: 
     return blocks[0] if repeats == 1 else nn.Sequential(*blocks), channels
 
 
-def fuse(model: Yolo) -> Yolo:
-    """Fold every batch norm into its convolution, in place, for evaluation; the outputs stay the same."""
+def fuse(model: Model) -> Model:
+    """Fold the batch norm of every Conv into its convolution, in place, for evaluation; the outputs stay the same."""
     for block in model.modules():
         if isinstance(block, Conv) and isinstance(block.bn, (nn.BatchNorm2d, nn.SyncBatchNorm)):
             block.conv = fuse_conv_bn_eval(block.conv.eval(), block.bn.eval())

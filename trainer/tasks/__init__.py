@@ -37,6 +37,7 @@ class Task(ABC):
     cfg: dict[str, Any]  # model configuration, stored in checkpoints
     stride: int  # pixels per cell of the coarsest grid, known once the model is built
     least_side: int  # smallest image side in pixels, known once the model is built
+    can_compile = True  # whether the loss has no shapes that depend on values, known once the model is built
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -50,8 +51,8 @@ class Task(ABC):
         return ""
 
     @abstractmethod
-    def criterion(self, model: Any) -> Criterion:
-        """Return the loss for a model on its device."""
+    def criterion(self) -> Criterion:
+        """Return the loss of the network."""
 
     @abstractmethod
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:
@@ -61,7 +62,7 @@ class Task(ABC):
     def val_loader(self, share: Mapping[str, Any]) -> Any:
         """Return this rank's validation batches."""
 
-    def prepare_targets(self, loader: Any, criterion: Any, *, pads: bool) -> None:
+    def prepare_targets(self, loader: Any, model: Any, *, pads: bool) -> None:
         """Let the loader make the targets of the loss; with `pads`, their shapes hardly ever change."""
         return  # the labels are the targets
 

@@ -1,4 +1,4 @@
-"""Detection task: a YOLO model, its loss, and mean average precision."""
+"""Detection task: a detector of any family, and mean average precision."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,16 +13,12 @@ from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
 from trainer.data.registry import open_dataset
+from trainer.detectors import Detections, Limits, build, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
-from trainer.losses.aligned import AlignedLoss
-from trainer.losses.anchored import DetectionLoss
 from trainer.metrics import BoxMAP, BoxScores
-from trainer.models.heads import Detect
-from trainer.models.yolo import Yolo, build_yolo, load_cfg
 from trainer.tasks import Task
-from trainer.tasks.autoanchor import fit_anchors
-from trainer.tasks.detector import Detections, Detector, Limits, to_original
+from trainer.tasks.detector import Detector, to_original
 from trainer.weights import checkpoint_file
 
 DEFAULT_CFG = "yolov5n.yaml"
@@ -33,7 +29,7 @@ Shown = tuple[Any, Any, Any, Any]  # an image uint8 (h, w, 3) RGB, boxes (n, 4) 
 
 
 class Detection(Task):
-    """Training of a YOLO model on boxes."""
+    """Training of a detector on boxes."""
 
     kind = "detect"
     headlines: Mapping[str, str] = {"map50": "mAP50", "map": "mAP50-95"}
@@ -50,20 +46,20 @@ class Detection(Task):
         if self._weights:
             checkpoint_file.check_task(self._weights, "detect", s.weights)
         self._where = s.cfg or (s.weights if self._weights else DEFAULT_CFG)
-        self.cfg = self._weights["cfg"] if self._weights and not s.cfg else load_cfg(self._where)
+        self.cfg = self._weights["cfg"] if self._weights and not s.cfg else read_cfg(self._where)
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
         self.train_set = open_dataset(s.data, "train", **how)
         self.val_set = open_dataset(s.data, "val", **how)
         self.left_out = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
         self.names = self.train_set.names
 
-    def build(self, say: Callable[[str], None]) -> Yolo:
+    def build(self, say: Callable[[str], None]) -> nn.Module:
         """Return the network for the classes of the data, with the matching tensors of --weights."""
         s = self._settings
-        model = build_yolo(self.cfg, nc=len(self.names), where=self._where)
-        self.terms = (DetectionLoss if isinstance(model.detect, Detect) else AlignedLoss).terms
-        self.stride = max(model.detect.strides)
-        self.least_side = 2 * self.stride
+        self._parts = build(self.cfg, nc=len(self.names), where=self._where, hyp=s.hyp, imgsz=s.imgsz)
+        model, self.terms = self._parts.model, self._parts.criterion.terms
+        self.stride, self.least_side = self._parts.stride, self._parts.least_side
+        self.can_compile = self._parts.can_compile
         if self._weights:
             taken, kept = self._weights["ema"], other_anchors(model, self._weights["ema"]) if s.cfg else ()
             fit, of = checkpoint_file.transfer(model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
@@ -71,31 +67,27 @@ class Detection(Task):
             say(f"weights from {s.weights}: {fit}/{of} tensors{anchors}")
         return model
 
-    def fit(self, model: Yolo) -> str:
-        """Replace the anchors if they fit too few boxes."""
+    def fit(self, model: Any) -> str:
+        """Fit the model to the boxes of the data, if its family does that."""
         s = self._settings
-        self.cfg, message = fit_anchors(
-            model, self.cfg, self.train_set, imgsz=s.imgsz, anchor_t=s.hyp.anchor_t, seed=s.seed
-        )
+        if not self._parts.fit:
+            return ""
+        how = {"imgsz": s.imgsz, "anchor_t": s.hyp.anchor_t, "seed": s.seed}
+        self.cfg, message = self._parts.fit(model, self.cfg, self.train_set, **how)
         return message
 
-    def criterion(self, model: Yolo) -> Criterion:
-        """Return the loss of the model's head, for a model on its device."""
-        head, hyp = model.detect, self._settings.hyp
-        if isinstance(head, Detect):
-            return DetectionLoss(head.anchors, head.strides, head.nc, hyp, self._settings.imgsz)
-        return AlignedLoss(head.strides, head.bins, hyp, next(model.parameters()).device)
+    def criterion(self) -> Criterion:
+        """Return the loss of the detector."""
+        return self._parts.criterion
 
-    def prepare_targets(self, loader: TrainLoader, criterion: Any, *, pads: bool) -> None:
-        """Let the workers assign the labels to anchors or points."""
-        loader.assign_with(criterion.assigner(), pads=pads)
+    def prepare_targets(self, loader: TrainLoader, model: Any, *, pads: bool) -> None:
+        """Let the workers make the targets of the detector's loss."""
+        loader.assign_with(self._parts.criterion.assigner(model), pads=pads)
 
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> TrainLoader:
         """Return the loader of augmented batches."""
         s = self._settings
-        close_mosaic = s.hyp.close_mosaic
-        if close_mosaic is None:
-            close_mosaic = 10 if self.terms == AlignedLoss.terms else 0
+        close_mosaic = self._parts.close_mosaic if s.hyp.close_mosaic is None else s.hyp.close_mosaic
         keys = ("imgsz", "batch", "seed", "hyp", "epochs", "multi_scale", "rect", "image_weights")
         options: dict[str, Any] = {key: getattr(s, key) for key in keys}
         painter, note = choose_painter(s.augment_on, device)
@@ -108,11 +100,11 @@ class Detection(Task):
         return ValLoader(self.val_set, imgsz=self._settings.imgsz, batch=self._settings.batch, **share)
 
     def evaluate(
-        self, model: Yolo, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
+        self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
     ) -> tuple[BoxMAP, list[Any]]:
         """Return this rank's metric over its batches, and its first images with their predictions."""
         metric, shown = self.metric(), list[Shown]()
-        for image_id, found in detect(Detector(model, device, dtype, Limits()), batches):
+        for image_id, found in detect(Detector(model, self._parts, device, dtype, Limits()), batches):
             count(metric, self.val_set, image_id, found)
             if len(shown) < SHOWN:
                 shown.append(sure_of(self.val_set, image_id, found))

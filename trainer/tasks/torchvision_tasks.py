@@ -91,11 +91,10 @@ class TorchvisionTask(Task):
             say(f"weights from {s.weights}: {fit}/{of} tensors")
         return model
 
-    def criterion(self, model: Classifier) -> Criterion:
+    def criterion(self) -> Criterion:
         """Return the cross-entropy."""
         hyp = self._settings.hyp
-        device = next(model.parameters()).device
-        loss: Criterion = self.loss_type(hyp.label_smoothing, gathered(hyp, self._settings.batch), device)
+        loss: Criterion = self.loss_type(hyp.label_smoothing, gathered(hyp, self._settings.batch))
         return loss
 
     def train_loader(self, share: Mapping[str, Any], device: torch.device) -> Any:

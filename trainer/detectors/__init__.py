@@ -1,0 +1,78 @@
+"""Detector families: networks that find boxes, with their losses. A family is a file here and a line in FAMILIES."""
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.config import Hyp
+from trainer.errors import TrainerError
+from trainer.losses import Criterion
+from trainer.models.yolo import load_cfg
+
+# Prefix of --cfg (PREFIX:MODEL), and the module with the function `build`, which is imported when needed. The family
+# without a prefix has model files.
+FAMILIES = {"": "trainer.detectors.yolo"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of detections: minimum score, maximum IoU of two boxes of a class, maximum boxes per image."""
+
+    confidence: float = 0.001
+    iou: float = 0.6
+    most: int = 300
+    classes: tuple[int, ...] | None = None  # only these
+
+    def __post_init__(self) -> None:
+        for option, value in (("--conf", self.confidence), ("--iou", self.iou)):
+            if not 0 <= value < 1:
+                raise TrainerError(f"{option} is {value:g}, it must be 0 or more and below 1")
+        if self.most < 1:
+            raise TrainerError(f"--max-det is {self.most}, it must be 1 or more")
+
+
+@dataclass(frozen=True)
+class Detections:
+    """Detections of one image by falling score: boxes (n, 4) xyxy in px, scores (n,), classes (n,)."""
+
+    boxes: Tensor
+    scores: Tensor
+    classes: Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a family's `build` returns: all that the trainer asks of a detector.
+
+    `model` takes images float32 (b, 3, h, w) in 0..1, whose sides are multiples of `stride` px. Its outputs are the
+    family's own: they go to `criterion`, or with the model and limits to `postprocess`, which returns the detections
+    of each image on the CPU, in pixels of the images.
+    """
+
+    model: nn.Module
+    criterion: Criterion
+    postprocess: Callable[[Any, Any, Limits], list[Detections]]
+    stride: int = 32
+    least_side: int = 64  # pixels of the smallest image that the model takes
+    close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
+    can_compile: bool = True  # whether the loss has no shapes that depend on values
+    # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
+    fit: Callable[..., tuple[dict[str, Any], str]] | None = None
+
+
+def read_cfg(cfg: str) -> dict[str, Any]:
+    """Return the description of --cfg: PREFIX:MODEL of a family, else a model file or the import path of a function."""
+    prefix, _, model = cfg.partition(":")
+    if prefix and prefix in FAMILIES:
+        return {prefix: model}
+    return load_cfg(cfg)
+
+
+def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+    """Build the detector of a description for `nc` classes; errors name its origin `where`."""
+    family = next((name for name in FAMILIES if name and name in cfg), "")
+    made: Parts = pkgutil.resolve_name(f"{FAMILIES[family]}:build")(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
+    return made

@@ -1,0 +1,76 @@
+"""YOLO detectors: networks of model files in YOLOv5's syntax, with an anchor head or an anchor-free one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from trainer.config import Hyp
+from trainer.detectors import Detections, Limits, Parts
+from trainer.detectors.autoanchor import fit_anchors
+from trainer.losses.aligned import AlignedLoss
+from trainer.losses.anchored import DetectionLoss
+from trainer.models.heads import Detect
+from trainer.models.yolo import build_yolo, check_cfg
+
+# Boxes that go into a round of suppression, surest first, until enough are found: an untrained model has thousands,
+# and all at once they would cost more time than the network.
+ROUND = 512
+MAX_CANDIDATES = 30000  # YOLOv5's own limit
+PLAIN_EPOCHS = 10  # of an anchor-free head, at the end without mosaics
+
+
+def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+    """Build a model description, of a model file or {"import": path}, for `nc` classes."""
+    model = build_yolo(check_cfg(cfg, where), nc=nc, where=where)
+    head, stride = model.detect, max(model.detect.strides)
+    if isinstance(head, Detect):
+        loss = DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz)
+        return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors)
+    aligned = AlignedLoss(head.strides, head.bins, hyp)
+    return Parts(model, aligned, postprocess, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS)
+
+
+def postprocess(model: Any, outputs: list[Tensor], limits: Limits) -> list[Detections]:
+    """Return the detections of each image from the raw outputs of the model's head."""
+    return select(model.detect.decode(outputs), limits)
+
+
+def select(decoded: Tensor, limits: Limits) -> list[Detections]:
+    """Return the detections of each image, on the CPU, from decoded outputs (b, n, 5 + nc): confidence, NMS per class.
+
+    A box may be found for several classes. Score = objectness * class probability.
+    """
+    image, row = (decoded[..., 4] > limits.confidence).nonzero(as_tuple=True)
+    likely = decoded[image, row]
+    scores = likely[:, 4:5] * likely[:, 5:]
+    if limits.classes is not None:
+        wanted = torch.zeros(scores.shape[1], dtype=scores.dtype, device=scores.device)
+        wanted[list(limits.classes)] = 1
+        scores = scores * wanted
+    place, cls = (scores > limits.confidence).nonzero(as_tuple=True)
+    score, owner = scores[place, cls], image[place]
+    corners = torch.cat((likely[:, :2] - likely[:, 2:4] / 2, likely[:, :2] + likely[:, 2:4] / 2), 1)
+    counts = torch.bincount(owner, minlength=len(decoded)).tolist()
+    parts = (torch.split(t, counts) for t in (place, score, cls))
+    return [_suppress(corners[p], s, c, limits) for p, s, c in zip(*parts, strict=True)]
+
+
+def _suppress(boxes: Tensor, score: Tensor, cls: Tensor, limits: Limits) -> Detections:
+    """Return one image's boxes (n, 4) without those that overlap a box of their class with a higher score.
+
+    Whether a box stays depends only on surer ones that stay, so that a round needs those and its own boxes alone.
+    """
+    score, order = score.sort(descending=True, stable=True)
+    boxes, cls = boxes[order], cls[order]
+    keep = order[:0]
+    candidates = min(len(order), MAX_CANDIDATES)
+    for start in range(0, candidates, ROUND):
+        more = torch.arange(start, min(start + ROUND, candidates), device=order.device)
+        keep = torch.cat((keep, more))
+        keep = keep[batched_nms(boxes[keep], score[keep], cls[keep], limits.iou)]
+        if len(keep) >= limits.most:
+            break
+    keep = keep[: limits.most]
+    return Detections(boxes[keep].cpu(), score[keep].cpu(), cls[keep].cpu())
