@@ -23,13 +23,14 @@ def info(
     from torch.utils.flop_counter import FlopCounterMode
 
     from trainer.data.detection_loader import check_imgsz
-    from trainer.models.yolo import build_yolo, fuse, load_cfg
+    from trainer.detectors import read_cfg
+    from trainer.models.yolo import build_yolo, fuse
 
     def parameters(module: torch.nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    content = load_cfg(cfg)
-    if "import" in content:
+    content = read_cfg(cfg)
+    if "backbone" not in content:
         raise TrainerError(
             f"--cfg {cfg}: a model of Python code has no layers to list", "use a model file, for example yolov5n.yaml"
         )
