@@ -14,7 +14,7 @@ from trainer.models.yolo import load_cfg
 
 # Prefix of --cfg (PREFIX:MODEL), and the module with the function `build`, which is imported when needed. The family
 # without a prefix has model files.
-FAMILIES = {"": "trainer.detectors.yolo"}
+FAMILIES = {"": "trainer.detectors.yolo", "torchvision": "trainer.detectors.torchvision_nets"}
 
 
 @dataclass(frozen=True)
