@@ -20,7 +20,9 @@ class _Tracer(fx.Tracer):
     """Tracer whose leaves are torch's layers and torchvision's operations."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        is_layer = m.__module__.startswith(("torch.nn", "torchvision.ops")) or isinstance(m, nn.BatchNorm2d)
+        is_layer = m.__module__.startswith(("torch.nn", "torchvision.ops")) or isinstance(
+            m, (nn.BatchNorm2d, nn.Conv2d)
+        )
         return is_layer and not isinstance(m, nn.Sequential)
 
 
