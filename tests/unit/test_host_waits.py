@@ -155,7 +155,7 @@ def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path
         traces.append(graph)
         return graph.forward
 
-    loss = torch.compile(training.train_step.criterion.forward, backend=backend, fullgraph=True, dynamic=False)
+    loss = torch.compile(training.task.criterion().forward, backend=backend, fullgraph=True, dynamic=False)
     counts = set()
     for epoch in range(50):
         for batch in training.train_loader.epoch(epoch):

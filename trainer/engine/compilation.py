@@ -11,6 +11,7 @@ from trainer.config import Settings
 from trainer.distributed import comm
 from trainer.distributed.data_parallel import Ddp
 from trainer.engine.memory import is_out_of_memory
+from trainer.engine.meter import LossMeter
 from trainer.engine.step import NetworkWithLoss
 from trainer.errors import TrainerError
 from trainer.losses import Targets
@@ -72,7 +73,15 @@ class Compilation:
         """Return whether a step with `size` images on all ranks has to be compiled first; the same on all ranks."""
         return bool(self.mode) and size not in self._done and not (self._many_shapes and self._done)
 
-    def run(self, whole: NetworkWithLoss, strategy: Ddp, images: torch.Tensor, targets: Targets, size: int) -> None:
+    def run(
+        self,
+        whole: NetworkWithLoss,
+        meter: LossMeter,
+        strategy: Ddp,
+        images: torch.Tensor,
+        targets: Targets,
+        size: int,
+    ) -> None:
         """Compile for the shapes of a batch, without training on it. A collective.
 
         If that fails with --compile auto, the run continues in eager mode, and a line says why. Otherwise raise
@@ -83,11 +92,12 @@ class Compilation:
         if not self._done:
             # Without `dynamic=False`, the second size of the batches would make all kernels dynamic.
             whole.compile_with(self.mode, None if self._many_shapes else False)
+            meter.compile()
         self._done.add(size)
         begin, buffers = time.monotonic(), [buffer.clone() for buffer in whole.buffers()]
         problem = ""
         for _ in range(CALLS[self.mode]):
-            problem = problem or self._try(strategy, images, targets)
+            problem = problem or self._try(whole, strategy, images, targets)
         for buffer, value in zip(whole.buffers(), buffers, strict=True):
             buffer.copy_(value)
         for parameter in whole.parameters():
@@ -100,23 +110,24 @@ class Compilation:
         if problem:
             self.mode = ""
             whole.run_eagerly()
+            meter.run_eagerly()
             strategy.refresh()
             self._say(f"eager mode, because compilation failed: {problem}")
         else:
             self._say(f"compiled in {time.monotonic() - begin:.0f} s")
 
-    def _try(self, strategy: Ddp, images: torch.Tensor, targets: Targets) -> str:
+    def _try(self, whole: NetworkWithLoss, strategy: Ddp, images: torch.Tensor, targets: Targets) -> str:
         """Run forward and backward once; return the compiler's error on any rank, "" without one."""
-        problem, sums = "", images
+        problem, loss = "", images
         try:
-            sums, _ = strategy.forward(images, targets)
+            _, loss = whole.loss(*strategy.forward(images, targets))
         except Exception as error:  # a compiler can raise anything
             if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
                 raise
             problem = f"{type(error).__name__}: {_first_line(error)}"
         problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
         if not problem:
-            sums.sum().backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]
         return problem
 
 

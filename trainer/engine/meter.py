@@ -30,6 +30,7 @@ class LossMeter:
         self.sums = torch.zeros_like(self.reduced)  # of the epoch's reduced steps
         self._first_bad = torch.full((), NONE, device=device)  # this epoch's first step with a non-finite value
         self._work: Any = None
+        self._account: Callable[..., None] = _account
         self._read: Callable[[], list[float]] | None = None
 
     def start_sum(self, stop: bool, save: bool) -> None:
@@ -59,15 +60,16 @@ class LossMeter:
     def end_step(self, number: int, grad_norm: Tensor | None) -> None:
         """Account for step `number` (from 0 over the run); a `grad_norm` has to be finite."""
         self.last_step = number
-        self._record(self.reduced, self.reduced_step)
-        if grad_norm is not None:
-            self._record(grad_norm, number)
-        self.sums += self.reduced
+        norm = self.sums[:0] if grad_norm is None else grad_norm
+        self._account(self.sums, self._first_bad, self.reduced, self.reduced_step, norm, number)
 
-    def _record(self, values: Tensor, step: int) -> None:
-        """Record the first step with a non-finite value, without synchronizing a GPU (`where` would)."""
-        is_bad = (values.sum() * 0).isnan()
-        self._first_bad.masked_fill_(is_bad & (self._first_bad == NONE), step)
+    def compile(self) -> None:
+        """Compile what `end_step` computes to one kernel."""
+        self._account = torch.compile(_account)
+
+    def run_eagerly(self) -> None:
+        """Undo `compile`."""
+        self._account = _account
 
     def check_finite(self) -> None:
         """Raise NotFinite on all ranks if a gradient, or a loss before the last step, is not finite."""
@@ -82,7 +84,7 @@ class LossMeter:
         """
         last = self.terms.double()
         comm.wait(comm.start_sum(last))
-        self._record(last, self.last_step)
+        _record(self._first_bad, last, self.last_step)
         self.check_finite()
         return last
 
@@ -94,7 +96,7 @@ class LossMeter:
 
     def state_of_rank(self) -> dict[str, object]:
         """Return what a checkpoint keeps of this rank: the terms that are not reduced yet, and the first bad step."""
-        self._record(self.terms, self.last_step)
+        _record(self._first_bad, self.terms, self.last_step)
         return {"pending": self.terms.double().cpu(), "bad": int(self._first_bad)}
 
     def load(self, sums: Tensor, pending: Tensor, last_step: int) -> None:
@@ -103,6 +105,21 @@ class LossMeter:
         self.terms = pending.to(self.terms)
         self.last_step = last_step
         self._first_bad.fill_(NONE)
+
+
+def _account(
+    sums: Tensor, first_bad: Tensor, reduced: Tensor, reduced_step: int, grad_norm: Tensor, number: int
+) -> None:
+    """Add the reduced terms to the epoch's sums, and record the steps of what is not finite."""
+    sums += reduced
+    _record(first_bad, reduced, reduced_step)
+    _record(first_bad, grad_norm, number)
+
+
+def _record(first_bad: Tensor, values: Tensor, step: int) -> None:
+    """Record the first step with a non-finite value, without synchronizing a GPU (`where` would)."""
+    is_bad = (values.sum() * 0).isnan()
+    first_bad.masked_fill_(is_bad & (first_bad == NONE), step)
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:

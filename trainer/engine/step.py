@@ -33,13 +33,14 @@ class NetworkWithLoss(nn.Module):
     `autocast` makes the context of the network's precision; the loss is computed in float32.
     """
 
+    _compute: Callable[[Tensor, Targets], tuple[Tensor, Tensor]]
+    _loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     inputs = staticmethod(as_input)
 
     def __init__(self, network: nn.Module, criterion: Criterion, autocast: Callable[[], AbstractContextManager[Any]]):
         super().__init__()
         self.network, self.criterion, self.autocast = network, criterion, autocast
-        self._compute: Callable[..., tuple[Tensor, Tensor]] = self._eager
-        self._has_graphs = False
+        self.run_eagerly()
 
     def outputs(self, images: Tensor) -> Any:
         """Return the network's raw outputs for images as `as_input` takes them."""
@@ -56,14 +57,23 @@ class NetworkWithLoss(nn.Module):
         sums, counts = self.criterion(self.outputs(images), targets)
         return sums, counts
 
+    def loss(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the terms (t,) float32, and the loss with gradients, from sums (t, d) and the counts of all ranks."""
+        return self._loss(sums, counts)
+
+    def _eager_loss(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        terms = mean_terms(sums, counts, self.criterion.gains)
+        return terms.detach(), terms.sum() * self.criterion.weight(counts[0].float())
+
     def compile_with(self, mode: str, dynamic: bool | None) -> None:
-        """Compile network and loss as one function when they are called next."""
+        """Compile network and loss as one function, and the division by the counts as another, on their next call."""
         self._compute = torch.compile(self._eager, mode=mode, dynamic=dynamic)
+        self._loss = torch.compile(self._eager_loss)
         self._has_graphs = mode == "reduce-overhead"
 
     def run_eagerly(self) -> None:
         """Undo `compile_with`."""
-        self._compute, self._has_graphs = self._eager, False
+        self._compute, self._loss, self._has_graphs = self._eager, self._eager_loss, False
 
     @contextlib.contextmanager
     def without_loss(self) -> Iterator[None]:
@@ -91,13 +101,13 @@ class TrainStep:
         self,
         task: Task,
         strategy: Strategy,
-        criterion: Criterion,
+        whole: NetworkWithLoss,
         update: WeightUpdate,
         meter: LossMeter,
         timer: StepTimer,
         seed: int,
     ) -> None:
-        self._task, self._strategy, self.criterion, self._seed = task, strategy, criterion, seed
+        self._task, self._strategy, self._whole, self._seed = task, strategy, whole, seed
         self._update, self._meter, self._timer = update, meter, timer
 
     def __call__(
@@ -139,10 +149,9 @@ class TrainStep:
         self._finish_sum()
         with self._timer.spending("sync"):
             comm.wait(work)
-        terms = mean_terms(sums, counts, self.criterion.gains)
-        self._meter.terms = terms.detach()
-        loss: Tensor = self._update.scaler.scale(terms.sum() * self.criterion.weight(counts[0].float()))
-        return loss
+        self._meter.terms, loss = self._whole.loss(sums, counts)
+        scaled: Tensor = self._update.scaler.scale(loss)
+        return scaled
 
     def _finish_sum(self) -> None:
         """Take the sums over the ranks, before the backward pass where this rank computes the loss."""

@@ -146,7 +146,7 @@ class Trainer:
         in_graphs = self.compilation.mode == GRAPHS
         self.update = WeightUpdate(s, self.schedule, self.strategy, groups, self.dtype, in_graphs=in_graphs)
         self.meter = LossMeter(len(task.terms), self.world.rank, self.device)
-        self.train_step = TrainStep(task, self.strategy, criterion, self.update, self.meter, self.timer, s.seed)
+        self.train_step = TrainStep(task, self.strategy, self._whole, self.update, self.meter, self.timer, s.seed)
         self._prepare_targets()
 
     def _prepare_targets(self) -> None:
@@ -183,7 +183,7 @@ class Trainer:
         if self.compilation.is_due(batch.global_size):
             assert isinstance(self.strategy, Ddp)
             moved = self.task.move(batch, self.device)
-            self.compilation.run(self._whole, self.strategy, *moved, batch.global_size)
+            self.compilation.run(self._whole, self.meter, self.strategy, *moved, batch.global_size)
         number, left = self.global_step, self.train_loader.steps - self.state.step - 1
         to_skip = sum(number < skipped <= number + left for skipped in self.state.skipped)
         return self.train_step(batch, self.state, number, is_last=left == to_skip, stop=stop, save=save)
