@@ -50,6 +50,24 @@ def run() -> NoReturn:
     os._exit(code)
 
 
+def _keep_compiled_code() -> None:
+    """Choose where torch.compile and Triton keep their code, before torch is loaded, which reads the variables.
+
+    In the user's cache folder it serves all later runs. A container without a home that it may write keeps the code in
+    the job's folder, for the next attempt. Triton's own choice, in the home, would fail there.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.home can raise)
+    folders = [Path(home, "trainer", "compiled")]
+    if job := os.environ.get(contract.RUN_DIR):
+        folders.append(Path(job, ".compiled"))
+    for folder in folders:
+        existing = next((part for part in (folder, *folder.parents) if part.exists()), folder)
+        if folder.is_absolute() and existing.is_dir() and os.access(existing, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+            return
+
+
 def main() -> None:
     """Run the command line; an error of the user is two lines on stderr, exit 2 and a `failed` event."""
     end_with_parent()
@@ -57,9 +75,7 @@ def main() -> None:
         # OpenMP's threads spin while they wait. By default they spin so long that any other load on a core slows a
         # process with two threads tenfold. OpenMP reads the variable once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    # torch chooses a folder in /tmp for compiled code, also when it is loaded.
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "trainer", "compiled")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    _keep_compiled_code()
     try:
         from trainer.cli import app  # slow import: Ctrl-C is handled from here on
 

@@ -1,5 +1,6 @@
 """torch.compile of network and loss: when it is chosen, what cannot be compiled, and eager mode if it fails."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from tests.unit.settings import settings
 from tests.unit.yolo_folder import squares
+from trainer.__main__ import _keep_compiled_code
 from trainer.config import Hyp
 from trainer.distributed.comm import World
 from trainer.engine.compilation import GRAPHS, PAYS_FROM, choose_mode
@@ -89,3 +91,21 @@ def test_a_failed_compilation_leaves_an_eager_run(
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
     with pytest.raises(TrainerError, match="--compile on"):
         weights(run_of(tmp_path / "on", compile="on"))
+
+
+def test_compiled_code_is_kept_where_the_process_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Root may write everywhere, but not below a file."""
+    (tmp_path / "file").touch()
+    (tmp_path / "job").mkdir()
+    cases = {"home": tmp_path / "home/trainer/compiled", "file": tmp_path / "job/.compiled"}
+    for cache, expected in cases.items():
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        monkeypatch.setenv("CLUSTER_RUN_DIR", str(tmp_path / "job"))
+        _keep_compiled_code()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)
+        assert os.environ["TRITON_CACHE_DIR"] == str(expected / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
+    _keep_compiled_code()
+    assert os.environ["TRITON_CACHE_DIR"] == "mine"
