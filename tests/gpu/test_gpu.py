@@ -130,6 +130,14 @@ def test_images_painted_on_the_device_are_those_of_the_workers(hyp: Hyp, data: P
     assert near_enough >= 0.99
 
 
+def test_images_that_stay_on_the_device_give_the_same_losses(data: Path, tmp_path: Path) -> None:
+    for name, more in (("none", ["--workers", "0"]), ("auto", ["--workers", "0"]), ("auto", ["--workers", "2"])):
+        name_of_run = f"{name}{more[-1]}"
+        text = train(tmp_path, *small(data, name_of_run, "--deterministic", "--cache", name, *more))
+        assert ("images stay on" in text) == (name == "auto")
+        assert torch.equal(losses(tmp_path / name_of_run), losses(tmp_path / "none0"))
+
+
 @several
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_ranks_have_the_losses_of_one_process(strategy: str, data: Path, tmp_path: Path) -> None:

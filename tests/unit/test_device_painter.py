@@ -9,9 +9,9 @@ from tests.unit.test_augment import Trapezoids, every
 from trainer.config import Hyp
 from trainer.data.augment import recipe_of
 from trainer.data.device_painter import DevicePainter, pack
-from trainer.data.image_cache import cache_images
+from trainer.data.image_cache import Layout
 from trainer.data.paint import paint
-from trainer.distributed.comm import World
+from trainer.data.resident_images import PASS, ResidentImages
 
 CPU = torch.device("cpu")
 
@@ -41,7 +41,7 @@ def painted(data, made):
 
 
 def difference(data, made):
-    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data.image, None)).numpy())
+    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data.image)).numpy())
 
 
 @pytest.mark.parametrize(
@@ -69,43 +69,22 @@ def test_an_image_does_not_depend_on_its_batch():
     data = Scenes()
     for hyp in (Hyp(mixup=0.5), Hyp(copy_paste=0.2), Hyp(degrees=20.0, copy_paste=0.2, mixup=0.5)):
         made = recipes(data, hyp, count=12)
-        whole = DevicePainter(CPU)(pack(made, data.image, None))
+        whole = DevicePainter(CPU)(pack(made, data.image))
         # Alone, a batch can be upright or without mixup, and takes another path.
         for recipe, image in zip(made, whole, strict=True):
-            assert torch.equal(DevicePainter(CPU)(pack([recipe], data.image, None))[0], image)
+            assert torch.equal(DevicePainter(CPU)(pack([recipe], data.image))[0], image)
 
 
 def test_resident_sources_give_the_same_images():
-    data = Scenes()
-    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
-    painter = DevicePainter(CPU)
-    assert "copied to cpu" in painter.hold(cached)
-    assert painter.is_resident
-    for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0)):
+    data, painter = Scenes(), DevicePainter(CPU)
+    painter.resident = ResidentImages(data, Layout(data, 160), CPU, 1, print)
+    painter.resident.open()
+    for number, hyp in enumerate((Hyp(mixup=0.5), Hyp(degrees=20.0), Hyp(mosaic=0.0)), PASS):
         made = recipes(data, hyp)
-        packed = pack(made, lambda k: cached.image(k, 160), cached)
+        packed = pack(made, data.image, painter.resident.table, number)
         assert not packed.pixels.numel()
-        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data.image, None)))
-
-
-def test_sources_beyond_half_of_the_memory_are_not_resident(monkeypatch):
-    data = Scenes()
-    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
-    monkeypatch.setattr("trainer.data.device_painter.memory_free", lambda: 2 * cached.pixels().nbytes - 2)
-    painter = DevicePainter(CPU)
-    assert "exceed half" in painter.hold(cached)
-    assert not painter.is_resident
-
-
-def test_images_that_are_not_cached_are_not_resident():
-    data = Scenes(sizes=((400, 400), (90, 120)))  # `image` has no reduced decoding
-    cached = cache_images(data, 160, "ram", [], World(), lambda value: [value], 1)
-    painter = DevicePainter(CPU)
-    assert "no copy of some images" in painter.hold(cached)
-    made = recipes(data, Hyp())
-    assert torch.equal(
-        painter(pack(made, lambda k: cached.image(k, 160), None)), DevicePainter(CPU)(pack(made, data.image, None))
-    )
+        assert len(packed.uploads.images) == (len(data) if number == PASS else 0)
+        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data.image)))
 
 
 def test_a_tile_whose_bounds_alone_are_visible_paints_nothing():
@@ -121,5 +100,5 @@ def test_the_host_never_waits_for_the_device():
     """On the device "meta", which has no values, a wait is an error."""
     data, meta = Scenes(), torch.device("meta")
     for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0, perspective=0.001, copy_paste=1.0)):
-        images = DevicePainter(meta)(pack(recipes(data, hyp), data.image, None))
+        images = DevicePainter(meta)(pack(recipes(data, hyp), data.image))
         assert (images.device, tuple(images.shape)) == (meta, (24, 160, 160, 3))

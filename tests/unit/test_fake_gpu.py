@@ -132,6 +132,28 @@ def test_images_are_painted_on_a_gpu_by_default(
     assert next(training.train_loader.epoch(0, 0)).images.device == expected
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_stay_on_the_gpu_without_a_wait_of_the_host(workers: int, gpus: None, tmp_path: Path) -> None:
+    """The batches are those without a cache, before and after the pool opens."""
+    more, said = {**anchors(tmp_path), "workers": workers, "epochs": 4}, list[str]()
+    cached, plain = started(GPU, **more), started(CPU, **more)
+    cached.train_loader.cache("auto", [], World(), lambda value: [value], 1, said.append)
+    for epoch in range(4):
+        batches = cached.batches()
+        for batch in plain.train_loader.epoch(epoch):
+            with step():
+                same = next(batches)
+            assert same.images.device == GPU
+            assert torch.equal(same.images.cpu(), batch.images)
+        assert next(batches, None) is None
+        cached.begin_epoch()
+    painter = cached.train_loader._painter
+    assert painter.resident.is_open
+    assert painter.resident.pixels.device == GPU
+    assert len(said) == 1
+    assert "images stay on cuda:1: decoded they need 0.00 GiB of 1.0 GiB free" in said[0]
+
+
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
     more = anchors(tmp_path)
     first = started(GPU, **more)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -20,6 +20,8 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec
+from trainer.data.image_cache import Exchange
+from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
 BatchType = TypeVar("BatchType")
@@ -143,6 +145,7 @@ class BatchLoader(Generic[BatchType]):
     def __init__(self, collate: Collate[BatchType], workers: int, batch_pixels: int, local_size: int) -> None:
         """Open the loader; `batch_pixels` are those of a rank's largest batch, `local_size` the ranks of this node."""
         self._collate: Any = collate
+        self._batch_pixels = batch_pixels
         batch_bytes = batch_pixels * collate.channels
         usable = int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
         self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable)
@@ -230,6 +233,20 @@ class EpochLoader(BatchLoader[BatchType]):
 
     def __len__(self) -> int:
         return self.steps
+
+    def cache(
+        self,
+        kind: str,
+        folders: list[Path],
+        world: World,
+        exchange: Exchange,
+        threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Keep decoded images (--cache). A loader of a task without that option keeps none."""
+
+    def fill_cache(self, world: World, exchange: Exchange, threads: int) -> None:
+        """Decode the images that `cache` would keep and that no batch has needed yet."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[BatchType]:
         """Yield this rank's batches of `epoch` from `first_step` on; workers then prefetch the next epoch."""

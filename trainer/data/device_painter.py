@@ -1,7 +1,7 @@
 """Painting with torch, on the training device: the recipes of a batch become its images.
 
-A dataloader worker packs the recipes as a `Painting`, with the visible parts of their sources, unless all sources are
-resident on the device. The operations are those of paint.py. A host never waits for a GPU here.
+A dataloader worker packs the recipes as a `Painting`, with the visible parts of their sources, unless the sources stay
+on the device (resident_images.py). The operations are those of paint.py. A host never waits for a GPU here.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,11 +15,10 @@ from torch import Tensor
 from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataloader import BatchData, empty_images
 from trainer.data.dataset import Floats, Image
-from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
+from trainer.data.resident_images import ResidentImages, ResidentTable, Uploads
 
 _CHUNK_PX = 2**22  # pixels that are painted at once, to bound the memory of intermediate results
-_RESIDENT_SHARE = 0.5  # of a device's free memory, at most, for the sources
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 _HORIZON = 1e-6  # smallest divisor of a perspective
 
@@ -37,7 +36,8 @@ class Painting(BatchData):
     upright: bool  # no layer is rotated, sheared or mirrored
     bends: bool  # some layer has a perspective
     colours: bool
-    pixels: Tensor  # uint8 (p, 3): the pool, gray at first; empty if it is resident
+    pixels: Tensor  # uint8 (p, 3): the pool, gray at first; empty with `uploads`
+    uploads: Uploads | None  # if the pool is the resident one: the images that it lacks
     outlines: Tensor  # uint8 (s, h, w), flipped: layer number + 1 of the pasted objects; empty without any
     places: Tensor  # int64 (s, l, 2)
     maps: Tensor  # float32 (s, l, 21)
@@ -52,12 +52,22 @@ class Painting(BatchData):
         return replace(self, **moved)
 
 
-def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: CachedImages | None) -> Painting:
-    """Return the painting of `recipes` of one shape, with the visible parts of the sources unless `resident`."""
+def pack(
+    recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: ResidentTable | None = None, number: int = 0
+) -> Painting:
+    """Return the painting of `recipes` of one shape, with the visible parts of the sources.
+
+    With the table of the resident images, the sources are in the pool on the device, and the painting takes those that
+    are absent there with it; it is batch `number`.
+    """
     shape = recipes[0].height, recipes[0].width
     partners = [k for k, recipe in enumerate(recipes) if len(recipe.scenes) > 1]
     owners = [*recipes, *(recipes[k] for k in partners)]
     scenes = [recipe.scenes[0] for recipe in recipes] + [recipes[k].scenes[1] for k in partners]
+    uploads = None
+    if resident:
+        needed = dict.fromkeys(layer.tile.index for layers in scenes for layer in layers)
+        uploads = resident.uploads(needed, number, image_of)
     most = max(1, *map(len, scenes))
     places, maps = np.zeros((len(scenes), most, 2), np.int64), np.zeros((len(scenes), most, 21), np.float32)
     maps[..., 8] = 1  # an absent layer paints nothing, and divides by 1
@@ -69,17 +79,18 @@ def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: 
     upright, bends, end = True, False, 1
     for j, layers in enumerate(scenes):
         for k, layer in enumerate(layers):
-            image = image_of(layer.tile.index)
-            matrix = layer.matrix(*image.shape[:2])
-            row, (left, right, top, bottom) = _map(layer, matrix, image.shape[:2], shape)
+            index = layer.tile.index
+            size = resident.size(index) if resident else image_of(index).shape[:2]
+            matrix = layer.matrix(*size)
+            row, (left, right, top, bottom) = _map(layer, matrix, size, shape)
             if left >= right or top >= bottom:  # only its bounds are in the result
                 continue
             maps[j, k] = row
             upright, bends = upright and is_upright(matrix), bends or bool(matrix[2, :2].any())
             if resident:
-                places[j, k] = 1 + resident.first_pixel(layer.tile.index), image.shape[1]
+                places[j, k] = resident.first_pixel(index), size[1]
             else:
-                parts.append(image[top:bottom, left:right])
+                parts.append(image_of(index)[top:bottom, left:right])
                 places[j, k] = end - top * (right - left) - left, right - left
                 end += (bottom - top) * (right - left)
             if layer.outline is not None:
@@ -95,7 +106,7 @@ def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: 
         pixels[end:] = 0
     tensors = map(torch.from_numpy, (places, maps, changes, np.array(partners, np.int64), pasted))
     has_colours = any(recipe.colours for recipe in recipes)
-    return Painting(shape, upright, bends, has_colours, pixels, outlines, *tensors)
+    return Painting(shape, upright, bends, has_colours, pixels, uploads, outlines, *tensors)
 
 
 def _changes(recipe: Recipe) -> list[float]:
@@ -137,36 +148,18 @@ class DevicePainter:
     """Paints batches on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Tensor | None = None
-
-    def hold(self, images: CachedImages) -> str:
-        """Copy all decoded images to the device if half of its free memory is enough; return a message."""
-        if not images.is_complete:
-            return f"the cache has no copy of some images, so each batch is copied to {self._device}"
-        pixels, on_gpu = images.pixels(), self._device.type == "cuda"
-        free = torch.cuda.mem_get_info(self._device)[0] if on_gpu else memory_free()
-        need = f"decoded images: {pixels.nbytes / 2**30:.1f} GiB"
-        if pixels.nbytes > free * _RESIDENT_SHARE:
-            return f"{need} exceed half of the {free / 2**30:.1f} GiB free on {self._device}; each batch is copied"
-        self._pool = torch.empty((1 + len(pixels) + images.widest + 1, 3), dtype=torch.uint8, device=self._device)
-        self._pool[0] = FILL
-        for k in range(0, len(pixels), _CHUNK_PX):
-            part = pixels[k : k + _CHUNK_PX]
-            self._pool[1 + k : 1 + k + len(part)] = torch.from_numpy(part.copy())  # mapped memory is read-only
-        return f"{need} copied to {self._device}"
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether all sources are on the device."""
-        return self._pool is not None
+        self.device = device
+        self.resident: ResidentImages | None = None
 
     def __call__(self, painting: Painting) -> Tensor:
         """Return the images, uint8 (b, h, w, 3) on the device."""
-        p = painting.to(self._device)
-        pool = p.pixels if self._pool is None else self._pool
+        p = painting.to(self.device)
+        pool = p.pixels
+        if painting.uploads and self.resident:
+            self.resident.receive(painting.uploads)
+            pool = self.resident.pixels
         (height, width), count = p.shape, len(p.places) - len(p.partners)
-        images = torch.empty((len(p.places), height, width, 3), dtype=torch.uint8, device=self._device)
+        images = torch.empty((len(p.places), height, width, 3), dtype=torch.uint8, device=self.device)
         step = max(1, _CHUNK_PX // (height * width))
         for part in (slice(k, k + step) for k in range(0, len(images), step)):
             images[part] = _sample(pool, p, part)
