@@ -86,7 +86,8 @@ def pack(
             if left >= right or top >= bottom:  # only its bounds are in the result
                 continue
             maps[j, k] = row
-            upright, bends = upright and is_upright(matrix), bends or bool(matrix[2, :2].any())
+            if not is_upright(matrix):
+                upright, bends = False, bends or bool(matrix[2, :2].any())
             if resident:
                 places[j, k] = resident.first_pixel(index), size[1]
             else:
