@@ -27,6 +27,7 @@ from trainer.errors import TrainerError
 BatchType = TypeVar("BatchType")
 PREFETCH = 3  # batches that each worker prefetches if /dev/shm has room
 _SHM = Path("/dev/shm")
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
 _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
 
@@ -100,10 +101,21 @@ def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int
 
 
 def start_forkserver(wanted: bool) -> None:
-    """Start the fork server if `wanted`; workers inherit the signals that this process ignores now."""
-    if wanted:
-        _context()
+    """Start the fork server if `wanted`; workers inherit the signals that this process ignores now.
+
+    They also inherit one thread for numpy's BLAS, which reads its variable when it is loaded. torch sets its own number
+    of threads in a worker, and Collate that of OpenCV.
+    """
+    if not wanted:
+        return
+    _context()
+    added = [name for name in _BLAS_THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _context() -> Any:
@@ -156,6 +168,7 @@ class BatchLoader(Generic[BatchType]):
         self._exit_handler: Any = None
 
     def _open(self) -> DataLoader[Any]:
+        start_forkserver(self._workers > 0)  # if a program that uses this class has not
         options: dict[str, Any] = {}
         if self._workers:
             options = {"multiprocessing_context": _context(), "worker_init_fn": _init_worker}
