@@ -77,7 +77,7 @@ def test_an_image_does_not_depend_on_its_batch():
 
 def test_resident_sources_give_the_same_images():
     data, painter = Scenes(), DevicePainter(CPU)
-    painter.resident = ResidentImages(data, Layout(data, 160), CPU, 1, print)
+    painter.resident = ResidentImages(data, Layout(data, 160), CPU, largest_batch=1, local_size=1, refused=print)
     painter.resident.open()
     for number, hyp in enumerate((Hyp(mixup=0.5), Hyp(degrees=20.0), Hyp(mosaic=0.0)), PASS):
         made = recipes(data, hyp)

@@ -16,6 +16,7 @@ from tests.unit.yolo_folder import make_yolo_set, write_image
 from trainer.config import Hyp
 from trainer.data import image_cache
 from trainer.data.detection_loader import TrainLoader
+from trainer.data.device_painter import DevicePainter
 from trainer.data.digits import Digits
 from trainer.data.image_cache import Layout, cache_images
 from trainer.data.memory import memory_free
@@ -178,7 +179,10 @@ def test_a_disk_cache_is_reused_until_an_image_changes(dataset, tmp_path):
 def on_ranks(nodes, work):
     """Run `work` on nodes of so many ranks each: threads that exchange values like processes."""
     places = [(node, local) for node, size in enumerate(nodes) for local in range(size)]
-    worlds = [World(rank=rank, local_rank=local, node=node) for rank, (node, local) in enumerate(places)]
+    worlds = [
+        World(rank=rank, size=len(places), local_rank=local, local_size=nodes[node], node=node)
+        for rank, (node, local) in enumerate(places)
+    ]
     values, barrier = [None] * len(worlds), threading.Barrier(len(worlds))
 
     def one(world):
@@ -196,6 +200,20 @@ def on_ranks(nodes, work):
 
     with ThreadPoolExecutor(len(worlds)) as pool:
         return list(pool.map(one, worlds))
+
+
+@pytest.mark.parametrize("painter", [None, DevicePainter(torch.device("cpu"))], ids=["workers", "device"])
+def test_ranks_fill_a_cache_together(dataset, decoded, painter):
+    def work(world, exchange):
+        loader = loader_of(dataset, painter=painter and DevicePainter(torch.device("cpu")))
+        loader.cache("auto", [], world, exchange, 1, print)
+        loader.fill_cache(world, exchange, 1)
+        return loader
+
+    for loader in on_ranks([2], work):
+        assert loader._collate.cached.is_complete
+        assert not painter or (loader._collate.resident._states == 1).all()
+    assert sorted(decoded) == list(range(len(dataset)))
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -85,7 +85,7 @@ def test_the_images_of_this_file_have_all_kinds_of_sizes(folder):
     layout = Layout(data, SIDE)
     shapes = [data.image(k, SIDE).shape for k in range(COUNT)]
     assert len(set(shapes)) > 30
-    exact = [height * width == room for (height, width, _), room in zip(shapes, layout.room.tolist(), strict=True)]
+    exact = [height * width == room for (height, width, _), room in zip(shapes, np.diff(layout.first), strict=True)]
     assert 5 <= exact.count(False) <= 15  # PNG
     assert any(np.subtract(*shape[:2]) > 20 for shape in shapes)  # rotated
 
@@ -282,7 +282,8 @@ def test_without_room_beside_the_training_the_images_stay_in_memory(folder, monk
     assert loader._painter.uploads == [None] * 2 * loader.steps
     assert loader._collate.cached.is_complete
     assert len(said) == 2
-    assert "images do not stay on cpu" in said[1]
+    assert "images do not stay on cpu beside the training" in said[1]
+    assert "images are cached in memory" in said[1]
 
 
 def test_too_many_images_for_the_device_are_cached_in_memory_or_not_at_all(folder, monkeypatch):
@@ -298,12 +299,35 @@ def test_too_many_images_for_the_device_are_cached_in_memory_or_not_at_all(folde
     assert "do not stay on cpu" in said[1]
 
 
+@pytest.mark.parametrize(
+    ("fits", "message"),
+    [
+        ([True, True, True], "images stay on cpu: decoded"),
+        ([True, False, True, False], "images stay on cpu (not on the devices of ranks 1, 3): decoded"),
+        ([False, False, True], "; they do not stay on cpu (but on the devices of ranks 2): decoded"),
+    ],
+)
+def test_the_message_names_the_ranks_whose_devices_differ(folder, monkeypatch, fits, message):
+    said = []
+    if not fits[0]:
+        monkeypatch.setattr(resident_images, "memory_free", lambda: 1)
+    loader = loader_of(folder, "none", opened=False)
+
+    def exchange(value):
+        return [value, *(fits[1:] if isinstance(value, bool) else [])]
+
+    loader.cache("auto", [], World(), exchange, 1, said.append)
+    assert len(said) == 1
+    assert message in said[0]
+
+
 def test_the_pool_leaves_what_the_largest_batch_needs(folder, monkeypatch):
     """With --multi-scale the first steps may be small ones."""
     data = open_dataset(str(folder), "train", imgsz=SIDE)
     for name, value in (("mem_get_info", (60, 80)), ("memory_reserved", 15), ("max_memory_reserved", 20)):
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    resident = ResidentImages(data, Layout(data, SIDE), torch.device("cuda", 0), largest_batch=900, say=print)
+    sizes = {"largest_batch": 900, "local_size": 2}
+    resident = ResidentImages(data, Layout(data, SIDE), torch.device("cuda", 0), refused=print, **sizes)
     assert resident.free() == 60  # before the first step
     resident.step_done(400)
     resident.step_done(300)
@@ -312,10 +336,17 @@ def test_the_pool_leaves_what_the_largest_batch_needs(folder, monkeypatch):
     assert resident.free() == 60 + 15 - 20
 
 
+def test_ranks_on_cpus_share_the_memory_of_their_node(folder, monkeypatch):
+    data = open_dataset(str(folder), "train", imgsz=SIDE)
+    monkeypatch.setattr(resident_images, "memory_free", lambda: 2**30)
+    resident = ResidentImages(data, Layout(data, SIDE), CPU, largest_batch=1, local_size=4, refused=print)
+    assert resident.free() == 2**28
+
+
 @pytest.mark.parametrize(("kind", "local_size", "both"), [("auto", 1, False), ("auto", 2, True), ("ram", 1, True)])
 def test_a_second_copy_in_memory_is_for_several_ranks(folder, kind, local_size, both):
     loader = loader_of(folder, "none", opened=False)
-    loader.cache(kind, [], World(local_size=local_size, size=local_size), lambda value: [value], 1, print)
+    loader.cache(kind, [], World(local_size=local_size, size=local_size), lambda value: [value] * local_size, 1, print)
     loader._painter.resident.open()
     list(loader.epoch(0))
     stored = loader._collate.cached._shapes.all(1).sum()

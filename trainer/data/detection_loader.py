@@ -185,41 +185,59 @@ class TrainLoader(EpochLoader[Batch]):
         """
         if kind == "none":
             return
-        collate, painter = self._collate, self._painter
-        layout = collate.layout
+        collate, layout = self._collate, self._collate.layout
         collate.cached, reason = cache_images(collate.dataset, layout, kind, folders, world, exchange, threads)
-        if painter:
-            who = f"rank {world.rank}: " if world.rank else ""  # `say` is silent on other ranks than 0
-            warn = say if not who else lambda text: print(who + text, file=sys.stderr, flush=True)
-            resident = ResidentImages(collate.dataset, layout, painter.device, self._batch_pixels, warn)
-            if resident.may_fit():
-                painter.resident, collate.resident = resident, resident.table
-                # Several ranks share what one of them has decoded; a single one has no use for a second copy.
-                collate.stores_resident = kind != "auto" or world.local_size > 1
-                reason = f"{resident.plan}{f'; {reason}' if collate.stores_resident else ''}"
-            else:
-                reason += f"; {resident.refusal}"
+        if self._painter and sys.platform == "linux":
+            reason = self._plan_resident(kind, reason, world, exchange, say)
         say(reason)
+
+    def _plan_resident(
+        self, kind: str, otherwise: str, world: World, exchange: Exchange, say: Callable[[str], None]
+    ) -> str:
+        """Let the images stay on the painter's device if there is room; return which and why. A collective."""
+
+        def refused(why: str) -> None:
+            if world.rank:  # `say` is silent
+                print(f"rank {world.rank}: {why}; {otherwise}", file=sys.stderr, flush=True)
+            else:
+                say(f"{why}; {otherwise}")
+
+        collate, painter = self._collate, self._painter
+        assert painter
+        sizes = {"largest_batch": self._batch_pixels, "local_size": world.local_size}
+        resident = ResidentImages(collate.dataset, collate.layout, painter.device, refused=refused, **sizes)
+        fits = exchange(resident.may_fit())
+        differing = [str(rank) for rank, does in enumerate(fits) if does != fits[0]]
+        others = f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})" if differing else ""
+        if not fits[world.rank]:
+            return f"{otherwise}; they do not stay on {painter.device}{others}: {resident.need}"
+        painter.resident, collate.resident = resident, resident.table
+        # Several ranks share what one of them has decoded; a single one has no use for a second copy.
+        collate.stores_resident = kind != "auto" or world.local_size > 1
+        also = f"; {otherwise}" if collate.stores_resident else ""
+        return f"images stay on {painter.device}{others}: {resident.need}{also}"
 
     def fill_cache(self, world: World, exchange: Exchange, threads: int) -> None:
         """Decode the images that the cache lacks, for example before a measurement. A collective."""
-        collate, resident, count = self._collate, self._painter and self._painter.resident, self.sampler.count
-        side, mine = collate.min_side, range(0)
+        collate, count = self._collate, self.sampler.count
+        resident = self._painter.resident if self._painter else None
         source: CachedImages | Dataset = collate.cached or collate.dataset
-
-        def put(index: int) -> None:
-            image = source.image(index, side)
-            if resident and resident.is_open:
-                resident.put(index, image)
-
         if resident:
             resident.open()
-        if resident and resident.is_open:
-            mine = range(count)
-        elif collate.cached:
-            mine = range(world.local_rank, count, world.local_size)
-        if any(exchange(bool(mine))):
-            decode_all(put, mine, count, world, exchange, threads)
+        is_open = bool(resident and resident.is_open)
+
+        def decode(index: int) -> Image:
+            return source.image(index, collate.min_side)
+
+        def put(index: int) -> None:
+            assert resident
+            resident.put(index, decode(index))
+
+        is_stored = collate.cached is not None and (collate.stores_resident or not is_open)
+        share = range(world.local_rank, count, world.local_size) if is_stored else range(0)
+        for work, mine in ((decode, share), (put, range(count if is_open else 0))):
+            if any(exchange(bool(mine))):
+                decode_all(work, mine, count, world, exchange, threads)
 
     def start(self, specs: Iterable[BatchSpec]) -> None:
         """Begin a pass over `specs`, and number its batches."""

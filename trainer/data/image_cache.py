@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.dataset import Dataset, Image, reduction
+from trainer.data.dataset import Dataset, Image, Ints, reduction
 from trainer.data.label_cache import cache_folders, new_draft
 from trainer.data.memory import memory_free
 from trainer.data.progress import bar
@@ -38,23 +38,23 @@ Exchange = Callable[[Any], list[Any]]  # all-gather: a value of this rank -> the
 
 
 class Layout:
-    """The place of each decoded image of a dataset, counted in pixels: its first one, and room for the largest image.
+    """The place of each decoded image of a dataset, counted in pixels.
 
-    The decoded size is known in advance only up to its rounding, and only an upper bound if the dataset ignores
-    `min_side`.
+    The size of a reduced image depends on its decoder, which rounds up or down, so a place is an upper bound.
     """
 
     def __init__(self, dataset: Dataset, min_side: int) -> None:
         """Lay out the images of `dataset`, decoded to at least `min_side` px."""
-        self.min_side = min_side
-        self.sizes = np.array([dataset.size(k) for k in range(len(dataset))], np.int64).reshape(-1, 2)
+        self.min_side, sizes = min_side, _sizes(dataset)
         factors = np.ones(len(dataset), np.int64)
         if getattr(dataset, "decodes_reduced", False):
-            factors = np.array([reduction(int(longer), min_side) for longer in self.sizes.max(1, initial=0)], np.int64)
-        largest = -(-self.sizes // factors[:, None])
+            factors = np.array([reduction(int(longer), min_side) for longer in sizes.max(1, initial=0)], np.int64)
+        largest = -(-sizes // factors[:, None])
         self.widest = int(largest.max(initial=0))  # longest side
-        self.room = largest.prod(1)  # pixels reserved for each image
-        self.first = np.concatenate([[0], np.cumsum(self.room)])  # number of each image's first pixel, and of all
+        self.first = np.concatenate([[0], np.cumsum(largest.prod(1))])  # number of each image's first pixel, and of all
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
 
     @property
     def nbytes(self) -> int:
@@ -64,11 +64,15 @@ class Layout:
     @property
     def largest_bytes(self) -> int:
         """The bytes of the largest image."""
-        return 3 * int(self.room.max(initial=0))
+        return 3 * int(np.diff(self.first).max(initial=0))
 
     def has_room(self, index: int, image: Image) -> bool:
         """Return whether `image` fits into the place of image `index`."""
-        return int(image.shape[0] * image.shape[1]) <= int(self.room[index])
+        return bool(image.shape[0] * image.shape[1] <= self.first[index + 1] - self.first[index])
+
+
+def _sizes(dataset: Dataset) -> Ints:
+    return np.array([dataset.size(k) for k in range(len(dataset))], np.int64).reshape(-1, 2)
 
 
 class CachedImages:
@@ -124,7 +128,7 @@ class CachedImages:
 
 def _offset(layout: Layout, index: int) -> int:
     """Return the position of an image in the file, behind the table of shapes; for -1 the end of the file."""
-    table = -(-8 * len(layout.room) // mmap.PAGESIZE) * mmap.PAGESIZE
+    table = -(-8 * len(layout) // mmap.PAGESIZE) * mmap.PAGESIZE
     return table + 3 * int(layout.first[index])
 
 
@@ -266,7 +270,7 @@ def _disk_file(dataset: Dataset, layout: Layout, folders: list[Path], node: int,
 
 def _key(dataset: Dataset, layout: Layout) -> str:
     digest = hashlib.blake2b(f"{_FORMAT} {layout.min_side} {len(dataset)}".encode(), digest_size=16)
-    digest.update(layout.sizes.tobytes())
+    digest.update(_sizes(dataset).tobytes())
     for k in range(len(dataset)):
         name = dataset.name(k)
         digest.update(os.fsencode(name) + b"\0")
@@ -296,7 +300,7 @@ def _fill(dataset: Dataset, layout: Layout, draft: str, world: World, exchange: 
 
 
 def decode_all(
-    put: Callable[[int], None], mine: range, count: int, world: World, exchange: Exchange, threads: int
+    put: Callable[[int], object], mine: range, count: int, world: World, exchange: Exchange, threads: int
 ) -> None:
     """Call `put` for this rank's images `mine` of `count`, in threads. A collective, with a bar on rank 0."""
 

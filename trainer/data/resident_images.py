@@ -43,7 +43,7 @@ class ResidentTable:
     def __init__(self, dataset: Dataset, layout: Layout) -> None:
         self._dataset, self._layout = dataset, layout
         file = os.memfd_create("trainer-residents", os.MFD_CLOEXEC)
-        os.ftruncate(file, 8 * (1 + 2 * len(layout.room)))
+        os.ftruncate(file, 8 * (1 + 2 * len(layout)))
         self._open(file)
 
     def _open(self, file: int) -> None:
@@ -51,7 +51,7 @@ class ResidentTable:
         # int64: whether the pool is open; the images' states (n,); their sizes (n,) as height << 32 | width, or 0.
         # Each value is one aligned word, so that no process reads a half of it.
         words = np.frombuffer(mmap.mmap(file, 0), np.int64)
-        self._is_open, self._states, self._sizes = np.split(words, [1, 1 + len(self._layout.room)])
+        self._is_open, self._states, self._sizes = np.split(words, [1, 1 + len(self._layout)])
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: self.__dict__[k] for k in ("_dataset", "_layout", "_path")}
@@ -118,17 +118,28 @@ class ResidentImages:
     pixels: Tensor  # uint8 (p, 3), once the pool is open; pixel 0 is gray
 
     def __init__(
-        self, dataset: Dataset, layout: Layout, device: torch.device, largest_batch: int, say: Callable[[str], None]
+        self,
+        dataset: Dataset,
+        layout: Layout,
+        device: torch.device,
+        *,
+        largest_batch: int,
+        local_size: int,
+        refused: Callable[[str], None],
     ) -> None:
-        """Plan the pool; `largest_batch` is in pixels. Nothing is allocated before `open`."""
-        self.table, self._layout, self._device, self._say = ResidentTable(dataset, layout), layout, device, say
-        self._largest, self._seen, self._steps = largest_batch, 0, 0
-        self._is_decided = False
+        """Plan the pool; nothing is allocated before `open`.
+
+        `largest_batch` is in pixels, and `local_size` the number of ranks on this node. `refused` gets a message if
+        there turns out to be no room.
+        """
+        self.table, self._layout, self._device = ResidentTable(dataset, layout), layout, device
+        self._largest, self._local_size, self._refused = largest_batch, local_size, refused
+        self._seen, self._steps, self._is_decided = 0, 0, False
 
     def free(self) -> int:
         """Return the bytes that are free on the device beside what the largest batch of the training takes."""
         if self._device.type != "cuda":
-            return memory_free()
+            return memory_free() // self._local_size
         free, _ = torch.cuda.mem_get_info(self._device)
         if not self._seen:
             return int(free)
@@ -141,14 +152,9 @@ class ResidentImages:
         return self._layout.nbytes <= self.free() * AUTO_SHARE
 
     @property
-    def plan(self) -> str:
-        """A message that the images will stay on the device, and why."""
-        return f"images stay on {self._device}: decoded they need {gib(self._layout.nbytes)} of {gib(self.free())} free"
-
-    @property
-    def refusal(self) -> str:
-        """A message that they will not, and why."""
-        return f"they do not stay on {self._device}, because half of the {gib(self.free())} free there is too little"
+    def need(self) -> str:
+        """What the images need, and what is free."""
+        return f"decoded they need {gib(self._layout.nbytes)} of {gib(max(0, self.free()))} free"
 
     def step_done(self, batch_pixels: int) -> None:
         """Count a training step; after the first ones, open the pool if there is room beside the training."""
@@ -161,11 +167,9 @@ class ResidentImages:
         if self._is_decided:
             return
         self._is_decided = True
-        free = self.free()
-        pixels = self._allocate() if self._layout.nbytes <= free * AUTO_SHARE else None
+        pixels = self._allocate() if self.may_fit() else None
         if pixels is None:
-            need = f"decoded they need {gib(self._layout.nbytes)}"
-            self._say(f"images do not stay on {self._device}: {need}, training leaves {gib(max(free, 0))} free")
+            self._refused(f"images do not stay on {self._device} beside the training: {self.need}")
             return
         self.pixels = pixels
         self.pixels[0] = FILL
