@@ -1,28 +1,92 @@
-"""CPU time per training image of a detector's dataloader, painted in the workers and on the device; a GPU's time.
+"""CPU time per training image of a detector's dataloader, by painter (--augment-on) and by cache (--cache).
 
     python benchmarks/painting.py --data bccd/data.yaml
 
-Counts this process's CPU time for batches of decoded images (--cache ram) at 640 px. `packed` sends the visible parts
-of the sources to the device, `resident` only the recipes. Painting on the device is not part of it. On a GPU, further
-lines are the time that painting a batch takes there, for the kernel and the copies, and on the host.
+Counts the CPU time of the training process and its dataloader workers, for the batches of whole epochs: recipes,
+pixels, and their transport. Painting on the device is not part of it. The first epoch decodes the images, later ones
+find them in the cache. `device, resident` keeps them on the device. On a GPU, further lines are the time that painting
+a batch takes there, for the kernel and the copies, and on the host.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import multiprocessing
 import os
 import platform
 import statistics
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.config import Hyp
+from trainer.data.dataloader import start_forkserver
+from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import TrainLoader
 from trainer.data.device_painter import DevicePainter, Painting
 from trainer.data.registry import open_dataset
 from trainer.distributed.comm import World
+
+PAINTERS = ("workers", "device")
+ENDLESS = 1_000_000  # epochs after which nothing changes
+
+
+class NoPainter(DevicePainter):
+    """Takes the images of a batch to the device, and paints nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.resident = device, None
+
+    def __call__(self, painting: Painting) -> Tensor:
+        """Return images without values."""
+        if painting.uploads and self.resident:
+            self.resident.receive(painting.uploads)
+        return torch.empty((painting.images, *painting.shape, 3), dtype=torch.uint8)
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and its dataloader workers until now."""
+    total = time.process_time()
+    for worker in multiprocessing.active_children():
+        for thread in Path(f"/proc/{worker.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # has ended
+                total += int((thread / "schedstat").read_text(encoding="ascii").split()[0]) / 1e9
+    return total
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a loader."""
+    share = {"batch": arguments.batch, "rank": 0, "world": 1, "workers": arguments.workers, "seed": 0}
+    return {**share, "imgsz": arguments.imgsz, "hyp": Hyp()}
+
+
+def measure(data: Dataset, painter: str, cache: str, arguments: argparse.Namespace) -> Iterator[float]:
+    """Yield the milliseconds of CPU time per image of each epoch."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {**options_of(arguments), "painter": NoPainter(device) if painter == "device" else None}
+    # One pass an epoch: the workers must not prefetch the next one.
+    loader = TrainLoader(data, epochs=1, close_mosaic=-ENDLESS, **options)
+    kind = cache if cache in ("none", "ram") else "auto"
+    loader.cache(kind, [], World(), lambda value: [value], 1, lambda _: None)
+    if loader._painter and loader._painter.resident:
+        if cache == "resident":
+            loader._painter.resident.open()
+        else:
+            loader._painter.resident = loader._collate.resident = None
+    loader.start([])
+    time.sleep(2)  # the workers' start is not counted
+    for epoch in range(arguments.epochs):
+        loader._next = None
+        begin = cpu_seconds()
+        for _ in loader.epoch(epoch):
+            pass
+        yield (cpu_seconds() - begin) * 1e3 / len(data)
+    loader.close()
 
 
 def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> str:
@@ -45,46 +109,29 @@ def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> 
 
 
 def main() -> None:
-    """Print a line per way of painting."""
+    """Print a line per painter and cache."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--data", required=True)
     parser.add_argument("--imgsz", type=int, default=640)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--batches", type=int, default=8, help="per round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=6)
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    start_forkserver(arguments.workers > 0)
     data = open_dataset(arguments.data, "train", imgsz=arguments.imgsz)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # the loaders need a painter, although it paints nothing here
-    times: dict[str, list[float]] = {"workers": [], "packed": [], "resident": []}
-    specs, collates, painters = [], [], dict[str, DevicePainter | None]()
-    for name in times:
-        painter = painters[name] = None if name == "workers" else DevicePainter(device)
-        shared = {"batch": arguments.batch, "rank": 0, "world": 1, "workers": 0, "painter": painter}
-        loader = TrainLoader(data, imgsz=arguments.imgsz, seed=0, hyp=Hyp(), **shared)
-        loader.cache("ram", [], World(), lambda value: [value], 2)
-        if name == "packed":
-            loader._collate.is_resident = False
-            painters[name] = DevicePainter(device)  # which holds no sources
-        specs = list(itertools.islice(loader.sampler.specs_from(0, 0), arguments.batches))
-        collates.append((name, loader._collate))
-    images = sum(len(spec.ids) for spec in specs)
-    for turn in range(arguments.rounds + 1):
-        for name, collate in collates:
-            begin = time.process_time()
-            for spec in specs:
-                collate.collate(spec)
-            if turn:  # the first round is a warm-up
-                times[name].append((time.process_time() - begin) * 1e3 / images)
-    print(f"{len(data)} images, {arguments.imgsz} px, {platform.processor() or platform.machine()}")
-    for name, values in times.items():
-        print(f"{name:9} {statistics.median(values):.2f} ms of CPU per image")
-    for name, collate in collates:
-        painter = painters[name]
-        if painter and device.type == "cuda":
-            batch = collate.collate(specs[0])
-            print(f"{name:9} a batch of {len(batch.ids)} on the GPU: {paint_times(painter, batch.images)}")
+    print(f"{len(data)} images, {arguments.imgsz} px, batch {arguments.batch}, {arguments.workers} workers, ", end="")
+    print(f"{os.cpu_count()} cores of {platform.processor() or platform.machine()}")
+    print("milliseconds of CPU time per image:  first epoch, median of the later ones")
+    for painter in PAINTERS:
+        for cache in ("none", "ram", "resident")[: 3 if painter == "device" else 2]:
+            first, *later = measure(data, painter, cache, arguments)
+            print(f"{painter + ', ' + cache:18} {first:8.2f} {statistics.median(later):8.2f}", flush=True)
+    if torch.cuda.is_available():
+        painter = DevicePainter(torch.device("cuda"))
+        loader = TrainLoader(data, painter=painter, **options_of(arguments))
+        batch = loader._collate.collate(next(iter(loader.sampler.specs_from(0, 0))))
+        print(f"a batch of {len(batch.ids)} on the GPU: {paint_times(painter, batch.images)}")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ aten = torch.ops.aten
 DEVICE_QUERY = torch.ops.prim.device.default
 CPU, META = torch.device("cpu"), torch.device("meta")
 COUNT = 2
+MEMORY = 2**30  # bytes of a GPU, all free
 #: Operations that return numbers, or tensors whose sizes depend on values.
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.nonzero_static, aten.equal, aten.masked_select, aten.bincount}
 WAITS |= {aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.is_nonzero, aten.repeat_interleave}
@@ -299,6 +300,9 @@ _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "device_count": lambda: COUNT,
     "get_device_capability": lambda *_: (9, 0),
+    "mem_get_info": lambda *_: (MEMORY, MEMORY),
+    "memory_reserved": lambda *_: 0,
+    "max_memory_reserved": lambda *_: 0,
     "get_device_properties": lambda *_: SimpleNamespace(total_memory=1, multi_processor_count=1),
     "is_bf16_supported": lambda *_: True,
     "current_device": lambda: _current().index,

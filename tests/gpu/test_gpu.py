@@ -23,8 +23,8 @@ from tests.unit.trainer_process import ROOT, TINY
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.data.device_painter import DevicePainter, pack
-from trainer.data.image_cache import cache_images
-from trainer.distributed.comm import World
+from trainer.data.image_cache import Layout
+from trainer.data.resident_images import PASS, ResidentImages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(480)]
 DEVICE = os.environ.get("DEVICE") or "cuda"
@@ -188,13 +188,21 @@ def test_the_painter_never_waits_and_compiles_one_kernel(tmp_path: Path, monkeyp
 
 def test_resident_sources_give_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
     images = Scenes()
-    cached = cache_images(images, 160, "ram", [], World(), lambda value: [value], 1)
     made = recipes(images, WARPED)
     painter = kernel_of(monkeypatch)
-    packed = painter(pack(made, images.image, None))
-    print(painter.hold(cached))
-    assert painter.is_resident
-    assert torch.equal(painter(pack(made, lambda k: cached.image(k, 160), cached)), packed)
+    packed = painter(pack(made, images.image))
+    room: dict[str, Any] = {"largest_batch": 1, "local_size": 1, "refused": print}
+    painter.resident = ResidentImages(images, Layout(images, 160), painter.device, **room)
+    painter.resident.open()
+    assert torch.equal(painter(pack(made, images.image, painter.resident.table, PASS)), packed)
+
+
+def test_images_that_stay_on_the_device_give_the_same_losses(data: Path, tmp_path: Path) -> None:
+    for name, more in (("none", ["--workers", "0"]), ("auto", ["--workers", "0"]), ("auto", ["--workers", "2"])):
+        name_of_run = f"{name}{more[-1]}"
+        text = train(tmp_path, *small(data, name_of_run, "--deterministic", "--cache", name, *more))
+        assert ("images stay on" in text) == (name == "auto")
+        assert torch.equal(losses(tmp_path / name_of_run), losses(tmp_path / "none0"))
 
 
 @several

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.config import Hyp
-from trainer.data.augment import _mosaic_tiles, _seen_bounds, recipe_of
+from trainer.data.augment import Layer, _mosaic_tiles, _seen_bounds, _Tile, random_affine, recipe_of
 from trainer.data.paint import FILL, letterbox, paint, shift_colours
 
 STILL = {"hsv_h": 0.0, "hsv_s": 0.0, "hsv_v": 0.0}
@@ -231,6 +231,39 @@ def check_colours(out, classes, boxes):
         # At most a sliver is without a box.
         assert not cv2.erode(np.pad(near, 1).astype(np.uint8), np.ones((5, 5))).any()
     return checked
+
+
+@pytest.mark.parametrize(
+    "hyp", [Hyp(), Hyp(degrees=10.0, shear=4.0, perspective=0.0005), Hyp(scale=0.9, translate=0.4)]
+)
+def test_the_affine_matrix_is_the_product_of_its_steps(hyp):
+    """Also for an upright one, which is computed without these matrices; each draw is one of Generator.uniform."""
+    canvas, result = np.array([1280.0, 960.0]), np.array([640.0, 480.0])
+    for seed in range(50):
+        matrix, scale = random_affine(tuple(canvas), tuple(result), hyp, np.random.default_rng(seed))
+        rng = np.random.default_rng(seed)
+        bend = rng.uniform(-hyp.perspective, hyp.perspective, 2)
+        angle, wanted = np.radians(rng.uniform(-hyp.degrees, hyp.degrees)), rng.uniform(1 - hyp.scale, 1 + hyp.scale)
+        slant = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
+        x, y = result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)
+        bend *= min(1, 0.8 / max(np.abs(bend) @ canvas / 2, 0.8))
+        cos, sin = wanted * np.cos(angle), wanted * np.sin(angle)
+        steps = [[[1, 0, x], [0, 1, y], [0, 0, 1]], [[1, slant[0], 0], [slant[1], 1, 0], [0, 0, 1]]]
+        steps += [[[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]], [[1, 0, 0], [0, 1, 0], [*bend, 1]]]
+        steps += [[[1, 0, -canvas[0] / 2], [0, 1, -canvas[1] / 2], [0, 0, 1]]]
+        assert scale == wanted
+        np.testing.assert_allclose(matrix, np.linalg.multi_dot([np.array(step) for step in steps]), 1e-12, 1e-12)
+
+
+def test_a_layers_matrix_places_the_source_in_its_tile():
+    """The same for an upright canvas, which is computed without the product, and for another one."""
+    for canvas in (
+        np.array([[0.75, 0, 31], [0, 0.5, -17], [0, 0, 1]]),
+        np.array([[0.75, 0.1, 31], [0, 0.5, -17], [0, 0, 1]]),
+    ):
+        layer = Layer(_Tile(0, 20.0, 10.0, 300.0, 200.0), canvas, (0, 0, 0, 0))
+        corners = np.array([[0, 0, 1], [53, 0, 1], [53, 37, 1]]) @ layer.matrix(37, 53).T
+        np.testing.assert_allclose(corners, np.array([[20, 10, 1], [320, 10, 1], [320, 210, 1]]) @ canvas.T)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ from trainer.config import Hyp
 from trainer.data.augment import recipe_of
 from trainer.data.detection_loader import TrainLoader
 from trainer.data.device_painter import DevicePainter, choose_painter, pack
-from trainer.data.image_cache import cache_images
+from trainer.data.image_cache import Layout
 from trainer.data.paint import paint
 from trainer.data.registry import open_dataset
+from trainer.data.resident_images import PASS, ResidentImages
 from trainer.distributed.comm import World
 from trainer.engine.events import Events
 from trainer.engine.trainer import Trainer
@@ -76,7 +77,7 @@ def painted(data, made):
 
 
 def difference(data, made):
-    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data.image, None)).numpy())
+    return np.abs(painted(data, made).astype(int) - DevicePainter(CPU)(pack(made, data.image)).numpy())
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_an_image_does_not_depend_on_its_batch():
         made = recipes(data, hyp, count=6)
         made += recipes(data, Hyp(mosaic=0.0), count=2)  # of a single layer
         painter = DevicePainter(CPU)
-        for recipe, image in zip(made, painter(pack(made, data.image, None)), strict=True):
-            assert torch.equal(painter(pack([recipe], data.image, None))[0], image)
+        for recipe, image in zip(made, painter(pack(made, data.image)), strict=True):
+            assert torch.equal(painter(pack([recipe], data.image))[0], image)
 
 
 def test_an_image_does_not_depend_on_the_size_of_the_blocks(monkeypatch):
     """On a GPU the blocks are smaller than in the interpreter, and most layers are elsewhere."""
     data = Scenes()
-    packed = pack(recipes(data, ALL, (40, 65), count=3), data.image, None)
+    packed = pack(recipes(data, ALL, (40, 65), count=3), data.image)
     whole = DevicePainter(CPU)(packed)
     monkeypatch.setattr("trainer.data.device_painter._INTERPRETED_BLOCK", (8, 32))
     assert torch.equal(DevicePainter(CPU)(packed), whole)
@@ -128,7 +129,7 @@ def test_an_image_does_not_depend_on_the_size_of_the_blocks(monkeypatch):
 
 def test_a_pool_may_exceed_2_gib():
     data = Scenes()
-    packed, beyond = pack(recipes(data, ALL, count=2), data.image, None), 2**31 // 3 + 1
+    packed, beyond = pack(recipes(data, ALL, count=2), data.image), 2**31 // 3 + 1
     pool = torch.empty((beyond + len(packed.pixels), 3), dtype=torch.uint8)  # its first pages are never touched
     pool[beyond:] = packed.pixels
     moved = replace(packed, pixels=pool, table=packed.table.clone())
@@ -138,18 +139,17 @@ def test_a_pool_may_exceed_2_gib():
 
 def test_resident_sources_give_the_same_images():
     data = Scenes()
-    cached = cache_images(data, SIDE, "ram", [], World(), lambda value: [value], 1)
     painter = DevicePainter(CPU)
-    assert "copied to cpu" in painter.hold(cached)
-    assert painter.is_resident
-    for hyp in (Hyp(mixup=0.5), Hyp(degrees=20.0, copy_paste=1.0)):
+    painter.resident = ResidentImages(data, Layout(data, SIDE), CPU, largest_batch=1, local_size=1, refused=print)
+    painter.resident.open()
+    for number, hyp in enumerate((Hyp(mixup=0.5), Hyp(degrees=20.0, copy_paste=1.0)), PASS):
         made = recipes(data, hyp)
-        packed = pack(made, lambda k: cached.image(k, SIDE), cached)
+        packed = pack(made, data.image, painter.resident.table, number)
         assert not packed.pixels.numel()
-        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data.image, None)))
+        assert torch.equal(painter(packed), DevicePainter(CPU)(pack(made, data.image)))
 
 
-@pytest.mark.parametrize("cache", ["", "ram"])
+@pytest.mark.parametrize("cache", ["none", "ram"])
 def test_a_loader_has_the_same_boxes_with_both_painters(cache, tmp_path):
     data = open_dataset(str(squares(tmp_path / "set", train=9)), "train", imgsz=64)
     loaders = []
@@ -157,34 +157,13 @@ def test_a_loader_has_the_same_boxes_with_both_painters(cache, tmp_path):
         loader = TrainLoader(
             data, imgsz=64, seed=0, hyp=Hyp(mixup=0.5), batch=4, rank=0, world=1, workers=0, painter=painter
         )
-        if cache:
-            loader.cache(cache, [], World(), lambda value: [value], 1)
+        loader.cache(cache, [], World(), lambda value: [value], 1, print)
         loaders.append(loader)
     for workers, device in zip(*(loader.epoch(0) for loader in loaders), strict=True):
         assert torch.equal(workers.labels, device.labels)
         assert torch.equal(workers.ids, device.ids)
         assert ((workers.images.int() - device.images.int()).abs() <= 2).float().mean() >= 0.99
     assert len(workers.labels)
-
-
-def test_sources_beyond_half_of_the_memory_are_not_resident(monkeypatch):
-    data = Scenes()
-    cached = cache_images(data, SIDE, "ram", [], World(), lambda value: [value], 1)
-    monkeypatch.setattr("trainer.data.device_painter.memory_free", lambda: 2 * cached.pixels().nbytes - 2)
-    painter = DevicePainter(CPU)
-    assert "exceed half" in painter.hold(cached)
-    assert not painter.is_resident
-
-
-def test_images_that_are_not_cached_are_not_resident():
-    data = Scenes(sizes=((400, 400), (90, 120)))  # `image` has no reduced decoding
-    cached = cache_images(data, SIDE, "ram", [], World(), lambda value: [value], 1)
-    painter = DevicePainter(CPU)
-    assert "no copy of some images" in painter.hold(cached)
-    made = recipes(data, Hyp())
-    assert torch.equal(
-        painter(pack(made, lambda k: cached.image(k, SIDE), None)), DevicePainter(CPU)(pack(made, data.image, None))
-    )
 
 
 def test_a_tile_whose_bounds_alone_are_visible_paints_nothing():

@@ -187,6 +187,31 @@ def test_channels_of_zeros_change_neither_outputs_nor_gradients(gpus: None) -> N
         torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_stay_on_the_gpu_without_a_wait_of_the_host(
+    workers: int, gpus: None, gray_kernel: None, tmp_path: Path
+) -> None:
+    """Once the pool is open, each batch brings what it lacks, and in the end it has every image."""
+    more, said = {**anchors(tmp_path), "workers": workers, "epochs": 4, "augment_on": "device"}, list[str]()
+    training = started(GPU, **more)
+    loader, data = training.train_loader, training.task.train_set
+    loader.cache("auto", [], World(), lambda value: [value], 1, said.append)
+    for _ in range(4):
+        batches = training.batches()
+        with step():
+            assert len(list(batches)) == loader.steps
+        training.begin_epoch()
+    resident = loader._painter.resident
+    assert resident.is_open
+    assert resident.pixels.device == GPU
+    pixels = resident.pixels.cpu()
+    for k in range(len(data)):
+        image, first = data.image(k, 64), resident.table.first_pixel(k)
+        assert torch.equal(pixels[first : first + image.shape[0] * image.shape[1]], torch.tensor(image).view(-1, 3))
+    assert len(said) == 1
+    assert "images stay on cuda:1: decoded they need 0.00 GiB of 1.0 GiB free" in said[0]
+
+
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
     more = anchors(tmp_path)
     first = started(GPU, **more)

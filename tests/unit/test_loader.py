@@ -197,6 +197,40 @@ def test_a_program_exits_while_workers_prefetch(tmp_path):
     assert time.monotonic() - float(out) < 20  # the exit alone
 
 
+THREADS = """
+import os
+import cv2, threadpoolctl, torch
+import numpy as np
+from trainer.data.batch_sampler import BatchSpec
+from trainer.data.dataloader import BatchLoader, Collate
+
+class Threads(Collate):
+    def collate(self, spec):
+        np.ones((500, 500)) @ np.ones((500, 500))  # OpenBLAS starts its threads when it first has work for them
+        pools = [(pool["internal_api"], pool["num_threads"]) for pool in threadpoolctl.threadpool_info()]
+        return [*pools, ("torch", torch.get_num_threads()), ("opencv", cv2.getNumThreads())]
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    loader = BatchLoader(Threads(None), workers=1, batch_pixels=1, local_size=1)
+    loader.start([BatchSpec(np.arange(1), (32, 32))])
+    print(*(f"{name}={count}" for name, count in loader.take()))
+    assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core is one thread anyway")
+def test_a_worker_computes_with_one_thread(tmp_path, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    program = start_program(tmp_path, THREADS, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = program.communicate(timeout=240)
+    assert (program.returncode, err) == (0, "")
+    found = [word.split("=") for word in out.split()]
+    assert {name for name, _ in found} >= {"openblas", "openmp", "torch", "opencv"}
+    assert {count for _, count in found} == {"1"}, out
+
+
 def test_loading_does_not_change_torchs_random_state():
     torch.manual_seed(1)
     expected = torch.rand(3)

@@ -120,8 +120,8 @@ def start_trainer(settings: Settings, threads: int) -> Trainer:
     comm.join(world, device)
     run.agree_on_precision()
     run.start(resuming=True)  # keeps the anchors of the model file
-    if settings.cache:
-        run.train_loader.cache(settings.cache, image_folders(settings.data), world, comm.all_gather, threads)
+    folders = image_folders(settings.data)
+    run.train_loader.cache(settings.cache, folders, world, comm.all_gather, _decoders(world), lambda _: None)
     run.local_model.train()
     return run
 
@@ -133,16 +133,28 @@ def steps_of(run: Trainer) -> Iterator[Batch]:
         run.begin_epoch()
 
 
+def warm_up(run: Trainer, batches: Iterator[Batch], steps: int) -> None:
+    """Train the first steps, then decode the images that later epochs find in the cache (--cache). A collective."""
+    for _ in range(steps):
+        run.step(next(batches))
+    run.train_loader.fill_cache(run.world, comm.all_gather, _decoders(run.world))
+
+
+def _decoders(world: comm.World) -> int:
+    return max(1, comm.usable_cores() // world.local_size)
+
+
 def time_run(run: Trainer, effort: Effort) -> dict[str, Any]:
     """Return this rank's fields of a Measurement. A collective."""
     batches = run.timer.waiting(steps_of(run))
     ahead = PREFETCH * run.workers
+    warm_up(run, batches, effort.warmup)
     loading = None
     if effort.loader:
         for _ in range(1 + ahead):
             next(batches)
         loading, *_ = _time_batches(run, batches, effort.steps, lambda _: None, 1)
-    for _ in range(effort.warmup + ahead):
+    for _ in range(ahead):
         run.step(next(batches))
     rate, images, steps = _time_batches(run, batches, effort.steps, run.step, run.schedule.accumulate)
     shares = run.timer.shares()

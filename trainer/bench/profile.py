@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from trainer.bench.measure import start_trainer, steps_of
+from trainer.bench.measure import start_trainer, steps_of, warm_up
 from trainer.bench.processes import request_of, run_here
 from trainer.config import Settings
 from trainer.data.dataloader import PREFETCH
@@ -45,7 +45,8 @@ def record(settings: Settings, threads: int, steps: int, warmup: int, trace: str
 
     # Use up the prefetched batches too. Then continue until the last profiled step updates the weights: steps of
     # gradient accumulation have no optimizer step and no all-reduce.
-    for _ in range(warmup + PREFETCH * run.workers):
+    warm_up(run, batches, warmup)
+    for _ in range(PREFETCH * run.workers):
         run.step(next(batches))
     while not updates_after(steps - 1):
         run.step(next(batches))

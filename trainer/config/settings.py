@@ -156,16 +156,17 @@ class Settings:
     multi_scale: bool = option(False, "Draw the side of each step from 0.5 to 1.5 times --imgsz, same on all ranks.")
     rect: bool = option(False, "Batch images of similar aspect ratio with little padding, without mosaics.")
     cache: str = option(
-        "",
-        "Decode the training images once: `ram` for this run, `disk` into a file next to the data for later runs. "
-        "All ranks of a machine share one copy. (default: no cache)",
-        known=("", "ram", "disk"),
-        metavar="[ram|disk]",
+        "auto",
+        "Where the decoded training images stay after their first use. auto: on the GPU if it has room, else in the "
+        "machine's memory if that has room. `ram`: in memory. `disk`: in a file next to the data, also for later runs. "
+        "none: every epoch decodes them. All ranks of a machine share one copy in memory or on disk.",
+        known=("auto", "none", "ram", "disk"),
+        metavar="[auto|none|ram|disk]",
     )
     augment_on: str = option(
         "auto",
-        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (Triton, on a GPU), where "
-        "their sources stay with --cache if there is room. auto: device on a GPU that Triton can use.",
+        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (Triton, on a GPU). auto: "
+        "`device` on a GPU that Triton can use.",
         known=("auto", "workers", "device"),
         metavar="[auto|workers|device]",
     )

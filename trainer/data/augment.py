@@ -3,6 +3,9 @@
 A recipe is a function of one random generator, and needs no pixel. A painter makes the image from it: OpenCV in a
 dataloader worker (paint.py), or a Triton kernel on the training device (device_painter.py).
 
+A recipe consists of tiny arrays, for which a call of numpy takes far longer than its arithmetic. What every image needs
+is therefore computed with Python's numbers, or with few calls. The numbers are drawn as Generator.uniform draws them.
+
 The mosaic's 2 s x 2 s canvas is never built: each tile is warped directly into the s x s result. A single image may
 have a rectangular result, whose longer side is `s`. Coordinates are continuous: pixel k covers k to k + 1.
 """
@@ -22,7 +25,10 @@ _MAX_ASPECT = 100.0
 _MAX_COVERED = 0.3  # share of another box that a pasted object may cover
 
 
-@dataclass(frozen=True)
+Bounds = tuple[float, float, float, float]  # x1, y1, x2, y2
+
+
+@dataclass(slots=True)
 class _Tile:
     index: int
     x: float  # left edge on the canvas
@@ -42,18 +48,22 @@ class _Objects:
     points: Floats  # (sum of corners, 2): the concatenated outlines
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Layer:
     """A source image in a result, or the part of it within an outline."""
 
     tile: _Tile
     canvas: Floats  # (3, 3): from the canvas to the result
-    bounds: Floats  # (4,) xyxy of the whole layer in the result
+    bounds: Bounds  # of the whole layer in the result
     outline: Floats | None = None  # (k, 2) in the result
 
     def matrix(self, height: int, width: int) -> Floats:
         """Return the matrix (3, 3) to the result from the pixels of the source, decoded to `height` x `width`."""
         tile = self.tile
+        if scaling := _scaling(self.canvas):
+            scale_x, scale_y, x, y = scaling
+            row = [scale_x * (tile.w / width), 0, scale_x * tile.x + x]
+            return np.array([row, [0, scale_y * (tile.h / height), scale_y * tile.y + y], [0, 0, 1]])
         return self.canvas @ (translation(tile.x, tile.y) @ np.diag([tile.w / width, tile.h / height, 1]))
 
 
@@ -75,24 +85,36 @@ def translation(x: float, y: float) -> Floats:
     return np.array([[1, 0, x], [0, 1, y], [0, 0, 1]], np.float64)
 
 
-def random_affine(canvas: Floats, result: Floats, hyp: Hyp, rng: np.random.Generator) -> tuple[Floats, float]:
+def _uniform(low: float, high: float, draw: float) -> float:
+    """Return Generator.uniform(low, high) for the next number of Generator.random()."""
+    return low + (high - low) * draw
+
+
+def random_affine(
+    canvas: tuple[float, float], result: tuple[float, float], hyp: Hyp, rng: np.random.Generator
+) -> tuple[Floats, float]:
     """Return (matrix (3, 3) from canvas to result, its scale): YOLOv5's T S R P C about the canvas's centre.
 
     `canvas` and `result` are (width, height) in pixels.
     """
-    centre = translation(*(-canvas / 2))
+    draws = rng.random(8).tolist()  # two for the perspective, angle, scale, two for the shear, two for the translation
+    scale = _uniform(1 - hyp.scale, 1 + hyp.scale, draws[3])
+    low, high = 0.5 - hyp.translate, 0.5 + hyp.translate
+    x, y = (side * _uniform(low, high, draw) for side, draw in zip(result, draws[6:], strict=True))
+    if not (hyp.perspective or hyp.degrees or hyp.shear):
+        x, y = scale * (-canvas[0] / 2) + x, scale * (-canvas[1] / 2) + y
+        return np.array([[scale, 0, x], [0, scale, y], [0, 0, 1]]), scale
+    centre = translation(-canvas[0] / 2, -canvas[1] / 2)
     perspective = np.eye(3)
-    perspective[2, :2] = rng.uniform(-hyp.perspective, hyp.perspective, 2)
+    perspective[2, :2] = [_uniform(-hyp.perspective, hyp.perspective, draw) for draw in draws[:2]]
     reach = float(np.abs(perspective[2, :2]) @ canvas) / 2
     perspective[2, :2] *= min(1.0, 0.8 / max(reach, 0.8))  # a reach of 1 maps the canvas's corner to infinity
-    angle = math.radians(rng.uniform(-hyp.degrees, hyp.degrees))
-    scale = rng.uniform(1 - hyp.scale, 1 + hyp.scale)
+    angle = math.radians(_uniform(-hyp.degrees, hyp.degrees, draws[2]))
     cos, sin = scale * math.cos(angle), scale * math.sin(angle)
     rotation = np.array([[cos, sin, 0], [-sin, cos, 0], [0, 0, 1]])
     shear = np.eye(3)
-    shear[0, 1], shear[1, 0] = np.tan(np.radians(rng.uniform(-hyp.shear, hyp.shear, 2)))
-    moved = translation(*(result * rng.uniform(0.5 - hyp.translate, 0.5 + hyp.translate, 2)))
-    return moved @ shear @ rotation @ perspective @ centre, scale
+    shear[0, 1], shear[1, 0] = np.tan(np.radians([_uniform(-hyp.shear, hyp.shear, draw) for draw in draws[4:6]]))
+    return translation(x, y) @ shear @ rotation @ perspective @ centre, scale
 
 
 def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
@@ -103,7 +125,7 @@ def _fit(size: tuple[int, int], side: int) -> tuple[float, float]:
 
 def _mosaic_tiles(dataset: Dataset, index: int, near: Ints, side: int, rng: np.random.Generator) -> list[_Tile]:
     """Return tiles of image `index` and three random ones of `near` around a random centre of a 2 side canvas."""
-    cx, cy = rng.uniform(side / 2, 3 * side / 2, 2)
+    cx, cy = (_uniform(side / 2, 3 * side / 2, draw) for draw in rng.random(2).tolist())
     indices = [index, *near[rng.integers(len(near), size=3)].tolist()]
     tiles = []
     for quarter, k in enumerate(indices[j] for j in rng.permutation(4).tolist()):
@@ -119,10 +141,15 @@ def _move(matrix: Floats, points: Floats) -> Floats:
     return xy
 
 
+def _scaling(matrix: Floats) -> Bounds | None:
+    """Return the scales and the translation (x, y, x, y) of an upright `matrix` (3, 3), None for another one."""
+    (scale_x, slant, x), (turn, scale_y, y), (bend_x, bend_y, _) = matrix.tolist()
+    return (scale_x, scale_y, x, y) if slant == turn == bend_x == bend_y == 0 < scale_x else None
+
+
 def is_upright(matrix: Floats) -> bool:
     """Return whether `matrix` (3, 3) only scales, to the same side, and translates; copies are mirrored."""
-    (scale_x, slant, _), (turn, _, _), (bend_x, bend_y, _) = matrix.tolist()
-    return bool(slant == turn == bend_x == bend_y == 0 < scale_x)
+    return _scaling(matrix) is not None
 
 
 def span(length: int, scale: float, origin: float, side: int) -> tuple[int, int, int, int]:
@@ -138,9 +165,9 @@ def span(length: int, scale: float, origin: float, side: int) -> tuple[int, int,
 
 def _bounds(matrix: Floats, boxes: Floats) -> Floats:
     """Return the axis-aligned bounds (n, 4) xyxy of `boxes` (n, 4) xyxy transformed by `matrix` (3, 3)."""
-    if is_upright(matrix):
-        scale_x, scale_y, x, y = matrix[[0, 1, 0, 1], [0, 1, 2, 2]].tolist()
-        moved: Floats = boxes * np.array([scale_x, scale_y, scale_x, scale_y]) + np.array([x, y, x, y])
+    if scaling := _scaling(matrix):
+        moved: Floats = boxes * np.array(2 * scaling[:2])
+        moved += np.array(2 * scaling[2:])
         return moved
     corners = _move(matrix, boxes[:, [[0, 1], [2, 1], [2, 3], [0, 3]]])
     return np.concatenate([corners.min(1), corners.max(1)], 1)
@@ -151,13 +178,19 @@ def _objects_of(dataset: Dataset, tiles: list[_Tile]) -> _Objects:
     rows = np.concatenate(labels, dtype=np.float64)
     owners = np.arange(len(tiles)).repeat([len(part) for part in labels])
     frames = np.array([(t.x, t.y, t.w, t.h) for t in tiles])[owners]
-    centre, half = frames[:, :2] + rows[:, 1:3] * frames[:, 2:], rows[:, 3:] * frames[:, 2:] / 2
+    half, centre = rows[:, 3:] * frames[:, 2:], rows[:, 1:3] * frames[:, 2:]
+    half /= 2
+    centre += frames[:, :2]
+    boxes = np.empty((len(rows), 4))
+    np.subtract(centre, half, out=boxes[:, :2])
+    np.add(centre, half, out=boxes[:, 2:])
     outlines = [outline for tile in tiles for outline in dataset.segments(tile.index)]
-    corners, points = np.array([len(outline) for outline in outlines], np.int64), np.empty((0, 2))
-    if corners.any():
+    corners, points = np.zeros(len(outlines), np.int64), np.empty((0, 2))
+    if any(map(len, outlines)):
+        corners = np.array([len(outline) for outline in outlines], np.int64)
         frames = frames.repeat(corners, axis=0)
         points = np.concatenate(outlines) * frames[:, 2:] + frames[:, :2]
-    return _Objects(rows[:, 0], np.concatenate([centre - half, centre + half], 1), owners, corners, points)
+    return _Objects(rows[:, 0], boxes, owners, corners, points)
 
 
 def _with_copies(objects: _Objects, width: float, chance: float, rng: np.random.Generator) -> _Objects:
@@ -212,22 +245,28 @@ def _seen_bounds(points: Floats, corners: Ints, result: Floats) -> Floats:
     return np.where(np.isfinite(low[:, :1]), bounds, 0.0)
 
 
-def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: Floats) -> Floats:
-    """Return the boxes in the result (n, 5): class, x1, y1, x2, y2 in pixels, without barely visible ones.
+def _labels_in(objects: _Objects, matrix: Floats, scale: float, result: tuple[float, float]) -> Floats:
+    """Return the boxes (n, 5) in the result of size (w, h): class, x1, y1, x2, y2 in pixels.
 
-    The box of an outlined object is the bounds of its visible part.
+    Barely visible ones are left out. The box of an outlined object is the bounds of its visible part.
     """
     whole = objects.boxes[:, 2:] - objects.boxes[:, :2]
-    seen = np.minimum(np.maximum(_bounds(matrix, objects.boxes), 0), np.concatenate([result, result]))
-    outlined = objects.corners > 0
-    if outlined.any():
-        seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], result)
-    w, h = seen[:, 2] - seen[:, 0], seen[:, 3] - seen[:, 1]
-    least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE) * scale**2
-    keep = (np.minimum(w, h) > _MIN_SIDE_PX) & (w * h > least * whole[:, 0] * whole[:, 1])
-    keep &= np.maximum(w, h) < _MAX_ASPECT * np.minimum(w, h)
-    rows: Floats = np.concatenate([objects.classes[:, None], seen], 1)[keep]
-    return rows
+    rows = np.empty((len(whole), 5))
+    rows[:, 0], seen = objects.classes, rows[:, 1:]
+    np.maximum(_bounds(matrix, objects.boxes), 0, out=seen)
+    np.minimum(seen, np.array([*result, *result]), out=seen)
+    least: Floats | float = _MIN_AREA_SHARE * scale**2
+    if len(objects.points):
+        outlined = objects.corners > 0
+        seen[outlined] = _seen_bounds(_move(matrix, objects.points), objects.corners[outlined], np.array(result))
+        least = np.where(outlined, _MIN_OUTLINE_SHARE, _MIN_AREA_SHARE) * scale**2
+    sides = seen[:, 2:] - seen[:, :2]
+    w, h = sides.T
+    shorter = np.minimum(w, h)
+    keep = (shorter > _MIN_SIDE_PX) & (w * h > least * whole[:, 0] * whole[:, 1])
+    keep &= np.maximum(w, h) < _MAX_ASPECT * shorter
+    kept: Floats = rows[keep]
+    return kept
 
 
 def _scene(
@@ -235,11 +274,11 @@ def _scene(
 ) -> tuple[list[Layer], Floats]:
     """Return the layers of image `index`, alone or in a mosaic, in a result of `shape` (h, w), and the boxes (n, 5)."""
     height, width = shape
-    result, side = np.array([width, height], np.float64), max(height, width)
+    result, side = (float(width), float(height)), max(height, width)
     is_mosaic = rng.random() < hyp.mosaic
     if is_mosaic:
         tiles = _mosaic_tiles(dataset, index, near, side, rng)
-        matrix, scale = random_affine(2 * result, result, hyp, rng)
+        matrix, scale = random_affine((2 * result[0], 2 * result[1]), result, hyp, rng)
     else:
         w, h = _fit(dataset.size(index), side)
         tiles = [_Tile(index, (width - w) / 2, (height - h) / 2, w, h)]
@@ -248,15 +287,28 @@ def _scene(
     originals = len(objects.classes)
     if is_mosaic and hyp.copy_paste and dataset.flips and len(objects.points):
         objects = _with_copies(objects, 2 * width, hyp.copy_paste, rng)
-    seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles]))
-    layers = [Layer(tile, matrix, bounds) for tile, bounds in zip(tiles, seen, strict=True)]
-    mirrored, ends = matrix @ translation(2 * width, 0) @ np.diag([-1.0, 1, 1]), np.cumsum(objects.corners)
+    seen = _bounds(matrix, np.array([(t.x, t.y, t.x + t.w, t.y + t.h) for t in tiles])).tolist()
+    layers = [Layer(tile, matrix, tuple(bounds)) for tile, bounds in zip(tiles, seen, strict=True)]
+    if originals < len(objects.classes):
+        layers += _pasted(objects, originals, tiles, matrix, 2 * width)
+    visible = [layer for layer in layers if _is_visible(layer.bounds, result)]
+    return visible, _labels_in(objects, matrix, scale, result)
+
+
+def _pasted(objects: _Objects, originals: int, tiles: list[_Tile], matrix: Floats, width: float) -> list[Layer]:
+    """Return the layers of the copies, the objects from number `originals` on, on a canvas of `width` px."""
+    mirrored, ends = matrix @ translation(width, 0) @ np.diag([-1.0, 1, 1]), np.cumsum(objects.corners)
+    layers = []
     for k in range(originals, len(objects.classes)):
         outline = _move(matrix, objects.points[ends[k] - objects.corners[k] : ends[k]])
-        bounds = np.concatenate([outline.min(0), outline.max(0)])
+        bounds = (*outline.min(0).tolist(), *outline.max(0).tolist())
         layers.append(Layer(tiles[objects.tiles[k]], mirrored, bounds, outline))
-    visible = [layer for layer in layers if (layer.bounds[:2] < result).all() and min(layer.bounds[2:]) > 0]
-    return visible, _labels_in(objects, matrix, scale, result)
+    return layers
+
+
+def _is_visible(bounds: Bounds, result: tuple[float, float]) -> bool:
+    x1, y1, x2, y2 = bounds
+    return x1 < result[0] and y1 < result[1] and x2 > 0 and y2 > 0
 
 
 def recipe_of(
@@ -271,16 +323,19 @@ def recipe_of(
         scenes, boxes, share = [*scenes, layers], np.concatenate([boxes, more]), rng.beta(32, 32)
     colours, flips = None, (False, False)
     if hyp.hsv_h or hyp.hsv_s or hyp.hsv_v:
-        hue, saturation, value = (rng.uniform(-1, 1, 3) * (hyp.hsv_h, hyp.hsv_s, hyp.hsv_v)).tolist()
-        colours = hue, saturation, value
+        hue, saturation, value = (_uniform(-1, 1, draw) for draw in rng.random(3).tolist())
+        colours = hue * hyp.hsv_h, saturation * hyp.hsv_s, value * hyp.hsv_v
     if dataset.flips:
-        flips = bool(rng.random() < hyp.fliplr), bool(rng.random() < hyp.flipud)
+        flips = rng.random() < hyp.fliplr, rng.random() < hyp.flipud
     if flips[0]:
-        boxes[:, [1, 3]] = width - boxes[:, [3, 1]]
+        boxes[:, 1::2] = width - boxes[:, 3:0:-2]
     if flips[1]:
-        boxes[:, [2, 4]] = height - boxes[:, [4, 2]]
-    low, high, size = boxes[:, 1:3], boxes[:, 3:], np.array([width, height])
-    labels = np.column_stack([boxes[:, 0], (low + high) / (2 * size), (high - low) / size]).astype(np.float32)
+        boxes[:, 2::2] = height - boxes[:, 4:1:-2]
+    low, high, size = boxes[:, 1:3], boxes[:, 3:], np.array([width, height], np.float64)
+    labels = np.empty((len(boxes), 5), np.float32)
+    labels[:, 0] = boxes[:, 0]
+    labels[:, 1:3] = (low + high) / (2 * size)
+    labels[:, 3:] = (high - low) / size
     return Recipe(height, width, scenes, share, colours, flips, labels)
 
 

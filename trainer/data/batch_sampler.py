@@ -27,6 +27,7 @@ class BatchSpec:
     previous: int = -1  # the image before `ids` in the global batch, cyclically
     neighbours: list[Ints] = field(default_factory=list)  # for each image, the candidates of its mosaic
     repeats: Ints | None = None  # (b,): earlier draws of each image in this epoch
+    number: int = 0  # of this batch in the order in which a loader yields them, see resident_images.PASS
 
 
 def scales(imgsz: int, stride: int) -> range:

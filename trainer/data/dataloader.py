@@ -20,11 +20,14 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.data.batch_sampler import IMAGE, BatchSampler, BatchSpec
+from trainer.data.image_cache import Exchange
+from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
 BatchType = TypeVar("BatchType")
 PREFETCH = 3  # batches that each worker prefetches if /dev/shm has room
 _SHM = Path("/dev/shm")
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
 _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
 
@@ -118,10 +121,21 @@ def fit_workers(workers: int, batch_bytes: int, local_size: int, bytes_free: int
 
 
 def start_forkserver(wanted: bool) -> None:
-    """Start the fork server if `wanted`; workers inherit the signals that this process ignores now."""
-    if wanted:
-        _context()
+    """Start the fork server if `wanted`; workers inherit the signals that this process ignores now.
+
+    They also inherit one thread for numpy's BLAS, which reads its variable when it is loaded. torch sets its own number
+    of threads in a worker, and Collate that of OpenCV.
+    """
+    if not wanted:
+        return
+    _context()
+    added = [name for name in _BLAS_THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
         multiprocessing.forkserver.ensure_running()
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _context() -> Any:
@@ -163,6 +177,7 @@ class BatchLoader(Generic[BatchType]):
     def __init__(self, collate: Collate[BatchType], workers: int, batch_pixels: int, local_size: int) -> None:
         """Open the loader; `batch_pixels` are those of a rank's largest batch, `local_size` the ranks of this node."""
         self._collate: Any = collate
+        self._batch_pixels = batch_pixels
         batch_bytes = batch_pixels * collate.channels
         usable = int(shutil.disk_usage(_SHM).free * _USABLE_SHARE) if _SHM.is_dir() else None
         self._workers, self._prefetch, warning = fit_workers(workers, batch_bytes, local_size, usable)
@@ -173,6 +188,7 @@ class BatchLoader(Generic[BatchType]):
         self._exit_handler: Any = None
 
     def _open(self) -> DataLoader[Any]:
+        start_forkserver(self._workers > 0)  # if a program that uses this class has not
         options: dict[str, Any] = {}
         if self._workers:
             options = {"multiprocessing_context": _context(), "worker_init_fn": _init_worker}
@@ -250,6 +266,20 @@ class EpochLoader(BatchLoader[BatchType]):
 
     def __len__(self) -> int:
         return self.steps
+
+    def cache(
+        self,
+        kind: str,
+        folders: list[Path],
+        world: World,
+        exchange: Exchange,
+        threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Keep decoded images (--cache). A loader of a task without that option keeps none."""
+
+    def fill_cache(self, world: World, exchange: Exchange, threads: int) -> None:
+        """Decode the images that `cache` would keep and that no batch has needed yet."""
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[BatchType]:
         """Yield this rank's batches of `epoch` from `first_step` on; workers then prefetch the next epoch."""

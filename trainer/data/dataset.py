@@ -40,7 +40,10 @@ def read_image(path: str, factor: int = 1) -> Image:
 
 
 class Dataset(Protocol):
-    """Protocol of a map-style dataset of images with labelled boxes."""
+    """Protocol of a map-style dataset of images with labelled boxes.
+
+    A dataset whose `image` uses `min_side` sets the attribute `decodes_reduced`; a cache then reserves less memory.
+    """
 
     @property
     def names(self) -> list[str]:
@@ -61,7 +64,7 @@ class Dataset(Protocol):
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return the image as uint8 (h, w, 3) RGB, read-only.
 
-        A nonzero `min_side` permits a reduced decoding, down to a longer side of `min_side` px.
+        A nonzero `min_side` permits a decoding reduced by `reduction`, down to a longer side of `min_side` px.
         """
 
     def labels(self, index: int) -> Labels:

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,15 +18,16 @@ from trainer.data.augment import Recipe, recipe_of
 from trainer.data.batch_sampler import IMAGE, WINDOW, BatchSpec, ImageWeights, aspects_of, rect_shape, scales
 from trainer.data.dataloader import BatchData, Collate, EpochLoader, EvalLoader, empty_images
 from trainer.data.dataset import Dataset, Image
-from trainer.data.device_painter import DevicePainter, pack
-from trainer.data.image_cache import CachedImages, Exchange, cache_images, largest_bytes
+from trainer.data.device_painter import DevicePainter, Painting, pack
+from trainer.data.image_cache import CachedImages, Exchange, Layout, cache_images, decode_all
 from trainer.data.paint import letterbox, paint
+from trainer.data.resident_images import PASS, ResidentImages, ResidentTable
 from trainer.distributed.comm import World
 from trainer.errors import TrainerError
 
 STRIDE = 32  # largest stride of a detector with three levels, in pixels; P6 models have 64
 _GROUP = 32  # validation images that share a shape
-_PACKED = 4  # sources that a mosaic at scale 0.5 shows completely
+_PACKED = 4  # sources of a mosaic: at scale 0.5 it shows them completely, and it may take them to the device
 _VAL_PAD = 0.5  # strides of padding around the largest image of a group
 
 
@@ -82,7 +84,8 @@ class _TrainCollate(Collate[Batch]):
     cached: CachedImages | None = None
     assign: Assign | None = None
     rows: Callable[[str, int], int] | None = None  # None: as many as a batch needs
-    is_resident = False  # whether the painter's device holds the cached images
+    resident: ResidentTable | None = None  # of the images on the painter's device
+    stores_resident = True  # whether `cached` also stores images that stay on the device
 
     def __init__(
         self, dataset: Dataset, min_side: int, seed: int, hyp: Hyp, plain_from: float, *, paints: bool = True
@@ -90,9 +93,10 @@ class _TrainCollate(Collate[Batch]):
         """Disable mosaic, mixup and copy-paste from epoch `plain_from` on; unless `paints`, pack the recipes."""
         super().__init__(dataset)
         self.min_side, self.seed, self.hyp, self.plain_from, self.paints = min_side, seed, hyp, plain_from, paints
+        self.layout = Layout(dataset, min_side)
         if not paints:
             scenes = 2 if hyp.mixup else 1
-            self.channels = scenes * _PACKED * -(-largest_bytes(dataset, min_side) // min_side**2)
+            self.channels = scenes * _PACKED * -(-self.layout.largest_bytes // min_side**2)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k != "image"}
@@ -127,10 +131,17 @@ class _TrainCollate(Collate[Batch]):
             for recipe, out in zip(recipes, images.numpy(), strict=True):
                 paint(recipe, self.image, out)
         else:
-            images = pack(recipes, self.image, self.cached if self.is_resident else None)
+            images = self._packed(recipes, spec.number)
         labels = labels_of(recipes)
         targets = self.targets(labels, spec)
         return Batch(images, torch.from_numpy(labels), targets, torch.tensor(spec.ids), spec.global_size)
+
+    def _packed(self, recipes: list[Recipe], number: int) -> Painting:
+        if not (self.resident and self.resident.is_open):
+            return pack(recipes, self.image)
+        if self.cached and not self.stores_resident:
+            self.cached.stores = False
+        return pack(recipes, self.image, self.resident, number)
 
 
 def labels_of(recipes: Sequence[Recipe]) -> npt.NDArray[np.float32]:
@@ -184,7 +195,7 @@ class TrainLoader(EpochLoader[Batch]):
         """
         check_imgsz(imgsz, stride)
         sides = scales(imgsz, stride) if multi_scale else range(imgsz, imgsz + 1)
-        self._painter = painter
+        self._painter, self._passes = painter, 0
         plain_from = 0 if rect else epochs - close_mosaic
         super().__init__(
             _TrainCollate(dataset, sides[-1], seed, hyp, plain_from, paints=painter is None),
@@ -199,16 +210,81 @@ class TrainLoader(EpochLoader[Batch]):
         if hyp.copy_paste and not any(len(outline) for k in range(len(dataset)) for outline in dataset.segments(k)):
             self.notes.append("copy_paste has no effect here: it needs polygon labels, and this dataset has boxes only")
 
-    def cache(self, kind: str, folders: list[Path], world: World, exchange: Exchange, threads: int) -> str:
-        """Decode all images once, before the first epoch (see cache_images). The batches stay the same.
+    def cache(
+        self,
+        kind: str,
+        folders: list[Path],
+        world: World,
+        exchange: Exchange,
+        threads: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Keep the decoded images on the painter's device if there is room, else as cache_images does (see there).
 
-        A painter keeps them on its device if there is room; return a message about it.
+        They are decoded when a batch first needs them, except for `disk`. The batches stay the same. `say` prints which
+        and why. A collective.
         """
-        collate = self._collate
-        collate.cached = cache_images(collate.dataset, collate.min_side, kind, folders, world, exchange, threads)
-        message = self._painter.hold(collate.cached) if self._painter else ""
-        collate.is_resident = self._painter is not None and self._painter.is_resident
-        return message
+        if kind == "none":
+            return
+        collate, layout = self._collate, self._collate.layout
+        collate.cached, reason = cache_images(collate.dataset, layout, kind, folders, world, exchange, threads)
+        if self._painter and sys.platform == "linux":
+            reason = self._plan_resident(kind, reason, world, exchange, say)
+        say(reason)
+
+    def _plan_resident(
+        self, kind: str, otherwise: str, world: World, exchange: Exchange, say: Callable[[str], None]
+    ) -> str:
+        """Let the images stay on the painter's device if there is room; return which and why. A collective."""
+
+        def refused(why: str) -> None:
+            if world.rank:  # `say` is silent
+                print(f"rank {world.rank}: {why}; {otherwise}", file=sys.stderr, flush=True)
+            else:
+                say(f"{why}; {otherwise}")
+
+        collate, painter = self._collate, self._painter
+        assert painter
+        sizes = {"largest_batch": self._batch_pixels, "local_size": world.local_size}
+        resident = ResidentImages(collate.dataset, collate.layout, painter.device, refused=refused, **sizes)
+        fits = exchange(resident.may_fit())
+        differing = [str(rank) for rank, does in enumerate(fits) if does != fits[0]]
+        others = f" ({'not' if fits[0] else 'but'} on the devices of ranks {', '.join(differing)})" if differing else ""
+        if not fits[world.rank]:
+            return f"{otherwise}; they do not stay on {painter.device}{others}: {resident.need}"
+        painter.resident, collate.resident = resident, resident.table
+        # Several ranks share what one of them has decoded; a single one has no use for a second copy.
+        collate.stores_resident = kind != "auto" or world.local_size > 1
+        also = f"; {otherwise}" if collate.stores_resident else ""
+        return f"images stay on {painter.device}{others}: {resident.need}{also}"
+
+    def fill_cache(self, world: World, exchange: Exchange, threads: int) -> None:
+        """Decode the images that the cache lacks, for example before a measurement. A collective."""
+        collate, count = self._collate, self.sampler.count
+        resident = self._painter.resident if self._painter else None
+        source: CachedImages | Dataset = collate.cached or collate.dataset
+        if resident:
+            resident.open()
+        is_open = bool(resident and resident.is_open)
+
+        def decode(index: int) -> Image:
+            return source.image(index, collate.min_side)
+
+        def put(index: int) -> None:
+            assert resident
+            resident.put(index, decode(index))
+
+        is_stored = collate.cached is not None and (collate.stores_resident or not is_open)
+        share = range(world.local_rank, count, world.local_size) if is_stored else range(0)
+        for work, mine in ((decode, share), (put, range(count if is_open else 0))):
+            if any(exchange(bool(mine))):
+                decode_all(work, mine, count, world, exchange, threads)
+
+    def start(self, specs: Iterable[BatchSpec]) -> None:
+        """Begin a pass over `specs`, and number its batches."""
+        self._passes += 1
+        first = self._passes * PASS
+        super().start(replace(spec, number=first + k) for k, spec in enumerate(specs))
 
     def assign_with(self, assign: Assign, *, pads: bool) -> None:
         """Let the workers make the loss's targets, before the first epoch.
@@ -233,8 +309,17 @@ class TrainLoader(EpochLoader[Batch]):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's batches of `epoch` from `first_step` on, painted."""
+        painter = self._painter
         for batch in super().epoch(epoch, first_step):
-            yield replace(batch, images=self._painter(batch.images)) if self._painter else batch
+            if not painter:
+                yield batch
+                continue
+            following, self._next = self._next, None  # a batch that is not painted may lack in the pool
+            painted = painter(batch.images)
+            self._next = following
+            yield replace(batch, images=painted)
+            if painter.resident:
+                painter.resident.step_done(painted.shape[0] * painted.shape[1] * painted.shape[2])
 
 
 class ValLoader(EvalLoader[ValBatch]):

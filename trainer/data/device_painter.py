@@ -1,7 +1,7 @@
 """Painting on the training device: the recipes of a batch become its images in one Triton kernel (paint_kernel.py).
 
-A dataloader worker packs the recipes as a `Painting`, with the visible parts of their sources unless all sources are
-resident on the device. The training process copies it there and launches the kernel, and waits for neither.
+A dataloader worker packs the recipes as a `Painting`, with the visible parts of their sources unless these stay on the
+device (resident_images.py). The training process copies it there and launches the kernel, and waits for neither.
 """
 
 import contextlib
@@ -18,12 +18,10 @@ from torch import Tensor
 from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataloader import BatchData, empty_images
 from trainer.data.dataset import Image, Pixels
-from trainer.data.image_cache import CachedImages, memory_free
 from trainer.data.paint import FILL, fill_outline
+from trainer.data.resident_images import ResidentImages, ResidentTable, Uploads
 from trainer.errors import TrainerError
 
-_CHUNK_PX = 2**22  # pixels that are copied to the device at once
-_RESIDENT_SHARE = 0.5  # of a device's free memory, at most, for the sources
 _UNBOUNDED = (-np.inf, np.inf, -np.inf, np.inf)
 HORIZON = 1e-6  # smallest divisor of a perspective
 _NO_MASK = -1
@@ -52,8 +50,9 @@ class Painting(BatchData):
     shape: tuple[int, int]
     images: int
     layers: int
-    pixels: Tensor  # uint8 (p, 3): the pool, gray at first; empty if it is resident
+    pixels: Tensor  # uint8 (p, 3): the pool, gray at first; empty with `uploads`
     table: Tensor  # uint8 (t,)
+    uploads: Uploads | None = None  # if the pool is the resident one: the images that it lacks
 
     def to(self, device: torch.device) -> "Painting":
         """Return the same painting on a device; from pinned memory the host does not wait."""
@@ -71,7 +70,9 @@ class Painting(BatchData):
 class _Packer:
     """The layers of a batch, one after the other."""
 
-    def __init__(self, shape: tuple[int, int], image_of: Callable[[int], Image], resident: CachedImages | None) -> None:
+    def __init__(
+        self, shape: tuple[int, int], image_of: Callable[[int], Image], resident: ResidentTable | None
+    ) -> None:
         self._shape, self._image_of, self._resident = shape, image_of, resident
         self.places: list[tuple[int, int, int]] = []
         self.maps: list[list[float]] = []
@@ -81,18 +82,19 @@ class _Packer:
 
     def add(self, layer: Layer) -> None:
         """Append a layer, unless only its bounds are in the result."""
-        image = self._image_of(layer.tile.index)
-        row, (left, right, top, bottom) = _map(layer, image.shape[:2], self._shape)
+        index, resident = layer.tile.index, self._resident
+        size = resident.size(index) if resident else self._image_of(index).shape[:2]
+        row, (left, right, top, bottom) = _map(layer, size, self._shape)
         if left >= right or top >= bottom:
             return
-        if self._resident:
-            origin, stride = 1 + self._resident.first_pixel(layer.tile.index), image.shape[1]
+        if resident:
+            origin, stride = resident.first_pixel(index), size[1]
         else:
             stride = right - left
             origin = self._pixels - top * stride - left
             self._pixels += (bottom - top) * stride
             self._widest = max(self._widest, stride)
-            self.parts.append(image[top:bottom, left:right])
+            self.parts.append(self._image_of(index)[top:bottom, left:right])
         self.places.append((origin, stride, _NO_MASK if layer.outline is None else self._mask_bytes))
         self.maps.append(row)
         if layer.outline is not None:
@@ -113,9 +115,19 @@ class _Packer:
         return pixels
 
 
-def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: CachedImages | None) -> Painting:
-    """Return the painting of `recipes` of one shape, with the visible parts of the sources unless `resident`."""
+def pack(
+    recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: ResidentTable | None = None, number: int = 0
+) -> Painting:
+    """Return the painting of `recipes` of one shape, with the visible parts of the sources.
+
+    With the table of the resident images, the sources are in the pool on the device, and the painting takes those that
+    are absent there with it; it is batch `number`.
+    """
     shape = recipes[0].height, recipes[0].width
+    uploads = None
+    if resident:
+        layers = [layer for recipe in recipes for scene in recipe.scenes for layer in scene]
+        uploads = resident.uploads(dict.fromkeys(layer.tile.index for layer in layers), number, image_of)
     packer, ranges = _Packer(shape, image_of, resident), []
     for recipe in recipes:
         bounds = [len(packer.maps)]
@@ -133,7 +145,7 @@ def pack(recipes: Sequence[Recipe], image_of: Callable[[int], Image], resident: 
     ]
     table = empty_images((sum(each.nbytes for each in tables),))
     np.concatenate([each.reshape(-1).view(np.uint8) for each in tables], out=table.numpy())
-    return Painting(shape, len(recipes), len(packer.maps), packer.pool(), table)
+    return Painting(shape, len(recipes), len(packer.maps), packer.pool(), table, uploads)
 
 
 def _changes(recipe: Recipe) -> list[float]:
@@ -179,8 +191,8 @@ class DevicePainter:
 
     def __init__(self, device: torch.device) -> None:
         """Compile the kernel, and paint an image with it; raise TrainerError if that fails."""
-        self._device = device
-        self._pool: Tensor | None = None
+        self.device = device
+        self.resident: ResidentImages | None = None
         self._is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if device.type != "cuda" and not self._is_interpreted:
             what = f"--augment-on device: the device is {device}, and the kernel that paints the images needs a GPU"
@@ -189,7 +201,7 @@ class DevicePainter:
             from trainer.data.paint_kernel import paint_batch  # triton is optional, and slow to import
 
             self._kernel: Any = paint_batch
-            blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8), None)
+            blank = pack([_BLANK], lambda _: np.zeros((0, 0, 3), np.uint8))
             found = self(blank).flatten().tolist()
         except Exception as error:  # of any type: Triton runs a C compiler and ptxas, writes a cache, loads a driver
             reason = " ".join(str(error).split())
@@ -199,38 +211,20 @@ class DevicePainter:
         if found != 3 * [FILL]:
             raise TrainerError(f"images cannot be painted on {device}: a blank pixel is {found}, not {3 * [FILL]}")
 
-    def hold(self, images: CachedImages) -> str:
-        """Copy all decoded images to the device if half of its free memory is enough; return a message."""
-        if not images.is_complete:
-            return f"the cache has no copy of some images, so each batch is copied to {self._device}"
-        pixels, on_gpu = images.pixels(), self._device.type == "cuda"
-        free = torch.cuda.mem_get_info(self._device)[0] if on_gpu else memory_free()
-        need = f"decoded images: {pixels.nbytes / 2**30:.1f} GiB"
-        if pixels.nbytes > free * _RESIDENT_SHARE:
-            return f"{need} exceed half of the {free / 2**30:.1f} GiB free on {self._device}; each batch is copied"
-        self._pool = torch.empty((1 + len(pixels) + images.widest + 1, 3), dtype=torch.uint8, device=self._device)
-        self._pool[0] = FILL
-        for k in range(0, len(pixels), _CHUNK_PX):
-            part = pixels[k : k + _CHUNK_PX]
-            self._pool[1 + k : 1 + k + len(part)] = torch.from_numpy(part.copy())  # mapped memory is read-only
-        return f"{need} copied to {self._device}"
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether all sources are on the device."""
-        return self._pool is not None
-
     def __call__(self, painting: Painting) -> Tensor:
         """Return the images, uint8 (b, h, w, 3) on the device."""
-        p = painting.to(self._device)
-        pool = p.pixels if self._pool is None else self._pool
+        p = painting.to(self.device)
+        pool = p.pixels
+        if painting.uploads and self.resident:
+            self.resident.receive(painting.uploads)
+            pool = self.resident.pixels
         height, width = p.shape
-        images = torch.empty((p.images, height, width, 3), dtype=torch.uint8, device=self._device)
+        images = torch.empty((p.images, height, width, 3), dtype=torch.uint8, device=self.device)
         rows, columns = _INTERPRETED_BLOCK if self._is_interpreted else _BLOCK
         grid = -(-width // columns), -(-height // rows), p.images
         # Triton launches on the current GPU. Without contraction to fused operations, every GPU has the same rounding.
-        on_gpu = self._device.type == "cuda"
-        with torch.cuda.device(self._device) if on_gpu else contextlib.nullcontext():
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
             arguments = (images, pool, *p.tables(), height, width)
             self._kernel[grid](*arguments, ROWS=rows, COLUMNS=columns, num_warps=4, enable_fp_fusion=False)
         return images

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.augment import Layer, Recipe, colour_matrices, is_upright, span, translation
+from trainer.data.augment import Bounds, Layer, Recipe, colour_matrices, is_upright, span, translation
 from trainer.data.dataset import Floats, Image
 
 FILL = 114  # gray of the background
@@ -37,8 +37,8 @@ def _paint_scene(layers: list[Layer], image_of: Callable[[int], Image], out: Ima
             _paste(out, image, matrix, layer.outline)
 
 
-def _paint(out: Image, image: Image, matrix: Floats, seen: Floats) -> None:
-    """Warp `image` by `matrix` (image to result) into the part of `out` bounded by `seen` (4,)."""
+def _paint(out: Image, image: Image, matrix: Floats, seen: Bounds) -> None:
+    """Warp `image` by `matrix` (image to result) into the part of `out` bounded by `seen`."""
     if is_upright(matrix):
         _paint_upright(out, image, matrix)
         return
@@ -63,7 +63,7 @@ def _paste(out: Image, image: Image, matrix: Floats, outline: Floats) -> None:
         return
     place = out[y1:y2, x1:x2]
     cut, mask = place.copy(), np.zeros(place.shape[:2], np.uint8)
-    _paint(cut, image, translation(-x1, -y1) @ matrix, np.array([0, 0, x2 - x1, y2 - y1], np.float64))
+    _paint(cut, image, translation(-x1, -y1) @ matrix, (0, 0, x2 - x1, y2 - y1))
     fill_outline(mask, outline - (x1, y1), 1)
     cv2.copyTo(cut, mask, dst=place)
 

@@ -61,6 +61,7 @@ class Yolo:
     """Dataset of one split of a data.yaml."""
 
     flips = True
+    decodes_reduced = True
 
     def __init__(self, data_yaml: str, split: str, *, single_cls: bool = False, allow_bad_labels: bool = False) -> None:
         """Open the dataset, see `open_dataset`; fetch missing images if data.yaml has `download`."""

@@ -135,11 +135,9 @@ class TrainLoop:
         self._take_folder(resumes)
         content = self._checkpoint() if resumes else None
         training.start(resuming=bool(content))
-        if s.cache:
-            threads = max(1, comm.usable_cores() // training.world.local_size)
-            folders = image_folders(s.data)
-            if note := training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads):
-                training.display.print(note)
+        threads, folders = max(1, comm.usable_cores() // training.world.local_size), image_folders(s.data)
+        say = training.display.print
+        training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads, say)
         if self.writes:
             for line in note_left_out(training.task.left_out, self.run_dir):
                 training.display.print(line)
