@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -25,15 +26,27 @@ from trainer.data.registry import open_dataset
 from trainer.distributed.comm import World
 
 
-def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> str:
-    """Return the times of painting a batch on a GPU, as text."""
-    painting = painting.pin_memory()
+class PaintTimes(NamedTuple):
+    """Milliseconds of painting a batch: on the GPU those of the kernel and of the copies, and those of the host."""
+
+    kernel_ms: float
+    copies_ms: float
+    host_ms: float
+
+
+def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> PaintTimes:
+    """Return the times of painting a batch; without a GPU, those of the host are the interpreter's."""
+    on_gpu = torch.cuda.is_available()
+    painting = painting.pin_memory() if on_gpu else painting
     painter(painting)
-    torch.cuda.synchronize()
+    if on_gpu:
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
         painter(painting)
     host_ms = (time.perf_counter() - begin) * 1e3 / count
+    if not on_gpu:
+        return PaintTimes(0.0, 0.0, host_ms)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
@@ -41,7 +54,7 @@ def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> 
         torch.cuda.synchronize()
     spent_ms = {event.key: event.self_device_time_total / 1e3 / count for event in profiler.key_averages()}
     kernel_ms = sum(ms for name, ms in spent_ms.items() if "paint_batch" in name)
-    return f"kernel {kernel_ms:.3f} ms, copies {sum(spent_ms.values()) - kernel_ms:.3f} ms, host {host_ms:.3f} ms"
+    return PaintTimes(kernel_ms, sum(spent_ms.values()) - kernel_ms, host_ms)
 
 
 def main() -> None:
@@ -84,7 +97,9 @@ def main() -> None:
         painter = painters[name]
         if painter and device.type == "cuda":
             batch = collate.collate(specs[0])
-            print(f"{name:9} a batch of {len(batch.ids)} on the GPU: {paint_times(painter, batch.images)}")
+            kernel_ms, copies_ms, host_ms = paint_times(painter, batch.images)
+            figures = f"kernel {kernel_ms:.3f} ms, copies {copies_ms:.3f} ms, host {host_ms:.3f} ms"
+            print(f"{name:9} a batch of {len(batch.ids)} on the GPU: {figures}")
 
 
 if __name__ == "__main__":
