@@ -55,9 +55,10 @@ from trainer.engine.loop import train  # noqa: E402
 from trainer.engine.trainer import Trainer  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
 
-IMAGES = 2048  # a multiple of the batches, so that no step has fewer images
+IMAGES = 1920  # a multiple of the batches: a compiled step is compiled again for another number of images
+LARGE = [batch for batch in range(IMAGES, 64, -32) if IMAGES % batch == 0]
 NETS = ("yolov5n", "yolov5nu", "yolov5s", "yolov5m")
-LIMIT_S, COMPILED_LIMIT_S = 25, 120  # of a piece
+LIMIT_S, COMPILED_LIMIT_S = 40, 120  # of a piece; most need half of it
 TIMED_IMAGES = 2400
 CYCLES = 5  # on a GPU: updates of the weights while the host is timed
 RESIDENT = "auto" if "auto" in {f.name: f for f in fields(Settings)}["cache"].metadata["known"] else "ram"
@@ -169,30 +170,26 @@ def launches(run: Trainer, batch: Any, steps: int) -> Result:
     }
 
 
-def largest_batch(plan: Plan, net: str, done: Done) -> int:
-    """Return a batch that should need nine tenths of the GPU's memory, by the memory of the two known ones."""
+def large_batches(plan: Plan, net: str, done: Done) -> list[int]:
+    """Return the batches that should need at most nine tenths of the GPU's memory, the largest first."""
     small, large = plan.batches
     if not plan.on_gpu:
-        return 2 * large
+        return [2 * large]
     known = [done.get(step_name(net, batch, "off"), {}).get("gib") for batch in (small, large)]
     if not all(known):
         raise TrainerError(f"the memory that {net} needs for batch {small} and {large} is not known")
-    per_image = (known[1] - known[0]) / (large - small)
+    per_image = max(0.001, (known[1] - known[0]) / (large - small))
     room = 0.9 * torch.cuda.get_device_properties(0).total_memory / 2**30 - known[1]
-    return min(IMAGES, large + int(room / per_image) // 32 * 32)
+    return [batch for batch in LARGE if batch - large <= room / per_image]
 
 
 def largest_step(plan: Plan, net: str, done: Done, mode: str) -> Result:
-    """Measure the largest batch that fits: the estimate, or three quarters of it while that is too much."""
-    batch = largest_batch(plan, net, done)
-    while True:
-        try:
+    """Measure the largest batch that fits."""
+    for batch in large_batches(plan, net, done):
+        with contextlib.suppress(torch.OutOfMemoryError):
             return {"batch": batch, **step_figures(plan.settings(net, batch, compile=mode))}
-        except torch.OutOfMemoryError:
-            batch = batch * 3 // 4 // 32 * 32
-            if batch <= plan.batches[1]:
-                raise
         free()
+    raise TrainerError(f"no batch above {plan.batches[1]} fits")
 
 
 def painter_figures(settings: Settings) -> Result:
@@ -429,7 +426,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def main() -> None:
     """Run the pieces that are not done, and write the table after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a data.yaml (default: generated images)")
+    parser.add_argument("--data", type=Path, help="a data.yaml; best with a multiple of 64 images (default: generated)")
     parser.add_argument("--peer-python", help="the interpreter of an environment with ultralytics")
     parser.add_argument("--device", default="0")
     parser.add_argument("--rounds", type=int, default=2, help="of trainings in turns with the peer's")
