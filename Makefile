@@ -48,7 +48,7 @@ test-real: venv  ## start the testbed and run the tests on its three hosts
 	@packaging/test.sh $(IMAGE) real
 
 test-gpu: venv  ## the tests on the GPUs of this machine (DEVICE=cpu: a rehearsal without one)
-	$(BIN)/python -m pytest -s -m gpu tests/gpu $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -rP -m gpu tests/gpu $(ARGS)
 
 testbed:  ## start three hosts on this machine: n0, n1, n2 with sshd, Docker Engine and Slurm
 	@testbed/up.sh

@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,15 +89,27 @@ def measure(data: Dataset, painter: str, cache: str, arguments: argparse.Namespa
     loader.close()
 
 
-def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> str:
-    """Return the times of painting a batch on a GPU, as text."""
-    painting = painting.pin_memory()
+class PaintTimes(NamedTuple):
+    """Milliseconds of painting a batch: on the GPU those of the kernel and of the copies, and those of the host."""
+
+    kernel_ms: float
+    copies_ms: float
+    host_ms: float
+
+
+def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> PaintTimes:
+    """Return the times of painting a batch; without a GPU, those of the host are the interpreter's."""
+    on_gpu = torch.cuda.is_available()
+    painting = painting.pin_memory() if on_gpu else painting
     painter(painting)
-    torch.cuda.synchronize()
+    if on_gpu:
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(count):
         painter(painting)
     host_ms = (time.perf_counter() - begin) * 1e3 / count
+    if not on_gpu:
+        return PaintTimes(0.0, 0.0, host_ms)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
@@ -105,7 +117,7 @@ def paint_times(painter: DevicePainter, painting: Painting, count: int = 50) -> 
         torch.cuda.synchronize()
     spent_ms = {event.key: event.self_device_time_total / 1e3 / count for event in profiler.key_averages()}
     kernel_ms = sum(ms for name, ms in spent_ms.items() if "paint_batch" in name)
-    return f"kernel {kernel_ms:.3f} ms, copies {sum(spent_ms.values()) - kernel_ms:.3f} ms, host {host_ms:.3f} ms"
+    return PaintTimes(kernel_ms, sum(spent_ms.values()) - kernel_ms, host_ms)
 
 
 def main() -> None:
@@ -131,7 +143,7 @@ def main() -> None:
         painter = DevicePainter(torch.device("cuda"))
         loader = TrainLoader(data, painter=painter, **options_of(arguments))
         batch = loader._collate.collate(next(iter(loader.sampler.specs_from(0, 0))))
-        print(f"a batch of {len(batch.ids)} on the GPU: {paint_times(painter, batch.images)}")
+        print(f"a batch of {len(batch.ids)} on the GPU, ms: {paint_times(painter, batch.images)}")
 
 
 if __name__ == "__main__":

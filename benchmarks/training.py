@@ -28,7 +28,7 @@ import tempfile
 import time
 import timeit
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +43,26 @@ from torch.utils.flop_counter import flop_registry
 from trainer.bench.measure import cpu_name, start_trainer, steps_of
 from trainer.bench.tables import markdown
 from trainer.cli.bench import settings_of
+from trainer.config.presets import Hyp, load_hyp
 
 # Uses the peer's public interface, with callbacks that time its epochs and set the number of threads.
 PEER = """
-import sys, time, torch
+import os, sys, time, torch
 from ultralytics import YOLO, settings
 data, model, device, imgsz, batch, epochs, threads, project = sys.argv[1:]
 settings.update({"sync": False})
 yolo, begun = YOLO(model), [0.0]
+last = int(epochs)
 def start(trainer):
     if device == "cpu":
         torch.set_num_threads(int(threads))
     begun[0] = time.perf_counter()
 def end(trainer):
+    global last
     print("RATE", len(trainer.train_loader.dataset) / (time.perf_counter() - begun[0]), flush=True)
+    last -= 1
+    if not last:
+        os._exit(0)  # what follows is not measured, and needs further packages
 yolo.add_callback("on_train_epoch_start", start)
 yolo.add_callback("on_train_epoch_end", end)
 yolo.train(data=data, imgsz=int(imgsz), batch=int(batch), epochs=int(epochs), device=device, val=False, plots=False,
@@ -67,10 +73,13 @@ yolo.train(data=data, imgsz=int(imgsz), batch=int(batch), epochs=int(epochs), de
 
 def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, folder: Path) -> list[float]:
     """Return the images per second of each epoch of this trainer."""
+    hyp = folder / "hyp.yaml"  # with mosaics in every epoch, as the peer's
+    values = {key: value for key, value in asdict(load_hyp("low", Hyp())).items() if value is not None}
+    hyp.write_text(yaml.safe_dump({**values, "close_mosaic": 0.0}))
     command = [
         *(sys.executable, "-m", "trainer", "train", "--data", arguments.data, "--cfg", cfg, "--weights", ""),
         *("--imgsz", str(arguments.imgsz), "--batch", str(arguments.batch), "--epochs", str(arguments.epochs)),
-        *("--device", arguments.device, "--precision", precision, "--ranks", str(ranks), "--noval", "--hyp", "low"),
+        *("--device", arguments.device, "--precision", precision, "--ranks", str(ranks), "--noval", "--hyp", str(hyp)),
         *("--project", str(folder), "--name", "run"),
     ]
     subprocess.run(command, check=True, capture_output=True)
@@ -79,8 +88,16 @@ def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, fo
         return [float(row["images_per_s"]) for row in csv.DictReader(file)]
 
 
-def peers(arguments: argparse.Namespace, model: str, folder: Path) -> list[float]:
-    """Return the images per second of each epoch of the peer."""
+class PeerFailed(RuntimeError):
+    """The peer has failed; `rates` are those of the epochs before."""
+
+    def __init__(self, reason: str, rates: list[float]) -> None:
+        super().__init__(f"the peer failed after {len(rates)} epochs: {reason}")
+        self.rates = rates
+
+
+def peers(arguments: argparse.Namespace, model: str, folder: Path, timeout_s: float | None = None) -> list[float]:
+    """Return the images per second of each epoch of the peer; raise PeerFailed."""
     content = yaml.safe_load(Path(arguments.data).read_text())
     content["path"] = str((Path(arguments.data).resolve().parent / content.get("path", ".")).resolve())
     data = folder / "data.yaml"  # the peer resolves relative paths by its own settings
@@ -89,8 +106,21 @@ def peers(arguments: argparse.Namespace, model: str, folder: Path) -> list[float
         *(arguments.peer_python, "-c", PEER, str(data), model, arguments.device),
         *(str(arguments.imgsz), str(arguments.batch), str(arguments.epochs), str(os.cpu_count()), str(folder)),
     ]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
-    return [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("RATE ")]
+    lines, reason = [], ""
+    with (folder / "out.txt").open("w+") as out, (folder / "errors.txt").open("w+") as errors:
+        try:
+            subprocess.run(command, check=True, stdout=out, stderr=errors, cwd=folder, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {timeout_s:g} s"
+        except subprocess.CalledProcessError as error:
+            errors.seek(0)
+            reason = f"exit {error.returncode}: {(errors.read().strip().splitlines() or [''])[-1]}"
+        out.seek(0)
+        lines = out.read().splitlines()
+    rates = [float(line.split()[1]) for line in lines if line.startswith("RATE ")]
+    if reason or not rates:
+        raise PeerFailed(reason or "it printed no epoch", rates)
+    return rates
 
 
 LAYERS = {"convolution": "convolution", "batch_norm": "batch norm", "silu": "SiLU"}  # by words in the operations' names

@@ -1,6 +1,7 @@
 """The trainer on GPUs: `make test-gpu` on a machine that has at least one; `make test-gpu DEVICE=cpu` rehearses it.
 
-Nothing is simulated. With one GPU, the tests of several ranks are skipped. On a CPU, Triton's interpreter paints.
+Nothing is simulated. On one GPU, two ranks share it and communicate over gloo; the tests with NCCL are skipped. On a
+CPU, Triton's interpreter paints.
 """
 
 import csv
@@ -10,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,26 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import wait_until
 from tests.unit.test_device_painter import Scenes, painted, recipes
 from tests.unit.trainer_process import ROOT, TINY
 from tests.unit.yolo_folder import squares
-from trainer.config import Hyp
+from trainer.config import Hyp, Settings
 from trainer.data.device_painter import DevicePainter, pack
 from trainer.data.image_cache import Layout
 from trainer.data.resident_images import PASS, ResidentImages
+from trainer.distributed.spawn import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(480)]
 DEVICE = os.environ.get("DEVICE") or "cuda"
 RANKS = torch.cuda.device_count() if DEVICE == "cuda" else 2
 several = pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
+CACHES = next(each for each in fields(Settings) if each.name == "cache").metadata["known"]
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+RUN = "from trainer.__main__ import run; run()"
+# PAYS_FROM is the number of steps from which --compile auto compiles.
+SHORT_RUNS_PAY = f"from trainer.engine import compilation; compilation.PAYS_FROM = 1; {RUN}"
+LITTLE_MEMORY = f"import torch; torch.cuda.set_per_process_memory_fraction(0.05); {RUN}"  # tests run at the same time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,10 +52,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return squares(tmp_path_factory.mktemp("squares"), train=32)
 
 
-def start(folder: Path, *arguments: str, ranks: int = 1, device: str = DEVICE) -> subprocess.Popen[str]:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    words = [sys.executable, *torchrun, "-m", "trainer", *arguments, "--device", device, "--project", "."]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+def start(
+    folder: Path, *arguments: str, ranks: int = 1, device: str = DEVICE, program: str = "", **more: str
+) -> subprocess.Popen[str]:
+    """Start `trainer ARGUMENTS`, or a Python program with these arguments, with `more` in the environment."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    what = [*(torchrun if ranks > 1 else []), *(["-c", program] if program else ["-m", "trainer"])]
+    words = [sys.executable, *what, *arguments, "--device", device, "--project", "."]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if device == "cpu" else "0", **more}
     return subprocess.Popen(
         words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -116,6 +130,73 @@ def test_compiled_losses_are_those_of_eager_ones(data: Path, tmp_path: Path) -> 
         assert torch.allclose(losses(tmp_path / name), losses(tmp_path / "eager"), rtol=1e-3), name
 
 
+@needs_gpu
+def test_auto_compiles_a_long_run_and_keeps_its_losses(data: Path, tmp_path: Path) -> None:
+    said = {}
+    for name in ("off", "auto"):
+        more = ["--precision", "fp32", "--compile", name]
+        said[name] = train(tmp_path, *small(data, name, *more), program=SHORT_RUNS_PAY)
+    assert "compiling network and loss" not in said["off"]
+    assert "compiling network and loss" in said["auto"]
+    assert "compiled in" in said["auto"], said["auto"]
+    assert torch.allclose(losses(tmp_path / "auto"), losses(tmp_path / "off"), rtol=1e-3)
+
+
+@pytest.mark.skipif("auto" not in CACHES, reason="--cache has no auto")
+def test_cached_images_give_the_same_training(data: Path, tmp_path: Path) -> None:
+    exact = ["--deterministic", "--precision", "fp32"]
+    for name in ("none", "auto"):
+        train(tmp_path, *small(data, name, *exact, "--cache", name))
+    assert torch.equal(losses(tmp_path / "auto"), losses(tmp_path / "none"))
+
+
+#: Two ranks on one GPU, which NCCL refuses.
+SHARED: dict[str, Any] = {"ranks": 2, "device": "0" if DEVICE == "cuda" else DEVICE, "TRAINER_BACKEND": "gloo"}
+
+
+def test_two_ranks_on_one_gpu_have_the_losses_of_one_process(data: Path, tmp_path: Path) -> None:
+    train(tmp_path, *small(data, "one", "--precision", "fp32"))
+    text = train(tmp_path, *small(data, "two", "--precision", "fp32", "--sync-bn"), **SHARED)
+    assert "2 ranks over gloo" in text
+    assert torch.allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-3)
+
+
+def test_two_compiled_ranks_on_one_gpu_have_the_losses_of_eager_ones(data: Path, tmp_path: Path) -> None:
+    for name in ("off", "on"):
+        train(tmp_path, *small(data, name, "--precision", "fp32", "--compile", name), **SHARED)
+    assert torch.allclose(losses(tmp_path / "on"), losses(tmp_path / "off"), rtol=1e-3)
+
+
+def test_batch_norm_over_the_ranks_is_not_compiled(data: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, "train", *small(data, "two", "--sync-bn", "--compile", "on"), **SHARED)
+    text, _ = process.communicate(timeout=400)
+    assert process.returncode
+    assert "--compile on: with --sync-bn the ranks communicate within the network" in text
+
+
+@pytest.mark.skipif(not find_spec("pydantic"), reason="the launcher needs pydantic")
+def test_top_shows_what_a_launched_job_uses(clusterctl: Any, job_name: str, data: Path) -> None:
+    job = ["--backend", "local", "--gpus", "1", "--device", DEVICE, "--name", job_name, "--detach"]
+    training = ["--data", str(data), "--cfg", "yolov5n.yaml", "--imgsz", "320", "--batch", "16", "--epochs", "10000"]
+    clusterctl.expect(0, "launch", *job, "--", "train", *training, "--noval")
+
+    def use() -> Any:
+        (node,) = json.loads(clusterctl.expect(0, "top", job_name, "--json"))["nodes"]
+        (rank,) = (node["usage"] or {}).get("ranks") or [{}]
+        return rank if rank.get("use" if DEVICE == "cuda" else "cpu") else None
+
+    try:
+        rank = wait_until(use, timeout_s=90, pause_s=0.5)
+        print(rank)
+        assert rank
+        assert rank["rss"] > 1 << 20
+        if DEVICE == "cuda":
+            assert 0 < rank["use"] <= 100
+            assert 1 << 28 < rank["memory"] < rank["memory_total"]
+    finally:
+        clusterctl.run("stop", job_name)
+
+
 WARPED = Hyp(degrees=20.0, shear=5.0, copy_paste=0.5, mixup=0.5, flipud=0.5)
 
 
@@ -169,7 +250,7 @@ def test_the_kernel_has_the_values_of_the_interpreter(tmp_path: Path, monkeypatc
     assert (off == 0).mean() >= 0.999
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_gpu
 def test_the_painter_never_waits_and_compiles_one_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     painter, images = kernel_of(monkeypatch), Scenes()
@@ -214,10 +295,10 @@ def test_ranks_have_the_losses_of_one_process(strategy: str, data: Path, tmp_pat
     assert torch.allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-3)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_gpu
 def test_out_of_memory_names_the_batch(data: Path, tmp_path: Path) -> None:
     words = ["train", "--data", str(data), "--cfg", "yolov5x.yaml", "--imgsz", "1280", "--batch", "100000"]
-    text, _ = (process := start(tmp_path, *words, "--noval")).communicate(timeout=400)
+    text, _ = (process := start(tmp_path, *words, "--noval", program=LITTLE_MEMORY)).communicate(timeout=400)
     assert process.returncode == 2, text
     assert "out of memory" in text
     assert "Traceback" not in text

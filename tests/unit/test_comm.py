@@ -10,6 +10,7 @@ from tests.unit.trainer_process import call, ranks
 from trainer.distributed import comm
 from trainer.distributed.comm import (
     World,
+    backend_of,
     gpu_numbers,
     gpu_of,
     pick_device,
@@ -102,6 +103,16 @@ def test_each_rank_has_its_own_gpu_or_all_ranks_of_the_node_fail() -> None:
         assert gpu_of([4, 5, 6, 7], world) == 4 + rank
         with pytest.raises(TrainerError, match="4 processes on this node but 2 GPUs"):
             gpu_of([0, 1], world)
+
+
+def test_ranks_share_gpus_over_gloo_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [backend_of({}, device) for device in ("cuda", "cpu")] == ["nccl", "gloo"]
+    assert [backend_of({"TRAINER_BACKEND": "gloo"}, device) for device in ("cuda", "cpu")] == ["gloo", "gloo"]
+    with pytest.raises(TrainerError, match="TRAINER_BACKEND=nccl: not a backend for cpu"):
+        backend_of({"TRAINER_BACKEND": "nccl"}, "cpu")
+    monkeypatch.setenv("TRAINER_BACKEND", "gloo")
+    worlds = [World(rank=rank, local_rank=rank, size=3, local_size=3, launched=True) for rank in range(3)]
+    assert [gpu_of([4, 5], world) for world in worlds] == [4, 5, 4]
 
 
 def test_a_gpu_that_torch_cannot_use_is_an_error_and_not_the_cpu(

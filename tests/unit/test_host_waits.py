@@ -1,75 +1,33 @@
 """A training step on the device "meta", which has no values: whatever makes the host wait for one is an error there.
 
 These are `item`, `tolist`, a copy to the host, `nonzero`, `unique` and boolean indices. Meta tensors also count the
-operations of a step, most of which are one kernel on a GPU. Simulates no streams, and no process group.
+operations of a step, most of which are one kernel on a GPU.
 """
 
-import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.meta_device import Launches, meta_device, start
 from tests.unit.settings import settings
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp
 from trainer.distributed.comm import World
-from trainer.engine import update
 from trainer.engine.events import Events
-from trainer.engine.optim import build_optimizer
 from trainer.engine.trainer import Trainer
-from trainer.losses.anchored import AnchorTargets, DetectionLoss
-
-#: Operations that launch no kernel.
-VIEWS = ("view", "reshape", ".t.", "transpose", "permute", "expand", "select", "slice", "squeeze", "detach", "alias")
-VIEWS += ("split", "unbind", "as_strided", "empty")
-META = torch.device("meta")
-
-
-class Launches(TorchDispatchMode):
-    """Counts operations by name, without views, and without those of the gradient norm, which are fused on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        tensors = [each for each in torch.utils._pytree.tree_leaves(args) if isinstance(each, torch.Tensor)]
-        if any(each.device == META for each in tensors) and not any(word in name for word in VIEWS):
-            self.operations[name] += 1
-        return func(*args, **(kwargs or {}))
+from trainer.losses.anchored import DetectionLoss
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+def started() -> Iterator[Any]:
     """Return a function that starts a run on the device "meta"."""
-    monkeypatch.setattr(
-        "trainer.distributed.strategy.nn.utils.clip_grad_norm_", lambda *_: torch.zeros((), device=META)
-    )
-
-    def unfused(*arguments: Any) -> torch.optim.Optimizer:
-        made = build_optimizer(*arguments)
-        for group in made.param_groups:
-            group |= {"fused": False, "foreach": True}  # meta has no fused kernels
-        return made
-
-    monkeypatch.setattr(update, "build_optimizer", unfused)
-    anchors = np.array([[[1.25, 1.625], [2, 3.75], [4.125, 2.875]]] * 3, np.float32)  # meta tensors have no values
-    monkeypatch.setattr(DetectionLoss, "assigner", lambda loss, _: AnchorTargets(anchors, loss.strides, 4.0))
-    monkeypatch.setattr(Trainer, "autocast", lambda _: contextlib.nullcontext())  # meta has none
-
-    def start(**more: Any) -> Trainer:
-        training = Trainer(settings(**{"hyp": Hyp(), "precision": "fp32", **more}), World(), META, Events({}))
-        training.start()
-        training.local_model.train()
-        return training
-
-    return start
+    with meta_device():
+        yield lambda **more: start(settings(**{"hyp": Hyp(), "precision": "fp32", **more}))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 NUMBERS = (*RANK_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK")  # in the order of the fields of World
 ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
+BACKEND = "TRAINER_BACKEND"  # environment variable
 JOIN_WARNING_S = 60.0  # until a rank reports that it waits for the others
 Group = dist.ProcessGroup
 
@@ -142,7 +143,12 @@ def pick_device(wanted: str, world: World, *, several: bool = False) -> torch.de
 
 
 def gpu_of(numbers: Sequence[int], world: World) -> int:
-    """Return the GPU of this process; raise TrainerError in all processes of a node with too few GPUs."""
+    """Return the GPU of this process; raise TrainerError in all processes of a node with too few GPUs.
+
+    With TRAINER_BACKEND=gloo, processes share a GPU where there are more of them.
+    """
+    if backend_of(os.environ, "cuda") == "gloo":
+        return numbers[world.local_rank % len(numbers)]
     if world.local_size > len(numbers):
         raise TrainerError(
             f"{world.local_size} processes on this node but {len(numbers)} GPUs",
@@ -196,6 +202,19 @@ def limit_threads(world: World, device: torch.device) -> None:
         torch.set_num_threads(threads)
 
 
+def backend_of(environment: Mapping[str, str], device: str) -> str:
+    """Return the backend for a type of device: TRAINER_BACKEND, by default nccl for `cuda` and gloo for `cpu`.
+
+    NCCL does not allow two ranks on one GPU. gloo does, and copies everything that the ranks exchange through the host.
+    """
+    default = "nccl" if device == "cuda" else "gloo"
+    wanted = environment.get(BACKEND) or default
+    if wanted not in (default, "gloo"):
+        known = "gloo" if default == "gloo" else "nccl or gloo"
+        raise TrainerError(f"{BACKEND}={wanted}: not a backend for {device}", f"set it to {known}, or unset it")
+    return wanted
+
+
 _JOINED: list[str] = []  # backends of the process groups that this process has joined
 
 
@@ -205,8 +224,8 @@ def join(world: World, device: torch.device) -> str:
         torch.cuda.set_device(device)
     if not world.launched:
         return ""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    backend = backend_of(os.environ, device.type)
+    options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     try:
         dist.init_process_group(backend, timeout=TIMEOUT, **options)
     except dist.DistNetworkError as error:

@@ -86,6 +86,8 @@ def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, co
     With `compress` they are reduced as bf16: half the bytes, three significant digits.
     """
 
+    is_copied_back = dist.get_backend() == "gloo" and next(model.parameters()).device.type == "cuda"
+
     def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
         if bucket.is_last():
             conditions.timer.before_last_bucket()
@@ -94,9 +96,13 @@ def _sum_gradients(model: DistributedDataParallel, conditions: Conditions, *, co
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None
         future: torch.futures.Future[Any] = work.get_future()
-        if not compress:
-            return future.then(lambda done: done.value()[0])
-        return future.then(lambda done: buffer.copy_(done.value()[0]))
+
+        def take(done: torch.futures.Future[Any]) -> Tensor:
+            if is_copied_back:  # gloo's future does not wait for the copy to the GPU
+                work.synchronize()
+            return buffer.copy_(done.value()[0]) if compress else done.value()[0]  # type: ignore[no-any-return]
+
+        return future.then(take)
 
     model.register_comm_hook(None, hook)
 
