@@ -12,9 +12,9 @@ from typing import IO, Any, TypeVar
 
 from cluster.errors import LaunchError, UnreachableError
 from cluster.spec.model import Node
-from cluster.transport import close_all
+from cluster.transport import close_all, ssh_to
 from cluster.transport.local import Completed, environment
-from cluster.transport.openssh import MARK, after_mark, command
+from cluster.transport.openssh import MARK, after_mark
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class PipedProcess:
 @contextmanager
 def piped(node: Node, argv: Sequence[str]) -> Iterator[PipedProcess]:
     """Start a command on a node with pipes; leaving the block ends it. Raise UnreachableError."""
-    words = command(node, argv, marked=True)
+    words = ssh_to(node).command(argv, marked=True)
     with (
         tempfile.TemporaryFile() as errors,
         started(words, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment()) as process,

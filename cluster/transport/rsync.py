@@ -11,8 +11,10 @@ from subprocess import DEVNULL, PIPE
 
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Node
-from cluster.transport.openssh import BEGIN, destination, remote_shell
+from cluster.transport import ssh_to
+from cluster.transport.openssh import BEGIN
 from cluster.transport.process import CONNECTIONS, started
+from cluster.transport.settings import destination
 
 #: The prefix of marker files and of the folder for incomplete transfers.
 PREFIX = ".clusterctl-"
@@ -65,7 +67,7 @@ class Rsync:
     def __init__(self, node: Node, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
         self._node, self._sent = node, sent
         # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
-        remote = ["--blocking-io", "-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"]
+        remote = ["--blocking-io", "-e", ssh_to(node).remote_shell(), f"--rsync-path=echo {BEGIN}; exec rsync"]
         self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
         self.code, self.errors, self.moved = 0, "", 0
         self.changes: list[tuple[str, int, str]] = []

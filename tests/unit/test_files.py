@@ -6,7 +6,7 @@ from cluster.errors import UsageError
 from cluster.spec.model import Node
 from cluster.transport import files
 from cluster.transport.files import Difference
-from cluster.transport.openssh import remote_shell
+from cluster.transport.openssh import Ssh
 from cluster.transport.rsync import at, reason
 
 
@@ -46,8 +46,9 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
     node = Node("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
     assert at(node) == f"{host}:"
-    words = remote_shell(node)
-    assert "StrictHostKeyChecking=yes" in words
+    words = Ssh(node).remote_shell()
+    for option in ("StrictHostKeyChecking=yes", "RemoteCommand=none", "RequestTTY=no"):
+        assert f"-o {option} " in words
     assert """-F '/my config/it'"'"'s'""" in words
     assert (f"-p {port}" in words) is bool(port)
 
