@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import UnreachableError
+from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Node
 from cluster.transport import close_all, files, keywords, parallel, reach, settings, ssh_to
 from cluster.transport.process import piped
@@ -816,3 +816,14 @@ def test_init_and_doctor_say_which_machine_is_reached_through_ssh_and_why(cluste
     assert re.search(r"ok +login +h0 +reachable, host key known, through ssh \(IdentityAgent\)\n", text)
     client.configure()
     assert "through ssh" not in clusterctl.expect(0, "init", "h0", "--ssh-config", str(client.config), "--force")
+
+
+def test_rsync_says_what_disturbs_it(client):
+    (client.server.bin() / "rsync").write_text("#!/bin/sh\necho 'Loading module rsync'\nexec /usr/bin/rsync \"$@\"\n")
+    (client.server.bin() / "rsync").chmod(0o755)
+    try:
+        with pytest.raises(ClusterError, match=r"protocol version mismatch -- is your shell clean\?$") as failed:
+            client.commands_and_files_arrive("")
+    finally:
+        (client.server.bin() / "rsync").unlink()
+    assert "~/.bashrc" in failed.value.hint

@@ -68,6 +68,18 @@ def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
             'bash: /greeting: No such file or directory\nrsync: [Receiver] mkdir "/a" failed: Not a directory (20)\n',
             "Not a directory",
         ),
+        (
+            "protocol version mismatch -- is your shell clean?\n(see the rsync manpage for an explanation)\n"
+            "rsync error: protocol incompatibility (code 2) at compat.c(625) [sender=3.5.0]\n",
+            "protocol version mismatch -- is your shell clean?",
+        ),
+        (
+            "bash: warning: setlocale: LC_ALL: cannot change locale (de_DE)\n"
+            "ada@gpu-a: Permission denied (publickey).\n"
+            "rsync: connection unexpectedly closed (0 bytes received so far) [sender]\n"
+            "rsync error: error in rsync protocol data stream (code 12) at io.c(285) [sender=3.5.0]\n",
+            "ada@gpu-a: Permission denied (publickey).",
+        ),
         ("", "no reason was printed"),
     ],
 )
