@@ -62,12 +62,12 @@ def _refused(login: Login, log: str, last: str) -> UnreachableError:
         return _error(login, "the login asks for a second factor, which clusterctl cannot type", _by_master(login))
     if found := re.search(r"(?m)^sign_and_send_pubkey: (.*)$", log):
         return _error(login, f"the login is refused ({found[1]})", f"try by hand: {hand}")
-    if found := re.search(r"(?m)^debug1: Server accepts key: (.*) \S+ SHA256:", log):
-        hint = f"run: eval $(ssh-agent) && ssh-add {shlex.quote(found[1])}"
-        return _error(login, f"its key {found[1]} has a passphrase and is not in an agent", hint)
     if found := re.search(r'(?m)^Load key "(.*)": (bad permissions)$', log):
         why = f"the login is refused (key {found[1]}: {found[2]})"
         return _error(login, why, f"run: chmod 600 {shlex.quote(found[1])}")
+    if found := re.search(r"(?m)^debug1: Server accepts key: (.*) \S+ SHA256:", log):
+        hint = f"run: eval $(ssh-agent) && ssh-add {shlex.quote(found[1])}"
+        return _error(login, f"its key {found[1]} has a passphrase and is not in an agent", hint)
     if "Too many authentication failures" in log:
         hint = f"set IdentityFile and IdentitiesOnly yes for {login.settings.text('hostname')} in the ssh configuration"
         return _error(login, "the login is refused (the server has seen too many keys)", hint)
@@ -86,6 +86,7 @@ def _by_master(login: Login) -> str:
 
 def _bad_host_key(login: Login, log: str) -> UnreachableError:
     kind, fingerprint = next(iter(_HOST_KEY.findall(log)), ("", ""))
+    kind = kind.removesuffix("-cert-v01@openssh.com")  # the fingerprint is that of the key in the certificate
     key = f"its host key {kind} {fingerprint}".rstrip()
     if revoked := _revoked(login, log, fingerprint):
         hint = "do not log in, an attacker may have this key: ask the administrator of the machine for its new one"

@@ -64,9 +64,9 @@ def lookup(settings: Settings) -> tuple[KnownKey, ...]:
     return found
 
 
-def unreadable(settings: Settings) -> list[Path]:
+def unreadable(settings: Settings) -> list[str]:
     """Return the files that exist and cannot be read."""
-    return [file for file in files(settings) if file.is_file() and not os.access(file, os.R_OK)]
+    return [_shown(file) for file in files(settings) if file.is_file() and not os.access(file, os.R_OK)]
 
 
 def line_of(file: str, wanted: str) -> int:
@@ -97,7 +97,12 @@ def _in_file(file: Path, name: str) -> Iterator[KnownKey]:
         marker = fields.pop(0) if line.startswith("@") else ""
         # Other lines are keys of protocol 1, or damaged; ssh ignores them, too.
         if len(fields) > 2 and (blob := _decoded(fields[2])):
-            yield KnownKey(str(file), number, marker, fields[0], fields[1], blob)
+            yield KnownKey(_shown(file), number, marker, fields[0], fields[1], blob)
+
+
+def _shown(file: Path) -> str:
+    # A terminal cannot print a name that is not UTF-8.
+    return os.fsencode(file).decode(errors="replace")
 
 
 def _decoded(word: str) -> bytes:

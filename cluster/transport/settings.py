@@ -60,7 +60,10 @@ def read(node: Node) -> Settings:
         return _evaluate([*options(node.login, node.ssh_config), "--", destination(node.login)])
     except FileNotFoundError:
         raise UnreachableError("this machine: ssh is not installed", INSTALL) from None
-    except (ValueError, OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        why = f"{node.name}: ssh configuration: `ssh -G` does not end within {_TIMEOUT_S:g} s"
+        raise UnreachableError(why, f"check it: {by_hand(node, '-G')}") from None
+    except (ValueError, OSError) as error:
         why = f"{node.name}: ssh configuration: {error}"
         raise UnreachableError(why, f"check it: {by_hand(node, '-G')}") from error
 

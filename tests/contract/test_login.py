@@ -392,7 +392,7 @@ def test_a_certificate_authority_vouches_for_the_host(sshd, tmp_path):
     close_all()
     # not the authority of this host
     client.known_hosts.write_text(f"@cert-authority *.example.com {public}\n")
-    assert "is in no known_hosts file" in client.refused().message
+    assert f"its host key ssh-ed25519 {fingerprint(sshd)} is in no known_hosts file" in client.refused().message
 
 
 def fingerprint(server, key="host"):
@@ -727,6 +727,16 @@ def test_errors_are_those_of_ssh_and_not_the_banner(sshd, tmp_path, way):
     assert (done.out, done.err) == ("", "mine\n")
     session = subprocess.run(ssh_to(client.node).command(["echo", "hi"]), capture_output=True, text=True, check=True)
     assert (session.stdout, session.stderr) == ("hi\n", "")
+
+
+def test_a_key_that_others_can_read_is_named(client):
+    key = shutil.copy(client.server.folder / "user", client.folder / "my key")
+    key.chmod(0o644)
+    client.configure(THROUGH_SSH, f'IdentityFile "{key}"', without=("IdentityFile",))
+    error = client.refused()
+    assert f"(key {key}: bad permissions)" in error.message
+    subprocess.run(error.hint.removeprefix("run: "), shell=True, check=True)
+    client.reaches("IdentityAgent")
 
 
 def test_a_second_factor_is_named_and_not_asked_for(sshd, tmp_path, monkeypatch, way):
