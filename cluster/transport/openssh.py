@@ -82,7 +82,8 @@ class Ssh:
         before, _, last = self.settings.text("proxyjump").rpartition(",")
         more = [*options(last, self.node.ssh_config), *(["-J", before] if before else [])]
         target = f"[{self.settings.text('hostname')}]:{self.settings.text('port')}"
-        return ["ssh", *_each(_QUIET), *more, "-W", target, "--", destination(last)]
+        chosen = (*_QUIET, "RemoteCommand=none", "RequestTTY=no")
+        return ["ssh", *_each(chosen), *more, "-W", target, "--", destination(last)]
 
 
 def remote_line(argv: Sequence[str], *, marked: bool = False) -> str:

@@ -24,8 +24,8 @@ from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Node
 from cluster.transport import close_all, files, keywords, parallel, reach, settings, ssh_to
 from cluster.transport.process import piped
-from tests.conftest import wait_until
-from tests.contract.sshd import THROUGH_SSH, Sshd, addresses
+from tests.conftest import ended, processes_of, wait_until
+from tests.contract.sshd import THROUGH_SSH, TICKS, Sshd, addresses, inventory
 
 USER = getpass.getuser()
 
@@ -516,8 +516,8 @@ def jump(client, *lines, key=""):
     known = client.known() + client.known(f"[{server.addresses[1]}]:{server.port}", key or "host")
     client.known_hosts.write_text(known)
     client.configure(*lines)
-    hop = f"Host hop\n  HostName {server.addresses[1]}\nHost h0\n  ProxyJump hop\n"
-    client.config.write_text(hop + client.config.read_text())
+    hop = f"Host hop\n  HostName {server.addresses[1]}\n  RemoteCommand tmux\n  RequestTTY force\n"
+    client.config.write_text(f"{hop}Host h0\n  ProxyJump hop\n{client.config.read_text()}")
 
 
 def test_a_jump_host_leads_to_the_host(client, way):
@@ -812,6 +812,20 @@ def test_no_master_of_the_user_is_started(client, way):
     close_all()
     assert not [*client.values["short"].iterdir()]
     assert processes(client) == 0
+
+
+def test_a_job_starts_is_followed_and_stops(clusterctl, sshd, job_name):
+    sshd.prefer(THROUGH_SSH, "RemoteCommand tmux", "RequestTTY force")
+    shutil.copy(TICKS, clusterctl.folder)
+    inventory(clusterctl.folder, sshd, clusterctl.folder / "remote")
+    words = ["launch", "--name", job_name, "--nodes", "2", "--python", sys.executable, "--command", "ticks.py"]
+    process = clusterctl.start(*words)
+    clusterctl.wait_for(job_name, "tick 1", node="node-1")
+    assert clusterctl.run("exec", job_name, "--node", "1", "--", "sh", "-c", "exit 255")[0] == 255
+    clusterctl.expect(0, "stop", job_name)
+    ended(process, 1, has="stopped")
+    assert processes_of(job_name) == []
+    assert folders() == []
 
 
 # What the user reads

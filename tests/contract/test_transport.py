@@ -88,6 +88,19 @@ def test_pipes_carry_bytes_both_ways(node):
     assert (done.code, done.err) == (3, "done\n")
 
 
+def test_255_of_a_pipe_is_the_commands_unless_the_connection_breaks(either):
+    connect(either).run(["true"])
+    node = either.node(0, "gpu-a")
+    with piped(node, ["bash", "-c", "echo closed by >&2; exit 255"]) as running:
+        assert running.stdout.read() == b""
+        assert running.wait(10).code == 255
+    with piped(node, ["bash", "-c", "echo up; exec sleep 60"]) as running:
+        assert running.stdout.readline() == b"up\n"
+        either.drop_sessions()
+        with pytest.raises(UnreachableError, match="gpu-a: the connection broke"):
+            running.wait(20)
+
+
 def test_a_block_that_is_left_ends_its_command(node, tmp_path):
     mark = str(tmp_path / "mark")
     with piped(node, ["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as running:
