@@ -52,7 +52,7 @@ class Ssh:
         chosen = [*_QUIET, *_PLAIN, f"RequestTTY={'yes' if tty else 'no'}"]
         chosen += [text for keyword, text in _PLAIN_IF_KNOWN.items() if self.settings.every(keyword)]
         if jump := self.jump():
-            chosen += ["ProxyUseFdpass=no", f"ProxyCommand={shlex.join(jump).replace('%', '%%')}"]
+            chosen += ["ProxyUseFdpass=no", _proxy_command(jump)]
         if not self.socket and not self.settings.is_strict:
             chosen.append("ControlPath=none")  # its host key may be unchecked
         path = ["-S", self.socket.replace("%", "%%")] if self.socket else []
@@ -77,13 +77,19 @@ class Ssh:
 
         The ssh that OpenSSH starts for a ProxyJump would ask for passwords, and follow StrictHostKeyChecking.
         """
-        if not self.settings.text("proxyjump"):
+        hops = self.settings.text("proxyjump")
+        if not hops:
             return []
-        before, _, last = self.settings.text("proxyjump").rpartition(",")
-        more = [*options(last, self.node.ssh_config), *(["-J", before] if before else [])]
         target = f"[{self.settings.text('hostname')}]:{self.settings.text('port')}"
-        chosen = (*_QUIET, "RemoteCommand=none", "RequestTTY=no")
-        return ["ssh", *_each(chosen), *more, "-W", target, "--", destination(last)]
+        return self._through(hops.split(","), target)
+
+    def _through(self, hops: Sequence[str], target: str) -> list[str]:
+        *before, last = hops
+        chosen = [*_QUIET, "RemoteCommand=none", "RequestTTY=no"]
+        if before:
+            chosen.append(_proxy_command(self._through(before, "[%h]:%p")))
+        config = options(last, self.node.ssh_config)
+        return ["ssh", *_each(chosen), *config, "-W", target, "--", destination(last)]
 
 
 def remote_line(argv: Sequence[str], *, marked: bool = False) -> str:
@@ -105,6 +111,13 @@ def after_mark(printed: bytes | bytearray) -> tuple[bool, str]:
     """Return whether the line BEGIN occurs, and the output after it; without it all output."""
     before, mark, after = printed.partition(MARK)
     return bool(mark), (after if mark else before).decode(errors="replace")
+
+
+def _proxy_command(words: Sequence[str]) -> str:
+    """Return the option for this command, in which only the target of `-W` has tokens for ssh to expand."""
+    target = words.index("-W") + 1
+    quoted = [shlex.quote(word if at == target else word.replace("%", "%%")) for at, word in enumerate(words)]
+    return f"ProxyCommand={' '.join(quoted)}"
 
 
 def _each(texts: Sequence[str]) -> list[str]:
