@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine, network, slurm
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Node
@@ -114,13 +114,15 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
         here = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
         image_id = "" if here.code else here.out.strip()
     findings, facts, clock_s = [], {}, {}
-    for name, result in each(inventory.nodes, lambda node: _probe(node, image, addresses)).items():
+    results = each(inventory.nodes, lambda node: _probe(node, image, addresses))
+    for node in inventory.nodes:
+        name, result = node.name, results[node.name]
         if isinstance(result, ClusterError):
             why = result.message.removeprefix(f"{name}: ")
             findings.append(Finding("login", name, "failure", why, result.hint or "clusterctl doctor"))
         else:
             facts[name], clock_s[name] = result
-            findings.append(Finding("login", name, "ok", "reachable, host key known"))
+            findings.append(Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note)))
     nodes = tuple(node for node in inventory.nodes if node.name in facts)
     return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, jobs), findings
 

@@ -108,6 +108,11 @@ def usual(values: Iterable[str]) -> str:
     return max(listed, key=listed.count, default="")
 
 
+def with_note(detail: str, note: str) -> str:
+    """Return a detail about the login, and the note of the shell if there is one."""
+    return f"{detail}, {note}" if note else detail
+
+
 def typed_on(node: Node, facts: Facts | None, command: str, *, root: bool = False) -> str:
     """Return the line to type on this machine that runs `command` on the node, with sudo if needed."""
     if root and (facts is None or facts.text("uid") != "0"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.agent import scripts
 from cluster.doctor import engine, machine
-from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, Verdict, judge, parse
+from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, Verdict, judge, parse, with_note
 from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
@@ -40,7 +40,8 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         check = "login" if isinstance(error, UnreachableError) else "request"
         why = error.message.removeprefix(f"{name}: ")
         return [Finding(check, name, "failure", why, error.hint or "clusterctl doctor")]
-    found = [Finding("login", name, "ok", "reachable, run_dir and data_dir are writable"), *request]
+    reached = with_note("reachable, run_dir and data_dir are writable", reach(login).note)
+    found = [Finding("login", name, "ok", reached), *request]
     if data:
         say(f"comparing {', '.join(data)}")
         found += machine.data([login], data)

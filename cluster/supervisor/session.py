@@ -19,7 +19,7 @@ from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord, Node
-from cluster.transport import openssh, parallel
+from cluster.transport import parallel, ssh_to
 
 #: Connects its standard input and output to a port of the node.
 _RELAY = """
@@ -61,7 +61,7 @@ def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = F
     """
     _refuse_ended(record)
     machine, words = BACKENDS[record.plan.backend].exec(record, node, argv, tty=tty)
-    return openssh.command(machine, words, tty=tty)
+    return ssh_to(machine).command(words, tty=tty)
 
 
 def _refuse_ended(record: JobRecord) -> None:

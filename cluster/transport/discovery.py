@@ -118,6 +118,8 @@ def _inspect(node: Node, *, needs_gpus: bool) -> Found:
     runtime, engine = _runtime(node, fields)
     if runtime == "none" and not node.runtime:
         notes.append(f"{engine}: jobs run without a container, with the python3 of the machine")
+    if reached := reach(node).note:
+        notes.append(reached)
     node = replace(node, gpus=node.gpus or tuple(gpus), runtime=node.runtime or runtime)
     return Found(
         node=replace(node, run_dir=fields["run_dir"], data_dir=fields["data_dir"]),

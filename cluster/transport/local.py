@@ -37,6 +37,8 @@ class Completed:
 class LocalShell:
     """Runs commands as children of this process."""
 
+    note = ""
+
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
         data, env = stdin.encode(), environment()

@@ -1,38 +1,95 @@
-"""Arguments of the `ssh` program for a node, for rsync and for sessions of the user. Pure."""
+"""Command lines of the `ssh` program, for commands, rsync and sessions of the user. Pure."""
 
 import base64
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from cluster.spec.model import Node
 from cluster.transport.local import MORE_PATH
+from cluster.transport.settings import Settings, destination, options
 
-WITHOUT_PROMPTS = ("ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
+#: Seconds to wait for a TCP connection with its key exchange.
+CONNECT_TIMEOUT_S = 8
+#: Every ssh: it asks nothing, changes no known_hosts file, checks each host key, starts no ControlMaster, and prints
+#: no banner.
+_QUIET = (
+    "BatchMode=yes",
+    "StrictHostKeyChecking=yes",
+    "NoHostAuthenticationForLocalhost=no",
+    "UpdateHostKeys=no",
+    "ControlMaster=no",
+    "LogLevel=ERROR",
+    f"ConnectTimeout={CONNECT_TIMEOUT_S}",
+)
+#: Every command: what the configuration adds for a person at a terminal.
+_PLAIN = (
+    "RemoteCommand=none",
+    "ClearAllForwardings=yes",
+    "ForwardX11=no",
+    "Tunnel=no",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=3",
+)
+#: The same; an ssh that does not print such a keyword is too old to know it.
+_PLAIN_IF_KNOWN = {"stdinnull": "StdinNull=no", "forkafterauthentication": "ForkAfterAuthentication=no"}
+_PLAIN_IF_KNOWN |= {"sessiontype": "SessionType=default"}
 #: The first line of every remote command. Output before it comes from `~/.bashrc`, which bash also reads under sshd.
 BEGIN = "clusterctl begins"
 MARK = f"{BEGIN}\n".encode()
 
 
-def destination(login: str) -> str:
-    """Return `user@host` of a login for ssh."""
-    user, mark, rest = login.rpartition("@")
-    return f"{user}{mark}{_split(rest)[0]}"
+@dataclass(frozen=True)
+class Ssh:
+    """The ssh program for a node; `socket` is that of a connection which clusterctl has open, or ""."""
 
+    node: Node
+    settings: Settings = field(default_factory=Settings)
+    socket: str = ""
 
-def remote_shell(node: Node) -> str:
-    """Return the value of rsync's `-e`: ssh with the node's options, and a filter that drops output up to BEGIN."""
-    # The login shell's last line may lack its newline, so BEGIN may follow other text.
-    skip = f'while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done'
-    return shlex.join(["bash", "-c", f'set -o pipefail; "$@" | {{ {skip}; exec cat; }}', "rsh", *_ssh(node)])
+    def words(self, *first: str, tty: bool = False) -> list[str]:
+        """Return ssh with all its options, before the destination; those in `first` win."""
+        chosen = [*_QUIET, *_PLAIN, f"RequestTTY={'yes' if tty else 'no'}"]
+        chosen += [text for keyword, text in _PLAIN_IF_KNOWN.items() if self.settings.every(keyword)]
+        if jump := self.jump():
+            chosen += ["ProxyUseFdpass=no", _proxy_command(jump)]
+        if not self.socket and not self.settings.is_strict:
+            chosen.append("ControlPath=none")  # its host key may be unchecked
+        path = ["-S", self.socket.replace("%", "%%")] if self.socket else []
+        return ["ssh", *first, *path, *_each(chosen), *options(self.node.login, self.node.ssh_config)]
 
+    def command(self, argv: Sequence[str], *, tty: bool = False, marked: bool = False) -> list[str]:
+        """Return the command that runs `argv` on the node, on a terminal with `tty`; `argv` itself on this machine."""
+        if not self.node.login:
+            return list(argv)
+        line = remote_line(argv, marked=marked)
+        return [*self.words(tty=tty), *(["-q"] if tty else []), "--", destination(self.node.login), line]
 
-def command(node: Node, argv: Sequence[str], *, tty: bool = False, marked: bool = False) -> list[str]:
-    """Return the command that runs `argv` on the node, on a terminal with `tty`; `argv` itself on this machine."""
-    if not node.login:
-        return list(argv)
-    line = remote_line(argv, marked=marked)
-    return [*_ssh(node), *(["-t", "-q"] if tty else ["-T"]), "--", destination(node.login), line]
+    def remote_shell(self) -> str:
+        """Return the value of rsync's `-e`: ssh with its options, and a filter that drops output up to BEGIN."""
+        # The login shell's last line may lack its newline, so BEGIN may follow other text.
+        skip = f'while read -r line && [ "${{line%{BEGIN}}}" = "$line" ]; do :; done'
+        filtered = f'set -o pipefail; "$@" | {{ {skip}; exec cat; }}'
+        return shlex.join(["bash", "-c", filtered, "rsh", *self.words()])
+
+    def jump(self) -> list[str]:
+        """Return the command that connects through the ProxyJump, [] without one.
+
+        The ssh that OpenSSH starts for a ProxyJump would ask for passwords, and follow StrictHostKeyChecking.
+        """
+        hops = self.settings.text("proxyjump")
+        if not hops:
+            return []
+        target = f"[{self.settings.text('hostname')}]:{self.settings.text('port')}"
+        return self._through(hops.split(","), target)
+
+    def _through(self, hops: Sequence[str], target: str) -> list[str]:
+        *before, last = hops
+        chosen = [*_QUIET, "RemoteCommand=none", "RequestTTY=no"]
+        if before:
+            chosen.append(_proxy_command(self._through(before, "[%h]:%p")))
+        config = options(last, self.node.ssh_config)
+        return ["ssh", *_each(chosen), *config, "-W", target, "--", destination(last)]
 
 
 def remote_line(argv: Sequence[str], *, marked: bool = False) -> str:
@@ -56,19 +113,12 @@ def after_mark(printed: bytes | bytearray) -> tuple[bool, str]:
     return bool(mark), (after if mark else before).decode(errors="replace")
 
 
-def options(login: str, config_file: str) -> list[str]:
-    """Return ssh's options for the configuration and the port of a login."""
-    _, port = _split(login.rpartition("@")[2])
-    file = ["-F", str(Path(config_file).expanduser())] if config_file else []
-    return [*file, *(["-p", port] if port else [])]
+def _proxy_command(words: Sequence[str]) -> str:
+    """Return the option for this command, in which only the target of `-W` has tokens for ssh to expand."""
+    target = words.index("-W") + 1
+    quoted = [shlex.quote(word if at == target else word.replace("%", "%%")) for at, word in enumerate(words)]
+    return f"ProxyCommand={' '.join(quoted)}"
 
 
-def _ssh(node: Node) -> list[str]:
-    limits = ("-o", "ConnectTimeout=8", "-o", "ServerAliveInterval=5")
-    return [*WITHOUT_PROMPTS, *limits, *options(node.login, node.ssh_config)]
-
-
-def _split(host: str) -> tuple[str, str]:
-    # As in fabric: more than one colon is an IPv6 address, without a port.
-    name, _, port = host.partition(":")
-    return (name, port) if host.count(":") == 1 else (host.strip("[]"), "")
+def _each(texts: Sequence[str]) -> list[str]:
+    return [word for text in texts for word in ("-o", text)]

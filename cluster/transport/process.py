@@ -1,5 +1,6 @@
 """Processes that Ctrl-C ends: programs on this machine, and commands with large input or output on a node."""
 
+import re
 import subprocess
 import tempfile
 import threading
@@ -12,9 +13,10 @@ from typing import IO, Any, TypeVar
 
 from cluster.errors import LaunchError, UnreachableError
 from cluster.spec.model import Node
-from cluster.transport import close_all
+from cluster.transport import close_all, ssh_to
 from cluster.transport.local import Completed, environment
-from cluster.transport.openssh import MARK, after_mark, command
+from cluster.transport.login import answers
+from cluster.transport.openssh import MARK, Ssh, after_mark
 
 T = TypeVar("T")
 
@@ -22,6 +24,10 @@ T = TypeVar("T")
 CONNECTIONS = threading.BoundedSemaphore(8)
 #: Limit of a login with the start of its shell.
 _LOGIN_S = 30.0
+#: The exit code of ssh, and also of commands; and what ssh prints if its connection breaks. Over a master connection it
+#: prints nothing.
+_SSH_FAILED = 255
+_BROKE = re.compile(r"client_loop: |Connection to \S+ (closed by|timed out)|Timeout, server ")
 #: The running processes, which Ctrl-C terminates, and whether it was pressed.
 _processes: set[subprocess.Popen[Any]] = set()
 _interrupted = threading.Event()
@@ -76,32 +82,40 @@ class PipedProcess:
     """A running command: write and close `stdin`, read `stdout` to its end, then call `wait`."""
 
     name: str
+    ssh: Ssh
     stdin: IO[bytes]
     stdout: IO[bytes]
     process: subprocess.Popen[bytes]
     errors: IO[bytes]
 
     def wait(self, timeout_s: float) -> Completed:
-        """Return the exit code and stderr (`out` is empty). Raise UnreachableError if it does not end in time."""
+        """Return the exit code and stderr (`out` is empty).
+
+        Raises UnreachableError if the command does not end in time, or if the connection has broken.
+        """
         try:
             code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise UnreachableError(f"{self.name}: a command did not end within {timeout_s:g} s") from error
         self.errors.seek(0)
-        return Completed(code, "", after_mark(self.errors.read())[1])
+        done = Completed(code, "", after_mark(self.errors.read())[1])
+        if code == _SSH_FAILED and (_BROKE.match(done.last_line) or (self.ssh.socket and not answers(self.ssh))):
+            raise UnreachableError(f"{self.name}: the connection broke: {done.last_line}")
+        return done
 
 
 @contextmanager
 def piped(node: Node, argv: Sequence[str]) -> Iterator[PipedProcess]:
     """Start a command on a node with pipes; leaving the block ends it. Raise UnreachableError."""
-    words = command(node, argv, marked=True)
+    ssh = ssh_to(node)
+    words = ssh.command(argv, marked=True)
     with (
         tempfile.TemporaryFile() as errors,
         started(words, stdin=PIPE, stdout=PIPE, stderr=errors, env=environment()) as process,
     ):
         assert process.stdin
         assert process.stdout
-        running = PipedProcess(node.display_name, process.stdin, process.stdout, process, errors)
+        running = PipedProcess(node.display_name, ssh, process.stdin, process.stdout, process, errors)
         if node.login:
             limit = threading.Timer(_LOGIN_S, process.terminate)
             with CONNECTIONS:

@@ -11,8 +11,10 @@ from subprocess import DEVNULL, PIPE
 
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Node
-from cluster.transport.openssh import BEGIN, destination, remote_shell
+from cluster.transport import ssh_to
+from cluster.transport.openssh import BEGIN
 from cluster.transport.process import CONNECTIONS, started
+from cluster.transport.settings import by_hand, destination
 
 #: The prefix of marker files and of the folder for incomplete transfers.
 PREFIX = ".clusterctl-"
@@ -35,9 +37,16 @@ _BUSY_S = 20.0
 #: A line of `--out-format`: the eleven letters of an itemized change, the size, the name.
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
 
+#: Lines that only follow from the reason, which stands before them.
+_CONSEQUENCE = re.compile(
+    r"rsync error: |rsync: connection unexpectedly closed|\(see the rsync man|mux_client_request_session: "
+    r"|ControlSocket .* already exists"
+)
+
 _HINTS = {
     "No space left on device": "free disk space there, or choose another data_dir in the inventory (clusterctl sync)",
     "could not make way": "clusterctl sync --delete removes files that are only there",
+    "is your shell clean": "a program there prints text when rsync starts: check what ~/.bashrc and `type rsync` name",
     "Permission denied": "choose a data_dir in the inventory that the login can write to",
 }
 
@@ -65,7 +74,7 @@ class Rsync:
     def __init__(self, node: Node, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
         self._node, self._sent = node, sent
         # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
-        remote = ["--blocking-io", "-e", remote_shell(node), f"--rsync-path=echo {BEGIN}; exec rsync"]
+        remote = ["--blocking-io", "-e", ssh_to(node).remote_shell(), f"--rsync-path=echo {BEGIN}; exec rsync"]
         self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
         self.code, self.errors, self.moved = 0, "", 0
         self.changes: list[tuple[str, int, str]] = []
@@ -106,8 +115,11 @@ class Rsync:
     def _failure(self, receiver: str, sender: str) -> ClusterError:
         name = self._node.name
         if self.code in _DISCONNECTED and "failed" not in self.errors:
+            why = reason(self.errors)
+            if "Permission denied" in why:
+                return UnreachableError(f"{name}: rsync cannot log in: {why}", f"try by hand: {by_hand(self._node)}")
             hint = "repeat the command: it continues the transfer"
-            return UnreachableError(f"{name}: the connection broke: {reason(self.errors)}", hint)
+            return UnreachableError(f"{name}: the connection broke: {why}", hint)
         if re.search(r"rsync.*not found", self.errors):
             return no_rsync(name)
         # If the receiver failed, the sender reports a write error, too.
@@ -132,8 +144,8 @@ def error_of(failed: str, errors: str) -> ClusterError:
 
 
 def reason(errors: str) -> str:
-    """Return the system error in the stderr of rsync or mkdir, such as `No space left on device`."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith("rsync error: ")]
+    """Return the reason in the stderr of rsync, ssh or mkdir: `No space left on device`, or the most telling line."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and not _CONSEQUENCE.match(line.strip())]
     # Lines of rsync first: ssh and the login shell also write to stderr.
     for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
         found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)

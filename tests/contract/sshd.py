@@ -86,6 +86,18 @@ class Sshd:
         host = f"h{number}"
         return Node(name or host, self.addresses[number], login=host, ssh_config=str(self.config), **keys)
 
+    def prefer(self, *lines: str) -> None:
+        """Put lines before all others of the ssh_config; ssh takes the first value of a keyword."""
+        text = "".join(f"  {line}\n" for line in lines)
+        self.config.write_text(f"Host *\n{text}{self.config.read_text()}")
+
+    def serve(self, *lines: str) -> None:
+        """Put lines before all others of the sshd_config, and restart the server."""
+        config = self.folder / "sshd_config"
+        config.write_text("".join(f"{line}\n" for line in lines) + config.read_text())
+        self.stop()
+        self.start()
+
     def bin(self) -> Path:
         """Return a folder that is first on the PATH of every later login."""
         folder = self.folder / "bin"
@@ -138,6 +150,10 @@ def inventory(folder: Path, server: Sshd, run_dir: Path, **keys: object) -> Path
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump({"ssh_config": str(server.config), "device": "cpu", "nodes": nodes}))
     return file
+
+
+#: A setting that paramiko does not know, and that changes nothing: the ssh program has to log in.
+THROUGH_SSH = "IdentityAgent none"
 
 
 @pytest.fixture

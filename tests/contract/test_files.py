@@ -222,7 +222,8 @@ def test_caches_run_directories_and_special_files_are_excluded(nodes, tmp_path):
 
 def test_a_machine_without_rsync_is_named(nodes, folder, tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").symlink_to(shutil.which("ssh"))
+    for name in ("ssh", "ssh-keygen"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert sync(nodes[:1], folder)["gpu-a"].message == "this machine: rsync is not installed"
 

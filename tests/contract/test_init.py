@@ -75,7 +75,7 @@ def test_one_machine_under_three_names_is_refused_and_nothing_is_written(sshd, c
 def test_every_failing_machine_is_named_with_a_hint_and_nothing_is_written(sshd, clusterctl):
     sshd.known_hosts.write_text("".join(sshd.known_hosts.read_text().splitlines(keepends=True)[:1]))
     text = clusterctl.expect(5, "init", "h0", "h1", "nowhere.invalid", "--ssh-config", str(sshd.config), has="h1 (")
-    assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[1]}" in text
+    assert f"ssh -o StrictHostKeyChecking=ask -F {sshd.config} h1" in text
     assert ": the host name nowhere.invalid does not resolve" in text
     assert "h0 (" not in text
     assert not (clusterctl.folder / "cluster.yaml").exists()

@@ -17,19 +17,32 @@ from cluster.transport import LocalShell, close_all, files, reach
 from cluster.transport.openssh import remote_line
 from cluster.transport.process import piped
 from tests.conftest import wait_until
-from tests.contract.sshd import Sshd, addresses
+from tests.contract.sshd import THROUGH_SSH, Sshd, addresses
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
 
 
-@pytest.fixture(params=["local", "ssh"])
+@pytest.fixture(params=["local", "fabric", "ssh"])
 def node(request):
     if request.param == "local":
         yield Node("here", "127.0.0.1")
         return
     server = request.getfixturevalue("sshd")
-    yield server.node(0, "gpu-a")
+    yield reached(server, request.param).node(0, "gpu-a")
     close_all()
+
+
+@pytest.fixture(params=["fabric", "ssh"])
+def either(request, sshd):
+    """The server, to which fabric logs in, and then the ssh program."""
+    yield reached(sshd, request.param)
+    close_all()
+
+
+def reached(server, way):
+    if way == "ssh":
+        server.prefer(THROUGH_SSH)
+    return server
 
 
 @pytest.fixture
@@ -75,6 +88,19 @@ def test_pipes_carry_bytes_both_ways(node):
     assert (done.code, done.err) == (3, "done\n")
 
 
+def test_255_of_a_pipe_is_the_commands_unless_the_connection_breaks(either):
+    connect(either).run(["true"])
+    node = either.node(0, "gpu-a")
+    with piped(node, ["bash", "-c", "echo closed by >&2; exit 255"]) as running:
+        assert running.stdout.read() == b""
+        assert running.wait(10).code == 255
+    with piped(node, ["bash", "-c", "echo up; exec sleep 60"]) as running:
+        assert running.stdout.readline() == b"up\n"
+        either.drop_sessions()
+        with pytest.raises(UnreachableError, match="gpu-a: the connection broke"):
+            running.wait(20)
+
+
 def test_a_block_that_is_left_ends_its_command(node, tmp_path):
     mark = str(tmp_path / "mark")
     with piped(node, ["bash", "-c", 'while echo x; do sleep 0.1; done; touch "$1"', "loop", mark]) as running:
@@ -93,8 +119,8 @@ def connect(server, login="h0"):
     return reach(replace(server.node(0, "gpu-a"), login=login))
 
 
-def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd):
-    shell = connect(sshd)
+def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(either):
+    sshd, shell = either, connect(either)
     for _ in range(3):
         shell.run(["true"])
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 1
@@ -103,15 +129,15 @@ def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(sshd)
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == 2
 
 
-@pytest.fixture
-def greeting(tmp_path, worker):
+@pytest.fixture(params=["fabric", "ssh"])
+def greeting(tmp_path, worker, request):
     """A machine whose ~/.bashrc prints, without a final newline, and counts how often it was read."""
     server = Sshd(tmp_path / "sshd", addresses(worker, 1), bare=True)
     (server.folder / ".bashrc").write_text(
         "echo Welcome to gpu-a; printf 'have a nice'\n"
         "echo bash: /usr/share/greeting: No such file or directory >&2; echo >> ~/read\n"
     )
-    yield server
+    yield reached(server, request.param)
     close_all()
     server.stop()
 
@@ -169,30 +195,35 @@ def test_any_login_shell_runs_the_exact_command(login):
     LocalShell().run([login, "-c", remote_line(["bash", "-c", "sleep 20 <&- >&- 2>&- &"], marked=True)], timeout_s=10)
 
 
-def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(sshd):
+def test_an_unknown_host_key_is_refused_with_its_fingerprint_and_the_command_that_adds_it(either):
+    sshd = either
     fingerprint = LocalShell().run(["ssh-keygen", "-lf", str(sshd.folder / "host.pub")]).out.split()[1]
     sshd.known_hosts.write_text("")
     with pytest.raises(UnreachableError) as refused:
         connect(sshd).run(["true"])
     assert refused.value.message.startswith("gpu-a (")
     assert fingerprint in refused.value.message
-    assert f"ssh-keyscan -p {sshd.port} {sshd.addresses[0]} >> ~/.ssh/known_hosts" in refused.value.hint
+    assert f"ssh -o StrictHostKeyChecking=ask -F {sshd.config} h0" in refused.value.hint
 
 
-def test_another_host_key_than_the_known_one_is_refused(sshd):
+def test_another_host_key_than_the_known_one_is_refused(either):
+    sshd = either
     other = " ".join((sshd.folder / "user.pub").read_text().split()[:2])
     sshd.known_hosts.write_text(f"[{sshd.addresses[0]}]:{sshd.port} {other}\n")
     with pytest.raises(UnreachableError, match=r"gpu-a .*: its host key is not the one in known_hosts") as refused:
         connect(sshd).run(["true"])
-    assert "ssh-keygen -R" in refused.value.hint
+    assert f"({sshd.known_hosts}:1)" in refused.value.message
+    assert f"ssh-keygen -R '[{sshd.addresses[0]}]:{sshd.port}' -f {sshd.known_hosts} && ssh " in refused.value.hint
 
 
-def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(sshd):
+def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(either):
+    sshd = either
     (sshd.folder / "authorized").write_text("")
     with pytest.raises(UnreachableError, match=r"gpu-a .*: the login is refused"):
         connect(sshd).run(["true"])
     with pytest.raises(UnreachableError, match=r"gpu-a: the connection failed: .*Permission denied"):
         piped(sshd.node(0, "gpu-a"), ["true"]).__enter__()
+    shutil.copy(sshd.folder / "user.pub", sshd.folder / "authorized")
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-P", "", "-f", sshd.folder / "user"], check=True)
     with pytest.raises(UnreachableError, match=r"gpu-a .*passphrase") as refused:
         connect(sshd).run(["true"])
@@ -203,8 +234,9 @@ def test_a_refused_login_a_locked_key_and_unknown_hosts_are_errors(sshd):
         connect(sshd, f"{sshd.addresses[0]}:1").run(["true"])
 
 
-def test_the_first_proxy_setting_wins_and_none_is_not_a_host(sshd):
+def test_the_first_proxy_setting_wins_and_none_is_not_a_host(either):
     """Configurations often have `Host *` with a jump host, and exceptions."""
+    sshd = either
     text = sshd.config.read_text()
     more = f"Host h1\n  ProxyCommand none\nHost inner\n  HostName {sshd.addresses[1]}\n  ProxyJump h2,h1\n"
     more += "Host *\n  ProxyJump h0\n"
@@ -217,8 +249,7 @@ def test_the_first_proxy_setting_wins_and_none_is_not_a_host(sshd):
     shell = connect(sshd, "inner")
     assert shell.run(["echo", "through"]).out == "through\n"
     assert (sshd.folder / "log").read_text().count("Accepted publickey") == before + 4
-    proxy = shell._connection.transport.sock.process
+    jumps = ["pgrep", "-f", rf"ssh .*-W \[{sshd.addresses[1]}\]:{sshd.port} "]
+    assert LocalShell().run(jumps).code == 0
     shell.close()
-    assert proxy.returncode is not None
-    assert proxy.stdin.closed
-    assert proxy.stdout.closed
+    assert wait_until(lambda: LocalShell().run(jumps).code == 1)

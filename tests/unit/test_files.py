@@ -6,7 +6,7 @@ from cluster.errors import UsageError
 from cluster.spec.model import Node
 from cluster.transport import files
 from cluster.transport.files import Difference
-from cluster.transport.openssh import remote_shell
+from cluster.transport.openssh import Ssh
 from cluster.transport.rsync import at, reason
 
 
@@ -46,8 +46,9 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
     node = Node("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
     assert at(node) == f"{host}:"
-    words = remote_shell(node)
-    assert "StrictHostKeyChecking=yes" in words
+    words = Ssh(node).remote_shell()
+    for option in ("StrictHostKeyChecking=yes", "RemoteCommand=none", "RequestTTY=no"):
+        assert f"-o {option} " in words
     assert """-F '/my config/it'"'"'s'""" in words
     assert (f"-p {port}" in words) is bool(port)
 
@@ -66,6 +67,18 @@ def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
         (
             'bash: /greeting: No such file or directory\nrsync: [Receiver] mkdir "/a" failed: Not a directory (20)\n',
             "Not a directory",
+        ),
+        (
+            "protocol version mismatch -- is your shell clean?\n(see the rsync manpage for an explanation)\n"
+            "rsync error: protocol incompatibility (code 2) at compat.c(625) [sender=3.5.0]\n",
+            "protocol version mismatch -- is your shell clean?",
+        ),
+        (
+            "bash: warning: setlocale: LC_ALL: cannot change locale (de_DE)\n"
+            "ada@gpu-a: Permission denied (publickey).\n"
+            "rsync: connection unexpectedly closed (0 bytes received so far) [sender]\n"
+            "rsync error: error in rsync protocol data stream (code 12) at io.c(285) [sender=3.5.0]\n",
+            "ada@gpu-a: Permission denied (publickey).",
         ),
         ("", "no reason was printed"),
     ],
