@@ -1,4 +1,4 @@
-"""Report words that the project does not use, and class and module names that mean too much. `make check` runs this."""
+"""Report words that the project does not use, names that mean too much, and large files. `make check` runs this."""
 
 import re
 import subprocess
@@ -12,6 +12,7 @@ WORDS = re.compile(
 )
 NOUNS = "place|mode|record|stream|run|course|position"
 NAMES = re.compile(rf"^\s*class _?({NOUNS})\b|(^|/)({NOUNS})\.py$", re.IGNORECASE)
+LARGEST = 1_000_000  # bytes of a file: a larger one is a result that was added by mistake
 BINARY = {".png", ".jpg", ".pt", ".gz", ".ico"}
 
 
@@ -22,6 +23,8 @@ def main() -> int:
         path = Path(name)
         if NAMES.search(name) or WORDS.search(path.stem):
             found.append(f"{name}: the file's name")
+        if path.is_file() and path.stat().st_size > LARGEST:
+            found.append(f"{name}: {path.stat().st_size:,} bytes, at most {LARGEST:,} are allowed")
         if path.suffix in BINARY or not path.is_file() or path == Path(sys.argv[0]):
             continue
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
