@@ -109,3 +109,19 @@ def test_compiled_code_is_kept_where_the_process_may_write(monkeypatch: pytest.M
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
     _keep_compiled_code()
     assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10 images the second and third batch have 3, and are compiled while the first one's gradients wait."""
+    hyp = Hyp(nbs=16.0, warmup_epochs=0.0)
+    states = []
+    for compiled in ("off", "on"):
+        # Without a compiler: the test is about what happens around it.
+        monkeypatch.setattr("trainer.engine.step.torch.compile", lambda function, **_: function)
+        data = squares(tmp_path / compiled, train=10)
+        run = Trainer(settings(str(data), hyp=hyp, noautoanchor=True, compile=compiled), World(), CPU, Events({}))
+        run.start()
+        run.task.prepare_targets(run.train_loader, run.model, pads=True)
+        run.local_model.train()
+        states.append(weights(run))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

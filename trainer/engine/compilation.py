@@ -95,16 +95,19 @@ class Compilation:
             meter.compile()
         self._done.add(size)
         begin, buffers = time.monotonic(), [buffer.clone() for buffer in whole.buffers()]
+        accumulated = [(p, p.grad.clone()) for p in whole.parameters() if p.grad is not None]
         problem = ""
         for _ in range(CALLS[self.mode]):
+            _remove_gradients(whole)  # a graph overwrites those of the call before
             problem = problem or self._try(whole, strategy, images, targets)
+        _remove_gradients(whole)
+        for parameter, gradient in accumulated:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.copy_(gradient)
         for buffer, value in zip(whole.buffers(), buffers, strict=True):
             buffer.copy_(value)
-        for parameter in whole.parameters():
-            if parameter.grad is not None and not comm.is_distributed():
-                parameter.grad = None
-            elif parameter.grad is not None:  # a view of DDP's buckets
-                parameter.grad.zero_()
         if problem and self._settings.compile != "auto":
             raise TrainerError(f"--compile {self._settings.compile}: {problem}", "use --compile off")
         if problem:
@@ -121,14 +124,28 @@ class Compilation:
         problem, loss = "", images
         try:
             _, loss = whole.loss(*strategy.forward(images, targets))
+            if not comm.is_distributed():
+                loss.backward()  # type: ignore[no-untyped-call]
         except Exception as error:  # a compiler can raise anything
             if isinstance(error, (RuntimeError, MemoryError)) and is_out_of_memory(error):
                 raise
             problem = f"{type(error).__name__}: {_first_line(error)}"
         problem = next(filter(None, comm.all_gather(problem)), "")  # before the collectives of the backward pass
-        if not problem:
+        if not problem and comm.is_distributed():
             loss.backward()  # type: ignore[no-untyped-call]
         return problem
+
+    def forget(self) -> None:
+        """Compile again, because other parameters are trained from now on."""
+        self._done.clear()
+
+
+def _remove_gradients(whole: NetworkWithLoss) -> None:
+    for parameter in whole.parameters():
+        if parameter.grad is not None and comm.is_distributed():  # a view of DDP's buckets
+            parameter.grad.zero_()
+        else:
+            parameter.grad = None
 
 
 def _first_line(error: Exception) -> str:

@@ -202,6 +202,7 @@ class Trainer:
         self.is_frozen = False  # also on a pipeline stage without frozen layers
         self.local_model.requires_grad_(True)
         self.strategy.refresh()
+        self.compilation.forget()
         self.update.zero_gradients()
         self.timer.restart()
         self.display.print(f"from epoch {self.state.epoch + 1} on, all layers are trained")
