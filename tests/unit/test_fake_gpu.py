@@ -36,6 +36,7 @@ from trainer.engine.step import NetworkWithLoss, mean_terms
 from trainer.engine.trainer import Trainer
 from trainer.models import blocks
 from trainer.models.precision import as_input
+from trainer.plots import DRAWINGS
 from trainer.weights import checkpoint_file
 
 STATE = ("model", "ema", "optimizer", "scaler", "total", "ranks")
@@ -154,6 +155,15 @@ class GrayKernel:
 @pytest.fixture
 def gray_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trainer.data.paint_kernel", SimpleNamespace(paint_batch=GrayKernel()))
+
+
+@pytest.mark.parametrize("task", [anchors, classify, segment])
+def test_the_first_batch_on_a_gpu_is_drawn(task: Callable[[Path], dict[str, Any]], gpus: None, tmp_path: Path) -> None:
+    training = started(GPU, **task(tmp_path))
+    batch = next(training.batches())
+    assert batch.images.device == GPU
+    DRAWINGS[training.task.kind].batch(batch, training.task.names, tmp_path / "batch.jpg")
+    assert (tmp_path / "batch.jpg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(("augment_on", "expected"), [("auto", GPU), ("device", GPU), ("workers", CPU)])

@@ -23,7 +23,7 @@ def labels(dataset: Any, path: Path) -> None:
 
 def batch(batch: Any, names: Sequence[str], path: Path) -> None:
     """Write a grid of the first augmented images of a training batch, before mixup and cutmix."""
-    pairs = zip(batch.images[:_MOST_IMAGES].numpy(), batch.labels[:_MOST_IMAGES].tolist(), strict=True)
+    pairs = zip(batch.images[:_MOST_IMAGES].cpu().numpy(), batch.labels[:_MOST_IMAGES].tolist(), strict=True)
     cells = [captioned(scaled(image, _CELL_PX), class_text(names, label), _GREY) for image, label in pairs]
     write_grid(cells, path)
 

@@ -25,7 +25,8 @@ def labels(dataset: Any, path: Path) -> None:
 def batch(batch: Any, names: Sequence[str], path: Path) -> None:
     """Write a grid of the first augmented images of a training batch, with their masks."""
     cells = []
-    for image, mask in zip(batch.images[:_MOST_IMAGES].numpy(), batch.masks[:_MOST_IMAGES].numpy(), strict=True):
+    images, masks = (part[:_MOST_IMAGES].cpu().numpy() for part in (batch.images, batch.masks))
+    for image, mask in zip(images, masks, strict=True):
         present = [class_text(names, k) for k in np.unique(mask).tolist() if 0 < k < len(names)]
         cells.append(_cell(image, mask, ", ".join(present)))
     write_grid(cells, path)
