@@ -60,7 +60,11 @@ class _Master:
         ssh = Ssh(login.node, login.settings, str(self.socket))
         words = [*ssh.words(*first), "--", destination(login.node.login)]
         argv = scripts.bash("transport/master.sh", str(self._folder), *words)
-        self._process = subprocess.Popen(argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+        try:
+            self._process = subprocess.Popen(argv, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
+        except OSError:
+            self._remove()
+            raise
         _masters.add(self)
 
     @property
@@ -109,6 +113,9 @@ class _Master:
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._remove()
+
+    def _remove(self) -> None:
         self._pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 

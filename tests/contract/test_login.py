@@ -678,6 +678,17 @@ def test_the_name_of_the_folder_for_temporary_files_may_be_long(client, monkeypa
     assert client.shell.run(["echo", "hi"]).out == "hi\n"
 
 
+def test_a_machine_without_bash_is_named(client, monkeypatch):
+    (client.folder / "bin").mkdir()
+    for name in ("ssh", "ssh-keygen"):
+        (client.folder / "bin" / name).symlink_to(shutil.which(name))
+    client.configure(THROUGH_SSH)
+    with monkeypatch.context() as patched:
+        patched.setenv("PATH", str(client.folder / "bin"))
+        assert client.refused().message == "this machine: bash: No such file or directory"
+    assert folders() == []
+
+
 def test_a_login_that_is_refused_leaves_nothing(client):
     client.configure(THROUGH_SSH, "IdentityFile none", without=("IdentityFile",))
     assert "the login is refused (Permission denied (publickey" in client.refused().message
