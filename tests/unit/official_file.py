@@ -41,6 +41,8 @@ def main() -> None:
         setattr(module, name, classes[name])
 
     def foreign(module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Conv2d):  # theirs has no class for the first one
+            module.__class__ = nn.Conv2d
         if not type(module).__module__.startswith("trainer."):
             for key, child in module._modules.items():
                 module._modules[key] = foreign(child)

@@ -102,7 +102,7 @@ def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
         "import resource\n"
         "from trainer.__main__ import main\n"
         "import trainer.bench.measure, trainer.bench.profile, trainer.bench.verify\n"
-        "import trainer.cli, trainer.tasks.detection\n"
+        "import trainer.cli, trainer.detectors.yolo, trainer.tasks.detection\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         f"limit = pages * {resource.getpagesize()} + (1200 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
