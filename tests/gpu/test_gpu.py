@@ -99,10 +99,10 @@ def test_fp32_losses_are_those_of_the_cpu(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", *(["fp16"] if DEVICE != "cpu" else [])])
 def test_each_precision_learns_the_digits(precision: str, tmp_path: Path) -> None:
-    train(tmp_path, "--epochs", "4", "--precision", precision, "--name", "digits")
+    train(tmp_path, "--epochs", "6", "--precision", precision, "--name", "digits")
     score = float(list(csv.DictReader((tmp_path / "digits" / "results.csv").read_text().splitlines()))[-1]["map50"])
-    print(f"{precision}: mAP50 {score:.3f} after 4 epochs")
-    assert score > 0.4
+    print(f"{precision}: mAP50 {score:.3f} after 6 epochs")
+    assert score > 0.6
 
 
 def test_a_killed_run_resumes_bit_for_bit(data: Path, tmp_path: Path) -> None:
