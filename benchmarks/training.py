@@ -13,11 +13,16 @@ Without a GPU: 320 px, batch 16, as many threads as there are cores. With one:
 `roofline` lists the parts of a step in fp32 on the CPU: time, arithmetic, and memory traffic if each operation reads
 its inputs and writes its outputs once. The bound (Williams et al. 2009) is the time at the machine's measured peaks.
 Caches can exceed it.
+
+    python benchmarks/training.py waiting --data bccd/data.yaml
+
+`waiting` compares how OpenMP's threads wait for each other, alone and beside one and two programs that are busy.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
 import platform
@@ -27,7 +32,7 @@ import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +76,23 @@ yolo.train(data=data, imgsz=int(imgsz), batch=int(batch), epochs=int(epochs), de
 """
 
 
-def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, folder: Path) -> list[float]:
-    """Return the images per second of each epoch of this trainer."""
+#: Variables of OpenMP: as `trainer` sets them (a short spin), no spin, and the runtime's own default.
+WAITING = {
+    "as set": {},
+    "passive": {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"},
+    "OpenMP's default": {"GOMP_SPINCOUNT": "300000"},
+}
+
+
+def ours(
+    arguments: argparse.Namespace,
+    cfg: str,
+    precision: str,
+    ranks: int,
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+) -> list[float]:
+    """Return the images per second of each epoch of this trainer, started with these `variables` added."""
     hyp = folder / "hyp.yaml"  # with mosaics in every epoch, as the peer's
     values = {key: value for key, value in asdict(load_hyp("low", Hyp())).items() if value is not None}
     hyp.write_text(yaml.safe_dump({**values, "close_mosaic": 0.0}))
@@ -82,7 +102,7 @@ def ours(arguments: argparse.Namespace, cfg: str, precision: str, ranks: int, fo
         *("--device", arguments.device, "--precision", precision, "--ranks", str(ranks), "--noval", "--hyp", str(hyp)),
         *("--project", str(folder), "--name", "run"),
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, **(variables or {})})
     (table,) = folder.glob("run*/results.csv")
     with table.open() as file:
         return [float(row["images_per_s"]) for row in csv.DictReader(file)]
@@ -214,10 +234,37 @@ def roofline(arguments: argparse.Namespace) -> None:
     print(f"\n{markdown(header, rows, left=1)}")
 
 
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Run `count` programs that keep a core busy each."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def waiting(arguments: argparse.Namespace) -> None:
+    """Measure the ways to wait in turns, in each round alone and beside busy programs, and print their table."""
+    rates: dict[tuple[int, str], list[float]] = {(count, name): [] for count in range(3) for name in WAITING}
+    for number in range(arguments.rounds):
+        for (count, name), values in rates.items():
+            with tempfile.TemporaryDirectory() as folder, busy(count):
+                found = ours(arguments, arguments.cfg, "fp32", 1, Path(folder), WAITING[name])
+            values.append(statistics.median(found[1:]))
+            print(f"round {number + 1}: {count} busy, {name}: {values[-1]:.1f}", file=sys.stderr, flush=True)
+    print(f"{cpu_name()}, {os.cpu_count()} threads, {time.strftime('%Y-%m-%d')}: images/s in fp32 by round\n")
+    text = {key: "  ".join(f"{value:.1f}" for value in values) for key, values in rates.items()}
+    rows = [[str(count), *(text[count, name] for name in WAITING)] for count in range(3)]
+    print(markdown(["busy programs", *WAITING], rows, left=1))
+
+
 def main() -> None:
-    """Run the rounds and print the table, or run `roofline`."""
+    """Run the rounds and print the table, or run `roofline` or `waiting`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("compare", "roofline"), default="compare")
+    parser.add_argument("part", nargs="?", choices=("compare", "roofline", "waiting"), default="compare")
     parser.add_argument("--data", required=True, help="a data.yaml")
     parser.add_argument("--peer-python", help="the interpreter of an environment with ultralytics")
     parser.add_argument("--peer-model", default="yolov5nu.yaml")
@@ -232,6 +279,9 @@ def main() -> None:
         parser.error("compare needs --peer-python")
     if arguments.part == "roofline":
         roofline(arguments)
+        return
+    if arguments.part == "waiting":
+        waiting(arguments)
         return
 
     peer = f"ultralytics {arguments.peer_model.removesuffix('.yaml')}"

@@ -53,13 +53,14 @@ def run() -> NoReturn:
 def _keep_compiled_code() -> None:
     """Choose where torch.compile and Triton keep their code, before torch is loaded, which reads the variables.
 
-    In the user's cache folder it serves all later runs. A container without a home that it may write keeps the code in
-    the job's folder, for the next attempt. Triton's own choice, in the home, would fail there.
+    A job of the launcher keeps it beside the run directories, where it outlives the container and serves the later jobs
+    of this node; any other run keeps it in the user's cache folder. Without a folder that can be written, torch and
+    Triton choose.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.home can raise)
     folders = [Path(home, "trainer", "compiled")]
     if job := os.environ.get(contract.RUN_DIR):
-        folders.append(Path(job, ".compiled"))
+        folders.insert(0, Path(job).parent / ".trainer-cache" / "compiled")
     for folder in folders:
         existing = next((part for part in (folder, *folder.parents) if part.exists()), folder)
         if folder.is_absolute() and existing.is_dir() and os.access(existing, os.W_OK):

@@ -93,16 +93,18 @@ def test_a_failed_compilation_leaves_an_eager_run(
         weights(run_of(tmp_path / "on", compile="on"))
 
 
-def test_compiled_code_is_kept_where_the_process_may_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compiled_code_outlives_a_container_and_is_kept_where_the_process_may_write(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Root may write everywhere, but not below a file."""
     (tmp_path / "file").touch()
-    (tmp_path / "job").mkdir()
-    cases = {"home": tmp_path / "home/trainer/compiled", "file": tmp_path / "job/.compiled"}
-    for cache, expected in cases.items():
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    of_user, of_node = tmp_path / "home/trainer/compiled", tmp_path / "runs/.trainer-cache/compiled"
+    for job, expected in {"": of_user, "runs/a": of_node, "runs/b": of_node, "file/a": of_user}.items():
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
-        monkeypatch.setenv("CLUSTER_RUN_DIR", str(tmp_path / "job"))
+        monkeypatch.setenv("CLUSTER_RUN_DIR", str(tmp_path / job) if job else "")
         _keep_compiled_code()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)
         assert os.environ["TRITON_CACHE_DIR"] == str(expected / "triton")
