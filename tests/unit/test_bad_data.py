@@ -84,7 +84,7 @@ def test_bad_labels_can_be_left_out_and_are_listed(tmp_path):
     path = make_yolo_set(tmp_path)
     faults = break_labels(tmp_path)
     data = Yolo(str(path), "train", allow_bad_labels=True)
-    assert [str(fault) for fault in data.faults] == faults
+    assert [str(fault) for fault in data.faults if not fault.warning] == faults
     assert [Path(data.name(k)).name for k in range(len(data))] == ["000.jpg", "001.jpg", "002.jpg"]
     assert [data.labels(k)[:, 0].tolist() for k in range(3)] == [[], [0], [1, 0]]
     assert [len(data.segments(k)) for k in range(3)] == [0, 1, 2]
@@ -104,9 +104,7 @@ def test_the_same_box_twice_is_left_out_with_a_warning(tmp_path):
     label.write_text("0 0.5 0.5 0.1 0.1\n1 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
     data = Yolo(str(path), "train")
     assert data.labels(1)[:, 0].tolist() == [0, 1]
-    assert [str(fault) for fault in data.faults if fault.warning] == [
-        f"{label}:3: the same box twice: `0 0.5 0.5 0.1 0.1`"
-    ]
+    assert f"{label}:3: the same box twice: `0 0.5 0.5 0.1 0.1`" in [str(f) for f in data.faults if f.warning]
 
 
 @pytest.mark.parametrize(

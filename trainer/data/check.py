@@ -8,10 +8,10 @@ from typing import Any
 import cv2
 import numpy as np
 
-from trainer.config.faults import BadData, Fault
+from trainer.config.faults import Fault
 from trainer.data.dataset import IMAGE_HINT, read_image
 from trainer.data.progress import in_threads
-from trainer.data.yolo import Source, read_split
+from trainer.data.yolo import Source, read_splits
 from trainer.errors import TrainerError
 
 SPLITS = ("train", "val")
@@ -19,23 +19,13 @@ SPLITS = ("train", "val")
 
 def check(data_yaml: str, *, decode: bool) -> tuple[list[Fault], list[dict[str, Any]]]:
     """Return the faults of both splits, and a table of each readable one; `decode` images, or read their headers."""
-    faults: list[Fault] = []
-    sources = []
-    for split in SPLITS:
-        try:
-            source = read_split(data_yaml, split)
-        except BadData as error:
-            faults += error.faults
-            continue
-        sources.append(source)
-        faults += source.faults()
-        if nothing := source.no_boxes():
-            faults.append(nothing)
-        if decode:
-            faults += _undecodable(source)
+    reading = read_splits(data_yaml, SPLITS)
+    faults, sources = list(reading.faults), reading.sources
+    if decode:
+        faults += [fault for source in sources for fault in _undecodable(source)]
     if len(sources) == len(SPLITS):
         faults += _duplicates(*sources)
-    return list(dict.fromkeys(faults)), [_table(source) for source in sources]  # both splits share those of data.yaml
+    return faults, [_table(source) for source in sources]
 
 
 def _table(source: Source) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from trainer.config import Hyp, Settings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
-from trainer.data.registry import open_dataset
+from trainer.data.registry import open_datasets
 from trainer.detectors import Detections, Limits, build, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
@@ -48,9 +48,9 @@ class Detection(Task):
         self._where = s.cfg or (s.weights if self._weights else DEFAULT_CFG)
         self.cfg = self._weights["cfg"] if self._weights and not s.cfg else read_cfg(self._where)
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        self.train_set = open_dataset(s.data, "train", **how)
-        self.val_set = open_dataset(s.data, "val", **how)
-        self.left_out = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
+        self.train_set, self.val_set = open_datasets(s.data, ["train", "val"], **how)
+        found = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
+        self.left_out = list(dict.fromkeys(found))  # both splits have the warnings of their common folders
         self.names = self.train_set.names
 
     def build(self, say: Callable[[str], None]) -> nn.Module:
