@@ -17,7 +17,7 @@ from trainer.cli import app
 from trainer.config.faults import BadData, Fault
 from trainer.data.registry import open_datasets
 
-NOBODY = 65534
+OTHER_UID = 65534
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def another_user() -> Iterator[None]:
     """Run as a user whom permissions concern, if these tests run as root."""
     before = os.geteuid()
     if not before:
-        os.seteuid(NOBODY)
+        os.seteuid(OTHER_UID)
     yield
     os.seteuid(before)
 

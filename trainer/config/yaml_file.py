@@ -19,9 +19,9 @@ class YamlFile:
     values: dict[Any, Any]
     lines: dict[Any, int]
 
-    def fault(self, key: Any, what: str, hint: str) -> Fault:
+    def fault(self, key: Any, what: str, hint: str, *, warning: bool = False) -> Fault:
         """Return a fault in the line of `key`, or in the first line if the file does not have the key."""
-        return Fault(str(self.path), self.lines.get(key, 1), what, hint)
+        return Fault(str(self.path), self.lines.get(key, 1), what, hint, warning)
 
     def unknown(self, known: Collection[str]) -> list[Fault]:
         """Return a fault for every key that is not in `known`, with the most similar known key."""
@@ -29,7 +29,11 @@ class YamlFile:
         for key in self.values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}; delete the line"
+                hint = (
+                    f"did you mean `{near[0]}`?"
+                    if near
+                    else f"known keys: {', '.join(known)}; a remark can be a comment: # ..."
+                )
                 faults.append(self.fault(key, f"unknown key `{key}`", hint))
         return faults
 

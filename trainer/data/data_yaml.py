@@ -7,8 +7,9 @@ from typing import Any
 from trainer.config import yaml_file
 from trainer.config.faults import BadData, Fault
 
-# Roboflow's exports contain the key `roboflow`.
-_KEYS = ("path", "train", "val", "test", "nc", "names", "download", "sha256", "roboflow")
+# Roboflow's exports contain the key `roboflow`, and datasets of poses the last three.
+_KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "download", "sha256", "roboflow")
+_KEYS += ("kpt_shape", "kpt_names", "flip_idx")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class DataYaml:
     names: list[str]
     sources: list[Path]
     line: int  # line of the split's key
+    keypoint_values: int  # numbers after the box in each row of a dataset of poses, else 0
+    warnings: list[Fault]
 
 
 class Content(yaml_file.YamlFile):
@@ -42,9 +45,14 @@ def read_data_yaml(path: Path, split: str) -> DataYaml:
     faults = content.unknown(_KEYS)
     names = _names(content, faults)
     sources = _sources(content, split, faults)
+    values = _keypoint_values(content, faults)
     if faults:
         raise BadData(faults)
-    return DataYaml(path, names, sources, content.lines[split])
+    warnings = []
+    if values:
+        what = "the key points of the labels are not used: a detector is trained on their boxes"
+        warnings.append(content.fault("kpt_shape", what, "nothing needs to be changed", warning=True))
+    return DataYaml(path, names, sources, content.lines[split], values, warnings)
 
 
 def load_data_yaml(path: Path) -> Content:
@@ -78,6 +86,19 @@ def _names(content: Content, faults: list[Fault]) -> list[str]:
         what = f"nc is {nc}, but `names` has {len(names)} names"
         faults.append(content.fault("nc", what, "correct one of them; `nc` may be left out"))
     return names
+
+
+def _keypoint_values(content: Content, faults: list[Fault]) -> int:
+    """Return the numbers per row that `kpt_shape` declares: [key points, 2 or 3 values of each]."""
+    shape = content.values.get("kpt_shape")
+    if shape is None:
+        return 0
+    numbers = shape if isinstance(shape, list) and all(type(number) is int for number in shape) else []
+    if len(numbers) != 2 or numbers[0] < 1 or numbers[1] not in (2, 3):
+        what = f"kpt_shape is {shape}, it must be the number of key points and of the values of each, 2 or 3"
+        faults.append(content.fault("kpt_shape", what, "for example `kpt_shape: [17, 3]`"))
+        return 0
+    return int(numbers[0] * numbers[1])
 
 
 def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:

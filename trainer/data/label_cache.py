@@ -29,10 +29,10 @@ _ABANDONED_S = 24 * 3600.0
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))
 
 
-def cached_scan(listing: Listing, nc: int) -> Scan:
-    """Return the scan of `listing` with `nc` classes from the cache, or make it and cache it if possible."""
+def cached_scan(listing: Listing, nc: int, keypoint_values: int) -> Scan:
+    """Return `scan` of the same arguments from the cache, or make it and cache it if possible."""
     folders = cache_folders(listing.root)
-    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, len(listing.images)]).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, keypoint_values, len(listing.images)]).encode(), digest_size=16)
     digest.update(os.fsencode("\0".join(listing.images)))
     digest.update(listing.stamps.tobytes())
     name = f"labels-{digest.hexdigest()}"
@@ -40,7 +40,7 @@ def cached_scan(listing: Listing, nc: int) -> Scan:
         for folder in folders:
             with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
                 return load(folder / name)
-        built = scan(listing, nc)
+        built = scan(listing, nc, keypoint_values)
         if not len(built.paths):  # torch maps no empty arrays
             return built
         for folder in folders:

@@ -50,11 +50,14 @@ class _Image:
     lines: list[int]  # (k,)
 
 
-def scan(listing: Listing, nc: int) -> Scan:
-    """Read the headers of all images and all labels of `listing`, with classes 0 to nc - 1."""
+def scan(listing: Listing, nc: int, keypoint_values: int = 0) -> Scan:
+    """Read the headers of all images and all labels of `listing`, with classes 0 to nc - 1.
+
+    In a dataset of poses, `keypoint_values` numbers follow the box in each row; they are not used.
+    """
     faults: list[tuple[int, Fault]] = []  # with the image's index
     indices = range(len(listing.images))
-    reads = in_threads(lambda index: _read(listing, index, faults), indices, "reading labels")
+    reads = in_threads(lambda index: _read(listing, index, keypoint_values, faults), indices, "reading labels")
     images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
@@ -84,7 +87,7 @@ def _offsets(counts: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Image | None:
+def _read(listing: Listing, index: int, keypoint_values: int, faults: list[tuple[int, Fault]]) -> _Image | None:
     """Return the image `index` of `listing` and its rows, polygons as their bounds; add faults to `faults`.
 
     An image whose labels cannot be read is omitted: without labels, it would count as background.
@@ -109,7 +112,9 @@ def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Ima
             faults.append((index, Fault(file, number, f"not a number in `{line.strip()[:60]}`", _ROW_HINT)))
             continue
         outline = np.empty((0, 2))
-        if len(row) >= 7 and len(row) % 2:
+        if keypoint_values:
+            row = row[:5] if len(row) == 5 + keypoint_values else row
+        elif len(row) >= 7 and len(row) % 2:
             outline = np.array(row[1:]).reshape(-1, 2)
             low, high = outline.min(0), outline.max(0)
             row = [row[0], *(low + high) / 2, *(high - low)]
@@ -118,7 +123,8 @@ def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Ima
             outlines.append(outline)
             lines.append(number)
         elif row:
-            faults.append((index, Fault(file, number, f"{len(row)} columns instead of 5", _ROW_HINT)))
+            expected = f"5 or {5 + keypoint_values}" if keypoint_values else "5"
+            faults.append((index, Fault(file, number, f"{len(row)} columns instead of {expected}", _ROW_HINT)))
     return _Image(index, size, np.array(rows, np.float64).reshape(-1, 5), outlines, lines)
 
 

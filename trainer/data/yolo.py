@@ -40,7 +40,7 @@ class Source:
 
     def faults(self) -> list[Fault]:
         """Return all faults and warnings except `no_boxes`."""
-        return self.listing.faults + self.scan.faults
+        return self.spec.warnings + self.listing.faults + self.scan.faults
 
     def no_boxes(self) -> Fault | None:
         """Return a fault if the split has no boxes at all."""
@@ -82,7 +82,7 @@ def read_split(data_yaml: str, split: str) -> Source:
     """Read one split and all its faults; raise BadData if it cannot be listed."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    return Source(split, spec, listing, cached_scan(listing, len(spec.names)))
+    return Source(split, spec, listing, cached_scan(listing, len(spec.names), spec.keypoint_values))
 
 
 def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: bool) -> list[Source]:
