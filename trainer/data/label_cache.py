@@ -23,7 +23,7 @@ from trainer.data.scan import Scan, scan
 from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
-_FORMAT = 2  # version of the file and of the scan's checks; part of the hash
+_FORMAT = 3  # version of the file and of the scan's checks; part of the hash
 _KEPT = 8  # newest scans of a dataset
 _ABANDONED_S = 24 * 3600.0
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))

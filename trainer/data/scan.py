@@ -16,7 +16,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
 from trainer.data.dataset import IMAGE_HINT, Floats, Ints, Labels
-from trainer.data.listing import Listing
+from trainer.data.listing import Listing, first_of
 from trainer.data.progress import in_threads
 
 _ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
@@ -62,8 +62,12 @@ def scan(listing: Listing, nc: int, keypoint_values: int = 0) -> Scan:
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)
-    labels, good, bad = _check(rows, owner, sizes, nc)
+    labels, good, bad = _check(rows, owner, nc)
     lines = [line for image in images for line in image.lines]
+    clipped = np.flatnonzero(good & _is_beyond(rows, 1 / sizes[owner][:, ::-1]))
+    if len(clipped):
+        what = f"box partly outside the image, clipped to it{first_of(len(clipped))}"
+        bad[int(clipped[0])] = what, True
     for k, (what, warning) in bad.items():
         index = images[owner[k]].index
         file = listing.label_file(index)
@@ -151,25 +155,20 @@ def image_size(image: str) -> tuple[int, int] | Fault:
     return (width, height) if is_rotated else (height, width)
 
 
-def _check(
-    rows: Floats, owner: Ints, sizes: npt.NDArray[np.int32], nc: int
-) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
+def _check(rows: Floats, owner: Ints, nc: int) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
     """Check `rows` (n, 5).
 
     Returns the valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
     and whether it is only a warning.
     """
-    half = rows[:, 3:] / 2
-    low, high = rows[:, 1:3] - half, rows[:, 1:3] + half
-    # Annotation tools round to whole pixels, so one pixel beyond the edge is valid.
-    slack = 1 / sizes[owner][:, ::-1]
+    low, high = (np.clip(edges, 0, 1) for edges in _edges(rows))
     tests = [
         (~np.isfinite(rows).all(1), "not a finite number"),
         ((rows[:, 0] < 0) | (rows[:, 0] >= nc), f"class out of range 0 to {nc - 1}"),
         (rows[:, 0] != np.floor(rows[:, 0]), "class is not a whole number"),
         ((rows[:, 1:] > 2).any(1), "pixels instead of fractions"),
         ((rows[:, 3:] <= 0).any(1), "box without area"),
-        (((low < -slack) | (high > 1 + slack)).any(1), "box outside the image"),
+        (((high - low).astype(np.float32) <= 0).any(1), "box outside the image"),
     ]
     bad: dict[int, tuple[str, bool]] = {}
     for fails, what in tests:
@@ -180,6 +179,20 @@ def _check(
     good = np.zeros_like(fine)
     good[np.flatnonzero(fine)[first]] = True
     bad.update(dict.fromkeys(np.flatnonzero(fine & ~good).tolist(), ("the same box twice", True)))
-    low, high = np.clip(low[good], 0, 1), np.clip(high[good], 0, 1)
+    low, high = low[good], high[good]
     labels = np.concatenate([rows[good, :1], (low + high) / 2, high - low], 1).astype(np.float32)
     return labels, good, bad
+
+
+def _edges(rows: Floats) -> tuple[Floats, Floats]:
+    """Return the left top and right bottom corners (n, 2) of `rows` (n, 5)."""
+    half = rows[:, 3:] / 2
+    return rows[:, 1:3] - half, rows[:, 1:3] + half
+
+
+def _is_beyond(rows: Floats, pixel: Floats) -> npt.NDArray[np.bool_]:
+    """Return whether each box of `rows` (n, 5) exceeds its image by more than a `pixel` (n, 2)."""
+    low, high = _edges(rows)
+    # Annotation tools round to whole pixels, so one pixel beyond the edge is nothing to report.
+    beyond: npt.NDArray[np.bool_] = np.asarray(((low < -pixel) | (high > 1 + pixel)).any(1))
+    return beyond

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, row, sizes, split_by_name
+from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, sizes, split_by_name
 from trainer.errors import TrainerError
 
 _Entry = TypeVar("_Entry", bound=BaseModel)
@@ -138,7 +138,7 @@ def _read(
             x, y, width, height = thing.bbox
             outline = _outline(thing.segmentation, conversion)
             number = categories.index(thing.category_id)
-            label = row(number, (x, y, x + width, y + height), shapes[thing.image_id], outline)
+            label = conversion.row(number, (x, y, x + width, y + height), shapes[thing.image_id], outline)
             if label:
                 rows[thing.image_id].append(label)
             else:

@@ -5,7 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from trainer.config.faults import Fault
-from trainer.data.convert.writer import Annotated, Conversion, row, sizes, split_by_name
+from trainer.data.convert.writer import Annotated, Conversion, sizes, split_by_name
 from trainer.data.listing import SUFFIXES
 from trainer.data.progress import track
 from trainer.errors import TrainerError
@@ -70,7 +70,7 @@ def _rows(
         elif not all(map(math.isfinite, (x1, y1, x2, y2))):
             conversion.fault(file, f"object {number}: `bndbox` needs the numbers xmin, ymin, xmax, ymax")
         # The first pixel is 1, and the box includes the last one.
-        elif label := row(conversion.names.index(name), (x1 - 1, y1 - 1, x2, y2), size):
+        elif label := conversion.row(conversion.names.index(name), (x1 - 1, y1 - 1, x2, y2), size):
             rows.append(label)
         else:
             box = f"{name} {x1:g} {y1:g} {x2:g} {y2:g}"
