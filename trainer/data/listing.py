@@ -40,6 +40,10 @@ class Listing:
     stamps: npt.NDArray[np.int64]  # (n, 4): size and mtime in ns of the image and of its label file (-1: missing)
     faults: list[Fault]
 
+    def image_files(self) -> list[str]:
+        """Return the full paths of the images."""
+        return [os.path.join(self.root, image) for image in self.images]
+
     def label_file(self, index: int) -> str:
         """Return the full path of the label file of image `index`; a missing file means no boxes."""
         return label_file(os.path.join(self.root, self.images[index]))

@@ -60,12 +60,12 @@ class Reading:
     fatal: list[Fault]  # those without which nothing is left of a split
 
 
-def read_splits(data_yaml: str, splits: Sequence[str]) -> Reading:
-    """Read splits with all their faults."""
+def read_splits(data_yaml: str, splits: Sequence[str], *, decode: bool = True) -> Reading:
+    """Read splits with all their faults; without `decode`, of the images only what their headers show."""
     sources, faults, fatal = list[Source](), list[Fault](), list[Fault]()
     for split in splits:
         try:
-            source = read_split(data_yaml, split)
+            source = read_split(data_yaml, split, decode=decode)
         except BadData as error:
             faults += error.faults
             fatal += error.faults
@@ -78,11 +78,12 @@ def read_splits(data_yaml: str, splits: Sequence[str]) -> Reading:
     return Reading(sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal)))  # both share those of data.yaml
 
 
-def read_split(data_yaml: str, split: str) -> Source:
+def read_split(data_yaml: str, split: str, *, decode: bool = True) -> Source:
     """Read one split and all its faults; raise BadData if it cannot be listed."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    return Source(split, spec, listing, cached_scan(listing, len(spec.names), spec.keypoint_values))
+    found = cached_scan(listing, len(spec.names), spec.keypoint_values, decode=decode)
+    return Source(split, spec, listing, found)
 
 
 def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: bool) -> list[Source]:
@@ -155,7 +156,7 @@ class Yolo:
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return image `index` as uint8 (h, w, 3) RGB; a small `min_side` decodes JPEG several times faster."""
-        return read_image(self.name(index), reduction(int(self._scan.sizes[index].max()), min_side))
+        return read_image(self.name(index), reduction(int(self._scan.sizes[index].max()), min_side), completes=True)
 
     def labels(self, index: int) -> Labels:
         """Return the boxes of image `index` as float32 (n, 5): class, cx, cy, w, h as fractions of its sides."""

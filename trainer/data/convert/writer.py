@@ -14,9 +14,9 @@ import numpy.typing as npt
 import yaml
 
 from trainer.config.faults import BadData, Fault
+from trainer.data.image_check import decode_images, faults_of
 from trainer.data.listing import SUFFIXES, label_file
-from trainer.data.progress import in_threads, track
-from trainer.data.scan import image_size
+from trainer.data.progress import track
 from trainer.errors import TrainerError
 
 HINT = "correct the annotations, or leave these out with --allow-bad-labels"
@@ -72,14 +72,19 @@ class Conversion:
 
 def sizes(images: Sequence[Path]) -> list[tuple[int, int] | Fault]:
     """Return (height, width) of every image, or its fault."""
-
-    def size(path: Path) -> tuple[int, int] | Fault:
-        if path.is_file() and path.suffix.lower() in SUFFIXES:
-            return image_size(str(path))
-        hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
-        return Fault(str(path), 0, "no such image", hint)
-
-    return list(in_threads(size, images, "reading images"))
+    hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
+    exist = [path.is_file() and path.suffix.lower() in SUFFIXES for path in images]
+    states = iter(decode_images([str(path) for path, exists in zip(images, exist, strict=True) if exists]))
+    found: list[tuple[int, int] | Fault] = []
+    for path, exists in zip(images, exist, strict=True):
+        state = next(states) if exists else None
+        if not state:
+            found.append(Fault(str(path), 0, "no such image", hint))
+        elif state.problem:
+            found += faults_of(str(path), state, {})
+        else:
+            found.append((state.height, state.width))
+    return found
 
 
 def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[Annotated]]:
