@@ -1,5 +1,8 @@
 """The data.yaml of a YOLO-format dataset: image folders or lists, and class names."""
 
+# ruff: noqa: PTH100 (abspath follows no links)
+
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,17 +74,19 @@ def _names(content: Content, faults: list[Fault]) -> list[str]:
         faults.append(content.fault("names", "`names` must list the class names", hint))
         return []
     if isinstance(names, dict):
-        if sorted(names, key=str) != sorted(range(len(names)), key=str):
+        numbered = {int(key): name for key, name in names.items() if isinstance(key, str) and key.isdecimal()}
+        if len(numbered) < len(names) or set(numbered) != set(range(len(names))):
             what = "the classes of `names` must be numbered from 0 without a gap"
             faults.append(content.fault("names", what, f"number them 0 to {len(names) - 1}"))
             return []
-        names = [names[k] for k in range(len(names))]
+        names = [numbered[k] for k in range(len(names))]
     names = [str(name) for name in names]
     if not all(names):
         faults.append(content.fault("names", "a class of `names` has no name", "give each class a unique name"))
     for name in sorted({name for name in names if names.count(name) > 1}):
         faults.append(content.fault("names", f"class name `{name}` is given twice", "give each class a unique name"))
     nc = content.values.get("nc", len(names))
+    nc = int(nc) if isinstance(nc, str) and nc.isdecimal() else nc
     if nc != len(names):
         what = f"nc is {nc}, but `names` has {len(names)} names"
         faults.append(content.fault("nc", what, "correct one of them; `nc` may be left out"))
@@ -113,7 +118,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
         return []
     root = content.root()
     if not root.is_dir():
-        faults.append(content.fault("path", f"no such folder: {root}", _missing_hint(content, split)))
+        faults.append(content.fault("path", f"no such folder: {root}", _missing_hint(content, split, root)))
         return []
     found = []
     for entry in entries:
@@ -123,7 +128,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
             found.append(source)
         else:
             what = f"the {split} images are missing: {candidates[0]}"
-            faults.append(content.fault(split, what, _missing_hint(content, split)))
+            faults.append(content.fault(split, what, _missing_hint(content, split, candidates[0])))
     return found
 
 
@@ -133,7 +138,13 @@ def source_candidates(root: Path, entry: str) -> list[Path]:
     return [root / entry] + ([root / entry[3:]] if entry.startswith("../") else [])
 
 
-def _missing_hint(content: Content, split: str) -> str:
+def _missing_hint(content: Content, split: str, path: Path) -> str:
     if content.values.get("download") and split != "test":  # archives often lack the test split
         return f"`trainer data download --data {content.path}` fetches them; so does training"
-    return "correct the path, or copy the data there"
+    return f"correct the path, or copy the data there{mount_hint(path, content.path)}"
+
+
+def mount_hint(path: str | Path, data_yaml: Path) -> str:
+    """Return what to do in a container about a missing path that is not below the folder of the data.yaml, else ""."""
+    inside = Path(os.path.abspath(data_yaml)).parent in Path(os.path.abspath(path)).parents
+    return "" if inside else f"; in a container, mount it: clusterctl launch --mount {os.path.abspath(path)}"

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.data_yaml import DataYaml
+from trainer.config.text_file import read_text
+from trainer.data.data_yaml import DataYaml, mount_hint
 from trainer.data.progress import THREADS
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
@@ -61,7 +62,8 @@ def list_split(spec: DataYaml) -> Listing:
             if image in images:
                 where = (file, line) if line else (str(spec.path), spec.line)
                 faults.append(Fault(*where, f"{image} is listed twice", "list each image once"))
-            images.setdefault(image, Fault(file, line, f"no such image: {image}", "correct or delete the line"))
+            hint = f"correct or delete the line{mount_hint(image, spec.path)}"
+            images.setdefault(image, Fault(file, line, f"no such image: {image}", hint))
     if not images:
         raise BadData(faults)
     paths = list(images)
@@ -145,7 +147,7 @@ def _images_of_list(listing: Path) -> list[tuple[str, str, int]]:
         fault = Fault(str(listing), 0, "neither a folder nor a .txt list of images", "correct the data.yaml")
         raise BadData([fault])
     try:
-        lines = listing.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(listing).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadData([Fault(str(listing), 0, f"cannot be read: {error}", "write one path per line")]) from None
     folder = listing.parent.absolute()

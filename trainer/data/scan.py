@@ -7,12 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer.config.faults import Fault
+from trainer.config.text_file import read_text
 from trainer.data.dataset import Floats, Ints, Labels
 from trainer.data.image_check import faults_of
 from trainer.data.image_file import ImageState
@@ -73,7 +73,7 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, keypoint_value
     for k, (what, warning) in bad.items():
         index = images[owner[k]].index
         file = listing.label_file(index)
-        text = Path(file).read_text(encoding="utf-8-sig").splitlines()[lines[k] - 1].strip()[:60]
+        text = read_text(file).splitlines()[lines[k] - 1].strip()[:60]
         faults.append((index, Fault(file, lines[k], f"{what}: `{text}`", _ROW_HINT, warning)))
     faults.sort(key=lambda item: (item[0], item[1].line))
     every = [outline for image in images for outline in image.outlines]
@@ -106,7 +106,7 @@ def _read(
     content: list[str] = []
     if listing.stamps[index, 2] >= 0:
         try:
-            content = Path(file).read_text(encoding="utf-8-sig").splitlines()
+            content = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             faults.append((index, Fault(file, 0, f"cannot be read: {error}", _ROW_HINT)))
             return None

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from PIL import Image as Pillow
 
 from trainer.config import DIGITS, IGNORED
+from trainer.config.text_file import read_text
 from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
 from trainer.data.image_check import read_headers
@@ -156,7 +157,7 @@ def _names(root: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{path}: cannot be read: {error}", "write one class name per line") from None
     if not 0 < len(names) <= IGNORED or len(set(names)) < len(names):

@@ -9,6 +9,7 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from trainer.config.faults import BadData, Fault
+from trainer.config.text_file import read_text
 from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, sizes, split_by_name
 from trainer.errors import TrainerError
 
@@ -65,7 +66,7 @@ def from_coco(
 
 def _load(path: Path) -> dict[str, list[Any]]:
     try:
-        content: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, list[Any]] = json.loads(read_text(path))
     except OSError as error:
         raise TrainerError(f"{path}: cannot be read: {error.strerror}", "give a COCO annotation file") from error
     except (ValueError, RecursionError) as error:

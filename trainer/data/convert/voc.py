@@ -5,6 +5,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from trainer.config.faults import Fault
+from trainer.config.text_file import read_text
 from trainer.data.convert.writer import Annotated, Conversion, sizes, split_by_name
 from trainer.data.listing import SUFFIXES
 from trainer.data.progress import track
@@ -13,7 +14,8 @@ from trainer.errors import TrainerError
 
 def from_voc(folder: Path, *, skip_difficult: bool = False, val_share: float = 0.1) -> Conversion:
     """Read Annotations and JPEGImages; ImageSets/Main defines the splits, or `val_share` of the images is val."""
-    files = sorted((folder / "Annotations").glob("*.xml"))
+    # Hidden files are those of macOS: `._a.xml` beside a.xml.
+    files = sorted(path for path in (folder / "Annotations").glob("*.xml") if path.name[0] != ".")
     if not files:
         raise TrainerError(f"{folder}: no XML files in {folder / 'Annotations'}", "give the dataset's folder")
     conversion = Conversion([])
@@ -87,7 +89,11 @@ def _image_sets(folder: Path, items: list[Annotated], conversion: Conversion) ->
     bad = {Path(fault.file).stem for fault in conversion.faults}
     splits: dict[str, list[Annotated]] = {split: [] for split in lists}
     for split, path in lists.items():
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            lines = read_text(path).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainerError(f"{path}: cannot be read: {error}", "write one name per line, in UTF-8") from None
+        for number, line in enumerate(lines, 1):
             for stem in line.split()[:1]:
                 if stem in left:
                     splits[split].append(left.pop(stem))
