@@ -4,6 +4,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
@@ -32,10 +33,11 @@ def error_of(path: Path) -> TrainerError:
         ("cat 0.5 0.5 0.1 0.1", "not a number"),
         ("0 0.5 0.5 0.1", "4 columns instead of 5"),
         ("0 0.5 0.5 0.1 0.1 0.9", "6 columns instead of 5"),
-        ("0 0.95 0.5 0.2 0.2", "box outside the image"),
-        ("0 0.5 0.02 0.2 0.2", "box outside the image"),
         ("0 1.5 0.5 0.2 0.2", "box outside the image"),
         ("0 -0.1 0.5 0.1 0.2", "box outside the image"),
+        ("0 1.1 0.5 0.2 0.2", "box outside the image"),  # its edge is the image's
+        ("0 1.0005 0.5 0.0005 0.2", "box outside the image"),  # by less than a pixel
+        ("0 1.1 0.2 1.3 0.2 1.3 0.4", "box outside the image"),
         ("0 320 240 100 80", "pixels instead of fractions"),
         ("0 0.5 0.5 0 0.1", "box without area"),
         ("0 0.5 0.5 0.1 -0.1", "box without area"),
@@ -56,7 +58,7 @@ def break_labels(root: Path) -> list[str]:
     """Write six faults into a set's train labels and images; how each is reported."""
     one, two = root / "labels/train/001.txt", root / "labels/train/002.txt"
     one.write_text("0 0.5 0.5 0.1 0.1\nx 0.5 0.5 0.1 0.1\n5 0.5 0.5 0.1 0.1\n")
-    two.write_text("6 0.5 0.5 0.1\n\n1 0.3 0.5 0.2 0.4\n1 0.95 0.5 0.2 0.4\n0 0.5 0.5 0.5 0.5\n")
+    two.write_text("6 0.5 0.5 0.1\n\n1 0.3 0.5 0.2 0.4\n1 1.2 0.5 0.2 0.4\n0 0.5 0.5 0.5 0.5\n")
     (root / "images/train/003.jpg").write_bytes(b"")
     (root / "labels/train/lost.txt").write_text("0 0.5 0.5 0.1 0.1\n")
     return [
@@ -64,7 +66,7 @@ def break_labels(root: Path) -> list[str]:
         f"{one}:2: not a number in `x 0.5 0.5 0.1 0.1`",
         f"{one}:3: class out of range 0 to 1: `5 0.5 0.5 0.1 0.1`",
         f"{two}:1: 4 columns instead of 5",
-        f"{two}:4: box outside the image: `1 0.95 0.5 0.2 0.4`",
+        f"{two}:4: box outside the image: `1 1.2 0.5 0.2 0.4`",
         f"{root / 'images/train/003.jpg'}: not a readable image: empty file",
     ]
 
@@ -84,7 +86,7 @@ def test_bad_labels_can_be_left_out_and_are_listed(tmp_path):
     path = make_yolo_set(tmp_path)
     faults = break_labels(tmp_path)
     data = Yolo(str(path), "train", allow_bad_labels=True)
-    assert [str(fault) for fault in data.faults] == faults
+    assert [str(fault) for fault in data.faults if not fault.warning] == faults
     assert [Path(data.name(k)).name for k in range(len(data))] == ["000.jpg", "001.jpg", "002.jpg"]
     assert [data.labels(k)[:, 0].tolist() for k in range(3)] == [[], [0], [1, 0]]
     assert [len(data.segments(k)) for k in range(3)] == [0, 1, 2]
@@ -104,9 +106,23 @@ def test_the_same_box_twice_is_left_out_with_a_warning(tmp_path):
     label.write_text("0 0.5 0.5 0.1 0.1\n1 0.5 0.5 0.1 0.1\n0 0.5 0.5 0.1 0.1\n")
     data = Yolo(str(path), "train")
     assert data.labels(1)[:, 0].tolist() == [0, 1]
-    assert [str(fault) for fault in data.faults if fault.warning] == [
-        f"{label}:3: the same box twice: `0 0.5 0.5 0.1 0.1`"
-    ]
+    assert f"{label}:3: the same box twice: `0 0.5 0.5 0.1 0.1`" in [str(f) for f in data.faults if f.warning]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_boxes_partly_outside_are_clipped_with_one_warning_that_counts(tmp_path, allow):
+    path = make_yolo_set(tmp_path)
+    first, second = tmp_path / "labels/train/001.txt", tmp_path / "labels/train/002.txt"
+    first.write_text("0 0.5 0.5 0.1 0.1\n0 0.95 0.5 0.3 0.2\n1 0.5 0.02 0.2 0.2\n")
+    second.write_text("1 1.05 0.5 0.3 1.8\n0 -0.1 0.1 0.4 0.1 0.2 0.3\n0 0.5 0.5 0.2 1.01\n")
+    data = Yolo(str(path), "train", allow_bad_labels=allow)
+    expected = [[0, 0.5, 0.5, 0.1, 0.1], [0, 0.9, 0.5, 0.2, 0.2], [1, 0.5, 0.06, 0.2, 0.12]]
+    np.testing.assert_allclose(data.labels(1), expected, rtol=1e-5)
+    expected = [[1, 0.95, 0.5, 0.1, 1], [0, 0.2, 0.2, 0.4, 0.2], [0, 0.5, 0.5, 0.2, 1]]
+    np.testing.assert_allclose(data.labels(2), expected, rtol=1e-5)
+    assert data.segments(2)[1].min() == 0
+    outside = [str(fault) for fault in data.faults if "outside" in fault.what]
+    assert outside == [f"{first}:2: box partly outside the image, clipped to it (the first of 4): `0 0.95 0.5 0.3 0.2`"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from trainer.errors import TrainerError
         ({"imgsz": 0}, "--imgsz 0"),
         ({"workers": -1}, "--workers"),
         ({"seed": -1}, "--seed"),
+        ({"seed": 2**64}, "--seed is 18446744073709551616, it must be 18446744073709551615 or less"),
+        ({"seed": -(10**400)}, "--seed is -1000"),
         ({"optimizer": "Lion"}, "--optimizer Lion"),
         ({"precision": "int8"}, "--precision int8"),
         ({"cache": "tape"}, "--cache tape"),

@@ -69,7 +69,7 @@ def test_decoding_finds_a_damaged_image(tmp_path):
     assert code == 0
     code, out = run_check(path)
     assert code == 2
-    assert out.startswith(f"{image}: cannot be decoded")
+    assert out.startswith(f"{image}: not a readable image: it cannot be decoded\n")
 
 
 def test_an_image_in_both_splits_is_a_warning(tmp_path):

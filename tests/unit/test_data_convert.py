@@ -92,6 +92,26 @@ def test_coco(coco, tmp_path):
     assert (tmp_path / "set/images/train/1.jpg").resolve() == (tmp_path / "images/1.jpg").resolve()
 
 
+def test_coco_boxes_partly_outside_are_clipped_and_counted(coco, tmp_path):
+    content = coco_content()
+    for box in ([-5, 10, 30, 20], [90, 70, 40, 40], [-0.5, 0, 20, 80.5]):
+        content["annotations"].append({"image_id": 3, "category_id": 7, "bbox": box})
+    out, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images", "--val", coco)
+    assert error is None
+    assert "box partly outside its image, clipped: 4\n" in out  # twice in each split
+    expected = [[1, 0, 10, 25, 30], [1, 90, 70, 100, 80], [1, 0, 0, 19.5, 80]]
+    np.testing.assert_allclose(corners(Yolo(str(tmp_path / "set/data.yaml"), "train"), 2), expected, atol=1e-4)
+
+
+def test_voc_boxes_partly_outside_are_clipped_and_counted(voc, tmp_path):
+    voc_file(voc, "b", thing("cat", 91, 71, 140, 120))
+    out, error = convert(tmp_path, "voc", voc)
+    assert error is None
+    assert "box partly outside its image, clipped: 1\n" in out
+    val = Yolo(str(tmp_path / "set/data.yaml"), "val")
+    np.testing.assert_allclose(corners(val, 0), [[0, 90, 70, 100, 80]], atol=1e-4)
+
+
 def test_images_are_copied_on_request(coco, tmp_path):
     convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco, "--copy")
     image = tmp_path / "set/images/train/1.jpg"
@@ -133,7 +153,7 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
     content["annotations"] += [
         {"id": 1, "image_id": 99, "category_id": 3, "bbox": [1, 1, 2, 2]},
         {"id": 2, "image_id": 1, "category_id": 8, "bbox": [1, 1, 2, 2]},
-        {"id": 3, "image_id": 1, "category_id": 3, "bbox": [90, 1, 20, 2]},
+        {"id": 3, "image_id": 1, "category_id": 3, "bbox": [100, 1, 20, 2]},
         {"id": 4, "image_id": 1, "category_id": 3, "bbox": [1, 1, 0, 2]},
         {"id": 5, "image_id": 1, "category_id": 3, "bbox": [1, None, 0, 2]},
         {"id": 6, "image_id": [1], "category_id": {}, "bbox": "x"},
@@ -153,7 +173,7 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
         "is 100 x 80 px, not 101 x 80",
         "annotations[5]: no image has the id 99",
         "annotations[6]: no category has the id 8",
-        "annotations[7]: box without area or outside the image: [90.0, 1.0, 20.0, 2.0]",
+        "annotations[7]: box without area or outside the image: [100.0, 1.0, 20.0, 2.0]",
         "annotations[8]: box without area",
         "annotations[9].bbox.1: ",
         "annotations[10].image_id",
@@ -265,7 +285,7 @@ def test_voc_without_lists_of_its_splits(voc, tmp_path):
 
 def test_every_fault_of_voc_files_is_named(voc, tmp_path):
     bad = [
-        voc_file(voc, "d", thing("cat", 90, 1, 120, 9), thing("", 1, 1, 9, 9), thing("cat", 9, 9, "x", 9)),
+        voc_file(voc, "d", thing("cat", 101, 1, 120, 9), thing("", 1, 1, 9, 9), thing("cat", 9, 9, "x", 9)),
         voc_file(voc, "e", thing("cat", 1, 1, 9, 9), size=(80, 100)),
         voc_file(voc, "f", thing("cat", 1, 1, 9, 9)),
         voc_file(voc, "g"),
@@ -280,7 +300,7 @@ def test_every_fault_of_voc_files_is_named(voc, tmp_path):
     assert not (tmp_path / "set").exists()
     faults = [line for line in out.splitlines() if line.startswith(str(voc))]
     expected = {
-        f"{bad[0]}: object 1: box without area or outside the image: cat 90 1 120 9",
+        f"{bad[0]}: object 1: box without area or outside the image: cat 101 1 120 9",
         f"{bad[0]}: object 2: it has no name",
         f"{bad[0]}: object 3: `bndbox` needs the numbers xmin, ymin, xmax, ymax",
         f"{bad[1]}: the image is 100 x 80 px, not 80 x 100",

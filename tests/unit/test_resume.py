@@ -251,6 +251,35 @@ def test_resuming_with_an_edited_model_file_is_refused(data: Path, tmp_path: Pat
     train(tmp_path, "train", "--resume", "runs/train", code=0)
 
 
+@pytest.mark.parametrize("again", ["resume", "restart"])
+def test_a_run_is_resumed_without_its_model_file_and_initial_weights(data: Path, tmp_path: Path, again: str) -> None:
+    model = tmp_path / "model.yaml"
+    model.write_text(Path(TINY).read_text())
+    train(tmp_path, *options(data, "--cfg", "model.yaml", "--epochs", "1"), code=0)
+    (tmp_path / "runs/train/best.pt").rename(tmp_path / "first.pt")
+    words = options(data, "--cfg", "model.yaml", "--weights", "first.pt", "--epochs", "2", "--name", "second")
+    train(tmp_path, *words, code=0)
+    run = tmp_path / "runs/second"
+    whole = torch.load(run / "last.pt", weights_only=True)
+    earlier = torch.load(run / "previous.pt", weights_only=True)  # before the last validation
+    assert earlier["epoch"] < whole["epoch"]
+    (run / "previous.pt").rename(run / "last.pt")
+    model.unlink()
+    (tmp_path / "first.pt").unlink()
+    if again == "resume":
+        train(tmp_path, "train", "--resume", "runs/second", code=0)
+    else:
+        wait(start(tmp_path, [{contract.RUN_DIR: str(run), contract.ATTEMPT: "2"}], *words), code=0)
+    resumed = torch.load(run / "last.pt", weights_only=True)
+    assert resumed["step"] == whole["step"]
+    assert_same(resumed["model"], whole["model"], "model")
+
+
+def test_a_new_run_needs_its_model_file_and_its_weights(data: Path, tmp_path: Path) -> None:
+    assert "model.yaml: no such model file" in train(tmp_path, *options(data, "--cfg", "model.yaml"), code=2).stderr
+    assert "first.pt: no such file" in train(tmp_path, *options(data, "--weights", "first.pt"), code=2).stderr
+
+
 def print_whether_it_writes(*folders: str) -> None:
     world = comm.world_of(os.environ)
     comm.join(world, torch.device("cpu"))

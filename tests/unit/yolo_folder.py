@@ -23,7 +23,8 @@ def make_yolo_set(root: Path, train: int = 4, val: int = 2) -> Path:
     """data.yaml of a set whose image k has k % 3 boxes (none means: no label file either)."""
     for split, count in (("train", train), ("val", val)):
         for k in range(count):
-            write_image(root / "images" / split / f"{k:03}.jpg", width=64 + 8 * k, seed=k)
+            seed = k + (100 if split == "val" else 0)  # no image in both splits
+            write_image(root / "images" / split / f"{k:03}.jpg", width=64 + 8 * k, seed=seed)
             if k % 3:
                 label = root / "labels" / split / f"{k:03}.txt"
                 label.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.config import DIGITS
+from trainer.config.faults import summary
 
 if TYPE_CHECKING:
     from trainer.data.convert.writer import Conversion
@@ -24,8 +25,8 @@ Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all ima
 def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -> None:
     """Print each fault of the splits train and val with file and line, and a table of the classes.
 
-    The exit code is 2 if the dataset has a fault. Warnings do not change it: the same box twice, or one image in both
-    splits.
+    `train` finds the same faults and warnings. The exit code is 2 if the dataset has a fault. Warnings do not change
+    it, for example the same box twice, or images without a label file.
     """
     from trainer.data.check import check as examine
 
@@ -43,7 +44,7 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
     else:
         lines = [str(fault) for fault in faults] + [f"warning: {fault}" for fault in warnings]
         lines += [line for table in tables for line in _lines(table)]
-        lines.append(f"{_count(len(faults), 'fault')}, {_count(len(warnings), 'warning')}")
+        lines.append(summary(found))
         lines += [f"hint: {hint}" for hint in dict.fromkeys(fault.hint for fault in faults if fault.hint)]
         typer.echo("\n".join(lines))
     if faults:
@@ -62,7 +63,7 @@ def download(data_yaml: DataYaml) -> None:
 
     if not fetch_missing(data_yaml):
         for split in ("train", "val"):
-            read_split(data_yaml, split)  # raises if images are missing and data.yaml has no `download`
+            read_split(data_yaml, split, decode=False)  # raises if images are missing and data.yaml has no `download`
         typer.echo(f"{data_yaml}: all images exist")
 
 

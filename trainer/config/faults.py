@@ -41,11 +41,29 @@ class BadData(TrainerError):
         return BadData, (self.faults, self._next)  # for other processes
 
 
-def note_left_out(faults: Sequence[Fault], folder: Path) -> list[str]:
-    """Return lines about skipped data; write the full list to a file if it is long."""
-    lines = [f"left out: {fault}" for fault in faults[:_SHOWN]]
-    if len(faults) > _SHOWN:
-        path = folder / "left_out.txt"
-        path.write_text("".join(f"{fault}\n" for fault in faults), encoding="utf-8")
-        lines.append(f"left out: {len(faults) - _SHOWN} more, all of them in {path}")
-    return lines
+def summary(faults: Sequence[Fault]) -> str:
+    """Return the numbers of faults and warnings."""
+    warnings = sum(fault.warning for fault in faults)
+    counts = {"fault": len(faults) - warnings, "warning": warnings}
+    return ", ".join(f"{count or 'no'} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
+
+
+def note_left_out(data: str, faults: Sequence[Fault], folder: Path | None = None) -> list[str]:
+    """Return lines about the skipped entries of a dataset and its warnings.
+
+    Long lists go into files in `folder` if there is one.
+    """
+    lines = []
+    for kind, chosen in (
+        ("left out", [fault for fault in faults if not fault.warning]),
+        ("warning", [fault for fault in faults if fault.warning]),
+    ):
+        lines += [f"{kind}: {fault}" for fault in chosen[:_SHOWN]]
+        if len(chosen) > _SHOWN:
+            where = f"`trainer data check --data {data}` lists them"
+            if folder:
+                path = folder / f"{'warnings' if kind == 'warning' else 'left_out'}.txt"
+                path.write_text("".join(f"{fault}\n" for fault in chosen), encoding="utf-8")
+                where = f"all of them in {path}"
+            lines.append(f"{kind}: {len(chosen) - _SHOWN} more, {where}")
+    return [*lines, f"{data}: {summary(faults)}"] if lines else []

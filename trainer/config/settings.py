@@ -18,14 +18,21 @@ PRESET: Any = None  # the default is the preset's
 REQUIRED: Any = dataclasses.MISSING
 PRESET_NAMES = tuple(each.name for each in dataclasses.fields(Preset) if each.name != "hyp")
 BACKBONE = "backbone"
+MOST_SEED = 2**64 - 1  # of torch's generators
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
 def option(
-    default: Any, help: str, *names: str, least: float | None = None, known: Sequence[str] = (), metavar: Any = None
+    default: Any,
+    help: str,
+    *names: str,
+    least: float | None = None,
+    most: float | None = None,
+    known: Sequence[str] = (),
+    metavar: Any = None,
 ) -> Any:
     """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
-    declared = {"help": help, "names": names, "least": least, "known": known, "metavar": metavar}
+    declared = {"help": help, "names": names, "least": least, "most": most, "known": known, "metavar": metavar}
     return field(default=default, metadata=declared)
 
 
@@ -107,7 +114,9 @@ class Settings:
         "machine's cores divided by its ranks, at most 8)",
         least=0,
     )
-    seed: int = option(0, "Seed of the weights, the order and the augmentation, same on all ranks.", least=0)
+    seed: int = option(
+        0, "Seed of the weights, the order and the augmentation, same on all ranks.", least=0, most=MOST_SEED
+    )
     precision: str = option(
         "auto",
         "bf16, fp16, fp32 or auto. auto: bf16 where the CPU or GPU supports it natively, else fp16 on a GPU and fp32 "
@@ -244,14 +253,23 @@ class Settings:
 
 
 def check_declared(settings: Any) -> None:
-    """Raise TrainerError for the first setting that is not among its `known` texts, or below its `least` number."""
+    """Raise TrainerError for the first setting that is not among its `known` texts, or between `least` and `most`."""
     for each in dataclasses.fields(settings):
-        value, known, least = getattr(settings, each.name), each.metadata["known"], each.metadata["least"]
+        value, known = getattr(settings, each.name), each.metadata["known"]
+        least, most = each.metadata["least"], each.metadata["most"]
         option = option_of(each.name)
         if known and value is not PRESET and value not in known:
             raise TrainerError(f"{option} {value}: unknown", f"use one of {', '.join(filter(None, known))}")
-        if least is not None and value is not PRESET and value < least:
-            raise TrainerError(f"{option} is {value:g}, it must be {least} or more")
+        if value is PRESET:
+            continue
+        if least is not None and value < least:
+            raise TrainerError(f"{option} is {_number(value)}, it must be {least} or more")
+        if most is not None and value > most:
+            raise TrainerError(f"{option} is {_number(value)}, it must be {most} or less")
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def option_of(name: str) -> str:

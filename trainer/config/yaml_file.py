@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from trainer.config.faults import BadData, Fault
+from trainer.config.text_file import read_text
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,9 @@ class YamlFile:
     values: dict[Any, Any]
     lines: dict[Any, int]
 
-    def fault(self, key: Any, what: str, hint: str) -> Fault:
+    def fault(self, key: Any, what: str, hint: str, *, warning: bool = False) -> Fault:
         """Return a fault in the line of `key`, or in the first line if the file does not have the key."""
-        return Fault(str(self.path), self.lines.get(key, 1), what, hint)
+        return Fault(str(self.path), self.lines.get(key, 1), what, hint, warning)
 
     def unknown(self, known: Collection[str]) -> list[Fault]:
         """Return a fault for every key that is not in `known`, with the most similar known key."""
@@ -29,18 +30,22 @@ class YamlFile:
         for key in self.values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, 1)
-                hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}; delete the line"
+                hint = (
+                    f"did you mean `{near[0]}`?"
+                    if near
+                    else f"known keys: {', '.join(known)}; a remark can be a comment: # ..."
+                )
                 faults.append(self.fault(key, f"unknown key `{key}`", hint))
         return faults
 
 
 def read(path: Path, texts: str = "") -> YamlFile:
-    """Read a file of keys and values. Items of the key `texts` stay text, also `no`, `010`, `1:30`.
+    """Read a file of keys and values. Items of the key `texts` and their keys stay text, also `no`, `010`, `1:30`.
 
     Raises BadData for invalid YAML, a duplicate key, or content without keys.
     """
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(read_text(path))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise BadData([Fault(str(path), 1, "not a mapping of keys to values", "write `key: value` lines")])
@@ -50,10 +55,8 @@ def read(path: Path, texts: str = "") -> YamlFile:
             if key in lines:
                 raise BadData([Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")])
             lines[key] = line
-            for item in value.value if key == texts and isinstance(value, yaml.CollectionNode) else ():
-                scalar = item[1] if isinstance(item, tuple) else item
-                if isinstance(scalar, yaml.ScalarNode):
-                    scalar.tag = "tag:yaml.org,2002:str"
+            if key == texts and isinstance(value, yaml.CollectionNode):
+                _keep_texts(value, path)
         return YamlFile(path, loader.construct_document(node), lines)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -62,3 +65,18 @@ def read(path: Path, texts: str = "") -> YamlFile:
         raise BadData([Fault(str(path), 0, error.strerror or str(error), "check the path")]) from None
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:  # ValueError: 2024-13-45
         raise BadData([Fault(str(path), 0, f"cannot be read as YAML: {error}", "use a YAML file")]) from None
+
+
+def _keep_texts(node: yaml.CollectionNode, path: Path) -> None:
+    """Let the scalars of a list or mapping stay text; raise BadData for a key that is there twice."""
+    lines: dict[str, int] = {}
+    for item in node.value:
+        scalars = item if isinstance(item, tuple) else (item,)
+        for scalar in scalars:
+            if isinstance(scalar, yaml.ScalarNode):
+                scalar.tag = "tag:yaml.org,2002:str"
+        if isinstance(item, tuple) and isinstance(item[0], yaml.ScalarNode):
+            key, line = item[0].value, item[0].start_mark.line + 1
+            if key in lines:
+                raise BadData([Fault(str(path), line, f"`{key}` is already set in line {lines[key]}", "delete one")])
+            lines[key] = line

@@ -5,37 +5,21 @@ import hashlib
 import os
 from typing import Any
 
-import cv2
 import numpy as np
 
-from trainer.config.faults import BadData, Fault
-from trainer.data.dataset import IMAGE_HINT, read_image
-from trainer.data.progress import in_threads
-from trainer.data.yolo import Source, read_split
-from trainer.errors import TrainerError
+from trainer.config.faults import Fault
+from trainer.data.yolo import Source, read_splits
 
 SPLITS = ("train", "val")
 
 
 def check(data_yaml: str, *, decode: bool) -> tuple[list[Fault], list[dict[str, Any]]]:
     """Return the faults of both splits, and a table of each readable one; `decode` images, or read their headers."""
-    faults: list[Fault] = []
-    sources = []
-    for split in SPLITS:
-        try:
-            source = read_split(data_yaml, split)
-        except BadData as error:
-            faults += error.faults
-            continue
-        sources.append(source)
-        faults += source.faults()
-        if nothing := source.no_boxes():
-            faults.append(nothing)
-        if decode:
-            faults += _undecodable(source)
+    reading = read_splits(data_yaml, SPLITS, decode=decode)
+    faults, sources = list(reading.faults), reading.sources
     if len(sources) == len(SPLITS):
         faults += _duplicates(*sources)
-    return list(dict.fromkeys(faults)), [_table(source) for source in sources]  # both splits share those of data.yaml
+    return faults, [_table(source) for source in sources]
 
 
 def _table(source: Source) -> dict[str, Any]:
@@ -57,23 +41,6 @@ def _table(source: Source) -> dict[str, Any]:
 
 def _paths(source: Source) -> list[str]:
     return [os.path.join(source.listing.root, os.fsdecode(path)) for path in source.scan.paths]
-
-
-def _undecodable(source: Source) -> list[Fault]:
-    def problem(image: tuple[str, list[int]]) -> Fault | None:
-        path, size = image
-        try:
-            height, width = read_image(path).shape[:2]
-        except TrainerError as error:
-            return Fault(path, 0, "cannot be decoded", error.hint)
-        if [height, width] != size:
-            what = f"is {width} x {height} px, but its header says {size[1]} x {size[0]}"
-            return Fault(path, 0, what, IMAGE_HINT)
-        return None
-
-    cv2.utils.logging.setLogLevel(2)  # errors only: OpenCV's warnings repeat these faults without the file's name
-    images = list(zip(_paths(source), source.scan.sizes.tolist(), strict=True))
-    return [fault for fault in in_threads(problem, images, f"decoding {source.split} images") if fault]
 
 
 def _duplicates(train: Source, val: Source) -> list[Fault]:

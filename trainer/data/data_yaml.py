@@ -1,5 +1,8 @@
 """The data.yaml of a YOLO-format dataset: image folders or lists, and class names."""
 
+# ruff: noqa: PTH100 (abspath follows no links)
+
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,8 +10,9 @@ from typing import Any
 from trainer.config import yaml_file
 from trainer.config.faults import BadData, Fault
 
-# Roboflow's exports contain the key `roboflow`.
-_KEYS = ("path", "train", "val", "test", "nc", "names", "download", "sha256", "roboflow")
+# Roboflow's exports contain the key `roboflow`, and datasets of poses the last three.
+_KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "download", "sha256", "roboflow")
+_KEYS += ("kpt_shape", "kpt_names", "flip_idx")
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class DataYaml:
     names: list[str]
     sources: list[Path]
     line: int  # line of the split's key
+    keypoint_values: int  # numbers after the box in each row of a dataset of poses, else 0
+    warnings: list[Fault]
 
 
 class Content(yaml_file.YamlFile):
@@ -42,9 +48,14 @@ def read_data_yaml(path: Path, split: str) -> DataYaml:
     faults = content.unknown(_KEYS)
     names = _names(content, faults)
     sources = _sources(content, split, faults)
+    values = _keypoint_values(content, faults)
     if faults:
         raise BadData(faults)
-    return DataYaml(path, names, sources, content.lines[split])
+    warnings = []
+    if values:
+        what = "the key points of the labels are not used: a detector is trained on their boxes"
+        warnings.append(content.fault("kpt_shape", what, "nothing needs to be changed", warning=True))
+    return DataYaml(path, names, sources, content.lines[split], values, warnings)
 
 
 def load_data_yaml(path: Path) -> Content:
@@ -63,21 +74,36 @@ def _names(content: Content, faults: list[Fault]) -> list[str]:
         faults.append(content.fault("names", "`names` must list the class names", hint))
         return []
     if isinstance(names, dict):
-        if sorted(names, key=str) != sorted(range(len(names)), key=str):
+        numbered = {int(key): name for key, name in names.items() if isinstance(key, str) and key.isdecimal()}
+        if len(numbered) < len(names) or set(numbered) != set(range(len(names))):
             what = "the classes of `names` must be numbered from 0 without a gap"
             faults.append(content.fault("names", what, f"number them 0 to {len(names) - 1}"))
             return []
-        names = [names[k] for k in range(len(names))]
+        names = [numbered[k] for k in range(len(names))]
     names = [str(name) for name in names]
     if not all(names):
         faults.append(content.fault("names", "a class of `names` has no name", "give each class a unique name"))
     for name in sorted({name for name in names if names.count(name) > 1}):
         faults.append(content.fault("names", f"class name `{name}` is given twice", "give each class a unique name"))
     nc = content.values.get("nc", len(names))
+    nc = int(nc) if isinstance(nc, str) and nc.isdecimal() else nc
     if nc != len(names):
         what = f"nc is {nc}, but `names` has {len(names)} names"
         faults.append(content.fault("nc", what, "correct one of them; `nc` may be left out"))
     return names
+
+
+def _keypoint_values(content: Content, faults: list[Fault]) -> int:
+    """Return the numbers per row that `kpt_shape` declares: [key points, 2 or 3 values of each]."""
+    shape = content.values.get("kpt_shape")
+    if shape is None:
+        return 0
+    numbers = shape if isinstance(shape, list) and all(type(number) is int for number in shape) else []
+    if len(numbers) != 2 or numbers[0] < 1 or numbers[1] not in (2, 3):
+        what = f"kpt_shape is {shape}, it must be the number of key points and of the values of each, 2 or 3"
+        faults.append(content.fault("kpt_shape", what, "for example `kpt_shape: [17, 3]`"))
+        return 0
+    return int(numbers[0] * numbers[1])
 
 
 def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
@@ -92,7 +118,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
         return []
     root = content.root()
     if not root.is_dir():
-        faults.append(content.fault("path", f"no such folder: {root}", _missing_hint(content, split)))
+        faults.append(content.fault("path", f"no such folder: {root}", _missing_hint(content, split, root)))
         return []
     found = []
     for entry in entries:
@@ -102,7 +128,7 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
             found.append(source)
         else:
             what = f"the {split} images are missing: {candidates[0]}"
-            faults.append(content.fault(split, what, _missing_hint(content, split)))
+            faults.append(content.fault(split, what, _missing_hint(content, split, candidates[0])))
     return found
 
 
@@ -112,7 +138,13 @@ def source_candidates(root: Path, entry: str) -> list[Path]:
     return [root / entry] + ([root / entry[3:]] if entry.startswith("../") else [])
 
 
-def _missing_hint(content: Content, split: str) -> str:
+def _missing_hint(content: Content, split: str, path: Path) -> str:
     if content.values.get("download") and split != "test":  # archives often lack the test split
         return f"`trainer data download --data {content.path}` fetches them; so does training"
-    return "correct the path, or copy the data there"
+    return f"correct the path, or copy the data there{mount_hint(path, content.path)}"
+
+
+def mount_hint(path: str | Path, data_yaml: Path) -> str:
+    """Return what to do in a container about a missing path that is not below the folder of the data.yaml, else ""."""
+    inside = Path(os.path.abspath(data_yaml)).parent in Path(os.path.abspath(path)).parents
+    return "" if inside else f"; in a container, mount it: clusterctl launch --mount {os.path.abspath(path)}"

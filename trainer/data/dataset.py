@@ -7,6 +7,7 @@ from typing import Protocol
 import cv2
 import numpy as np
 import numpy.typing as npt
+from PIL import Image as Pillow
 
 from trainer.errors import TrainerError
 
@@ -18,6 +19,10 @@ Labels = npt.NDArray[np.float32]  # (n, 5): class, cx, cy, w, h as fractions of 
 Segment = npt.NDArray[np.float32]  # (k, 2): the corners x, y of a polygon as fractions; (0, 2) without a polygon
 
 IMAGE_HINT = "replace the image, or delete it and its label file"
+MOST_PIXELS = 2**30  # of an image that OpenCV decodes, to 3 GiB
+END = b"\xff\xd9"  # the end marker of a JPEG
+if Pillow.MAX_IMAGE_PIXELS is not None:  # it refuses 179 megapixels, as a protection of programs that decode uploads
+    Pillow.MAX_IMAGE_PIXELS = max(Pillow.MAX_IMAGE_PIXELS, MOST_PIXELS)
 _FLAGS = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4}
 _FLAGS[8] = cv2.IMREAD_REDUCED_COLOR_8
 
@@ -27,11 +32,21 @@ def reduction(longer: int, min_side: int) -> int:
     return next((by for by in (8, 4, 2) if min_side and longer >= by * min_side), 1)
 
 
-def read_image(path: str, factor: int = 1) -> Image:
-    """Decode an image file at 1 / `factor` of its size, with its EXIF orientation, as uint8 (h, w, 3) RGB."""
+def completed(content: bytes) -> bytes:
+    """Return the bytes of a JPEG with an end marker, without which OpenCV refuses it, and others as they are."""
+    return content + END if content.startswith(b"\xff\xd8") and not content.endswith(END) else content
+
+
+def read_image(path: str, factor: int = 1, *, completes: bool = False) -> Image:
+    """Decode an image file at 1 / `factor` of its size, with its EXIF orientation, as uint8 (h, w, 3) RGB.
+
+    With `completes`, a JPEG may lack its end marker: its file must be known to be complete otherwise, because OpenCV
+    fills missing rows with gray.
+    """
     try:
         with open(path, "rb", buffering=0) as stream:  # noqa: PTH123 (faster than Path.open)
-            image = cv2.imdecode(np.frombuffer(stream.read(), np.uint8), _FLAGS[factor])
+            content = completed(stream.read()) if completes else stream.read()
+        image = cv2.imdecode(np.frombuffer(content, np.uint8), _FLAGS[factor])
     except (OSError, ValueError, cv2.error):
         image = None
     if image is None:

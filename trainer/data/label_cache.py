@@ -1,7 +1,8 @@
 """Label cache: each scan is one memory-mapped file, shared by all processes and later starts.
 
 A file's name is a hash of the paths, sizes and times of images and label files. A rename creates it atomically. On one
-node, one process builds it while the others wait.
+node, one process builds it while the others wait. The states of the images are in a file beside it, so that a changed
+label does not decode them again.
 """
 
 import contextlib
@@ -13,26 +14,35 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from trainer.config.faults import Fault
+from trainer.data.image_check import decode_images, read_headers
+from trainer.data.image_file import ImageState
 from trainer.data.listing import Listing
 from trainer.data.scan import Scan, scan
 from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
-_FORMAT = 2  # version of the file and of the scan's checks; part of the hash
+_FORMAT = 4  # version of the file and of the scan's checks; part of the hash
+_IMAGES = f"images-{_FORMAT}.json"  # the state of each image that was decoded, whatever its split and labels
 _KEPT = 8  # newest scans of a dataset
 _ABANDONED_S = 24 * 3600.0
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))
 
 
-def cached_scan(listing: Listing, nc: int) -> Scan:
-    """Return the scan of `listing` with `nc` classes from the cache, or make it and cache it if possible."""
+def cached_scan(listing: Listing, nc: int, keypoint_values: int, *, decode: bool = True) -> Scan:
+    """Return `scan` of the same arguments from the cache, or make it and cache it if possible.
+
+    Without `decode`, only the headers of the images are read.
+    """
     folders = cache_folders(listing.root)
-    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, len(listing.images)]).encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps([_FORMAT, nc, keypoint_values, decode, len(listing.images)]).encode(), digest_size=16
+    )
     digest.update(os.fsencode("\0".join(listing.images)))
     digest.update(listing.stamps.tobytes())
     name = f"labels-{digest.hexdigest()}"
@@ -40,14 +50,50 @@ def cached_scan(listing: Listing, nc: int) -> Scan:
         for folder in folders:
             with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
                 return load(folder / name)
-        built = scan(listing, nc)
-        if not len(built.paths):  # torch maps no empty arrays
+        states = _decoded(listing, folders) if decode else read_headers(listing.image_files())
+        built = scan(listing, states, nc, keypoint_values)
+        is_final = all(state.is_final for state in states)
+        if not (is_final and len(built.paths)):  # torch maps no empty arrays
             return built
         for folder in folders:
             with contextlib.suppress(OSError, RuntimeError):  # torch.save raises RuntimeError on a full disk
                 _store(built, folder, name)
                 return load(folder / name)
     return built
+
+
+def _decoded(listing: Listing, folders: list[Path]) -> list[ImageState]:
+    """Return the states of all images; only those that were not decoded before, or have changed, are decoded."""
+    known = _known(folders)
+    files, stamps = listing.image_files(), listing.stamps[:, :2].tolist()
+    missing = [k for k, name in enumerate(listing.images) if known.get(name, [[]])[0] != stamps[k]]
+    for k, state in zip(missing, decode_images([files[k] for k in missing]), strict=True):
+        known[listing.images[k]] = [stamps[k], state]
+    states = [known[name][1] for name in listing.images]
+    if missing:
+        listed = set(listing.images)
+        existing = {name for name in known if name in listed or os.path.exists(os.path.join(listing.root, name))}  # noqa: PTH110, PTH118
+        rows = {
+            name: [stamp, dataclasses.asdict(state)]
+            for name, (stamp, state) in known.items()
+            if name in existing and state.is_final
+        }
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                with new_draft(folder, _IMAGES) as draft:
+                    draft.write_text(json.dumps(rows), encoding="utf-8")
+                    draft.replace(folder / _IMAGES)
+                break
+    return states
+
+
+def _known(folders: list[Path]) -> dict[str, list[Any]]:
+    """Return [stamp, state] of each image that was decoded before."""
+    for folder in folders:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # no such file, or a damaged one
+            rows = json.loads((folder / _IMAGES).read_text(encoding="utf-8"))
+            return {name: [stamp, ImageState(**state)] for name, (stamp, state) in rows.items()}
+    return {}
 
 
 def load(path: Path) -> Scan:

@@ -1,13 +1,13 @@
 """Registry of detection datasets: by name, by data.yaml or by import path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from trainer.config import imports
 from trainer.data.dataset import Dataset
 from trainer.data.digits import Digits
-from trainer.data.yolo import Yolo
+from trainer.data.yolo import Yolo, open_sources
 from trainer.errors import TrainerError
 
 Split = Literal["train", "val", "test"]
@@ -19,18 +19,32 @@ EMBEDDED: dict[str, Callable[[Literal["train", "val"], int], Dataset]] = {"digit
 def open_dataset(
     source: str, split: Split, *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
 ) -> Dataset:
-    """Open the dataset `source`: the name of an embedded one, the path of a data.yaml, or package.module:function.
+    """Open one split of a dataset, see `open_datasets`."""
+    (dataset,) = open_datasets(source, [split], imgsz=imgsz, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
+    return dataset
+
+
+def open_datasets(
+    source: str, splits: Sequence[Split], *, imgsz: int, single_cls: bool = False, allow_bad_labels: bool = False
+) -> list[Dataset]:
+    """Open splits of `source`: the name of an embedded dataset, the path of a data.yaml, or package.module:function.
 
     The function takes (split, imgsz); `imgsz` is the side of an embedded dataset's images. With `single_cls` all
-    classes become one, "item". With `allow_bad_labels` bad rows and images are left out, in place of BadData.
+    classes become one, "item". The faults of all splits are one BadData; with `allow_bad_labels`, bad rows and images
+    are left out instead.
     """
     is_import = imports.is_import_path(source) and not Path(source).is_file()
     if not is_import and source not in EMBEDDED:
-        return Yolo(source, split, single_cls=single_cls, allow_bad_labels=allow_bad_labels)
+        sources = open_sources(source, splits, allow_bad_labels=allow_bad_labels)
+        return [Yolo(each, single_cls=single_cls) for each in sources]
     if single_cls:
         raise TrainerError(f"--single-cls: the classes of {source} are fixed", "use it with a data.yaml")
     if is_import:
-        return _imported(source, split, imgsz)
+        return [_imported(source, split, imgsz) for split in splits]
+    return [_embedded(source, split, imgsz) for split in splits]
+
+
+def _embedded(source: str, split: Split, imgsz: int) -> Dataset:
     if split == "test":
         raise TrainerError(f"--split test: {source} has no such images", "use --split val")
     return EMBEDDED[source](split, imgsz)

@@ -2,26 +2,23 @@
 
 Reference counts would copy a list of a million objects into every worker process, page by page.
 """
-# ruff: noqa: PTH113, PTH118, PTH202
-# (Paths are strings: a hundred thousand pathlib objects would double the time to open a dataset.)
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image as Pillow
-from PIL.TiffImagePlugin import TiffImageFile
 
 from trainer.config.faults import Fault
-from trainer.data.dataset import IMAGE_HINT, Floats, Ints, Labels
-from trainer.data.listing import Listing
+from trainer.config.text_file import read_text
+from trainer.data.dataset import Floats, Ints, Labels
+from trainer.data.image_check import faults_of
+from trainer.data.image_file import ImageState
+from trainer.data.listing import Listing, first_of
 from trainer.data.progress import in_threads
 
-_ORIENTATION = 0x0112  # EXIF tag; 5 to 8 are quarter turns
-_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257  # TIFF tags: size before the rotation
-_LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB\x60\x82"}
 _ROW_HINT = "write each line as `class cx cy w h`, the last four as fractions of the image's sides"
 
 
@@ -50,21 +47,33 @@ class _Image:
     lines: list[int]  # (k,)
 
 
-def scan(listing: Listing, nc: int) -> Scan:
-    """Read the headers of all images and all labels of `listing`, with classes 0 to nc - 1."""
+def scan(listing: Listing, states: Sequence[ImageState], nc: int, keypoint_values: int = 0) -> Scan:
+    """Read all labels of `listing`, with classes 0 to nc - 1; `states` are those of its images.
+
+    In a dataset of poses, `keypoint_values` numbers follow the box in each row; they are not used.
+    """
     faults: list[tuple[int, Fault]] = []  # with the image's index
     indices = range(len(listing.images))
-    reads = in_threads(lambda index: _read(listing, index, faults), indices, "reading labels")
+    counts = Counter(kind for state in states for kind in state.oddities)
+    for index, (path, state) in enumerate(zip(listing.image_files(), states, strict=True)):
+        faults += [(index, fault) for fault in faults_of(path, state, counts)]
+    reads = in_threads(
+        lambda index: _read(listing, index, states[index], keypoint_values, faults), indices, "reading labels"
+    )
     images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)
-    labels, good, bad = _check(rows, owner, sizes, nc)
+    labels, good, bad = _check(rows, owner, nc)
     lines = [line for image in images for line in image.lines]
+    clipped = np.flatnonzero(good & _is_beyond(rows, 1 / sizes[owner][:, ::-1]))
+    if len(clipped):
+        what = f"box partly outside the image, clipped to it{first_of(len(clipped))}"
+        bad[int(clipped[0])] = what, True
     for k, (what, warning) in bad.items():
         index = images[owner[k]].index
         file = listing.label_file(index)
-        text = Path(file).read_text(encoding="utf-8-sig").splitlines()[lines[k] - 1].strip()[:60]
+        text = read_text(file).splitlines()[lines[k] - 1].strip()[:60]
         faults.append((index, Fault(file, lines[k], f"{what}: `{text}`", _ROW_HINT, warning)))
     faults.sort(key=lambda item: (item[0], item[1].line))
     every = [outline for image in images for outline in image.outlines]
@@ -84,20 +93,20 @@ def _offsets(counts: npt.ArrayLike) -> Ints:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Image | None:
+def _read(
+    listing: Listing, index: int, state: ImageState, keypoint_values: int, faults: list[tuple[int, Fault]]
+) -> _Image | None:
     """Return the image `index` of `listing` and its rows, polygons as their bounds; add faults to `faults`.
 
     An image whose labels cannot be read is omitted: without labels, it would count as background.
     """
     file = listing.label_file(index)
-    size = image_size(os.path.join(listing.root, listing.images[index]))
-    if isinstance(size, Fault):
-        faults.append((index, size))
+    if state.problem:
         return None
     content: list[str] = []
     if listing.stamps[index, 2] >= 0:
         try:
-            content = Path(file).read_text(encoding="utf-8-sig").splitlines()
+            content = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             faults.append((index, Fault(file, 0, f"cannot be read: {error}", _ROW_HINT)))
             return None
@@ -109,7 +118,9 @@ def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Ima
             faults.append((index, Fault(file, number, f"not a number in `{line.strip()[:60]}`", _ROW_HINT)))
             continue
         outline = np.empty((0, 2))
-        if len(row) >= 7 and len(row) % 2:
+        if keypoint_values:
+            row = row[:5] if len(row) == 5 + keypoint_values else row
+        elif len(row) >= 7 and len(row) % 2:
             outline = np.array(row[1:]).reshape(-1, 2)
             low, high = outline.min(0), outline.max(0)
             row = [row[0], *(low + high) / 2, *(high - low)]
@@ -118,52 +129,25 @@ def _read(listing: Listing, index: int, faults: list[tuple[int, Fault]]) -> _Ima
             outlines.append(outline)
             lines.append(number)
         elif row:
-            faults.append((index, Fault(file, number, f"{len(row)} columns instead of 5", _ROW_HINT)))
-    return _Image(index, size, np.array(rows, np.float64).reshape(-1, 5), outlines, lines)
+            expected = f"5 or {5 + keypoint_values}" if keypoint_values else "5"
+            faults.append((index, Fault(file, number, f"{len(row)} columns instead of {expected}", _ROW_HINT)))
+    return _Image(index, (state.height, state.width), np.array(rows, np.float64).reshape(-1, 5), outlines, lines)
 
 
-def image_size(image: str) -> tuple[int, int] | Fault:
-    """Return (height, width) from the image's header, after the EXIF rotation that the decoder applies."""
-    try:
-        with Pillow.open(image) as header:
-            width, height = header.size
-            if isinstance(header, TiffImageFile):  # newer versions of Pillow return the size after the rotation
-                width, height = header.tag_v2[_TIFF_WIDTH], header.tag_v2[_TIFF_HEIGHT]
-            # getexif() decodes a whole PNG if its header has no EXIF.
-            has_exif = header.format == "TIFF" or "exif" in header.info
-            is_rotated = has_exif and header.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8)
-            last, stream = _LAST_BYTES.get(header.format or "", b""), header.fp
-            if last and stream:
-                stream.seek(-len(last), os.SEEK_END)
-                if stream.read() != last:
-                    # Truncated, or followed by other bytes. OpenCV would fill with gray, so Pillow decides.
-                    with Pillow.open(image) as decoded:
-                        decoded.load()
-    except Exception as error:  # Pillow's readers raise many types
-        what = str(error) if not os.path.isfile(image) or os.path.getsize(image) else "empty file"
-        return Fault(image, 0, f"not a readable image: {what.replace(repr(image), 'it')}", IMAGE_HINT)
-    return (width, height) if is_rotated else (height, width)
-
-
-def _check(
-    rows: Floats, owner: Ints, sizes: npt.NDArray[np.int32], nc: int
-) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
+def _check(rows: Floats, owner: Ints, nc: int) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
     """Check `rows` (n, 5).
 
     Returns the valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
     and whether it is only a warning.
     """
-    half = rows[:, 3:] / 2
-    low, high = rows[:, 1:3] - half, rows[:, 1:3] + half
-    # Annotation tools round to whole pixels, so one pixel beyond the edge is valid.
-    slack = 1 / sizes[owner][:, ::-1]
+    low, high = (np.clip(edges, 0, 1) for edges in _edges(rows))
     tests = [
         (~np.isfinite(rows).all(1), "not a finite number"),
         ((rows[:, 0] < 0) | (rows[:, 0] >= nc), f"class out of range 0 to {nc - 1}"),
         (rows[:, 0] != np.floor(rows[:, 0]), "class is not a whole number"),
         ((rows[:, 1:] > 2).any(1), "pixels instead of fractions"),
         ((rows[:, 3:] <= 0).any(1), "box without area"),
-        (((low < -slack) | (high > 1 + slack)).any(1), "box outside the image"),
+        (((high - low).astype(np.float32) <= 0).any(1), "box outside the image"),
     ]
     bad: dict[int, tuple[str, bool]] = {}
     for fails, what in tests:
@@ -174,6 +158,20 @@ def _check(
     good = np.zeros_like(fine)
     good[np.flatnonzero(fine)[first]] = True
     bad.update(dict.fromkeys(np.flatnonzero(fine & ~good).tolist(), ("the same box twice", True)))
-    low, high = np.clip(low[good], 0, 1), np.clip(high[good], 0, 1)
+    low, high = low[good], high[good]
     labels = np.concatenate([rows[good, :1], (low + high) / 2, high - low], 1).astype(np.float32)
     return labels, good, bad
+
+
+def _edges(rows: Floats) -> tuple[Floats, Floats]:
+    """Return the left top and right bottom corners (n, 2) of `rows` (n, 5)."""
+    half = rows[:, 3:] / 2
+    return rows[:, 1:3] - half, rows[:, 1:3] + half
+
+
+def _is_beyond(rows: Floats, pixel: Floats) -> npt.NDArray[np.bool_]:
+    """Return whether each box of `rows` (n, 5) exceeds its image by more than a `pixel` (n, 2)."""
+    low, high = _edges(rows)
+    # Annotation tools round to whole pixels, so one pixel beyond the edge is nothing to report.
+    beyond: npt.NDArray[np.bool_] = np.asarray(((low < -pixel) | (high > 1 + pixel)).any(1))
+    return beyond

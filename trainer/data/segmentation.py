@@ -10,12 +10,13 @@ import numpy.typing as npt
 from PIL import Image as Pillow
 
 from trainer.config import DIGITS, IGNORED
-from trainer.config.faults import Fault
+from trainer.config.text_file import read_text
 from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
 from trainer.data.digits import Digits
+from trainer.data.image_check import read_headers
+from trainer.data.image_file import ImageState
 from trainer.data.listing import images_below
 from trainer.data.progress import in_threads
-from trainer.data.scan import image_size
 from trainer.errors import TrainerError
 
 Split = Literal["train", "val"]
@@ -40,16 +41,17 @@ class MaskFolder:
         self._paths = np.array(names, object).astype("U")
         self.counts = np.zeros(256, np.int64)  # pixels of each value
         self._highest: list[int] = []  # class of each mask
-        for counts in in_threads(self._checked, range(len(names)), "reading masks"):
+        states = read_headers([str(self._images / name) for name in names])
+        for counts in in_threads(lambda k: self._checked(k, states[k]), range(len(names)), "reading masks"):
             self.counts += counts
             self._highest.append(int(np.flatnonzero(counts[:IGNORED]).max(initial=0)))
 
-    def _checked(self, index: int) -> Ints:
+    def _checked(self, index: int, state: ImageState) -> Ints:
         """Return the number of pixels of each value of a mask; raise TrainerError if the mask is invalid."""
         image, path = self._images / self.name(index), self._mask_path(index)
-        size = image_size(str(image))
-        if isinstance(size, Fault):
-            raise TrainerError(f"{image}: {size.what}", "remove or replace it")
+        size = state.height, state.width
+        if state.problem:
+            raise TrainerError(f"{image}: not a readable image: {state.problem}", "remove or replace it")
         mask = self.mask(index)
         if mask.shape != size:
             what = f"{path}: {mask.shape[1]} x {mask.shape[0]} px, its image has {size[1]} x {size[0]}"
@@ -78,7 +80,7 @@ class MaskFolder:
 
     def image(self, index: int) -> Image:
         """Decode the file, with its EXIF orientation, as uint8 (h, w, 3) RGB."""
-        return read_image(str(self._images / self.name(index)))
+        return read_image(str(self._images / self.name(index)), completes=True)
 
     def mask(self, index: int) -> Mask:
         """Return the values of the mask's pixels, or their palette indices: a class, or IGNORED."""
@@ -155,7 +157,7 @@ def _names(root: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{path}: cannot be read: {error}", "write one class name per line") from None
     if not 0 < len(names) <= IGNORED or len(set(names)) < len(names):

@@ -7,6 +7,7 @@ All labels are read and checked when the dataset is opened, before training star
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,7 @@ class Source:
 
     def faults(self) -> list[Fault]:
         """Return all faults and warnings except `no_boxes`."""
-        return self.listing.faults + self.scan.faults
+        return self.spec.warnings + self.listing.faults + self.scan.faults
 
     def no_boxes(self) -> Fault | None:
         """Return a fault if the split has no boxes at all."""
@@ -50,11 +51,55 @@ class Source:
         return Fault(str(self.spec.path), self.spec.line, what, f"put the labels in {', '.join(folders[:3])}")
 
 
-def read_split(data_yaml: str, split: str) -> Source:
+@dataclass(frozen=True)
+class Reading:
+    """What was found in the splits of a data.yaml: what `trainer data check` prints, and a training refuses."""
+
+    sources: list[Source]  # of the splits that can be used
+    faults: list[Fault]  # all of them, and the warnings
+    fatal: list[Fault]  # those without which nothing is left of a split
+
+
+def read_splits(data_yaml: str, splits: Sequence[str], *, decode: bool = True) -> Reading:
+    """Read splits with all their faults; without `decode`, of the images only what their headers show."""
+    sources, faults, fatal = list[Source](), list[Fault](), list[Fault]()
+    for split in splits:
+        try:
+            source = read_split(data_yaml, split, decode=decode)
+        except BadData as error:
+            faults += error.faults
+            fatal += error.faults
+            continue
+        sources.append(source)
+        faults += source.faults()
+        if nothing := source.no_boxes():
+            faults.append(nothing)
+            fatal.append(nothing)
+    return Reading(sources, list(dict.fromkeys(faults)), list(dict.fromkeys(fatal)))  # both share those of data.yaml
+
+
+def read_split(data_yaml: str, split: str, *, decode: bool = True) -> Source:
     """Read one split and all its faults; raise BadData if it cannot be listed."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    return Source(split, spec, listing, cached_scan(listing, len(spec.names)))
+    found = cached_scan(listing, len(spec.names), spec.keypoint_values, decode=decode)
+    return Source(split, spec, listing, found)
+
+
+def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: bool) -> list[Source]:
+    """Return the splits; raise one BadData for all faults of all of them, those that cannot be left out at least.
+
+    Missing images are fetched if data.yaml has `download`.
+    """
+    fetch_missing(data_yaml)
+    reading = read_splits(data_yaml, splits)
+    stopping = [fault for fault in reading.faults if not fault.warning]
+    if stopping and not allow_bad_labels:
+        hint = f"`trainer data check --data {data_yaml}` lists all faults; --allow-bad-labels leaves them out"
+        raise BadData(stopping, hint)
+    if reading.fatal:
+        raise BadData(reading.fatal)
+    return reading.sources
 
 
 class Yolo:
@@ -63,20 +108,17 @@ class Yolo:
     flips = True
     decodes_reduced = True
 
-    def __init__(self, data_yaml: str, split: str, *, single_cls: bool = False, allow_bad_labels: bool = False) -> None:
-        """Open the dataset, see `open_dataset`; fetch missing images if data.yaml has `download`."""
-        fetch_missing(data_yaml)
-        source = read_split(data_yaml, split)
+    def __init__(
+        self, data: str | Source, split: str = "", *, single_cls: bool = False, allow_bad_labels: bool = False
+    ) -> None:
+        """Open a split of the data.yaml `data`, or one that `open_sources` has opened."""
+        source = data
+        if isinstance(source, str):
+            (source,) = open_sources(source, [split], allow_bad_labels=allow_bad_labels)
         self._scan, self._root = source.scan, source.listing.root
         self._single = single_cls
         self.names = [SINGLE_CLASS] if single_cls else source.spec.names
         self.faults = source.faults()  # of omitted entries, and warnings
-        stopping = [fault for fault in self.faults if not fault.warning]
-        if stopping and not allow_bad_labels:
-            hint = f"`trainer data check --data {data_yaml}` lists all faults; --allow-bad-labels leaves them out"
-            raise BadData(stopping, hint)
-        if fault := source.no_boxes():
-            raise BadData([fault])
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker maps the cached arrays instead of receiving a copy.
@@ -114,7 +156,7 @@ class Yolo:
 
     def image(self, index: int, min_side: int = 0) -> Image:
         """Return image `index` as uint8 (h, w, 3) RGB; a small `min_side` decodes JPEG several times faster."""
-        return read_image(self.name(index), reduction(int(self._scan.sizes[index].max()), min_side))
+        return read_image(self.name(index), reduction(int(self._scan.sizes[index].max()), min_side), completes=True)
 
     def labels(self, index: int) -> Labels:
         """Return the boxes of image `index` as float32 (n, 5): class, cx, cy, w, h as fractions of its sides."""

@@ -16,7 +16,7 @@ from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.weights import checkpoint_file
 
-LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+LAST, PREVIOUS, BEST = checkpoint_file.LAST, checkpoint_file.PREVIOUS, "best.pt"
 # Settings of the machine, which are not taken from the checkpoint.
 _PLACEMENT = {"resume", "device", "parallel", "stages", "micro_batches", "workers", "cache", "project", "name"}
 _PLACEMENT |= {"exist_ok"}

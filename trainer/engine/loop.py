@@ -139,7 +139,7 @@ class TrainLoop:
         say = training.display.print
         training.train_loader.cache(s.cache, folders, training.world, comm.all_gather, threads, say)
         if self.writes:
-            for line in note_left_out(training.task.left_out, self.run_dir):
+            for line in note_left_out(s.data, training.task.left_out, self.run_dir):
                 training.display.print(line)
         if content:
             training.load_state_dict(content)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import cv2
 import numpy as np
 
+from trainer.config.text_file import read_text
 from trainer.data.dataset import Image
 from trainer.errors import TrainerError
 from trainer.metrics.curves import Bools, Floats, Ints
@@ -57,7 +58,7 @@ class CocoTruth:
         """Read a file. Each class in `names` must be a category of it."""
         self._path = path
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
             categories = {entry["name"]: entry["id"] for entry in content["categories"]}
             self._ids = {Path(entry["file_name"]).name: entry["id"] for entry in content["images"]}
             annotations = [

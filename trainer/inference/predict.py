@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from trainer.config.inference import PredictSettings
+from trainer.config.text_file import read_text
 from trainer.data.dataset import Image
 from trainer.data.detection_loader import check_imgsz
 from trainer.data.listing import SUFFIXES
@@ -191,7 +192,7 @@ def _expand(source: str) -> list[Path]:
 def _read_list(path: Path, where: str) -> list[Path]:
     """Return the files of a list of paths, which are relative to the list."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TrainerError(f"{where}: cannot be read: {error}", "expected one path per line, in UTF-8") from None
     files = {number: path.parent / line.strip() for number, line in enumerate(lines, 1) if line.strip()}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract
+from trainer.config.faults import note_left_out
 from trainer.config.inference import ValSettings
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import ValLoader
@@ -76,7 +77,8 @@ def validate(settings: ValSettings) -> Validation | None:
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
     share = comm.share_of(world, device, s.workers, trained.stride)
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
-    for note in loader.notes if world.rank == 0 else ():
+    left_out = note_left_out(s.data, getattr(dataset, "faults", ()))
+    for note in (*left_out, *loader.notes) if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON
     # Before the rendezvous, so that an error of the folder is that of rank 0 alone.
     writes = world.rank == 0 and (s.plots or s.save_json or s.save_txt)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Hyp, Settings
+from trainer.config.imports import is_import_path
 from trainer.data.dataset import Dataset
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
-from trainer.data.registry import open_dataset
+from trainer.data.registry import open_datasets
 from trainer.detectors import Detections, Limits, build, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
@@ -42,16 +44,30 @@ class Detection(Task):
         for key in ("cutmix", "randaugment", "pad"):
             if getattr(s.hyp, key) != getattr(Hyp(), key):
                 raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
-        self._weights = checkpoint_file.load(s.weights) if s.weights else None
+        self._resumed = checkpoint_file.resumed(s.resume) if s.weights or s.cfg else None
+        self._weights = checkpoint_file.load(s.weights) if s.weights and not self._resumed else None
         if self._weights:
             checkpoint_file.check_task(self._weights, "detect", s.weights)
-        self._where = s.cfg or (s.weights if self._weights else DEFAULT_CFG)
-        self.cfg = self._weights["cfg"] if self._weights and not s.cfg else read_cfg(self._where)
+        self._where = s.cfg or s.weights or DEFAULT_CFG
+        self.cfg = self._read_cfg()
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        self.train_set = open_dataset(s.data, "train", **how)
-        self.val_set = open_dataset(s.data, "val", **how)
-        self.left_out = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
+        self.train_set, self.val_set = open_datasets(s.data, ["train", "val"], **how)
+        found = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
+        self.left_out = list(dict.fromkeys(found))  # both splits have the warnings of their common folders
         self.names = self.train_set.names
+
+    def _read_cfg(self) -> dict[str, Any]:
+        """Return the model of --cfg, else of the weights; of a resumed run whose --cfg is gone, its checkpoint's."""
+        cfg, made = self._settings.cfg, self._weights or self._resumed
+        if made and not cfg:
+            return dict(made["cfg"])
+        try:
+            return read_cfg(self._where)
+        except TrainerError:
+            is_gone = not Path(cfg).exists() and not is_import_path(cfg)
+            if not (self._resumed and is_gone):
+                raise
+            return dict(self._resumed["cfg"])
 
     def build(self, say: Callable[[str], None]) -> nn.Module:
         """Return the network for the classes of the data, with the matching tensors of --weights."""

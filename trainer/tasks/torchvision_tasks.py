@@ -72,10 +72,12 @@ class TorchvisionTask(Task):
             raise TrainerError(what, f"its keys are {', '.join(self.hyp_keys)}")
         self.terms = self.loss_type.terms
         self._weights: Mapping[str, Any] | None = None
-        if s.weights and s.weights != OWN_WEIGHTS:
+        self._resumed = checkpoint_file.resumed(s.resume) if s.weights else None
+        if s.weights and s.weights != OWN_WEIGHTS and not self._resumed:
             self._weights = checkpoint_file.load(s.weights)
             checkpoint_file.check_task(self._weights, self.kind, s.weights)
-        own = self._weights["cfg"]["torchvision"] if self._weights else self.default_cfg
+        made = self._weights or self._resumed
+        own = made["cfg"]["torchvision"] if made else self.default_cfg
         self.cfg = {"torchvision": s.cfg or own}
 
     @abstractmethod
@@ -85,7 +87,7 @@ class TorchvisionTask(Task):
     def build(self, say: Callable[[str], None]) -> Classifier:
         """Return the network for the classes of the data, with the matching tensors of --weights."""
         s, model = self._settings, self.network()
-        if s.weights:
+        if s.weights and not self._resumed:
             state = self._weights["ema"] if self._weights else own_weights(self.cfg["torchvision"], s.imgsz)
             fit, of = checkpoint_file.transfer(model, state, s.weights)
             say(f"weights from {s.weights}: {fit}/{of} tensors")

@@ -19,6 +19,7 @@ from trainer.errors import TrainerError
 from trainer.weights import download, official
 
 FORMAT = 1
+LAST, PREVIOUS = "last.pt", "previous.pt"
 KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
 
 
@@ -132,6 +133,19 @@ def load(weights: str) -> dict[str, Any]:
     if content["format"] > FORMAT:
         raise TrainerError(f"--weights {weights}: written by a newer version of this trainer", "update this one")
     return content
+
+
+def resumed(resume: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """Return a checkpoint of the run that is resumed, by --resume or by a launcher's restart; None without one.
+
+    A resumed run needs no --weights, and describes its model, whose file may have been moved.
+    """
+    restarts = environment.get(contract.ATTEMPT, "1") not in ("", "0", "1")
+    for folder in (environment.get(contract.RUN_DIR, "") if restarts else "", resume):
+        for name in (LAST, PREVIOUS) if folder else ():
+            with contextlib.suppress(TrainerError):
+                return load(str(Path(folder, name)))
+    return None
 
 
 def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = "") -> None:

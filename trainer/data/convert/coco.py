@@ -9,7 +9,8 @@ import numpy as np
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from trainer.config.faults import BadData, Fault
-from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, row, sizes, split_by_name
+from trainer.config.text_file import read_text
+from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, sizes, split_by_name
 from trainer.errors import TrainerError
 
 _Entry = TypeVar("_Entry", bound=BaseModel)
@@ -65,7 +66,7 @@ def from_coco(
 
 def _load(path: Path) -> dict[str, list[Any]]:
     try:
-        content: dict[str, list[Any]] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, list[Any]] = json.loads(read_text(path))
     except OSError as error:
         raise TrainerError(f"{path}: cannot be read: {error.strerror}", "give a COCO annotation file") from error
     except (ValueError, RecursionError) as error:
@@ -138,7 +139,7 @@ def _read(
             x, y, width, height = thing.bbox
             outline = _outline(thing.segmentation, conversion)
             number = categories.index(thing.category_id)
-            label = row(number, (x, y, x + width, y + height), shapes[thing.image_id], outline)
+            label = conversion.row(number, (x, y, x + width, y + height), shapes[thing.image_id], outline)
             if label:
                 rows[thing.image_id].append(label)
             else:

@@ -5,7 +5,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from trainer.config.faults import Fault
-from trainer.data.convert.writer import Annotated, Conversion, row, sizes, split_by_name
+from trainer.config.text_file import read_text
+from trainer.data.convert.writer import Annotated, Conversion, sizes, split_by_name
 from trainer.data.listing import SUFFIXES
 from trainer.data.progress import track
 from trainer.errors import TrainerError
@@ -13,7 +14,8 @@ from trainer.errors import TrainerError
 
 def from_voc(folder: Path, *, skip_difficult: bool = False, val_share: float = 0.1) -> Conversion:
     """Read Annotations and JPEGImages; ImageSets/Main defines the splits, or `val_share` of the images is val."""
-    files = sorted((folder / "Annotations").glob("*.xml"))
+    # Hidden files are those of macOS: `._a.xml` beside a.xml.
+    files = sorted(path for path in (folder / "Annotations").glob("*.xml") if path.name[0] != ".")
     if not files:
         raise TrainerError(f"{folder}: no XML files in {folder / 'Annotations'}", "give the dataset's folder")
     conversion = Conversion([])
@@ -70,7 +72,7 @@ def _rows(
         elif not all(map(math.isfinite, (x1, y1, x2, y2))):
             conversion.fault(file, f"object {number}: `bndbox` needs the numbers xmin, ymin, xmax, ymax")
         # The first pixel is 1, and the box includes the last one.
-        elif label := row(conversion.names.index(name), (x1 - 1, y1 - 1, x2, y2), size):
+        elif label := conversion.row(conversion.names.index(name), (x1 - 1, y1 - 1, x2, y2), size):
             rows.append(label)
         else:
             box = f"{name} {x1:g} {y1:g} {x2:g} {y2:g}"
@@ -87,7 +89,11 @@ def _image_sets(folder: Path, items: list[Annotated], conversion: Conversion) ->
     bad = {Path(fault.file).stem for fault in conversion.faults}
     splits: dict[str, list[Annotated]] = {split: [] for split in lists}
     for split, path in lists.items():
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        try:
+            lines = read_text(path).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TrainerError(f"{path}: cannot be read: {error}", "write one name per line, in UTF-8") from None
+        for number, line in enumerate(lines, 1):
             for stem in line.split()[:1]:
                 if stem in left:
                     splits[split].append(left.pop(stem))

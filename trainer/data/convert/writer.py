@@ -14,9 +14,9 @@ import numpy.typing as npt
 import yaml
 
 from trainer.config.faults import BadData, Fault
+from trainer.data.image_check import decode_images, faults_of
 from trainer.data.listing import SUFFIXES, label_file
-from trainer.data.progress import in_threads, track
-from trainer.data.scan import image_size
+from trainer.data.progress import track
 from trainer.errors import TrainerError
 
 HINT = "correct the annotations, or leave these out with --allow-bad-labels"
@@ -34,52 +34,57 @@ class Annotated:
 
 @dataclass
 class Conversion:
-    """The input of a conversion: classes, images by split, faults, and counts of omitted entries."""
+    """The input of a conversion: classes, images by split, faults, and counts of omitted and clipped entries."""
 
     names: list[str]
     splits: dict[str, list[Annotated]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)  # messages about omitted entries
+    notes: Counter[str] = field(default_factory=Counter)  # messages about such entries
 
     def fault(self, file: Path, what: str, line: int = 0) -> None:
         """Add a fault, which --allow-bad-labels leaves out."""
         self.faults.append(Fault(str(file), line, what, HINT))
 
+    def row(
+        self, number: int, box: Sequence[float], size: tuple[int, int], outline: Points | None = None
+    ) -> str | None:
+        """Return the label row of class `number`, or None if the box has no area or is outside the image.
 
-def row(number: int, box: Sequence[float], size: tuple[int, int], outline: Points | None = None) -> str | None:
-    """Return the label row of class `number`, or None if the box has no area or is outside the image.
-
-    `box` is x1 y1 x2 y2 in pixels, and may exceed the image of `size` (height, width) by one pixel. The polygon
-    `outline` (k, 2) in pixels replaces the box.
-    """
-    height, width = size
-    x1, y1, x2, y2 = box
-    if not (-1 <= x1 < x2 <= width + 1 and -1 <= y1 < y2 <= height + 1):
-        return None
-    x1, x2 = max(0.0, x1), min(float(width), x2)
-    y1, y2 = max(0.0, y1), min(float(height), y2)
-    if x1 >= x2 or y1 >= y2:
-        return None
-    if outline is not None:
-        outline = np.clip(outline, 0, (width, height))
-        outline = outline if np.ptp(outline, axis=0).all() else None  # a line, or outside: keep the box
-    if outline is not None:
-        values = np.clip(outline / (width, height), 0, 1).flatten().tolist()
-    else:
-        values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
-    return " ".join([str(number), *(f"{value:.8g}" for value in values)])
+        `box` is x1 y1 x2 y2 in pixels. It is clipped to the image of `size` (height, width), which is counted if it is
+        more than a pixel. The polygon `outline` (k, 2) in pixels replaces the box.
+        """
+        height, width = size
+        x1, x2 = max(0.0, box[0]), min(float(width), box[2])
+        y1, y2 = max(0.0, box[1]), min(float(height), box[3])
+        if x1 >= x2 or y1 >= y2:
+            return None
+        if box[0] < -1 or box[1] < -1 or box[2] > width + 1 or box[3] > height + 1:
+            self.notes["box partly outside its image, clipped"] += 1
+        if outline is not None:
+            outline = np.clip(outline, 0, (width, height))
+            outline = outline if np.ptp(outline, axis=0).all() else None  # a line, or outside: keep the box
+        if outline is not None:
+            values = np.clip(outline / (width, height), 0, 1).flatten().tolist()
+        else:
+            values = [(x1 + x2) / 2 / width, (y1 + y2) / 2 / height, (x2 - x1) / width, (y2 - y1) / height]
+        return " ".join([str(number), *(f"{value:.8g}" for value in values)])
 
 
 def sizes(images: Sequence[Path]) -> list[tuple[int, int] | Fault]:
     """Return (height, width) of every image, or its fault."""
-
-    def size(path: Path) -> tuple[int, int] | Fault:
-        if path.is_file() and path.suffix.lower() in SUFFIXES:
-            return image_size(str(path))
-        hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
-        return Fault(str(path), 0, "no such image", hint)
-
-    return list(in_threads(size, images, "reading images"))
+    hint = f"correct the folder of the images; they end in {', '.join(sorted(SUFFIXES))}"
+    exist = [path.is_file() and path.suffix.lower() in SUFFIXES for path in images]
+    states = iter(decode_images([str(path) for path, exists in zip(images, exist, strict=True) if exists]))
+    found: list[tuple[int, int] | Fault] = []
+    for path, exists in zip(images, exist, strict=True):
+        state = next(states) if exists else None
+        if not state:
+            found.append(Fault(str(path), 0, "no such image", hint))
+        elif state.problem:
+            found += faults_of(str(path), state, {})
+        else:
+            found.append((state.height, state.width))
+    return found
 
 
 def split_by_name(items: list[Annotated], val_share: float) -> dict[str, list[Annotated]]:
