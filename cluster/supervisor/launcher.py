@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster.agent.app.node_agent.masking import stays_visible
 from cluster.backends import BACKENDS, SLURM
 from cluster.errors import (
     ClusterError,
@@ -277,6 +278,12 @@ def unusable_spares(job: Job, backend: str) -> list[str]:
     found = survey(job, plan(job, backend), (*job.hosts, *job.spares), job.spares)
     errors = [error for node in job.spares if (error := found[node.name])]
     return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
+
+
+def visible_secrets(secrets: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each secret whose value logs show. It names the variable, never the value."""
+    why = "is shorter than four characters or a common word, so logs show it"
+    return [f"--env {name}: the value {why}" for name, value in secrets.items() if stays_visible(value)]
 
 
 def _check_program(job: Job) -> None:

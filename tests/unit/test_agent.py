@@ -22,6 +22,7 @@ from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
 from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
 from cluster.agent.app.node_agent.stall import place
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
+from cluster.backends import logs
 from tests import nvidia_smi
 from trainer.distributed.spawn import free_port
 
@@ -185,6 +186,22 @@ def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path):
     files = [path.read_text() for path in tmp_path.rglob("*.*") if path.is_file() and path.suffix != ".py"]
     assert not [text for text in [*files, out] if "hunter2" in text]
     assert "the secret is ***!\n" in node.path("node-0.log").read_text()
+
+
+def test_a_secret_changes_no_event_and_no_prefix_of_the_log(tmp_path):
+    """The values occur in the events and in the agent's and the setup's own prefixes."""
+    values = {"A": "true", "B": "reachable", "C": "agent", "D": "setup", "E": "::cluster", "F": "joining"}
+    variables = {**values, **setup_variables(tmp_path, "echo installing")}
+    event = {"event": "ready", "device": "agent", "ok": True}
+    program = f"print('::cluster ' + {json.dumps(json.dumps(event))}, flush=True)\nraise KeyError('reachable')"
+    node = Node(tmp_path, program, ranks=1, CLUSTER_SECRETS=",".join(values), **variables)
+    code, _, status = node.end()
+    assert (code, status["failure"]["error"]) == (1, "KeyError: '***'")
+    events = [found for line in node.lines() if (found := logs.event(line))]
+    assert [found["event"] for found in events if found["event"] != "joining"] == ["setup", "ready"]
+    assert [found["device"] for found in events if found["event"] == "ready"] == ["***"]
+    assert "setup: installing" in node.lines()
+    assert [line for line in node.lines() if line.startswith("agent: rank 0 failed first")]
 
 
 def test_a_progress_bar_is_one_line_at_a_time(tmp_path):

@@ -93,7 +93,7 @@ class Setup:
             for line in process.stdout:
                 text = line.rstrip(b"\r\n").rsplit(b"\r", 1)[-1]
                 last[:] = [self._log.masked(text.decode(errors="replace")).strip() or last[0]]
-                self._log.line(b"setup: " + text)
+                self._log.line(text, prefix=b"setup: ")
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
