@@ -55,6 +55,12 @@ for prefix in "${passed[@]:-}"; do
     [ -z "$prefix" ] || mapfile -t -O "${#site[@]}" site < <(compgen -e "$prefix")
 done
 
+# A name may get another image. The setup's virtual environment belongs to one: its ID, or the date of its file.
+if [ -n "${CLUSTER_IMAGE:-}" ]; then
+    if [ "$(type -t image_id)" = function ]; then id=$(image_id); else id=$(stat -L -c '%s %Y' -- "$CLUSTER_IMAGE"); fi
+    CLUSTER_IMAGE+=" $id"
+fi 2>/dev/null
+
 # The runtime's options that depend on the machine
 options=()
 [ "$(type -t prepare)" != function ] || prepare
