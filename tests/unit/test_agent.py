@@ -24,7 +24,8 @@ from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
 from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
 from cluster.agent.app.node_agent.stall import place
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
-from cluster.backends import logs
+from cluster.backends import BACKENDS, logs, script
+from cluster.spec.model import Job
 from tests import nvidia_smi
 from trainer.distributed.spawn import free_port
 
@@ -335,6 +336,37 @@ def test_a_peer_without_an_address_is_the_nodes_failure(tmp_path):
     assert (done.returncode, done.stdout) == (EXIT_NODE, "")
     assert "node-1: the name no.such.host.invalid does not resolve" in (tmp_path / "attempt-1/node-1.err").read_text()
     assert (tmp_path / "attempt-1/node-1.exit").read_text().startswith("71 ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "enters"),
+    [
+        (["/run/agent.pyz"], {}, True),
+        ([], {}, False),  # a rank has its agent's variables
+        (["/run/agent.pyz"], {"CLUSTER_ATTEMPT": "2"}, False),
+        (["/run/agent.pyz"], {"CLUSTER_NODE": "node-1"}, False),
+        (["/run/agent.pyz"], {"CLUSTER_RUN_DIR": "/runs/another"}, False),
+    ],
+)
+def test_exec_enters_only_the_process_that_is_the_nodes_agent(tmp_path, arguments, changes, enters):
+    """Another process may have the pid of an agent that was killed."""
+    job = Job("job", ("x.py",), 1, 1, str(tmp_path))
+    plan = BACKENDS["local"].plan(job, attempt=1, port=20000)
+    variables = {"CLUSTER_RUN_DIR": plan.run_dir, "CLUSTER_ATTEMPT": "1", "CLUSTER_NODE": "node-0", **changes}
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", *arguments]
+    with subprocess.Popen(argv, env={**variables, "PATH": os.environ["PATH"]}) as other:
+        try:
+            Path(plan.attempt_dir).mkdir(parents=True)
+            status = {"phase": "running", "pid": other.pid, "started_at": 1.0}
+            Path(plan.attempt_dir, "node-0.json").write_text(json.dumps(status, separators=(",", ":")))
+            argv = script.exec_command(job, plan, plan.nodes[0], ["printenv", "CLUSTER_NODE"], tty=False)
+            done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        finally:
+            other.kill()
+    refused = "node-0: its agent does not run on" in done.stderr
+    assert (done.returncode, done.stdout, refused) == ((0, "node-0\n", False) if enters else (EXIT_NODE, "", True)), (
+        done
+    )
 
 
 def test_the_node_adds_the_date_of_an_image_file_or_the_engines_id(tmp_path):
