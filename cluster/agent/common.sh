@@ -17,6 +17,14 @@ no_room() {
     rm -f -- "$1.room.tmp"
 }
 
+# Exports the $1 lines of secrets on stdin as one variable, whose text agent/node.sh evaluates. By their own names they could
+# change what this machine's programs do.
+read_secrets() {
+    local text
+    [ "$1" -gt 0 ] || return 0
+    mapfile -n "$1" text && printf -v CLUSTER_SECRET_VALUES %s "${text[@]}" && export CLUSTER_SECRET_VALUES
+}
+
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 

@@ -21,12 +21,12 @@ fail() {
     end 71
 }
 
-# Secrets are in a file with mode 600, or in the environment, and never in the plan.
-for file in "$out/$CLUSTER_NODE.secrets" "$CLUSTER_RUN_DIR/secrets"; do
-    # shellcheck disable=SC1090
-    [ ! -e "$file" ] || . "$file"
-done
+# Secrets are in a file with mode 600, or in the environment, and never in the plan. Slurm keeps them in one variable.
+# shellcheck disable=SC1090
+[ ! -e "$out/$CLUSTER_NODE.secrets" ] || . "$out/$CLUSTER_NODE.secrets"
 rm -f -- "$out/$CLUSTER_NODE.secrets"
+eval "${CLUSTER_SECRET_VALUES:-}"
+unset CLUSTER_SECRET_VALUES
 secrets=${CLUSTER_SECRETS:-}
 for name in ${secrets//,/ }; do
     [ -n "${!name+set}" ] || fail "the secret $name has no value: export $name"

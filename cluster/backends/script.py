@@ -62,10 +62,16 @@ def _mounts(job: Job, node: Node) -> list[Mount]:
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
-    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the secrets."""
+    """Return the lines of the secrets, and the input of start.sh and slurm_submit.sh: secrets, agent, script."""
     (text,) = step.files.values()
+    lines, exported = secret_exports(plan, secrets)
+    return lines, exported + scripts.archive_line() + text
+
+
+def secret_exports(plan: Plan, secrets: Mapping[str, str]) -> tuple[str, str]:
+    """Return the number of lines, and the shell text, that export the secrets of a plan."""
     exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
-    return str(exported.count("\n")), exported + scripts.archive_line() + text
+    return str(exported.count("\n")), exported
 
 
 def _script(

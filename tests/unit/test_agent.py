@@ -338,6 +338,15 @@ def test_a_peer_without_an_address_is_the_nodes_failure(tmp_path):
     assert (tmp_path / "attempt-1/node-1.exit").read_text().startswith("71 ")
 
 
+def test_a_node_takes_its_secrets_from_the_variable_of_a_slurm_job(tmp_path):
+    values = scripts.exports({"TOKEN": "it's $HOME\n`id`", "OTHER": ""})
+    show = 'printf %s "$TOKEN"; printenv CLUSTER_SECRET_VALUES; true'
+    names = {"CLUSTER_SECRETS": "TOKEN,OTHER", "CLUSTER_SECRET_VALUES": values}
+    assert run_node_script(tmp_path, show, **names).stdout == "it's $HOME\n`id`"
+    missing = run_node_script(tmp_path, show, CLUSTER_SECRETS="TOKEN")
+    assert (missing.returncode, "the secret TOKEN has no value" in missing.stderr) == (EXIT_NODE, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "changes", "enters"),
     [
