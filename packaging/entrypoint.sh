@@ -19,7 +19,9 @@ fi
 # docker sets HOME=/ for a uid without passwd entry; after setpriv, HOME is still root's
 if [ ! -w "${HOME:-/}" ] || [ "${HOME:-/}" = / ]; then
     HOME=/tmp/home-$uid
-    mkdir -p "$HOME"
+    mkdir -m 700 "$HOME" 2>/dev/null || true
+    # With Apptainer /tmp is the host's, where another user may have made the folder, with a Python package in it
+    case $(stat -c %u:%A "$HOME" 2>/dev/null) in "$uid":drwx?-??-*) ;; *) HOME=$(mktemp -d) ;; esac
 fi
 LOGNAME=$(id -un 2>/dev/null) || LOGNAME=uid-$uid
 USER=$LOGNAME

@@ -107,6 +107,6 @@ if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] &
     echo "Slurm does not requeue it: a new job"
     CLUSTER_RESTARTS=$((restarts + 1)) sbatch "$0" > "$run/submitted" && exit 0
 fi
-rm -f -- "$run/secrets" "$run/common.$SLURM_JOB_ID"
+rm -f -- "$run/common.$SLURM_JOB_ID"
 [ -z "$again" ] || exit 75
 exit "$code"

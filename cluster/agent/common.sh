@@ -17,25 +17,54 @@ no_room() {
     rm -f -- "$1.room.tmp"
 }
 
+# Exports the $1 lines of secrets on stdin as one variable, whose text agent/node.sh evaluates. By their own names they could
+# change what this machine's programs do.
+read_secrets() {
+    local text
+    [ "$1" -gt 0 ] || return 0
+    mapfile -n "$1" text && printf -v CLUSTER_SECRET_VALUES %s "${text[@]}" && export CLUSTER_SECRET_VALUES
+}
+
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 
 # The folder of the GPU locks of all users. The processes of a node's script hold them until the last one has ended.
 locks() { printf '%s\n' "${CLUSTERCTL_LOCKS:-/tmp/clusterctl-gpus}"; }
-make_locks() { [ -d "$1" ] || mkdir -m 1777 -- "$1" 2>/dev/null || [ -d "$1" ]; }
 
-# Creates the lock file $1, which all users may write. A kernel may forbid O_CREAT on another user's file (fs.protected_regular).
-make_lock() {
-    [ -e "$1" ] || (umask 0 && set -o noclobber && : > "$1") 2>/dev/null
-    [ -f "$1" ] && [ ! -L "$1" ]
+# Creates the folder $1 of the locks. It belongs to the first user, so nothing in it is trusted: not what a path leads to,
+# and not what a file contains. Without the sticky bit anybody else could also remove the locks.
+make_locks() {
+    mkdir -m 1777 -- "$1" 2>/dev/null
+    case $(stat -c %u:%a -- "$1") in # of a link itself, which has the mode 777, not of what it leads to
+        *:[1357]777 | 0:*[0145][0145] | "$(id -u)":*[0145][0145]) return ;;
+    esac
+    echo "the folder of the GPU locks $1 must be a folder with mode 1777" >&2
+    return 1
 }
+
+# Creates the file $1, which all users may write, unless it exists. With noclobber, bash opens it with O_EXCL. A kernel may
+# forbid O_CREAT on another user's file (fs.protected_regular).
+make_shared() { [ -e "$1" ] || (umask 0 && set -o noclobber && : > "$1") 2>/dev/null; }
+
+# Opens the lock file $1 of the physical folder as `lock`. The file that is open counts, because the path may lead to
+# another one by now: a link, or a hard link to a file of this user. A FIFO would not open.
+open_lock() {
+    make_shared "$1"
+    [ -f "$1" ] && exec {lock}< "$1" &&
+        [ "$(readlink "/proc/self/fd/$lock")" = "$1" ] && [ "$(stat -L -c %h "/proc/self/fd/$lock")" = 1 ] && return
+    echo "$1 is not a lock file that this user can use" >&2
+    return 1
+}
+
+# The job that the lock file $1 names.
+holder() { head -c 48 -- "$1" | tr -cd 'a-z0-9-'; }
 
 # A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
 holders() {
     local id lock
     for id in ${1//,/ }; do
         lock="$(locks)/gpu-$id.lock"
-        [ ! -e "$lock" ] || flock --nonblock --shared 9 9< "$lock" || echo "held $(cat "$lock") $id"
+        [ ! -f "$lock" ] || flock --nonblock --shared 9 9< "$lock" || echo "held $(holder "$lock") $id"
     done
 }
 

@@ -9,13 +9,23 @@ shift 2
 status=$(cat -- "$out/$node.json" 2>/dev/null) || fail "its ranks have not started"
 [ "${status##*\"phase\":\"exited\"*}" ] || fail "its ranks have ended"
 pid=$(sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' <<< "$status")
+
+# Whether the process $1 is the agent of the node $3 in the attempt's folder $2.
+is_agent() {
+    local word
+    grep -qz '/agent\.pyz$' "/proc/$1/cmdline" || return 1
+    for word in "CLUSTER_RUN_DIR=${2%/attempt-*}" "CLUSTER_ATTEMPT=${2##*/attempt-}" "CLUSTER_NODE=$3"; do
+        grep -qzxF -- "$word" "/proc/$1/environ" || return 1
+    done
+} 2>/dev/null
 options=() site=()
 case $runtime in
 docker | podman) ;; # the engine finds the container by its name
 *)
     # The variables of the agent, whose pid is valid on the host. A container has a PATH of its own.
     names=()
-    [ -r "/proc/$pid/environ" ] || fail "its agent does not run on $(hostname)"
+    # After the agent's death its pid may be another process's, also a rank's.
+    is_agent "$pid" "$out" "$node" || fail "its agent does not run on $(hostname)"
     while IFS= read -r -d '' variable; do
         case $runtime:$variable in
         none:*) export "${variable?}" 2>/dev/null ;;

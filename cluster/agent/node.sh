@@ -21,12 +21,12 @@ fail() {
     end 71
 }
 
-# Secrets are in a file with mode 600, or in the environment, and never in the plan.
-for file in "$out/$CLUSTER_NODE.secrets" "$CLUSTER_RUN_DIR/secrets"; do
-    # shellcheck disable=SC1090
-    [ ! -e "$file" ] || . "$file"
-done
+# Secrets are in a file with mode 600, or in the environment, and never in the plan. Slurm keeps them in one variable.
+# shellcheck disable=SC1090
+[ ! -e "$out/$CLUSTER_NODE.secrets" ] || . "$out/$CLUSTER_NODE.secrets"
 rm -f -- "$out/$CLUSTER_NODE.secrets"
+eval "${CLUSTER_SECRET_VALUES:-}"
+unset CLUSTER_SECRET_VALUES
 secrets=${CLUSTER_SECRETS:-}
 for name in ${secrets//,/ }; do
     [ -n "${!name+set}" ] || fail "the secret $name has no value: export $name"
@@ -54,6 +54,12 @@ site=()
 for prefix in "${passed[@]:-}"; do
     [ -z "$prefix" ] || mapfile -t -O "${#site[@]}" site < <(compgen -e "$prefix")
 done
+
+# A name may get another image. The setup's virtual environment belongs to one: its ID, or the date of its file.
+if [ -n "${CLUSTER_IMAGE:-}" ]; then
+    if [ "$(type -t image_id)" = function ]; then id=$(image_id); else id=$(stat -L -c '%s %Y' -- "$CLUSTER_IMAGE"); fi
+    CLUSTER_IMAGE+=" $id"
+fi 2>/dev/null
 
 # The runtime's options that depend on the machine
 options=()

@@ -6,7 +6,9 @@ make_locks "$folder" || exit 1
 if [ "$2" = leave ]; then
     rm -f -- "$folder/ticket-$1"
 else
-    touch -- "$folder/ticket-$1" || exit 1
-    find "$folder" -maxdepth 1 -name 'ticket-*' -newermt '20 seconds ago' -printf '%f\n' | sed 's/^ticket-/ticket /'
+    make_shared "$folder/ticket-$1"
+    touch --no-dereference -- "$folder/ticket-$1" || exit 1
+    find "$folder" -maxdepth 1 -type f -name 'ticket-*' -newermt '20 seconds ago' -printf '%f\n' |
+        tr -cd 'a-z0-9\n-' | sed -n 's/^ticket-/ticket /p'
     holders "$2"
 fi

@@ -1,8 +1,10 @@
 # shellcheck shell=bash
-# Submits a job array. Reads its batch script from stdin and writes it to $1; then the folders of its jobs, --, and the
-# command that submits. Writes each task's number to `submitted` in its folder. Prints the command's output.
+# Submits a job array. $1 is the path of its batch script, $2 the lines of secrets on stdin (the script follows); then the
+# folders of its jobs, --, and the command that submits. Writes each task's number to `submitted` in its folder. Prints the
+# command's output.
 path=$1
-shift
+read_secrets "$2" || exit 1
+shift 2
 folders=()
 while [ "$1" != -- ]; do
     folders+=("$1")
@@ -10,10 +12,7 @@ while [ "$1" != -- ]; do
 done
 shift
 cat > "$path" || exit 1
-if ! printed=$(CLUSTER_SUBMITTED=yes "$@"); then
-    rm -f -- "${folders[@]/%//secrets}"
-    exit 1
-fi
+printed=$(CLUSTER_SUBMITTED=yes "$@") || exit 1
 echo "$printed"
 for task in "${!folders[@]}"; do
     echo "${printed##* }_$task" > "${folders[$task]}/submitted" || exit 1

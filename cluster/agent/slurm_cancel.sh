@@ -17,5 +17,5 @@ if [ -n "$(left)" ]; then
     if [ -n "$task" ]; then scancel "$task"; else scancel --user "$(id -un)" --name "$1"; fi || exit 1
 fi
 until_gone 90
-rm -f -- "${3%/*}/.squeue" "$3/secrets"
+rm -f -- "${3%/*}/.squeue"
 for job in $(left); do echo "Slurm's job $job"; done

@@ -13,6 +13,7 @@ if ! answer=$(timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>
     exit 0
 fi
 echo "$answer"
+! timeout 20 scontrol show config 2>/dev/null | grep -q '^AccountingStoreFlags.*job_env' || echo stores_env
 can_write "$dir" 2>/dev/null || echo "run_dir $dir"
 [ -z "$image" ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"

@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # Starts a node's script in its own session. $1 the attempt's folder, $2 node, $3 job, $4 GPUs, $5 lines of secrets on
 # stdin; the agent in one line of Base64 and the script follow. Exits with 74 and prints the job that holds a GPU.
 umask 077
@@ -9,18 +9,17 @@ umask 022
 read -r agent && base64 -d <<< "$agent" > "$1/agent.pyz.$2" && mv -- "$1/agent.pyz.$2" "$1/agent.pyz" || exit 1
 cat > "$1/$2.sh" || exit 1
 chmod 755 -- "$1"
-folder=$(locks)
-[ -z "$4" ] || make_locks "$folder" || exit 1
+if [ -n "$4" ]; then make_locks "$(locks)" && folder=$(cd -P -- "$(locks)" && pwd) || exit 1; fi
 for id in ${4//,/ }; do
-    make_lock "$folder/gpu-$id.lock" && exec {lock}< "$folder/gpu-$id.lock" || exit 1
-    held=$(cat "$folder/gpu-$id.lock")
+    open_lock "$folder/gpu-$id.lock" || exit 1
+    held=$(holder "/proc/self/fd/$lock")
     # An earlier attempt of the same job may still be ending.
     [ "$held" = "$3" ] && patience=10 || patience=0
     if ! flock --wait "$patience" "$lock"; then
-        cat "$folder/gpu-$id.lock"
+        holder "/proc/self/fd/$lock"
         exit 74
     fi
-    printf '%s\n' "$3" | dd of="$folder/gpu-$id.lock" conv=nocreat status=none
+    printf '%s\n' "$3" | dd of="/proc/self/fd/$lock" conv=nocreat status=none
 done
 # --fork instead of `&`: the process has the variable by which stop.sh finds it from its first moment.
 env "CLUSTER_JOB_ID=$3" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" && started=yes

@@ -63,12 +63,15 @@ class ComposeBackend(Backend):
         """Start the project; stop it again if a container does not start."""
         (step,) = plan.steps
         (text,) = step.files.values()
-        if plan.secrets:
+        if plan.secrets or contract.IMAGE in text:
             import yaml
 
+            image_id = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image).out.strip()
+            more = {name: _escaped(secrets[name]) for name in plan.secrets}
+            more |= {contract.IMAGE: f"{plan.image} {image_id}"}  # a name may get another image
             document = yaml.safe_load(text)
             for service in document["services"].values():
-                service["environment"] |= {name: _escaped(secrets[name]) for name in plan.secrets}
+                service["environment"] |= more
             text = yaml.safe_dump(document, sort_keys=False)
         if not Path(step.agent).exists():
             Path(step.agent).write_bytes(scripts.archive())

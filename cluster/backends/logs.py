@@ -35,7 +35,7 @@ def event(line: str) -> Event | None:
         return None
     try:
         found = json.loads(rest)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also for a number of thousands of digits
         return None
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
         return None

@@ -45,7 +45,7 @@ HEARTBEAT_TIMEOUT_S = 60.0
 LOG_CHUNK = 1 << 20
 
 #: The files of a node's folder that hold its state, and are no results.
-_STATE = ("*.pid", "*.err", "*.exit", "*.alive", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
+_STATE = ("*.pid", "*.err", "*.exit", "*.alive", "*.venv", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
 
 #: The statuses of a plan's nodes on one machine, by the node's name.
 NodeStatuses = dict[str, NodeStatus]

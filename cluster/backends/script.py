@@ -62,10 +62,16 @@ def _mounts(job: Job, node: Node) -> list[Mount]:
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
-    """Return the input of start.sh and slurm_submit.sh (secrets, agent, script), and the lines of the secrets."""
+    """Return the lines of the secrets, and the input of start.sh and slurm_submit.sh: secrets, agent, script."""
     (text,) = step.files.values()
+    lines, exported = secret_exports(plan, secrets)
+    return lines, exported + scripts.archive_line() + text
+
+
+def secret_exports(plan: Plan, secrets: Mapping[str, str]) -> tuple[str, str]:
+    """Return the number of lines, and the shell text, that export the secrets of a plan."""
     exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
-    return str(exported.count("\n")), exported + scripts.archive_line() + text
+    return str(exported.count("\n")), exported
 
 
 def _script(
@@ -108,7 +114,9 @@ def in_setup(job: Job, argv: Sequence[str]) -> list[str]:
     """Return a command in the virtual environment of the job's setup, if it has one."""
     if not job.setup:
         return list(argv)
-    text = f'VIRTUAL_ENV=${contract.SETUP_DIR} PATH=${contract.SETUP_DIR}/bin:$PATH exec "$@"'
+    # The link that the agent has made; containers of compose do not have the node's name.
+    link = f"${contract.RUN_DIR}/attempt-${contract.ATTEMPT}/${{{contract.NODE}:-node-$PET_NODE_RANK}}.venv"
+    text = f'VIRTUAL_ENV={link} && export VIRTUAL_ENV PATH="$VIRTUAL_ENV/bin:$PATH" && exec "$@"'
     return ["sh", "-c", text, "sh", *argv]
 
 
@@ -130,11 +138,12 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         values[contract.STALL_TIMEOUT] = f"{job.stall_timeout_s:g}"
     if job.setup:
         values |= {contract.SETUP: job.setup, contract.SETUP_DIR: _setup_dir(run_dir, job)}
+        values |= {contract.IMAGE: job.image} if job.image else {}  # agent/node.sh and compose append its ID
     return values
 
 
 def _setup_dir(run_dir: str, job: Job) -> str:
-    """Return the folder of the virtual environment of `job.setup`, next to the jobs' run directories."""
+    """Return the folder of the virtual environments of `job.setup`, next to the jobs' run directories."""
     return f"{run_dir.rpartition('/')[0]}/{SETUP}/{job.setup_key or job.name}"
 
 

@@ -121,9 +121,11 @@ class SlurmBackend(Backend):
         """Submit the jobs with the script of `array`. Raises LaunchError with sbatch's message."""
         login = plans[0].nodes[0]
         for plan in plans:
-            self._send(plan, secrets, ["true"])
+            self._send(replace(plan, secrets=()), {}, ["true"])
         ((path, text),) = step.files.items()
-        self._run(login, text, "slurm_array", path, *(plan.dir_on(login) for plan in plans), "--", *step.argv)
+        lines, exported = script.secret_exports(plans[0], secrets)
+        folders = [plan.dir_on(login) for plan in plans]
+        self._run(login, exported + text, "slurm_array", path, lines, *folders, "--", *step.argv)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""

@@ -62,6 +62,7 @@ def launch(
     if array.array:
         jobs, notes = array.jobs(request, machines)
         starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without)
+        notes += launcher.visible_secrets(starter.secrets)
         submitted = starter.launch_array(jobs, array.array_limit)
         first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
         print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
@@ -82,6 +83,7 @@ def launch(
         parallel.together(push_to(in_containers, job.image, out))
     how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
     on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
+    notes += launcher.visible_secrets(starter.secrets)
     notes += launcher.unusable_spares(job, chosen)
     try:
         with progress(console(stderr=True)) as starter.report:

@@ -25,9 +25,9 @@ class Runtime(ABC):
     image_from = ""
     #: Whether its script needs `names`, the variables that the container gets.
     takes_names = False
-    #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `prepare` sets `options` on the
-    #: machine, and `signal_pid` prints the pid that gets the signals. After the exit code `start_failure` without a
-    #: started agent, the node's script tries once more. agent/exec.sh calls `prepare_exec`.
+    #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `image_id` prints the image's ID,
+    #: `prepare` sets `options` on the machine, `signal_pid` prints the pid that gets the signals. After the exit code
+    #: `start_failure` without a started agent, the node's script tries once more. agent/exec.sh calls `prepare_exec`.
     script = ""
     #: The command that prints the version on a node of Slurm, and fails if the runtime is not installed; engines report
     #: their own.

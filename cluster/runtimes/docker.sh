@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034,SC2154
 # The functions of docker and podman.
+image_id() { "$runtime" image inspect --format '{{.Id}}' "$CLUSTER_IMAGE"; }
 prepare() {
     local rootless='' rights gpu gpus name
     options=(--user "$(id -u):$(id -g)")

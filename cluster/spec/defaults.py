@@ -27,6 +27,12 @@ ON_THIS_MACHINE = ("here", "local", "compose")
 _FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
 #: Built-in data sets of the trainer. After --data they win over a folder of the same name.
 DATA_SETS = ("digits", "cifar10", "cifar100")
+#: Variables that change what pip and uv install.
+_INSTALLER_VARIABLES = ("PIP_", "UV_")
+#: The files and folders that a requirements file includes.
+_INCLUDES = re.compile(
+    rb"^\s*(?:(?:-r|-c|-e|--requirement|--constraint|--editable)[ \t=]*|(?=\.\.?(?:/|$)|/\w))(\S+)", re.MULTILINE
+)
 #: The pattern of an environment variable's name.
 ENV_NAME = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
@@ -37,7 +43,7 @@ class Here:
 
     `gpus` are the visible GPU ids, `user` is the UID:GID for containers. `exists` and `is_folder` examine a path.
     `variables` are the names of environment variables.
-    `read` returns the content of a file, or b"".
+    `read` returns the content of a file, b"" if there is no regular file, or None if it is too large or not readable.
     """
 
     cwd: str
@@ -47,7 +53,7 @@ class Here:
     variables: tuple[str, ...] = ()
     exists: Callable[[str], bool] = lambda path: False
     is_folder: Callable[[str], bool] = lambda path: False
-    read: Callable[[str], bytes] = lambda path: b""
+    read: Callable[[str], bytes | None] = lambda path: b""
 
 
 def job(request: Request, here: Here, backend: str, inventory: Inventory | None = None) -> tuple[Job, list[str]]:
@@ -84,6 +90,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
             arguments += ["--device", device]
         command = ("-m", "trainer", *arguments)
     env, secrets = _environment(request.env)
+    job_env = {**(inventory.env if inventory else {}), **env}
     restarts = 0 if request.command else DEFAULT_RESTARTS  # other programs may not resume
     stall_timeout_s = 0.0 if request.command else DEFAULT_STALL_TIMEOUT_S  # other programs may wait for input
     run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
@@ -103,8 +110,8 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         workdir=workdir if request.command or backend == "local" else "",
         copies_workdir=copies,
         setup=request.setup,
-        setup_key=_setup_key(request.setup, workdir, here),
-        env={**(inventory.env if inventory else {}), **env},
+        setup_key=_setup_key(request.setup, job_env, workdir, here),
+        env=job_env,
         pass_env=inventory.pass_env if inventory else _pass_env(here) if backend == "compose" else PASS_ENV,
         secrets=secrets,
         mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
@@ -228,15 +235,50 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     return path
 
 
-def _setup_key(text: str, workdir: str, here: Here) -> str:
-    """Return a hash of the setup commands and of the files that they name; "" if they name a folder, such as `.`."""
-    digest = hashlib.sha256(text.encode())
-    for word in re.split(r"[\s;&|=]+", text):
-        path = _absolute(word.strip("'\""), workdir)
-        if word and here.is_folder(path):
-            return ""
-        digest.update(here.read(path))
-    return digest.hexdigest()[:16] if text else ""
+def _setup_key(text: str, env: Mapping[str, str], workdir: str, here: Here) -> str:
+    """Return a hash of the setup commands, of the files that they name and of the variables that they use.
+
+    "" if they name a folder, such as `.`, or a file that is too large: the environment then is the job's own.
+    """
+    if not text or (files := _named_files(text, workdir, here)) is None:
+        return ""
+    parts = [text.encode(errors="surrogateescape"), *files]
+    used = {name for name in env if any(re.search(rb"\b%b\b" % name.encode(), part) for part in parts)}
+    used |= {name for name in env if name.startswith(_INSTALLER_VARIABLES)}
+    parts += [f"{name}={env[name]}".encode(errors="surrogateescape") for name in sorted(used)]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(b"%d:%b" % (len(part), part))
+    return digest.hexdigest()[:16]
+
+
+def _named_files(text: str, workdir: str, here: Here) -> list[bytes] | None:
+    """Return the content of the files that commands name, and of the requirement files that those include.
+
+    None if one of them is a folder, or too large to read.
+    """
+    text = re.sub(r">+\s*\S+", " ", text)  # a file that the commands write
+    commands = [re.split(r"[\s=()<]+", command.strip()) for command in re.split(r"[;&|\n]+", text)]
+    # The shell finds the first word in PATH, unless it has a slash.
+    words = [word for command in commands for word in command[0 if "/" in command[0] else 1 :]]
+    pending = [_file_of(word, workdir) for word in reversed(words) if word]
+    found: dict[str, bytes] = {}
+    while pending:
+        path = pending.pop()
+        if path in found:
+            continue
+        content = here.read(path)
+        if content is None or here.is_folder(path):
+            return None
+        found[path] = content
+        included = [word.decode(errors="replace") for word in _INCLUDES.findall(content)]
+        pending += [_file_of(word, posixpath.dirname(path)) for word in included]
+    return [content for content in found.values() if content]
+
+
+def _file_of(word: str, folder: str) -> str:
+    """Return the path that a word of a command names, without quotes and pip's extras: `'.[dev]'`."""
+    return _absolute(word.strip("'\"").partition("[")[0], folder)
 
 
 def split(text: str, where: str, *, comments: bool = False) -> list[str]:

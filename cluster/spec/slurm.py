@@ -197,6 +197,13 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         for word, (message, hint) in hints.items()
         for text in has.get(word, ())
     ]
+    exported = options.get("export", "ALL").split(",")
+    if job.secrets and "ALL" not in exported:
+        why = f"--slurm export={options['export']}: the job gets its secrets in its environment"
+        found.append((why, f"--slurm export=ALL,{options['export']}" if exported != ["NONE"] else "omit it"))
+    if job.secrets and "stores_env" in has:
+        why = "Slurm would store the secrets in its accounting database (AccountingStoreFlags has job_env)"
+        found.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))
     if found:
         return found
     known = partitions(has.get("partition", ()))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster.agent.app.node_agent.masking import stays_visible
 from cluster.backends import BACKENDS, SLURM
 from cluster.errors import (
     ClusterError,
@@ -31,6 +33,8 @@ from cluster.transport import files, parallel, rsync, workdir
 from cluster.transport.local import LocalShell
 
 _PORT_TRIES = 20
+#: The size in bytes of the largest file that is read because the setup commands name it.
+_LARGEST_READ = 16 << 20
 
 
 def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str, str]:
@@ -81,16 +85,26 @@ def local_machine(request: Request, backend: str) -> Here:
         python=sys.executable,
         gpus=_visible_gpus() if request.device != "cpu" else (),
         variables=tuple(os.environ),
-        exists=lambda path: Path(path).exists(),
-        is_folder=lambda path: Path(path).is_dir(),
+        # Path.exists and Path.is_dir raise for a path without permission and for a name that is too long
+        exists=os.path.exists,
+        is_folder=os.path.isdir,
         read=_content,
     )
 
 
-def _content(path: str) -> bytes:
+def _content(path: str) -> bytes | None:
+    """Return the content of a regular file; b"" if there is none, None if it is too large or not readable.
+
+    A device, a FIFO or a file of /proc is never opened: its content may have no end, or never come.
+    """
     try:
-        return Path(path).read_bytes()
-    except (OSError, ValueError):  # not a file, or not a path
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size == 0:
+            return b""
+        return Path(path).read_bytes() if found.st_size <= _LARGEST_READ else None
+    except PermissionError:
+        return None
+    except (OSError, ValueError):  # no such file, or not a path
         return b""
 
 
@@ -277,6 +291,12 @@ def unusable_spares(job: Job, backend: str) -> list[str]:
     found = survey(job, plan(job, backend), (*job.hosts, *job.spares), job.spares)
     errors = [error for node in job.spares if (error := found[node.name])]
     return [f"spare not usable: {with_hint(error.message, error.hint)}" for error in errors]
+
+
+def visible_secrets(secrets: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each secret whose value logs show. It names the variable, never the value."""
+    why = "is shorter than four characters or a common word, so logs show it"
+    return [f"--env {name}: the value {why}" for name, value in secrets.items() if stays_visible(value)]
 
 
 def _check_program(job: Job) -> None:

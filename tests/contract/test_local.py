@@ -19,7 +19,7 @@ from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
 from tests import nvidia_smi
-from tests.conftest import ended, interrupted, processes_of
+from tests.conftest import ended, interrupted, processes_of, wait_until
 from tests.contract.sshd import TICKS
 
 LOCAL = ["launch", "--backend", "local"]
@@ -43,6 +43,24 @@ def test_nodes_that_do_not_join_in_time_are_named_and_stopped(clusterctl, job_na
     assert "node-1" in text
     assert processes_of(job_name) == []
     assert [clusterctl.run(verb, job_name)[0] for verb in ("wait", "attach")] == [4, 4]  # as for launch
+
+
+def test_a_job_whose_secrets_are_words_of_the_events_joins(clusterctl, launch, job_name):
+    """The launch names the variable whose value logs show. `reachable` is a field by which a node counts as joined."""
+    clusterctl.env |= {"WANDB_DISABLED": "true", "NOTE": "reachable"}
+    wait = "import os, sys, time\nprint('true,', 'reach' + 'able')\nwhile not os.path.exists('end'): time.sleep(0.05)"
+    (clusterctl.folder / "wait.py").write_text(wait)
+    text = clusterctl.expect(0, *launch("wait.py", "--env", "WANDB_DISABLED", "--env", "NOTE", "--detach"))
+    assert [line for line in text.splitlines() if "WANDB_DISABLED" in line and "true" not in line], text
+    assert "NOTE" not in text
+
+    def state():
+        return json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"]
+
+    assert wait_until(lambda: state() == "running", timeout_s=60), state()
+    (clusterctl.folder / "end").touch()
+    clusterctl.expect(0, "wait", job_name)
+    assert "true, ***" in clusterctl.run("logs", job_name)[1]
 
 
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):

@@ -7,6 +7,7 @@ import sys
 import pytest
 import yaml
 
+from tests.conftest import wait_until
 from tests.contract.sshd import inventory
 
 BARE = True
@@ -142,6 +143,22 @@ def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(pro
     assert code == 0, text
     assert "program has one two" in text
     assert "setting up" not in text
+
+
+@pytest.mark.parametrize("options", [[], ["--backend", "local"]], ids=["ssh", "local"])
+def test_exec_runs_in_the_environment_of_the_setup(project, job_name, options):
+    (project.folder / "program.py").write_text("import dep, time\nprint('has', dep.X, flush=True)\ntime.sleep(600)\n")
+    setup = "cd $VIRTUAL_ENV/lib/python3*/site-packages; echo 'X = 5' > dep.py"
+    words = ["--nodes", "2", "--python", sys.executable, "--setup", setup, "--command", "program.py", *options]
+    project.expect(0, "launch", "--name", job_name, "--detach", *words)
+    try:
+        assert wait_until(lambda: project.run("logs", job_name)[1].count("has 5") == 2, timeout_s=60)
+        text = project.expect(0, "exec", job_name, "--all", "--", "python", "-c", "import dep; print(dep.X)")
+        assert sorted(text.split()) == ["5", "5", "node-0", "node-1", "|", "|"]
+    finally:
+        project.run("stop", job_name)
+    if not options:  # the link is no result
+        assert not list(project.folder.glob(f"runs/{job_name}/attempt-1/*.venv"))
 
 
 def test_a_setup_that_fails_is_reported_on_every_backend_and_leaves_nothing(project, job_name):

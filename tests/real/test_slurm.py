@@ -15,7 +15,7 @@ import submitit
 import torch
 import yaml
 
-from tests.conftest import ROOT, Clusterctl
+from tests.conftest import ROOT, Clusterctl, wait_until
 from tests.unit.yolo_folder import make_yolo_set
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500, func_only=True)]
@@ -420,3 +420,33 @@ def test_hostile_values_and_secrets_reach_only_the_program(slurm):
     assert "s3cret-value" not in "".join(path.read_text() for path in (slurm.folder.parent).glob("*-records/*.json"))
     assert not os.path.exists("/tmp/evil")  # noqa: PTH110
     assert slurm.login.try_run("test -e /tmp/evil")[0] != 0
+
+
+def test_secrets_survive_a_requeue_by_slurm_and_are_on_no_disk_while_and_after_the_job_runs(slurm):
+    """The launcher has exited. The job ends by SIGKILL, so that no script of it could clean up."""
+    (slurm.folder / "wait.py").write_text(
+        "import os, time\nprint('SEEN', len(os.environ['TOKEN']), flush=True)\ntime.sleep(600)\n"
+    )
+    slurm.clusterctl.env["TOKEN"] = "s3cret-value"
+    slurm.login.run(f"rm -rf {HOME}/runs/kept")
+    options = ["--name", "kept", "--nodes", "2", "--max-restarts", "2", "--env", "TOKEN", "--detach"]
+    slurm.clusterctl.expect(0, "launch", *options, "--command", "wait.py", timeout_s=150)
+    number = slurm.login.run("squeue -h -n kept -o %i", user="ada")
+
+    def has(attempt):
+        text = f"{HOME}/runs/kept/attempt-{attempt}/node-?.log"
+        return slurm.login.run(f"cat {text} 2>/dev/null | grep -c 'SEEN 12' || true") == "2"
+
+    def on_disk():
+        return slurm.login.run(f"grep -rl s3cret-value {HOME}/runs 2>/dev/null || true")
+
+    assert wait_until(lambda: has(1), timeout_s=120)
+    assert on_disk() == ""
+    slurm.login.run(f"scontrol requeue {number}", user="ada")
+    state = "squeue -h -n kept -o %T"
+    assert wait_until(lambda: slurm.login.run(state, user="ada") == "PENDING", timeout_s=120, pause_s=0.5)
+    slurm.login.run(f"scontrol update JobId={number} StartTime=now+3", user="ada")
+    assert wait_until(lambda: has(2), timeout_s=120, pause_s=0.5)
+    slurm.login.run(f"scancel --full --signal=KILL {number}", user="ada")
+    assert wait_until(lambda: slurm.login.run(state, user="ada") == "", timeout_s=120, pause_s=0.5)
+    assert on_disk() == ""

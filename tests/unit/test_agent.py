@@ -1,7 +1,9 @@
 """The agent as a real process on this machine, with ranks that need no torch."""
 
+import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -22,6 +24,8 @@ from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
 from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
 from cluster.agent.app.node_agent.stall import place
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
+from cluster.backends import BACKENDS, logs, script
+from cluster.spec.model import Job
 from tests import nvidia_smi
 from trainer.distributed.spawn import free_port
 
@@ -187,6 +191,22 @@ def test_values_of_secrets_are_masked_in_every_log_and_in_the_failure(tmp_path):
     assert "the secret is ***!\n" in node.path("node-0.log").read_text()
 
 
+def test_a_secret_changes_no_event_and_no_prefix_of_the_log(tmp_path):
+    """The values occur in the events and in the agent's and the setup's own prefixes."""
+    values = {"A": "true", "B": "reachable", "C": "agent", "D": "setup", "E": "::cluster", "F": "joining"}
+    variables = {**values, **setup_variables(tmp_path, "echo installing")}
+    event = {"event": "ready", "device": "agent", "ok": True}
+    program = f"print('::cluster ' + {json.dumps(json.dumps(event))}, flush=True)\nraise KeyError('reachable')"
+    node = Node(tmp_path, program, ranks=1, CLUSTER_SECRETS=",".join(values), **variables)
+    code, _, status = node.end()
+    assert (code, status["failure"]["error"]) == (1, "KeyError: '***'")
+    events = [found for line in node.lines() if (found := logs.event(line))]
+    assert [found["event"] for found in events if found["event"] != "joining"] == ["setup", "ready"]
+    assert [found["device"] for found in events if found["event"] == "ready"] == ["***"]
+    assert "setup: installing" in node.lines()
+    assert [line for line in node.lines() if line.startswith("agent: rank 0 failed first")]
+
+
 def test_a_progress_bar_is_one_line_at_a_time(tmp_path):
     program = "for k in range(3): sys.stdout.write(f'\\r{k} %')\nprint('\\rdone')"
     _, out, _ = Node(tmp_path, program, ranks=1).end()
@@ -289,9 +309,11 @@ def test_a_port_in_use_is_the_nodes_failure_and_starts_no_rank(tmp_path):
     assert (status["failure"]["rank"], "EADDRINUSE" in status["failure"]["error"]) == (None, True)
 
 
-def run_node_script(folder, **variables):
-    """Run agent/node.sh around a command that prints the network device."""
-    text = "set -u\nruntime=none enter=() arguments=(sh -c 'echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME')\n"
+def run_node_script(
+    folder, command="echo $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME", more="", runtime="none", **variables
+):
+    """Run agent/node.sh around a command, by default one that prints the network device."""
+    text = f"set -u\nruntime={runtime} enter=() arguments=(sh -c '{command}')\n{more}"
     environment = {"PATH": os.environ["PATH"], "CLUSTER_RUN_DIR": str(folder), "CLUSTER_ATTEMPT": "1"}
     environment |= {"CLUSTER_NODE": "node-1", "PET_NODE_RANK": "1", **variables}
     script = text + scripts.text("agent/node.sh")
@@ -314,6 +336,63 @@ def test_a_peer_without_an_address_is_the_nodes_failure(tmp_path):
     assert (done.returncode, done.stdout) == (EXIT_NODE, "")
     assert "node-1: the name no.such.host.invalid does not resolve" in (tmp_path / "attempt-1/node-1.err").read_text()
     assert (tmp_path / "attempt-1/node-1.exit").read_text().startswith("71 ")
+
+
+def test_a_node_takes_its_secrets_from_the_variable_of_a_slurm_job(tmp_path):
+    values = scripts.exports({"TOKEN": "it's $HOME\n`id`", "OTHER": ""})
+    show = 'printf %s "$TOKEN"; printenv CLUSTER_SECRET_VALUES; true'
+    names = {"CLUSTER_SECRETS": "TOKEN,OTHER", "CLUSTER_SECRET_VALUES": values}
+    assert run_node_script(tmp_path, show, **names).stdout == "it's $HOME\n`id`"
+    missing = run_node_script(tmp_path, show, CLUSTER_SECRETS="TOKEN")
+    assert (missing.returncode, "the secret TOKEN has no value" in missing.stderr) == (EXIT_NODE, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "enters"),
+    [
+        (["/run/agent.pyz"], {}, True),
+        ([], {}, False),  # a rank has its agent's variables
+        (["/run/agent.pyz"], {"CLUSTER_ATTEMPT": "2"}, False),
+        (["/run/agent.pyz"], {"CLUSTER_NODE": "node-1"}, False),
+        (["/run/agent.pyz"], {"CLUSTER_RUN_DIR": "/runs/another"}, False),
+    ],
+)
+def test_exec_enters_only_the_process_that_is_the_nodes_agent(tmp_path, arguments, changes, enters):
+    """Another process may have the pid of an agent that was killed."""
+    job = Job("job", ("x.py",), 1, 1, str(tmp_path))
+    plan = BACKENDS["local"].plan(job, attempt=1, port=20000)
+    variables = {"CLUSTER_RUN_DIR": plan.run_dir, "CLUSTER_ATTEMPT": "1", "CLUSTER_NODE": "node-0", **changes}
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", *arguments]
+    with subprocess.Popen(argv, env={**variables, "PATH": os.environ["PATH"]}) as other:
+        try:
+            Path(plan.attempt_dir).mkdir(parents=True)
+            status = {"phase": "running", "pid": other.pid, "started_at": 1.0}
+            Path(plan.attempt_dir, "node-0.json").write_text(json.dumps(status, separators=(",", ":")))
+            argv = script.exec_command(job, plan, plan.nodes[0], ["printenv", "CLUSTER_NODE"], tty=False)
+            done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+        finally:
+            other.kill()
+    refused = "node-0: its agent does not run on" in done.stderr
+    assert (done.returncode, done.stdout, refused) == ((0, "node-0\n", False) if enters else (EXIT_NODE, "", True)), (
+        done
+    )
+
+
+def test_the_node_adds_the_date_of_an_image_file_or_the_engines_id(tmp_path):
+    image = tmp_path / "an image.sif"
+    image.write_text("12345")
+    os.utime(image, (7, 7))
+    assert run_node_script(tmp_path, "echo $CLUSTER_IMAGE", CLUSTER_IMAGE=str(image)).stdout == f"{image} 5 7\n"
+    (tmp_path / "docker").write_text(
+        "#!/bin/sh\n[ \"$*\" = 'image inspect --format {{.Id}} name:1' ] && echo sha256:12"
+    )
+    (tmp_path / "docker").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    function = scripts.text("runtimes/docker.sh").partition("prepare()")[0]
+    shown = run_node_script(
+        tmp_path, "echo $CLUSTER_IMAGE", function, "docker", PATH=path, CLUSTER_IMAGE="name:1"
+    ).stdout
+    assert shown == "name:1 sha256:12\n"
 
 
 def test_the_images_own_sitecustomize_is_imported(tmp_path):
@@ -401,6 +480,73 @@ def test_a_setup_that_fails_ends_the_node_and_the_next_job_runs_it_again(folders
     assert "rank ran" not in out
     (tmp_path / "there").write_text("")
     assert Node(folders[1], "print('rank ran')", ranks=1, **variables).end()[0] == 0
+
+
+#: Uses its environment, then waits for the file `end`, and uses it again.
+USES = """
+import subprocess
+def use():
+    subprocess.run(['python', '-c', 'import dep; print("dep is", dep.X)'], check=True)
+use()
+while not os.path.exists('{end}'):
+    time.sleep(0.02)
+use()
+print(sys.prefix)
+"""
+
+
+def test_another_image_gets_another_environment_while_a_job_uses_the_first(folders, tmp_path):
+    text = "cd $VIRTUAL_ENV/lib/python3*/site-packages; echo \"X = '$CLUSTER_IMAGE'\" > dep.py"
+    variables = setup_variables(tmp_path, text)
+    end = tmp_path / "end"
+    first = Node(folders[0], USES.format(end=end), ranks=1, CLUSTER_IMAGE="image 1", **variables)
+    first.wait_for("dep is image 1")
+    code, other, _ = Node(folders[1], USES.format(end="/"), ranks=1, CLUSTER_IMAGE="image 2", **variables).end()
+    assert (code, other.count("dep is image 2")) == (0, 2)
+    end.touch()
+    code, out, _ = first.end()
+    assert (code, out.count("dep is image 1")) == (0, 2)
+    assert out.splitlines()[-1] != other.splitlines()[-1]
+
+
+def test_an_environment_in_use_is_not_made_again_before_the_last_job_ends(folders, tmp_path):
+    """Its mark is removed, as after an interrupted setup, so that the second job has to make it."""
+    text = "cd $VIRTUAL_ENV/lib/python3*/site-packages; echo 'X = 5' > dep.py"
+    variables, end = setup_variables(tmp_path, text), tmp_path / "end"
+    first = Node(folders[0], USES.format(end=end), ranks=1, **variables)
+    first.wait_for("dep is 5")
+    (made,) = tmp_path.glob("setup/key/*/setup.done")
+    made.unlink()
+    second = Node(folders[1], USES.format(end=end), ranks=1, **variables)
+    second.wait_for(f"agent: waiting for the node or job that uses {made.parent}")
+    package = next(made.parent.glob("lib/python3*/site-packages/dep.py"))
+    with (made.parent / "setup.lock").open("r+") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    inode = package.stat().st_ino
+    assert not made.exists()
+    end.touch()
+    assert [node.end()[0] for node in (first, second)] == [0, 0]
+    assert made.exists()
+    assert package.stat().st_ino != inode
+
+
+def facts(python):
+    """Return what an environment of this interpreter depends on."""
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from node_agent import setup\n"
+    program += "print(*setup.interpreter_facts('image'), sep='\\n')"
+    done = subprocess.run([python, "-c", program, AGENT], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_an_environment_depends_on_the_interpreter_and_its_packages(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    assert {platform.machine(), sys.version.replace("\n", " ")} <= set(facts(python))
+    assert facts(python) != facts(sys.executable)
+    before = facts(python)
+    (package,) = (tmp_path / "venv" / "lib").glob("python3*/site-packages")
+    (package / "numpy-2.4.0.dist-info").mkdir()
+    assert [fact for fact in facts(python) if fact not in before] == ["numpy-2.4.0.dist-info"]
 
 
 def test_sigterm_ends_a_setup(tmp_path):

@@ -191,3 +191,70 @@ def test_nodes_on_one_machine_divide_its_gpus():
 def test_a_range_of_nodes_begins_with_the_minimum():
     assert defaults.node_range("2:4", 1) == (2, 4)
     assert defaults.node_range("", 3) == (3, 3)
+
+
+FILES = {
+    "/w/requirements.txt": b"torch\n-r more/base.txt\n--constraint=pins.txt\n",
+    "/w/more/base.txt": b"numpy\n",
+    "/w/pins.txt": b"numpy==2\n",
+    "/w/setup.sh": b"pip install $WHAT\n",
+    "/w/pip": b"not what the shell runs",
+    "/w/log.txt": b"written by the last setup",
+    "/w/editable.txt": b"numpy\n-e ./package[dev]\n",
+    "/w/huge.whl": None,
+}
+INSTALL = "pip install -r requirements.txt"
+
+
+def setup_key(text, env=(), **changed):
+    files = {**FILES, **{f"/w/{name.replace('_', '.')}": content for name, content in changed.items()}}
+    folders = {"/w", "/w/package", "/w/more"}
+    here = Here("/w", "1:1", "py", (), read=lambda path: files.get(path, b""), is_folder=folders.__contains__)
+    made, _ = job(here, setup=text, command="x.py", env=env)
+    return made.setup_key
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "changed"),
+    [
+        (f"{INSTALL} --pre", (), {}),
+        (INSTALL, (), {"requirements_txt": b"torch==2\n"}),
+        (INSTALL, (), {"more/base_txt": b"numpy==1\n"}),
+        (INSTALL, (), {"pins_txt": b"numpy==1\n"}),
+        (INSTALL, ("PIP_INDEX_URL=https://mirror/simple",), {}),
+        (f"FOO=1 {INSTALL}; bash setup.sh", ("WHAT=numpy",), {}),
+        ("bash <setup.sh", (), {"setup_sh": b"true\n"}),
+        ("./setup.sh", (), {"setup_sh": b"true\n"}),
+        ("pip install x==$V && true", ("V=2",), {}),
+    ],
+)
+def test_the_key_of_a_setup_changes_with_all_that_it_depends_on(text, env, changed):
+    before = setup_key(INSTALL if text.startswith(INSTALL) and not env and not changed else text)
+    assert len(before) == 16
+    assert setup_key(text, env, **changed) not in (before, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "changed"),
+    [
+        (INSTALL, ("LR=0.1",), {}),
+        (INSTALL, (), {"pip": b"another file with the command's name"}),
+        (f"{INSTALL} > log.txt 2>&1", (), {"log_txt": b"again"}),
+    ],
+)
+def test_jobs_share_a_setup_that_depends_on_nothing_else(text, env, changed):
+    assert setup_key(text, env, **changed) == setup_key(text) != ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pip install .",
+        "pip install -e '.[dev]'",
+        "pip install ./package",
+        "pip install -r editable.txt",
+        "pip install huge.whl",
+    ],
+)
+def test_a_setup_of_a_folder_or_of_a_huge_file_is_the_jobs_own(text):
+    assert setup_key(text) == ""

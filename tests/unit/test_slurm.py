@@ -190,17 +190,47 @@ def test_a_cancelled_job_is_not_restarted():
     assert restarts.refusal(JOB, view, "failed", past) == "it was cancelled with scancel"
 
 
-def test_no_secrets_remain_after_a_refused_submission(tmp_path):
-    refuse = ["bash", "-c", "echo sbatch: error: Invalid account >&2; exit 1"]
-    one = scripts.command("slurm_submit", str(tmp_path / "attempt-1"), str(tmp_path), "1", *refuse)
-    text = "export TOKEN=hush\n\nscript\n"
-    assert subprocess.run(one, input=text, capture_output=True, text=True, check=False).returncode == 1
-    assert (tmp_path / "attempt-1" / "job.sbatch").exists()
-    assert not (tmp_path / "secrets").exists()
-    folders = [tmp_path / name for name in ("a-0", "a-1")]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "secrets").write_text("export TOKEN=hush\n")
-    array = scripts.command("slurm_array", str(tmp_path / "array.sbatch"), *map(str, folders), "--", *refuse)
-    assert subprocess.run(array, input="script\n", capture_output=True, text=True, check=False).returncode == 1
-    assert not [folder for folder in folders if (folder / "secrets").exists()]
+ACCEPTS = ["bash", "-c", "env > seen; echo Submitted batch job 7"]
+REFUSES = ["bash", "-c", "env > seen; echo sbatch: error: Invalid account >&2; exit 1"]
+
+
+@pytest.mark.parametrize(("sbatch", "code"), [(ACCEPTS, 0), (REFUSES, 1)], ids=["accepted", "refused"])
+@pytest.mark.parametrize("name", ["slurm_submit", "slurm_array"])
+def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monkeypatch, name, sbatch, code):
+    """Not by their own names, which could change what sbatch does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job-0").mkdir()
+    words = {
+        "slurm_submit": [f"{tmp_path}/attempt-1", str(tmp_path), "2"],
+        "slurm_array": ["array.sbatch", "2", "job-0", "--"],
+    }
+    text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "slurm_submit" else "") + "script\n"
+    done = subprocess.run(
+        scripts.command(name, *words[name], *sbatch), input=text, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done
+    (seen,) = tmp_path.rglob("seen")
+    assert "CLUSTER_SECRET_VALUES=export TOKEN='hush\nhush'\n" in seen.read_text()
+    assert "\nTOKEN=" not in seen.read_text()
+    seen.unlink()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert "script\n" in [path.read_text() for path in files]
+    assert not [path for path in files if "hush" in path.read_text()]
+
+
+@pytest.mark.parametrize(
+    ("options", "has", "message"),
+    [
+        ({}, {}, ""),
+        ({"export": "ALL,X"}, {}, ""),
+        ({"export": "NONE"}, {}, "--slurm export=NONE: the job gets its secrets in its environment"),
+        ({"export": "A,B"}, {}, "--slurm export=A,B: the job gets its secrets in its environment"),
+        ({}, {"stores_env": [""]}, "login: Slurm would store the secrets in its accounting database"),
+    ],
+)
+def test_secrets_that_the_job_would_not_get_or_that_slurm_would_store_are_an_error(options, has, message):
+    has = {"partition": ["gpu*|3|8|gpu:2|1:00:00"], **has}
+    job = replace(JOB, queue=Queue(LOGIN, options))
+    assert slurm.problems(job, has, "login") == []
+    found = slurm.problems(replace(job, secrets=("TOKEN",)), has, "login")
+    assert [text[: len(message)] for text, _ in found] == ([message] if message else [])

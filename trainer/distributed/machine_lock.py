@@ -26,6 +26,8 @@ def one_per_machine(folder: Path) -> Iterator[bool]:
     try:
         waited = False
         try:
+            if os.fstat(file).st_uid != os.getuid():  # another user could hold it for ever
+                raise PermissionError
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             fcntl.flock(file, fcntl.LOCK_EX)

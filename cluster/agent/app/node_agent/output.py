@@ -10,18 +10,15 @@ import threading
 import time
 from io import FileIO
 
+from .masking import Mask
 from .settings import EVENT_MARK, Settings
-
-#: Shorter values of secrets are not masked, because they would mask unrelated text.
-SECRET_MIN_LENGTH = 4
 
 
 class Log:
     """The node's log, one log per rank, and the console. A full disk does not stop the ranks."""
 
     def __init__(self, settings: Settings) -> None:
-        parts = {part for value in settings.secrets for part in value.splitlines() if len(part) >= SECRET_MIN_LENGTH}
-        self._secrets = sorted((part.encode() for part in parts), key=len, reverse=True)
+        self._mask = Mask(settings.secrets)
         self._lock = threading.Lock()
         self.error = ""
         folder = os.path.join(settings.folder, "ranks", settings.name)
@@ -29,9 +26,9 @@ class Log:
         self._all = open(settings.path(".log"), "ab", buffering=0)
         self._ranks = [open(os.path.join(folder, "%d.log" % rank), "ab", buffering=0) for rank in range(settings.ranks)]
 
-    def line(self, text: bytes, local_rank: int | None = None) -> None:
-        """Write one line of a rank, or of the agent, with secrets masked."""
-        text = self._mask(text) + b"\n"
+    def line(self, text: bytes, local_rank: int | None = None, prefix: bytes = b"") -> None:
+        """Write one line of a rank, or of the agent after a `prefix`, with secrets masked."""
+        text = prefix + self._mask.line(text) + b"\n"
         shown = b"[%d] %s" % (local_rank, text) if local_rank else text
         with self._lock:
             if local_rank is not None:
@@ -44,16 +41,11 @@ class Log:
 
     def message(self, text: str) -> None:
         """Write a line of the agent itself."""
-        self.line(("agent: " + text).encode())
+        self.line(text.encode(errors="replace"), prefix=b"agent: ")
 
     def masked(self, text: str) -> str:
         """Return the text with `***` in place of secrets."""
-        return self._mask(text.encode(errors="replace")).decode(errors="replace")
-
-    def _mask(self, text: bytes) -> bytes:
-        for value in self._secrets:
-            text = text.replace(value, b"***")
-        return text
+        return self._mask.text(text)
 
     def _write(self, file: FileIO, data: bytes) -> None:
         try:

@@ -14,8 +14,9 @@ import time
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Iterable
 
+from .masking import split_event
 from .output import Log
-from .settings import EVENT_MARK, EXIT_RUN_ME_AGAIN, SIGNALS, Fields
+from .settings import EXIT_RUN_ME_AGAIN, SIGNALS, Fields
 from .sitecustomize import STACK_SIGNAL
 
 #: A progress bar overwrites its line. Its state is written to the log at this interval.
@@ -72,11 +73,9 @@ class Rank:
 
     def _line(self, line: bytes, log: Log) -> None:
         line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # a progress bar overwrites its line; keep the last state
-        if EVENT_MARK.encode() in line:
-            with contextlib.suppress(ValueError):
-                event = json.loads(line.partition(EVENT_MARK.encode())[2].decode(errors="replace"))
-                if isinstance(event, dict) and event.get("event") == "failed" and event.get("error"):
-                    self.event = event
+        _, event = split_event(line)
+        if event is not None and event["event"] == "failed" and event.get("error"):
+            self.event = event
         log.line(line, self.local_rank)
 
     def stack(self) -> list[str]:
