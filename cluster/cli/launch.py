@@ -1,4 +1,4 @@
-"""`clusterctl launch`, `clusterctl plan` and `clusterctl import`."""
+"""`clusterctl launch` and `clusterctl plan`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import typer
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, follow, on_interrupt, print_line, stop_interrupted
 from cluster.errors import UsageError
-from cluster.spec.request import Request, argument, option
+from cluster.spec.request import Request, option
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
@@ -200,31 +200,6 @@ def plan(
         if len(files) > 1:
             print(f"# ---- {step.place}: {path}")
         print(text, end="" if text.endswith("\n") else "\n")
-
-
-def import_job(
-    source: Annotated[
-        str,
-        argument(metavar="FILE | 'COMMAND'", help="A batch script, a SkyPilot task (*.yaml) or a torchrun command."),
-    ],
-    output: Annotated[str, option("--output", "-o", metavar="FILE", help="Write the job file here.")] = "",
-) -> None:
-    """Convert a batch script, a SkyPilot task or a torchrun command to a job file.
-
-    Lists what it could not take over, as comments at the top.
-    """
-    from cluster.spec import importers
-
-    if re.search(r"\s", source) and not Path(source).exists():
-        found = importers.command_line(source)
-    else:
-        found = importers.read(options.read_text(source, hint="expected a file, or 'torchrun OPTIONS PROGRAM'"), source)
-    for note in found.notes if output else ():
-        print(f"not taken over: {note}", file=sys.stderr)
-    if output:
-        _write({Path(output): found.text()})
-    else:
-        print(found.text(), end="")
 
 
 def job_text(request: Request, inventory: options.NodeOptions, env_file: str) -> str:

@@ -10,7 +10,7 @@ from cluster.cli.doctor import doctor
 from cluster.cli.follow import EXIT_INTERRUPTED
 from cluster.cli.gc import gc
 from cluster.cli.init import init
-from cluster.cli.launch import import_job, launch, plan
+from cluster.cli.launch import launch, plan
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError
 
@@ -49,7 +49,6 @@ app.command(
     epilog="Example: mkdir -p runs && clusterctl plan --nodes 2 --gpus 2 --backend compose -o job.yml && "
     "docker compose -f job.yml up"
 )(plan)
-app.command("import", epilog="Example: clusterctl import train.sbatch -o job.yaml")(import_job)
 for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(command)
 app.command(epilog="Example: clusterctl top digits")(jobs.top)

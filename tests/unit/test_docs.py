@@ -121,6 +121,15 @@ def test_its_cluster_yaml_is_valid_and_its_plans_are_made(page, tmp_path, monkey
                 assert result.exit_code == 0, (words, result.output, result.exception)
 
 
+def test_each_line_of_a_job_file_in_a_table_is_valid():
+    text = (ROOT / "docs/how-to/any-program.md").read_text().partition("to a job file\n")[2]
+    rows = re.findall(r"^\|[^|]+\|([^|]+)\|$", text.partition("\n## ")[0], re.MULTILINE)
+    lines = [line for row in rows for line in re.findall(r"`(\w+: [^`]+)`", row)]
+    assert len(lines) > 10
+    for line in lines:
+        job_file.read(line, "job.yaml")
+
+
 @pages
 def test_its_links_lead_to_files_and_headings(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""Job files: the keys, the options that override them, and the files that other launchers' users have."""
+"""Job files: the keys, and the options that override them."""
 
 import json
 from dataclasses import fields
@@ -10,7 +10,7 @@ import cluster
 import cluster.cli.main
 from cluster.cli.options import ArrayOptions, NodeOptions
 from cluster.errors import UsageError
-from cluster.spec import importers, job_file
+from cluster.spec import job_file
 from cluster.spec.request import Request
 
 
@@ -109,87 +109,6 @@ def test_a_wrong_file_is_one_error_with_line_and_key(text, message):
 def test_a_missing_file_is_an_error(folder):
     with pytest.raises(UsageError, match=r"^none.yaml: No such file"):
         clusterctl("launch", "none.yaml")
-
-
-SBATCH = """#!/bin/bash
-#SBATCH --job-name=ResNet_50
-#SBATCH -N 2 --ntasks-per-node=1
-#SBATCH --gpus-per-node=4
-#SBATCH --time 8:00:00 -p gpu
-module load cuda/12.4
-pip install -r requirements.txt
-export NCCL_DEBUG=INFO
-LR=0.1
-export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
-srun torchrun --nnodes $SLURM_NNODES --nproc_per_node=4 \\
-    --rdzv_backend c10d --rdzv_endpoint $MASTER_ADDR:29500 \\
-    train.py --lr $LR --out $SCRATCH/out
-"""
-
-
-def test_a_batch_script_is_imported():
-    made = importers.read(SBATCH, "job.sbatch")
-    assert made.keys == {
-        "name": "resnet-50",
-        "nodes": 2,
-        "gpus": 4,
-        "slurm": {"time": "8:00:00", "partition": "gpu"},
-        "backend": "slurm",
-        "setup": "pip install -r requirements.txt",
-        "env": {"NCCL_DEBUG": "INFO"},
-        "command": "train.py --lr 0.1 --out '$SCRATCH/out'",
-    }
-    assert made.notes == ["job.sbatch:6: module load cuda/12.4", "job.sbatch: variables in the command: $SCRATCH"]
-    assert job_file.read(made.text(), "job.yaml")["command"] == made.keys["command"]
-
-
-def test_a_skypilot_task_is_imported():
-    text = (
-        "name: minGPT\nresources: {accelerators: A100:8, image_id: 'docker:acme/torch:2.6', cloud: aws}\nnum_nodes: 2\n"
-        "workdir: .\nenvs: {HF_TOKEN: , SIZE: large}\nsetup: pip install tqdm\nfile_mounts: {/data: s3://b}\n"
-        "run: |\n  MASTER=$(echo $SKYPILOT_NODE_IPS | head -n1)\n"
-        "  torchrun --nnodes=$SKYPILOT_NUM_NODES --node_rank=$SKYPILOT_NODE_RANK -m gpt.train --size $SIZE\n"
-    )
-    made = importers.read(text, "task.yaml")
-    assert made.keys == {
-        "name": "mingpt",
-        "workdir": ".",
-        "setup": "pip install tqdm",
-        "nodes": 2,
-        "secrets": ["HF_TOKEN"],
-        "env": {"SIZE": "large"},
-        "gpus": 8,
-        "image": "acme/torch:2.6",
-        "command": "-m gpt.train --size large",
-    }
-    assert made.notes == ["resources.cloud: aws", "file_mounts: {'/data': 's3://b'}"]
-
-
-@pytest.mark.parametrize(
-    ("line", "keys"),
-    [
-        ("torchrun --standalone --nproc-per-node 2 a.py -x 1", {"nodes": 1, "gpus": 2, "command": "a.py -x 1"}),
-        ("python -m torch.distributed.run --nnodes=2:4 -m p.q", {"nodes": "2:4", "command": "-m p.q"}),
-        ("torchrun --max_restarts=3 --no-python ./run.sh", {"max_restarts": 3, "command": "--no-python ./run.sh"}),
-    ],
-)
-def test_a_torchrun_command_is_imported(line, keys):
-    assert importers.command_line(line).keys == keys
-
-
-@pytest.mark.parametrize("text", ["echo hi\n", "srun python train.py\n", "torchrun --nnodes 2\n"])
-def test_a_script_without_torchrun_and_a_program_is_refused(text):
-    with pytest.raises(UsageError, match=r"^a.sh: "):
-        importers.read(text, "a.sh")
-
-
-def test_import_writes_a_file_that_plan_accepts(folder):
-    (folder / "a.sh").write_text("torchrun --nnodes 2 train.py\n")
-    clusterctl("import", "a.sh", "-o", "job.yaml")
-    assert plan("job.yaml")["command"][1:] == ["train.py"]
-    (folder / "task.yaml").write_text("- a\n")
-    with pytest.raises(UsageError, match=r"^task.yaml: not a SkyPilot task"):
-        clusterctl("import", "task.yaml")
 
 
 def test_the_python_interface_refuses_a_build(folder):
