@@ -103,14 +103,15 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
     """Return the job's verdict.
 
     `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in Slurm's queue.
-    `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the ranks of all nodes are idle.
+    `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the agents of all nodes that still
+    run report a stall.
     """
     if failing(view):
         return "failed"
     if all(_succeeded(node) for node in view.nodes):
         return "done"
     if view.joined_after_s is not None:
-        if all(node.stall for node in view.nodes):
+        if all(node.stall or _succeeded(node) for node in view.nodes):
             return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"

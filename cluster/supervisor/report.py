@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -67,8 +67,8 @@ def cause(view: JobView, verdict: Verdict) -> str:
         if is_secondary(first) and silent:  # not lost yet, but the only explanation
             return f"{silent[0].name}: {silent[0].silent}"
         return _failure(first)
-    if verdict == "stalled" and view.nodes[0].stall:
-        return _stall([rank for node in view.nodes for rank in node.stall])
+    if verdict == "stalled" and (ranks := [rank for node in view.nodes for rank in node.stall]):
+        return _stall(ranks)
     if verdict == "stalled":
         last = view.progress
         where = f"epoch {last.get('epoch')}, step {last.get('step')}" if last else "the start"
@@ -82,7 +82,9 @@ def cause(view: JobView, verdict: Verdict) -> str:
 def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str]]) -> list[str]:
     """Return the last log lines of the failed or late nodes, other ranks' failures, and the hint of the failure."""
     nodes = missing(view) if verdict == "late" else failing(view)[:1] or list(view.nodes)[:1]
-    if verdict == "stalled" and view.nodes[0].stall:  # `cause` says where, and the log has the stacks
+    if verdict == "stalled" and any(
+        node.stall for node in view.nodes
+    ):  # `cause` says where, and the log has the stacks
         return []
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
@@ -108,15 +110,18 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
     return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
 
 
-def _stall(ranks: Iterable[Mapping[str, Any]]) -> str:
-    """Return `rank 3 has not entered all_reduce: sleep (train.py:45); ranks 0-2 wait in all_reduce (train.py:40)`."""
+def _stall(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Return `rank 3 has not entered all_reduce: sleep (train.py:45); ranks 0-2 wait in all_reduce (train.py:40)`.
+
+    The ranks outside of a collective come first, and of those the place with the fewest ranks.
+    """
     places: dict[tuple[str, str, str], list[int]] = {}
     for each in ranks:
         key = (str(each.get("collective", "")), str(each.get("call", "")), str(each.get("place", "")))
         places.setdefault(key, []).append(int(each["rank"]))
     collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
     parts = []
-    for (collective, call, place), numbers in sorted(places.items(), key=lambda item: bool(item[0][0])):
+    for (collective, call, place), numbers in sorted(places.items(), key=lambda item: (bool(item[0][0]), len(item[1]))):
         is_one = len(numbers) == 1
         who = f"rank {numbers[0]}" if is_one else f"ranks {', '.join(map(str, sorted(numbers)))}"
         what = f"{who}: {call or 'unknown'}"
@@ -125,7 +130,9 @@ def _stall(ranks: Iterable[Mapping[str, Any]]) -> str:
         elif collectives:
             what = f"{who} {'has' if is_one else 'have'} not entered {collectives[0]}: {call or 'unknown'}"
         parts.append(what + (f" ({place})" if place else ""))
-    return "no output and no activity: " + "; ".join(parts)
+    is_busy = any(each.get("busy") for each in ranks)
+    what = "no output, and busy at the same place" if is_busy else "no output and no activity"
+    return f"{what}: " + "; ".join(parts)
 
 
 def _failure(node: NodeView) -> str:

@@ -341,12 +341,15 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 print("joined", flush=True)  # one node can import torch seconds later than the other: no stall
 rank, how = dist.get_rank(), sys.argv[1]
-if how == "one rank skips a collective" and rank == 3:
+if rank == 3 and how in ("one rank skips a collective", "ranks poll"):
     sleep()
 if how == "one rank loads data":
     next(iter(torch.utils.data.DataLoader(Data(), num_workers=1)))
 if how == "two collectives" and rank == 0:
     dist.barrier()
+if how == "ranks poll":
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    while not work.is_completed(): pass
 dist.all_reduce(torch.ones(1))
 dist.barrier()
 """
@@ -357,20 +360,22 @@ dist.barrier()
     [
         (
             "one rank skips a collective",
-            "rank 3 has not entered all_reduce: sleep (stalls.py:13); ranks 0, 1, 2 wait in all_reduce (stalls.py:25)",
+            "rank 3 has not entered all_reduce: sleep (stalls.py:13); ranks 0, 1, 2 wait in all_reduce (stalls.py:28)",
         ),
         (
             "one rank loads data",
-            "rank 0 has not entered all_reduce: select (stalls.py:22); ranks 1, 2, 3 wait in all_reduce (stalls.py:25)",
+            "rank 0 has not entered all_reduce: select (stalls.py:22); ranks 1, 2, 3 wait in all_reduce (stalls.py:28)",
         ),
-        ("two collectives", "rank 0 waits in barrier (stalls.py:24); ranks 1, 2, 3 wait in all_reduce (stalls.py:25)"),
+        ("ranks poll", "rank 3: sleep (stalls.py:13); ranks 0, 1, 2: <module> (stalls.py:27)"),
+        ("two collectives", "rank 0 waits in barrier (stalls.py:24); ranks 1, 2, 3 wait in all_reduce (stalls.py:28)"),
     ],
 )
 def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_name, how, cause):
     (clusterctl.folder / "stalls.py").write_text(STALLS.strip())
     words = ["--nodes", "2", "--gpus", "2", "--stall-timeout", "4", "--device", "cpu"]
     began = time.monotonic()
-    clusterctl.expect(1, *launch(f"stalls.py '{how}'", *words), has=f"no output and no activity: {cause}\n")
+    what = "no output, and busy at the same place" if how == "ranks poll" else "no output and no activity"
+    clusterctl.expect(1, *launch(f"stalls.py '{how}'", *words), has=f"{what}: {cause}\n")
     assert "agent: rank 3:   File " in (clusterctl.folder / f"runs/{job_name}/attempt-1/node-1.log").read_text()
     assert processes_of(job_name) == []
     print(f"after {time.monotonic() - began:.1f} s")

@@ -22,7 +22,7 @@ from cluster.agent import scripts
 from cluster.agent.app.node_agent.output import Status
 from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
 from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
-from cluster.agent.app.node_agent.stall import place
+from cluster.agent.app.node_agent.stacks import is_same_place, place, waits_for_others
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
 from cluster.backends import BACKENDS, logs, script
 from cluster.spec.model import Job
@@ -77,6 +77,9 @@ class Node:
 
     def status(self):
         return json.loads(self.path("node-0.json").read_text())
+
+    def program(self):
+        return (self.folder / "program.py").read_text().splitlines()
 
     def path(self, name):
         return self.folder / "attempt-1" / name
@@ -605,11 +608,102 @@ def test_idle_ranks_are_a_stall_with_their_places(tmp_path):
     assert 'program.py", line 5 in outer' in log
 
 
-def test_a_busy_or_printing_rank_is_no_stall(tmp_path):
-    node = Node(tmp_path, STALL.format(busy_s=100), CLUSTER_STALL_TIMEOUT="1")
-    assert stall(node, 6) == []
+#: Rank 1 does what the test says. Rank 0 polls, as a program does in a loop around `work.is_completed()`.
+BUSY = """
+import subprocess, threading
+end, closed = time.monotonic() + 4, threading.Lock()
+def spin(until):
+    while time.monotonic() < until:
+        pass
+def deep(depth):
+    deep(depth - 1) if depth else spin(time.monotonic() + 0.05)
+def wait():
+    closed.acquire()
+    while closed.locked():
+        pass
+def polls():
+    wait()
+def computes():
+    for k in range(80):
+        deep(k % 40)
+def prints():
+    for _ in range(8):
+        print("a step", flush=True)
+        spin(time.monotonic() + 0.5)
+def writes():
+    with open("/dev/null", "wb", 0) as file:
+        while time.monotonic() < end:
+            file.write(bytes(1 << 20))
+def waits_for_a_child():
+    code = "import time; end = time.monotonic() + 4\\nwhile time.monotonic() < end: pass"
+    subprocess.run([sys.executable, "-c", code])
+def waits_for_a_thread():
+    thread = threading.Thread(target=spin, args=(end,))
+    thread.start()
+    thread.join()
+print("busy", flush=True)
+done = os.path.join(os.environ["CLUSTER_RUN_DIR"], "done")
+def exit_with_the_other_rank():
+    while not os.path.exists(done):
+        time.sleep(0.05)
+    os._exit(0)
+if rank == 0:
+    threading.Thread(target=exit_with_the_other_rank).start()
+    wait()
+{how}()
+open(done, "w").close()
+"""
+
+
+def fast_agent(monkeypatch, folder):
+    """Let the test's agent write a heartbeat every 0.3 s instead of 2."""
+    change_agent(monkeypatch, folder, "settings.py", "HEARTBEAT_S = 2.0", "HEARTBEAT_S = 0.3")
+
+
+def test_ranks_that_poll_for_ever_are_a_stall_with_their_places(tmp_path, monkeypatch):
+    fast_agent(monkeypatch, tmp_path)
+    node = Node(tmp_path, BUSY.format(how="polls"), CLUSTER_STALL_TIMEOUT="1")
+    found = stall(node, 30)
     node.process.send_signal(signal.SIGTERM)
     assert node.end()[0] == 143
+    lines = {f"program.py:{number}" for number, line in enumerate(node.program(), 1) if "closed.locked()" in line}
+    (first,) = lines
+    near = {first, f"program.py:{int(first.partition(':')[2]) + 1}"}
+    assert [(each["rank"], each["call"], each["busy"], each["place"] in near) for each in found] == [
+        (0, "wait", True, True),
+        (1, "wait", True, True),
+    ]
+    log = node.path("node-0.log").read_text()
+    assert "agent: rank 1: no output, and busy at the same place for 1 s" in log
+    assert " in polls" in log
+
+
+@pytest.mark.parametrize("how", ["computes", "prints", "writes", "waits_for_a_child", "waits_for_a_thread"])
+def test_a_rank_that_works_or_prints_is_no_stall(tmp_path, monkeypatch, how):
+    """Of two busy ranks, one polls all the time. The other makes progress for four seconds, and exits."""
+    fast_agent(monkeypatch, tmp_path)
+    node = Node(tmp_path, BUSY.format(how=how), CLUSTER_STALL_TIMEOUT="1")
+    code, out, status = node.end()
+    assert (code, status["exit_code"]) == (0, 0)
+    assert "busy at the same place" not in out
+
+
+def test_a_program_with_its_own_handlers_is_asked_for_its_stack_once_at_most(tmp_path, monkeypatch):
+    """It handles the agent's signal itself, and polls: only the rule for idle ranks applies."""
+    fast_agent(monkeypatch, tmp_path)
+    program = """
+import threading
+caught = []
+for number in (signal.SIGUSR1, signal.SIGUSR2, 50):
+    signal.signal(number, lambda number, _: caught.append(number))
+print("busy", flush=True)
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    pass
+print("caught", caught, flush=True)
+"""
+    code, out, _ = Node(tmp_path, program, ranks=1, CLUSTER_STALL_TIMEOUT="1").end()
+    assert (code, out.splitlines()) == (0, ["busy", "caught [50]"])
 
 
 def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
@@ -618,6 +712,12 @@ def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
     node.process.send_signal(signal.SIGTERM)
     node.end()
     assert found == [{"collective": "", "call": "", "place": "", "rank": 0}]
+
+
+def test_the_signal_for_a_stack_does_not_end_a_python_that_is_exiting(tmp_path):
+    """The agent may send it just when the interpreter has removed the handler."""
+    program = "import faulthandler\nfaulthandler.unregister(50)\nos.kill(os.getpid(), 50)"
+    assert Node(tmp_path, program, ranks=1, CLUSTER_STALL_TIMEOUT="100").end()[0] == 0
 
 
 SITE = "/x/site-packages/torch"
@@ -638,6 +738,32 @@ def test_the_place_is_the_programs_newest_line(collective):
     found = place([*stack, 'File "/a/t.py", line 99 in main'])
     assert found == {"collective": collective, "call": STACKS[collective][0][2], "place": "t.py:3"}
     assert place([]) == {"collective": "", "call": "", "place": ""}
+
+
+FRAMES = ['File "/a/t.py", line 30 in poll', 'File "/a/t.py", line 99 in main']
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        (['File "/a/t.py", line 32 in poll', FRAMES[1]], True),
+        (['File "/a/t.py", line 33 in poll', FRAMES[1]], False),
+        (['File "/a/t.py", line 30 in other', FRAMES[1]], False),
+        ([FRAMES[0], 'File "/a/t.py", line 98 in main'], False),
+        (FRAMES[:1], False),
+        ([], False),
+    ],
+)
+def test_only_the_line_of_a_short_loop_may_differ_at_one_place(other, is_same):
+    assert is_same_place(FRAMES, other) == is_same
+    assert not is_same_place([], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "waits"), [("/usr/lib/python3.11/threading.py", True), ("/a/my_threading.py", False), ("/a/t.py", False)]
+)
+def test_a_rank_that_waits_for_its_threads_is_recognised(path, waits):
+    assert waits_for_others([f'File "{path}", line 1 in wait', *FRAMES]) == waits
 
 
 GPUS = [nvidia_smi.Gpu("GPU-aa", use=7), nvidia_smi.Gpu("GPU-bb")]

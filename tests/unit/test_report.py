@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -118,8 +119,27 @@ def test_a_stall_names_the_ranks_outside_of_the_collective_first():
     )
     assert report.last_lines(seen, "stalled", {"node-0": [], "node-1": []}) == []
     assert report.exit_code(seen, "stalled") == 1
+    ends[0] = NodeStatus("node-0", "exited", 0, ended_at=201.0)  # its ranks need nothing from the others
+    ended = fold(copy.deepcopy(seen), ends, [], 202.0)
+    assert job_state.judge(ended, 202.0, 300.0) == "stalled"
+    assert report.cause(ended, "stalled").endswith(
+        "rank 3 has not entered all_reduce: sleep (train.py:45); rank 2 waits in all_reduce (train.py:40)"
+    )
+    ends[0] = NodeStatus("node-0", "starting", stall=({"rank": 0, **waits}, {"rank": 1, **waits}))
     ends[1] = NodeStatus("node-1", "starting")  # it computes again
     assert job_state.judge(fold(seen, ends, [], 202.0), 202.0, 300.0) == "joined"
+
+
+def test_the_one_of_eight_busy_ranks_that_is_elsewhere_comes_first():
+    polls = {"collective": "", "call": "main", "place": "train.py:40", "busy": True}
+    late = {"collective": "", "call": "load", "place": "train.py:12", "busy": True}
+    ranks = [{"rank": rank, **(late if rank == 5 else polls)} for rank in range(8)]
+    seen = job_state.start(PLAN, 9.0)
+    seen.nodes[0].stall, seen.nodes[1].stall = tuple(ranks[:4]), tuple(ranks[4:])
+    assert report.cause(seen, "stalled") == (
+        "no output, and busy at the same place: rank 5: load (train.py:12); "
+        "ranks 0, 1, 2, 3, 4, 6, 7: main (train.py:40)"
+    )
 
 
 MESSAGES = {

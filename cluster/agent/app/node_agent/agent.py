@@ -82,13 +82,14 @@ class Agent:
         usage = Usage(self._ranks, self._ended)
         stall = StallWatch(self._settings, self._log, self._status, self._ranks)
         while any(rank.code is None for rank in self._ranks):
-            received = signal.sigtimedwait(SIGNALS, HEARTBEAT_S / 2)
+            received = signal.sigtimedwait(SIGNALS, stall.wait_s)
             if received is not None and received.si_signo in SIGNALS:  # after SIGCONT the number is not set
                 self._handle_signal(received.si_signo)
             if self._script_is_dead():
                 self._stop(STOP_GRACE_S, "the node's script outside of the container has died")
             if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._grace_s:
                 self._send(signal.SIGKILL)
+            stall.sample()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
                 self._status.write(usage=usage.sample())
                 stall.check(usage)

@@ -1,4 +1,4 @@
-"""A rank: its process, output, stack and failure; the first failure and the exit code of a node."""
+"""A rank: its process, output and failure; the first failure and the exit code of a node."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from .masking import split_event
 from .output import Log
 from .settings import EXIT_RUN_ME_AGAIN, SIGNALS, Fields
 from .sitecustomize import STACK_SIGNAL
+from .stacks import Stack
 
 #: A progress bar overwrites its line. Its state is written to the log at this interval.
 PROGRESS_BAR_S = 5.0
@@ -34,6 +35,7 @@ def in_rank() -> None:
     """Unblock signals, and have the kernel kill the rank when the agent dies; runs between fork and exec."""
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # while a Python exits, its handler is gone
 
 
 class Rank:
@@ -51,6 +53,7 @@ class Rank:
         self.process = subprocess.Popen(
             command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=in_rank
         )
+        self.stack = Stack(self._record + ".stack", self.process.pid)
         self.reader = threading.Thread(target=self.read, args=(log,), daemon=True)
         self.reader.start()
 
@@ -77,24 +80,6 @@ class Rank:
         if event is not None and event["event"] == "failed" and event.get("error"):
             self.event = event
         log.line(line, self.local_rank)
-
-    def stack(self) -> list[str]:
-        """Return the stack of the rank's main thread, newest call first; [] if it is not Python."""
-        path = self._record + ".stack"
-        with contextlib.suppress(OSError, ValueError), open("/proc/%d/status" % self.process.pid) as file:
-            caught = re.search(r"^SigCgt:\s*(\w+)", file.read(), re.MULTILINE)
-            if caught and int(caught.group(1), 16) >> (STACK_SIGNAL - 1) & 1:
-                size = os.stat(path).st_size
-                os.kill(self.process.pid, STACK_SIGNAL)
-                lines: list[str] = []
-                for _ in range(50):
-                    time.sleep(0.02)
-                    with open(path) as dump:
-                        dump.seek(size)
-                        before, lines = lines, dump.read().splitlines()
-                    if len(lines) > 1 and lines == before:  # faulthandler writes it in many parts
-                        return [line.strip() for line in lines if line.startswith("  File ")]
-        return []
 
     def exception(self) -> Fields | None:
         """Return the uncaught exception that the rank recorded, or None."""

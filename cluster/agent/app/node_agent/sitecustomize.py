@@ -38,7 +38,8 @@ def record_exceptions() -> None:
     if os.environ.get("CLUSTER_STALL_TIMEOUT"):
         import faulthandler
 
-        faulthandler.register(STACK_SIGNAL, open(path + ".stack", "w"), all_threads=False)
+        # Appended, because the agent truncates the file before each request.
+        faulthandler.register(STACK_SIGNAL, open(path + ".stack", "a"), all_threads=False)
     before, main = sys.excepthook, os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

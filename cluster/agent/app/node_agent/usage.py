@@ -19,10 +19,14 @@ class Usage:
 
     def __init__(self, ranks: list[Rank], ended: threading.Event) -> None:
         self._ranks, self._at = ranks, time.monotonic()
-        self._cpu: dict[int, float] = {}
+        self._before: dict[int, tuple[float, float, int]] = {}
         self._gpus: list[Fields] | None = []
         self._visible, self._ended = os.environ.get("CUDA_VISIBLE_DEVICES", ""), ended
-        self.cpu = 0.0
+        #: Cores that the ranks use: with their child processes, by the child processes alone, and by each rank alone.
+        self.cpu, self.children_cpu = 0.0, 0.0
+        self.own_cpu: dict[int, float] = {}
+        #: Bytes that the ranks and their child processes have read and written since the last sample.
+        self.io_bytes = 0
         if self._visible:
             threading.Thread(target=self._watch_gpus, daemon=True).start()
 
@@ -38,18 +42,23 @@ class Usage:
         return self._gpus is None or any(gpu["use"] is None or gpu["use"] > 0 for gpu in self._gpus)
 
     def sample(self) -> Fields:
-        """Return the field `usage` of the status, and set `cpu`, the cores that the ranks use together."""
+        """Return the field `usage` of the status, and set the attributes."""
         now = time.monotonic()
         elapsed, self._at = max(0.1, now - self._at), now
         rows: list[Fields] = []
         gpus = self._gpus or []
-        self.cpu = 0.0
+        self.cpu = self.children_cpu = 0.0
+        self.io_bytes = 0
         for rank in self._ranks:
             if rank.code is not None:
                 continue
-            seconds, memory = resources(rank.process.pid)
-            cores = max(0.0, seconds - self._cpu.get(rank.number, 0.0)) / elapsed
-            self._cpu[rank.number] = seconds
+            own, children, memory, io_bytes = resources(rank.process.pid)
+            own_before, children_before, io_before = self._before.get(rank.number, (0.0, 0.0, 0))
+            self._before[rank.number] = own, children, io_bytes
+            self.own_cpu[rank.number] = max(0.0, own - own_before) / elapsed
+            self.children_cpu += max(0.0, children - children_before) / elapsed
+            self.io_bytes += max(0, io_bytes - io_before)
+            cores = max(0.0, own + children - own_before - children_before) / elapsed
             self.cpu += cores
             gpu = gpus[rank.local_rank % len(gpus)] if gpus else {}
             rows.append(dict(gpu, rank=rank.number, cpu=round(cores, 2), rss=memory))
@@ -81,15 +90,21 @@ def query_gpus(visible: str) -> list[Fields] | None:
         return None
 
 
-def resources(pid: int) -> tuple[float, int]:
-    """Return the CPU time in seconds and the resident memory in bytes of a process and its descendants."""
-    ticks = pages = 0
+def resources(pid: int) -> tuple[float, float, int, int]:
+    """Return what a process and its descendants use.
+
+    CPU seconds of the process, CPU seconds of its descendants, resident memory in bytes, and bytes read and written.
+    """
+    ticks, pages, io_bytes = [], 0, 0
     for process in descendants(pid):
         with contextlib.suppress(OSError), open("/proc/%d/stat" % process, "rb") as file:
             values = file.read().rpartition(b")")[2].split()
-            ticks += int(values[11]) + int(values[12])
+            ticks.append(int(values[11]) + int(values[12]))
             pages += int(values[21])
-    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+        with contextlib.suppress(OSError), open("/proc/%d/io" % process) as file:  # of files and pipes, not of sockets
+            io_bytes += sum(int(size) for size in re.findall(r"^[rw]char: (\d+)", file.read(), re.MULTILINE))
+    hertz = os.sysconf("SC_CLK_TCK")
+    return sum(ticks[:1]) / hertz, sum(ticks[1:]) / hertz, pages * os.sysconf("SC_PAGE_SIZE"), io_bytes
 
 
 def descendants(pid: int) -> list[int]:
