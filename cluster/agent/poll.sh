@@ -1,6 +1,5 @@
 # shellcheck shell=bash disable=SC2034
-# Prints this machine's clock, then the state of a job's nodes. $1 job, $2 bytes of a log at most, then FOLDER NODE OFFSET
-# for each node.
+# Prints the state of a job's nodes. $1 job, $2 bytes of a log at most, then FOLDER NODE OFFSET for each node.
 most=$2
 shift 2
 
@@ -13,5 +12,4 @@ state() {
     elif [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"
     else echo gone; fi
 }
-date +%s.%N
 nodes "$@"

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034
 # Prints the state of a Slurm job's nodes, on its login node. $1 job, $2 bytes of a log at most, $3 squeue's columns, $4 the
-# job's folder, $5 maximum age in seconds of squeue's cached output, then FOLDER NODE OFFSET for each node. Five lines come
-# first: the clock; squeue's line, or empty; attempt and hosts; squeue's error; the batch script's error.
+# job's folder, $5 maximum age in seconds of squeue's cached output, then FOLDER NODE OFFSET for each node. Four lines come
+# first: squeue's line, or empty; attempt and hosts; squeue's error; the batch script's error.
 # A task of an array has the number ARRAY_TASK in `submitted`.
 job=$1 most=$2 format=$3 folder=$4 old=$5
 shift 5
@@ -22,7 +22,6 @@ case $number in
         'substr($0, 67, 16) + 0 == array && substr($0, 83, 12) + 0 == task && substr($0, 83, 1) != "N"' "$cache") ;;
     *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
 esac
-date +%s.%N
 echo "$line"
 head -n 1 "$folder/attempt" 2>/dev/null || echo
 head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo

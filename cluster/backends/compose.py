@@ -219,14 +219,14 @@ def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatu
     file = Path(plan.attempt_dir, f"{name}.json")
     agent = monitor.fields(file.read_text() if file.exists() else "")
     if agent.get("phase") == "exited":
-        return monitor.status(name, agent, now=0.0)
+        return monitor.status(name, agent)
     if state is None:
         return NodeStatus(name, "lost", detail="its container is gone")
     if state["Status"] == "created":
         return NodeStatus(name, "pending")
     if state["Status"] in ("running", "restarting", "paused"):
         detail = "its container is paused" if state["Status"] == "paused" else ""
-        return replace(monitor.status(name, agent, now=0.0), detail=detail)
+        return replace(monitor.status(name, agent), detail=detail)
     detail = "its container ran out of memory" if state.get("OOMKilled") else state.get("Error", "")
     ended_at = datetime.fromisoformat(f"{state['FinishedAt'][:19]}+00:00").timestamp()
     return NodeStatus(name, "exited", state["ExitCode"], detail, ended_at)

@@ -39,7 +39,8 @@ _TICK_S = 1.0
 _SUSPENDED_AFTER_S = 5.0
 #: Time for the network to return after a suspension.
 RESUME_GRACE_S = 20.0
-#: An agent writes a heartbeat every 2 s. Without one for this time, on a machine that answers, it is frozen.
+#: An agent writes a heartbeat every 2 s. If it stays the same for this awake time on a machine that answers, the agent
+#: is frozen. Its age by the machine's clock proves nothing: the clock may have been set, or the machine suspended.
 HEARTBEAT_TIMEOUT_S = 60.0
 #: Bytes of a log that one poll fetches at most.
 LOG_CHUNK = 1 << 20
@@ -52,7 +53,7 @@ NodeStatuses = dict[str, NodeStatus]
 
 
 class AwakeTime:
-    """Seconds in which the launcher was not suspended, from two clocks: one may stop, the other may be set back."""
+    """Seconds in which the launcher was not suspended, from two clocks: one may stop, the other may be set."""
 
     def __init__(self, monotonic: float, wall: float) -> None:
         self.seconds = 0.0
@@ -73,14 +74,19 @@ class AwakeTime:
             self._last = (monotonic, wall)
 
 
+def _boot_time() -> float:
+    """Return a time that counts while the machine is suspended. On Linux it is one that cannot be set."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_REALTIME))
+
+
 @functools.cache
 def _awake_time() -> AwakeTime:
     """Return the awake time of this process. A thread ticks, because the main thread may block for long."""
-    awake = AwakeTime(time.monotonic(), time.time())
+    awake = AwakeTime(time.monotonic(), _boot_time())
 
     def run() -> None:
         while True:
-            awake.tick(time.monotonic(), time.time())
+            awake.tick(time.monotonic(), _boot_time())
             time.sleep(_TICK_S)
 
     threading.Thread(target=run, daemon=True).start()
@@ -96,7 +102,7 @@ class AwakeClock:
 
     def __call__(self) -> float:
         """Return seconds since 1970, less the suspensions."""
-        _awake_time().tick(time.monotonic(), time.time())
+        _awake_time().tick(time.monotonic(), _boot_time())
         return self._zero + _awake_time().seconds
 
 
@@ -135,11 +141,18 @@ class NodeMonitor:
         for machine, poll in zip(each, polls, strict=True):
             error = poll.wait(reach(machine), max(0.0, until - time.monotonic()))
             # before the first answer only an error is silence: the login may take long
-            silent = poll.silent_s > 2 * _POLL_WAIT_S or (error is not None and not poll.statuses)
+            is_new = not poll.statuses and error is None
+            silent = not is_new and (poll.silent_s > 2 * _POLL_WAIT_S or not poll.statuses)
             (self._silent.add if silent else self._silent.discard)((plan.job_id, machine.name))
             for node in plan.nodes_on(machine):
                 status = poll.statuses.get(node.name) or NodeStatus(node.name, unknown)
-                found[node.name] = self._silent_status(status, poll.silent_s, error) if silent else status
+                if silent:
+                    status = self._silent_status(status, poll.silent_s, error)
+                elif is_new:
+                    status = replace(status, silent="has not answered yet")
+                elif self._silent_is_lost:
+                    status = poll.unless_frozen(status)
+                found[node.name] = status
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
             error = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
@@ -173,7 +186,9 @@ class _MachinePoll:
         #: Why the last poll failed; None after a success. An OSError is one of the launching machine.
         self.error: ClusterError | OSError | None = None
         self._clock = AwakeClock()
-        self._answered_at = self._clock()
+        self._answered_at = self._polled_at = self._clock()
+        #: The last heartbeat of each node's agent, and the awake time at which it was new.
+        self._heartbeats: dict[str, tuple[float, float]] = {}
         self._poll_thread: threading.Thread | None = None
         self._ping_thread: threading.Thread | None = None
 
@@ -181,6 +196,14 @@ class _MachinePoll:
     def silent_s(self) -> float:
         """The awake seconds since the machine last answered a poll or a ping."""
         return self._clock() - self._answered_at
+
+    def unless_frozen(self, status: NodeStatus) -> NodeStatus:
+        """Return the status, or `lost` if the node's agent runs without a new heartbeat."""
+        _, since = self._heartbeats.get(status.node, (0.0, self._polled_at))
+        frozen_s = self._polled_at - since
+        if status.phase in ("exited", "lost") or frozen_s <= HEARTBEAT_TIMEOUT_S:
+            return status
+        return NodeStatus(status.node, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
 
     def start(self, work: Callable[[], NodeStatuses]) -> None:
         """Start a poll, unless one is running."""
@@ -205,8 +228,13 @@ class _MachinePoll:
 
     def _run(self, work: Callable[[], NodeStatuses]) -> None:
         try:
-            self.statuses = work()
-            self.error, self._answered_at = None, self._clock()
+            found = work()
+            self._polled_at = self._clock()
+            for name, status in found.items():
+                if status.heartbeat != self._heartbeats.get(name, (0.0, 0.0))[0]:
+                    self._heartbeats[name] = (status.heartbeat, self._polled_at)
+            self.statuses = found
+            self.error, self._answered_at = None, self._polled_at
         except (ClusterError, OSError) as error:
             self.error = error
 
@@ -220,8 +248,8 @@ class _MachinePoll:
 def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> tuple[list[str], NodeStatuses]:
     """Run the polling script of this name with `words`, and three more per node.
 
-    Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines after the
-    clock, and the status of each node. Raises UnreachableError.
+    Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines, and the
+    status of each node. Raises UnreachableError.
     """
     nodes = plan.nodes_on(machine)
     copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
@@ -229,7 +257,7 @@ def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> 
     each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
     command = scripts.command(script, plan.job_id, str(LOG_CHUNK), *words, *each)
     done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
-    now, *lines = done.out.splitlines() or [""]
+    lines = done.out.splitlines()
     if len(lines) != head + 4 * len(nodes):
         raise UnreachableError(f"{machine.display_name}: {done.last_line}")
     found = {}
@@ -239,16 +267,16 @@ def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> 
         if node.name in copies:
             logs.append(copies[node.name], sizes[node.name], chunk)
         if len(chunk) < LOG_CHUNK:
-            found[node.name] = status(node.name, fields(agent), float(now), state, why)
+            found[node.name] = status(node.name, fields(agent), state, why)
         else:  # a node counts as exited once its whole log has been fetched
             found[node.name] = NodeStatus(node.name, "starting")
     return lines[:head], found
 
 
-def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why: str = "") -> NodeStatus:
+def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") -> NodeStatus:
     """Return a node's status from the agent's status file, the state of the node's script, and why that has ended.
 
-    `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`. `now` is the clock of the node's machine.
+    `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
     """
     word, _, rest = state.partition(" ")
     if agent.get("phase") == "exited":
@@ -266,9 +294,8 @@ def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why
     if word == "gone":
         detail = "its script has ended without an exit code" + (f": {why}" if why else "")
         return NodeStatus(name, "lost", detail=detail)
-    if agent and now - float(agent["heartbeat"]) > HEARTBEAT_TIMEOUT_S:
-        return NodeStatus(name, "lost", detail=f"no heartbeat of its agent for {now - float(agent['heartbeat']):.0f} s")
-    return NodeStatus(name, "starting", stall=tuple(agent.get("stall") or ()), usage=agent.get("usage"))
+    stall, heartbeat = tuple(agent.get("stall") or ()), float(agent.get("heartbeat") or 0.0)
+    return NodeStatus(name, "starting", stall=stall, usage=agent.get("usage"), heartbeat=heartbeat)
 
 
 def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:

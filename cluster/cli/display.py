@@ -192,8 +192,9 @@ class LiveDisplay(Display):
         for node in view.nodes:
             note = node.silent or node.note
             line = f"{node.name}: {node.phase}" + (f": {note}" if note else "")
-            if self._printed.get(node.name) != line:
-                self._printed[node.name] = line
+            change = f"{node.phase}: {bool(node.silent) or note}"  # the text of a silence has its growing duration
+            if self._printed.get(node.name) != change:
+                self._printed[node.name] = change
                 self.note(line)
 
     def _draw(self) -> RenderableType:

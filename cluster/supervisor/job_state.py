@@ -13,6 +13,12 @@ from cluster.spec.model import NodeStatus, Phase, Plan
 
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
 
+#: How long a machine that the monitor calls lost may still return: its nodes may be running well.
+RETURN_S = 60.0
+#: A job that made a step within this time runs on all its nodes, because a step needs all ranks. It is half of the time
+#: after which the monitor calls a machine lost, so a dead machine gets no benefit from the last step before its end.
+_STEPPING_S = 4.0
+
 #: A phase changes only to a later one.
 _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
 
@@ -22,7 +28,8 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall` and `usage` are those of NodeStatus.
+    to the master. `silent`, `failure`, `stall` and `usage` are those of NodeStatus. `unanswered_since` is the time from
+    which the machine's silence counts as a failure, and None while it answers.
     """
 
     name: str
@@ -38,6 +45,7 @@ class NodeView:
     stall: tuple[Mapping[str, Any], ...] = ()
     where: str = ""
     usage: Mapping[str, Any] | None = None
+    unanswered_since: float | None = None
 
 
 @dataclass
@@ -80,8 +88,17 @@ def start(plan: Plan, now: float) -> JobView:
     return JobView([NodeView(node.name, since=now) for node in plan.nodes], plan.says_ready, now, timeout_from=now)
 
 
-def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event], now: float) -> JobView:
-    """Update the view after a poll, and return it: one status per node, in order, and the events from their logs."""
+def fold(
+    view: JobView,
+    statuses: Sequence[NodeStatus],
+    events: Iterable[Event],
+    now: float,
+    patience_s: float = RETURN_S,
+) -> JobView:
+    """Update the view after a poll, and return it: one status per node, in order, and the events from their logs.
+
+    A node whose machine does not answer is lost after `patience_s` more, counted from the job's last step.
+    """
     for event in events:
         # The node's clock, within limits, so that `attach` shows the same durations as `launch`.
         at = min(max(float(event.get("time", now)), view.started), now)
@@ -90,8 +107,19 @@ def fold(view: JobView, statuses: Sequence[NodeStatus], events: Iterable[Event],
             # Not `at`: a long log is read in parts, and later parts may have newer events.
             view.progress_at = now
         view.note_joined(at)
+    has_joined = view.joined_after_s is not None
+    is_stepping = has_joined and view.progress_at is not None and now - view.progress_at < _STEPPING_S
     for node, status in zip(view.nodes, statuses, strict=True):
-        _fold_status(node, status, now)
+        if status.phase != "lost" or not status.silent:
+            if node.phase == "lost" and node.unanswered_since is not None:
+                node.phase, node.since, node.note = "ready" if has_joined else "starting", now, ""
+            node.unanswered_since = None
+        elif node.unanswered_since is None or is_stepping:
+            node.unanswered_since = now
+        if node.unanswered_since is not None and (is_stepping or now - node.unanswered_since < patience_s):
+            node.silent = status.silent
+        else:
+            _fold_status(node, status, now)
     in_queue = all(node.phase == "pending" for node in view.nodes)
     if in_queue or any(node.phase == "setup" for node in view.nodes):
         view.timeout_from = now
@@ -110,13 +138,13 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
         return "failed"
     if all(_succeeded(node) for node in view.nodes):
         return "done"
+    if any(node.silent for node in view.nodes):  # its log has not been read, so its state is unknown
+        return "waiting" if view.joined_after_s is None else "joined"
     if view.joined_after_s is not None:
         if all(node.stall or _succeeded(node) for node in view.nodes):
             return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
-    if any(node.silent for node in view.nodes):  # it may have joined; `LOST_AFTER_S` decides
-        return "waiting"
     return "late" if now - view.timeout_from > timeout_s else "waiting"
 
 
@@ -147,14 +175,6 @@ def _failed_at(node: NodeView) -> float:
 
 def _succeeded(node: NodeView) -> bool:
     return node.phase == "exited" and node.exit_code == 0
-
-
-def reconnect(view: JobView, now: float) -> None:
-    """Let the lost nodes be alive again, after a network failure of the launcher."""
-    phase: Phase = "starting" if view.joined_after_s is None else "ready"
-    for node in view.nodes:
-        if node.phase == "lost":
-            node.phase, node.since, node.note, node.silent = phase, now, "", ""
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:

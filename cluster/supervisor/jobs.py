@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -57,8 +57,13 @@ class Follower:
         self.tails: dict[str, deque[str]] = {node.name: deque(maxlen=_TAIL) for node in record.plan.nodes}
         self._reader = logs.Reader(record.plan)
 
-    def step(self, now: float, *, everything: bool = False) -> list[tuple[str, str]]:
-        """Poll once and return the program's new lines, with `everything` also the agent's."""
+    def step(
+        self, now: float, *, everything: bool = False, patience_s: float = job_state.RETURN_S
+    ) -> list[tuple[str, str]]:
+        """Poll once and return the program's new lines, with `everything` also the agent's.
+
+        `patience_s` is that of `fold`.
+        """
         # States before logs: the log of an exited node is then complete.
         statuses = BACKENDS[self.plan.backend].observe(self.plan)
         events, texts = [], []
@@ -70,26 +75,28 @@ class Follower:
                 self.tails[node].append(line)
                 if everything or not line.startswith(logs.AGENT_PREFIX):
                     texts.append((node, line))
-        self.view = job_state.fold(self.view, statuses, events, now)
+        self.view = job_state.fold(self.view, statuses, events, now, patience_s)
         return texts
 
 
-def follow(record: JobRecord, show: Display, follower: Follower | None = None) -> Follower:
+def follow(
+    record: JobRecord, show: Display, patience_s: Callable[[JobView], float] = lambda _: job_state.RETURN_S
+) -> Follower:
     """Poll an attempt until it is done, failed, stalled or late for the rendezvous. Stop nothing.
 
-    Timeouts exclude the time in which this process was suspended. The `follower` of an earlier call continues after
-    its last line.
+    Timeouts exclude the time in which this process was suspended. `patience_s` returns how long a machine that does not
+    answer may stay silent (see `fold`).
     """
     plan = record.plan
-    if follower is None:
-        follower = Follower(record)
-        show.begin(plan)
+    follower = Follower(record)
+    show.begin(plan)
     unreachable = 0
     clock = monitor.AwakeClock()
     while True:
         now = clock()
+        before = _unanswered(follower.view)
         try:
-            lines = follower.step(now)
+            lines = follower.step(now, patience_s=patience_s(follower.view) if before else job_state.RETURN_S)
             unreachable = 0
         except UnreachableError:
             unreachable += 1
@@ -111,7 +118,24 @@ def follow(record: JobRecord, show: Display, follower: Follower | None = None) -
         show.show(follower.view, lines)
         if verdict in ("done", "failed", "late", "stalled"):
             return follower
+        _note_silence(show, before, follower.view)
         time.sleep(POLL_S)
+
+
+def _unanswered(view: JobView) -> list[str]:
+    return [node.name for node in view.nodes if node.unanswered_since is not None]
+
+
+def _note_silence(show: Display, before: Sequence[str], view: JobView) -> None:
+    """Say that machines have stopped answering, or that they answer again."""
+    silent = _unanswered(view)
+    if before and not silent:
+        show.note("the machines answer again; the job kept running")
+    elif len(silent) > len(before):
+        is_all = len(silent) == len(view.nodes)
+        who = "no machine answers; the network of this machine may be down"
+        who = who if is_all else f"no answer from {', '.join(silent)}"
+        show.note(f"{who}: waiting")
 
 
 def _is_secondary(view: JobView) -> bool:

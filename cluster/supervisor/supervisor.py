@@ -14,15 +14,13 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hin
 from cluster.spec import defaults
 from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
 from cluster.store import JobStore
-from cluster.supervisor import job_state, jobs, launcher, restarts
-from cluster.supervisor.job_state import JobView
+from cluster.supervisor import jobs, launcher, restarts
+from cluster.supervisor.job_state import RETURN_S, JobView
 from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
 from cluster.transport import files, parallel, reach
 
-#: How long to wait for lost machines without which the job cannot run.
-RETURN_S = 60.0
 #: The trainer's newest checkpoint, in the run directory.
 _CHECKPOINT = "last.pt"
 _RETURN_POLL_S = 3.0
@@ -59,15 +57,11 @@ class Supervisor:
                 return follower, ""
 
     def _supervise(self) -> tuple[Follower, str]:
-        follower: Follower | None = None
         while True:
-            follower = jobs.follow(self.record, self.show, follower)
+            follower = jobs.follow(self.record, self.show, self._patience_s)
             if self._has_ended(follower):
                 return follower, ""
-            if self._was_network_failure(follower):
-                self.show.note("the machines answer again; the job kept running")
-                job_state.reconnect(follower.view, time.time())
-                continue
+            self._check_network(follower.view)
             failed_at = time.time()
             self.past.append(restarts.failure(follower.view, follower.verdict))
             try:
@@ -85,7 +79,6 @@ class Supervisor:
             self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
             for text in jobs.post_webhook(plan, "restarted", self.past[-1].why):
                 self.show.note(text)
-            follower = None
 
     def _has_ended(self, follower: Follower) -> bool:
         return follower.verdict == "done" or bool(self.records.load(self.record.plan.job_id).outcome)
@@ -112,29 +105,28 @@ class Supervisor:
                     raise
         return refused
 
-    def _was_network_failure(self, follower: Follower) -> bool:
-        """Return whether all machines became unreachable at once while the attempt kept running.
+    def _patience_s(self, view: JobView) -> float:
+        """Return how long machines may stay silent: RETURN_S, or 0 if the job can run on others, or was stopped."""
+        job, record = self.record.job, self.records.load(self.record.plan.job_id)
+        if record.outcome:
+            return 0.0
+        silent = [node.name for node in view.nodes if node.unanswered_since is not None]
+        others = [node for node in self._candidates() if node.name not in silent]
+        if len(self.past) >= job.max_restarts or len(others) < job.least_nodes:
+            return RETURN_S
+        answers = parallel.each(others, lambda node: reach(node).run(["true"], timeout_s=8))
+        answering = [answer for answer in answers.values() if not isinstance(answer, ClusterError)]
+        return 0.0 if len(answering) >= job.least_nodes else RETURN_S
 
-        Raises UnreachableError if no machine of the job answered for RETURN_S.
-        """
-        nodes, job = follower.view.nodes, self.record.job
-        if not job.hosts or len(nodes) == 1 or not all(node.phase == "lost" or node.silent for node in nodes):
-            return False
-        has_noted = False
-        clock = monitor.AwakeClock()
-        until = clock() + RETURN_S
-        machines = (*self.record.plan.nodes, *job.spares)
-        while True:
-            answers = parallel.each(machines, lambda node: reach(node).run(["true"], timeout_s=8))
-            silent = [answer for answer in answers.values() if isinstance(answer, UnreachableError)]
-            if len(silent) < len(answers):
-                return _is_alive(self.record)
-            if clock() > until:
-                raise silent[0]
-            if not has_noted:
-                self.show.note("no machine answers; the network of this machine may be down: waiting")
-            has_noted = True
-            time.sleep(_RETURN_POLL_S)
+    def _check_network(self, view: JobView) -> None:
+        """Raise UnreachableError if no machine of a lost attempt answers: it may be running well."""
+        if all(node.unanswered_since is not None for node in view.nodes) and self._patience_s(view):
+            raise UnreachableError(f"{view.nodes[0].name}: {view.nodes[0].silent}")
+
+    def _candidates(self) -> tuple[Node, ...]:
+        """Return the machines that may run the next attempt."""
+        job = self.record.job
+        return tuple(dict.fromkeys((*self.record.plan.nodes, *job.hosts, *job.spares)))
 
     def _start_next_attempt(self, view: JobView) -> None:
         record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
@@ -229,7 +221,7 @@ class Supervisor:
         """Return the nodes of the next attempt. With too few usable nodes, wait RETURN_S for the `lost` ones."""
         job, plan, clock = self.record.job, self.record.plan, monitor.AwakeClock()
         until = clock() + RETURN_S
-        candidates = tuple(dict.fromkeys((*plan.nodes, *job.hosts, *job.spares)))
+        candidates = self._candidates()
         unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
         while True:
             reachable = [node for node in candidates if node.name not in unusable]

@@ -231,15 +231,72 @@ def test_a_suspended_launcher_waits_for_its_network_and_keeps_the_job(machines, 
     assert processes_of(job_name) == []
 
 
-def test_a_launcher_that_loses_its_network_keeps_the_job(machines, sshd, launch, job_name):
-    process = machines.start(*launch("ticks.py --ticks 20 --every 1", "--max-restarts", "1"))
-    machines.wait_for(job_name, "tick 1", node="node-1")
+@pytest.mark.parametrize(("nodes", "restarts"), [(1, 0), (1, 1), (2, 1)])
+def test_a_launcher_that_loses_its_network_keeps_the_job(machines, sshd, launch, job_name, nodes, restarts):
+    process = machines.start(*launch("ticks.py --ticks 20 --every 1", "--max-restarts", str(restarts), nodes=nodes))
+    machines.wait_for(job_name, "tick 1", node=f"node-{nodes - 1}")
     sshd.stop()
     time.sleep(LOST_AFTER_S + 5)
     sshd.start()
     text = ended(process, 0, has="the machines answer again; the job kept running")
     assert "restart" not in text
-    assert [text.count(f"tick {tick}: rank 0 of 2") for tick in range(20)] == [1] * 20
+    assert [text.count(f"tick {tick}: rank 0 of {nodes}") for tick in range(20)] == [1] * 20
+    assert processes_of(job_name) == []
+
+
+@pytest.fixture
+def silent(machines, sshd):
+    """Return a file that cuts off node-1 while it exists. Its ranks go on."""
+    file = machines.folder / "silent"
+    sshd.before_each_command(1, f"[ ! -e {file} ] || kill -9 $PPID")
+    return file
+
+
+def test_a_machine_behind_a_dead_link_keeps_its_ranks(machines, silent, launch, job_name):
+    process = machines.start(*launch("ticks.py --ticks 20 --every 1", "--max-restarts", "1"))
+    machines.wait_for(job_name, "tick 1", node="node-1")
+    silent.touch()
+    for line in process.stdout:
+        if "no answer from node-1: waiting" in line:
+            break
+    silent.unlink()
+    text = ended(process, 0, has="the machines answer again; the job kept running")
+    assert "restart" not in text
+    assert processes_of(job_name) == []
+
+
+def test_a_spare_does_not_replace_a_machine_with_which_the_job_makes_steps(machines, silent, launch, job_name):
+    (machines.folder / "steps.py").write_text(
+        "import json, os, time\n"
+        "rank = int(os.environ['RANK'])\n"
+        "for step in range(20):\n"
+        "    for event in [{'event': 'ready'}] if step == 0 else [{'event': 'progress', 'epoch': 1, 'step': step}]:\n"
+        "        print('::cluster', json.dumps(event | {'node': rank, 'time': time.time()}), flush=True)\n"
+        "    print('step', step, flush=True)\n"
+        "    time.sleep(1)\n"
+    )
+    process = machines.start(*launch("steps.py", "--max-restarts", "1", "--spares", "1"))
+    machines.wait_for(job_name, "step 1", node="node-1")
+    silent.touch()
+    for line in process.stdout:
+        if "no answer from node-1: waiting" in line:
+            break
+    for line in process.stdout:
+        if "step 15" in line:
+            break
+    silent.unlink()
+    assert "restart" not in ended(process, 0)
+    assert processes_of(job_name) == []
+
+
+def test_attach_after_the_network_is_back_finds_the_job_running(machines, sshd, run, job_name):
+    run("ticks.py --ticks 40 --every 1", "--detach", nodes=1)
+    log = machines.folder / "remote" / job_name / "attempt-1" / "node-0.log"
+    assert wait_until(lambda: log.exists() and "tick 1" in log.read_text(), timeout_s=60)
+    sshd.stop()
+    machines.expect(5, "attach", job_name, has="the job may still be running")
+    sshd.start()
+    machines.expect(0, "attach", job_name, has="done in")
     assert processes_of(job_name) == []
 
 

@@ -31,6 +31,50 @@ def test_all_nodes_have_joined_when_each_is_ready():
     assert view.joined_after_s == 5.0
 
 
+def silent(view, now, patience_s=job_state.RETURN_S, events=()):
+    """Fold a poll in which node-1's machine has not answered for longer than the monitor waits."""
+    statuses = [NodeStatus("node-0", "starting"), NodeStatus("node-1", "lost", silent="has not answered for 9 s")]
+    return fold(view, statuses, events, now, patience_s)
+
+
+@pytest.fixture
+def joined():
+    return fold(job_state.start(PLAN, 100.0), running(), [ready(0, 101.0), ready(1, 101.0)], 101.0)
+
+
+def test_a_machine_that_does_not_answer_may_return(joined):
+    for now in (200.0, 259.0):
+        assert judge(silent(joined, now), now, 60) == "joined"
+        assert joined.nodes[1].silent
+    view = fold(joined, running(), [], 260.0)
+    assert (judge(view, 260.0, 60), view.nodes[1].silent) == ("joined", "")
+    silent(view, 300.0)
+    assert judge(silent(view, 361.0), 361.0, 60) == "failed"
+    assert [node.name for node in failing(view)] == ["node-1"]
+    view = fold(view, running(), [], 362.0)  # `serve` keeps polling
+    assert (judge(view, 362.0, 60), view.nodes[1].phase) == ("joined", "ready")
+
+
+def test_a_machine_that_others_can_replace_is_lost_at_once(joined):
+    silent(joined, 200.0)
+    assert judge(silent(joined, 200.4, patience_s=0.0), 200.4, 60) == "failed"
+
+
+def test_a_job_that_makes_steps_runs_on_the_machine_that_does_not_answer(joined):
+    progress = {"event": "progress", "node": 0, "time": 100.0, "epoch": 1, "step": 1}
+    for now in (200.0, 203.0, 206.0, 300.0):
+        assert judge(silent(joined, now, patience_s=0.0, events=[progress]), now, 60) == "joined"
+    assert judge(silent(joined, 305.0, patience_s=0.0), 305.0, 60) == "failed"
+
+
+def test_a_job_is_neither_late_nor_stalled_while_a_machine_does_not_answer(joined):
+    progress = {"event": "progress", "node": 0, "time": 102.0, "epoch": 1, "step": 1}
+    view = silent(fold(joined, running(), [progress], 102.0), 150.0)
+    assert judge(view, 150.0, 60, stall_timeout_s=10) == "joined"
+    assert judge(fold(view, running(), [], 150.0), 150.0, 60, stall_timeout_s=10) == "stalled"
+    assert judge(silent(job_state.start(PLAN, 100.0), 170.0), 170.0, 60) == "waiting"
+
+
 def test_a_reachable_master_is_enough_only_for_a_program_without_events():
     events = [joining(rank, 101.0, reachable=True) for rank in (0, 1)]
     assert judge(fold(job_state.start(PLAN, 100.0), running(), events, 102.0), 102.0, 60) == "waiting"

@@ -13,6 +13,7 @@ from cluster.backends import BACKENDS, monitor
 from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _MachinePoll
 from cluster.errors import UnreachableError
 from cluster.spec.model import Job, Node, NodeStatus
+from cluster.supervisor import job_state
 from cluster.transport.local import LocalShell
 from tests.conftest import wait_until
 
@@ -143,6 +144,29 @@ def test_a_machine_with_a_slow_first_poll_is_not_lost_while_it_answers_pings(mon
     end.set()
 
 
+def test_a_machine_whose_first_poll_is_slow_is_neither_lost_nor_late(monkeypatch):
+    """No ping is answered during the login."""
+    monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
+    end = threading.Event()
+
+    def slow(plan, node):
+        if node.name == "b":
+            end.wait(10)
+        return {node.name: NodeStatus(node.name, "starting")}
+
+    monkeypatch.setattr(monitor, "reach", lambda node: NoPing())
+    watcher = NodeMonitor(slow)
+    hours_ago = time.time() - 7200  # `attach`
+    view = job_state.start(PLAN, hours_ago)
+    began = time.monotonic()
+    while time.monotonic() - began < 1.5:
+        view = job_state.fold(view, watcher.statuses(PLAN), [], time.time())
+        assert [node.phase for node in view.nodes] == ["starting", "starting"]
+        assert job_state.judge(view, time.time(), 300) == "waiting"
+    end.set()
+    assert wait_until(lambda: all(not status.silent for status in watcher.statuses(PLAN)))
+
+
 def test_a_silent_machine_is_lost_when_another_one_answered(monkeypatch):
     monkeypatch.setattr(monitor, "LOST_AFTER_S", 0.5)
 
@@ -162,8 +186,8 @@ def status_of(folder):
     """Return the status of node n0 from the real polling script; `folder` is the attempt's."""
     done = LocalShell().run(scripts.command("poll", "job", "1000", str(folder), "n0", ""))
     assert not done.err
-    now, state, why, agent, _log = done.out.split("\n")[:5]
-    return monitor.status("n0", json.loads(agent or "{}"), float(now), state, why)
+    state, why, agent, _log = done.out.split("\n")[:4]
+    return monitor.status("n0", json.loads(agent or "{}"), state, why)
 
 
 def test_a_node_without_process_and_exit_code_is_lost(tmp_path):
@@ -205,12 +229,44 @@ def test_a_warning_of_bash_before_the_script_has_written_its_pid_is_no_end(tmp_p
     assert status_of(tmp_path).phase == "lost"
 
 
-def test_an_agent_without_a_heartbeat_is_lost_although_its_script_runs(tmp_path):
-    with running(tmp_path, phase="running", heartbeat=time.time()) as script:
-        assert status_of(tmp_path).phase == "starting"
-        (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time() - 70}))
-        assert "no heartbeat" in status_of(tmp_path).detail
+class Watched:
+    """The real polling script for the node n0, as a NodeMonitor sees it."""
+
+    def __init__(self, folder):
+        nodes = (Node("n0", "10.0.0.1", (), "n0", "/runs", runtime="none"),)
+        self.plan = BACKENDS["ssh"].plan(Job("job", ("x.py",), 1, 1, "/here", hosts=nodes), attempt=1, port=20000)
+        self.monitor = NodeMonitor(lambda plan, node: {"n0": status_of(folder)})
+
+    def status(self):
+        (found,) = self.monitor.statuses(self.plan)
+        return found
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 0.0, 3600.0], ids=["clock set back", "clock kept", "clock set on"])
+def test_an_agent_without_a_new_heartbeat_is_lost_although_its_script_runs(tmp_path, monkeypatch, step_s):
+    monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    with running(tmp_path, phase="running", heartbeat=time.time() + step_s) as script:
+        watched = Watched(tmp_path)
+        assert watched.status().phase == "starting"
+        lost = wait_until(lambda: (found := watched.status()).phase == "lost" and found)
+        assert "no heartbeat of its agent" in lost.detail
         script.kill()
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 3600.0], ids=["set back", "set on, or the machine was suspended"])
+def test_an_agent_whose_clock_is_set_is_not_lost(tmp_path, monkeypatch, step_s):
+    monkeypatch.setattr(monitor, "HEARTBEAT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    began = time.monotonic()
+    with running(tmp_path, phase="running", heartbeat=time.time()) as script:
+        watched, seen = Watched(tmp_path), set()
+        while time.monotonic() - began < 2.5:
+            clock = time.time() + (step_s if time.monotonic() - began > 0.5 else 0.0)
+            (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": clock}))
+            seen.add(watched.status().phase)
+        script.kill()
+    assert seen == {"starting"}
 
 
 def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
