@@ -137,6 +137,12 @@ def plan(
         bool, options.flag("Write agent.pyz, the archive that starts the ranks of a node, to -o or a pipe.", "--agent")
     ] = False,
     save: Annotated[str, option(metavar="FILE", help="Write the options as a job file, and print no plan.")] = "",
+    export: Annotated[
+        str,
+        option(
+            metavar="skypilot|dstack", help="Write the job as a task file of SkyPilot or dstack, for rented machines."
+        ),
+    ] = "",
     schema: Annotated[bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -162,6 +168,17 @@ def plan(
     if save:
         launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
         _write({Path(save): job_text(request, inventory, env_file)})
+        return
+    if export:
+        from cluster.spec import exporters
+
+        secrets = list(read_secrets(env_file))
+        request = replace(request, env=[*request.env, *secrets])
+        text = exporters.export(request, launcher.local_machine(replace(request, device="cpu"), "compose"), export)
+        if output:
+            _write({Path(output): text})
+        else:
+            print(text, end="")
         return
     if output and as_json:
         raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")

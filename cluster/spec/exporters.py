@@ -1,0 +1,141 @@
+"""Exporters: a job as a task file of SkyPilot or dstack, which rent machines in clouds. Pure.
+
+The task starts the job's program with torchrun on each node. What only clusterctl does has no place in such a file; its
+first lines say so.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cluster.errors import UsageError
+from cluster.spec import defaults, schema
+from cluster.spec.defaults import Here
+from cluster.spec.model import Job
+from cluster.spec.request import Request
+
+#: torchrun's options for a node, from the variables that describe the nodes of a task.
+_SKYPILOT = {
+    "nnodes": "$SKYPILOT_NUM_NODES",
+    "node-rank": "$SKYPILOT_NODE_RANK",
+    "master-addr": '$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
+}
+_DSTACK = {
+    "nnodes": "$DSTACK_NODES_NUM",
+    "node-rank": "$DSTACK_NODE_RANK",
+    "master-addr": "$DSTACK_MASTER_NODE_IP",
+}
+_PORT = 29500
+#: SkyPilot wants the name of a GPU, which a job of clusterctl does not have: the cheapest of these is taken.
+_GPUS = ("L4", "A100", "H100")
+#: The working directory in a container of dstack.
+_WORKDIR = "/workdir"
+
+
+def _skypilot(job: Job) -> dict[str, Any]:
+    """Return the keys of a SkyPilot task."""
+    gpus = {} if job.device == "cpu" else {"accelerators": dict.fromkeys(_GPUS, job.procs_per_node)}
+    return {
+        "name": job.name,
+        "num_nodes": job.nodes,
+        "resources": {**gpus, "image_id": f"docker:{job.image}"},
+        "workdir": job.workdir,
+        "file_mounts": {mount.target: mount.source for mount in job.mounts if mount.source != job.workdir},
+        "envs": dict(job.env),
+        "secrets": dict.fromkeys(job.secrets),
+        "setup": job.setup,
+        "run": _torchrun(job, _SKYPILOT),
+    }
+
+
+def _dstack(job: Job) -> dict[str, Any]:
+    """Return the keys of a dstack task."""
+    folders = [(job.workdir, _WORKDIR)] if job.workdir else []
+    folders += [(mount.source, mount.target) for mount in job.mounts if mount.source != job.workdir]
+    return {
+        "type": "task",
+        "name": job.name,
+        "nodes": job.nodes,
+        "image": job.image,
+        "files": [f"{source}:{target}" for source, target in folders],
+        "working_dir": job.workdir and _WORKDIR,
+        "env": [*(f"{name}={value}" for name, value in job.env.items()), *job.secrets],
+        "commands": [*([job.setup] if job.setup else []), _torchrun(job, _DSTACK)],
+        "resources": {} if job.device == "cpu" else {"gpu": job.procs_per_node},
+    }
+
+
+#: The keys of a task, by the name of the launcher that reads it.
+FORMATS: Mapping[str, Callable[[Job], dict[str, Any]]] = {"skypilot": _skypilot, "dstack": _dstack}
+_COMMANDS = {"skypilot": "sky launch FILE", "dstack": "dstack apply -f FILE"}
+
+
+def export(request: Request, here: Here, to: str) -> str:
+    """Return the task file of a request; the first lines are comments on what the task lacks.
+
+    Raises UsageError for an invalid request, an unknown launcher, or a container image that no registry has.
+    """
+    if to not in FORMATS:
+        raise UsageError(f"--export {to}: no such launcher", f"one of: {', '.join(FORMATS)}")
+    job, notes = _job(request, here)
+    if job.image == defaults.DEFAULT_IMAGE:
+        hint = f"push it to a registry with docker push, and name it there: --image REGISTRY/{job.image}"
+        raise UsageError(f"{job.image}: a rented machine cannot pull this container image", hint)
+    if job.secrets:
+        given = " ".join(f"--secret {name}" for name in job.secrets)
+        notes.append(f"{', '.join(job.secrets)}: secrets, whose values come from your environment")
+        notes += [f"  sky launch {given} FILE"] if to == "skypilot" else []
+    if to == "skypilot" and job.device != "cpu":
+        notes.append("accelerators: any of these GPUs will do; keep those that you want")
+    if to == "dstack" and job.nodes > 1:
+        notes.append("a task of several nodes needs a fleet with `placement: cluster`")
+    keys = {key: value for key, value in FORMATS[to](job).items() if value not in ("", {}, [])}
+    head = [f"Written by clusterctl. To run it: {_COMMANDS[to]}", *notes]
+    return "".join(f"# {line}\n" for line in head) + schema.yaml_text(keys)
+
+
+def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
+    """Return the job without what a rented machine has no use for, and a sentence for each option left out."""
+    fewest, most = defaults.node_range(request.nodes, 1)
+    bare = Request()
+    of_clusterctl = {
+        "--spares": request.spares,
+        "--stall-timeout": request.stall_timeout_s,
+        "--master-port": request.master_port != bare.master_port,
+        "--rendezvous-timeout": request.timeout_s != bare.timeout_s,
+        "--run-dir": request.run_root,
+        "--python": request.python,
+        "--build": request.build,
+        **{f"--slurm {name}": value for name, value in request.for_sbatch().items()},
+    }
+    notes = [f"not taken over: {option}" for option, value in of_clusterctl.items() if value]
+    if fewest < most:
+        notes.append(f"not taken over: --nodes {request.nodes}, the task has {most} nodes")
+    if request.max_restarts != 0 and not request.command:
+        notes.append(
+            "not taken over: restarts from the last checkpoint; keep ./runs on a volume or in a bucket for them"
+        )
+    reduced = replace(
+        request,
+        nodes=str(most),
+        device="cpu" if request.device == "cpu" else "any",
+        spares=0,
+        slurm=[],
+        partition="",
+        account="",
+        qos="",
+        time_limit="",
+        build="",
+        python="",
+        run_root="",
+    )
+    job, _ = defaults.job(reduced, here, "compose")
+    return job, notes
+
+
+def _torchrun(job: Job, variables: Mapping[str, str]) -> str:
+    """Return the command that starts the ranks of a node."""
+    options = [f'--{name} "{value}"' for name, value in variables.items()]
+    options += [f"--nproc-per-node {job.procs_per_node}", f"--master-port {_PORT}"]
+    return f"torchrun {' '.join(options)} {shlex.join(job.command)}"
