@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     assert list(scores["per_class"]) == names
     with pytest.raises(TrainerError, match="trained with --task segment, not classify"):
         open_task(settings("digits", "classify", weights=best))
+
+
+def test_without_validation_no_validation_images_are_needed(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    for kind in ("images", "masks"):
+        shutil.rmtree(data / kind / "val")
+    arguments = ("train", *QUICK, "--data", str(data), "--batch", "4", "--epochs", "1")
+    assert wait(start(tmp_path, ranks(1), *arguments))[0].returncode == 2
+    done = wait(start(tmp_path, ranks(1), *arguments, "--noval"))[0]
+    assert done.returncode == 0, done
 
 
 def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:
