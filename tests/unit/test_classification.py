@@ -397,6 +397,14 @@ def test_errors_name_the_folder_or_file(tmp_path: Path) -> None:
         open_classification(str(root / "test"), "train")
 
 
+def test_a_side_of_0_is_an_error(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    assert trained(tmp_path, "--data", str(data), "--batch", "12", "--epochs", "1", "--noval")[0] == 0
+    arguments = ("val", "--weights", "runs/train/best.pt", "--data", str(data), "--device", "cpu", "--imgsz", "0")
+    done = wait(start(tmp_path, ranks(1), *arguments), code=2)[0]
+    assert "--imgsz 0 is not a multiple of 32" in done.stderr
+
+
 def test_without_validation_no_validation_images_are_needed(tmp_path: Path) -> None:
     data = folders(tmp_path / "data")
     for name in ("val", "test"):

@@ -122,6 +122,7 @@ def test_bad_input_is_an_error_and_leaves_no_file(best: Path, tmp_path: Path, mo
         ("torchscript", {"image": "none.jpg"}, "none.jpg"),
         ("torchscript", {"out": str(tmp_path / "no" / "folder.x")}, "cannot be written"),
         ("torchscript", {"out": str(best)}, "best.pt: it is a checkpoint, which the export would replace"),
+        ("torchscript", {"imgsz": 0}, "--imgsz 0 is not a multiple of 32"),
     ):
         before = best.read_bytes()
         with pytest.raises(TrainerError, match=message):

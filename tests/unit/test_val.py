@@ -136,6 +136,8 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "--split validation: unknown" in error("--split", "validation")
     assert "digits has no such images" in error("--split", "test", data="digits")
     assert "use --imgsz 96" in error("--imgsz", "100")
+    assert "--imgsz 0 is not a multiple of 32" in error("--imgsz", "0")
+    assert "--imgsz -32 is not a multiple of 32" in error("--imgsz", "-32")
     assert "out of memory: " in (text := error("--imgsz", "320000"))
     assert "use a smaller --batch, --imgsz" in text
     assert "--conf is 1.5" in error("--conf", "1.5")

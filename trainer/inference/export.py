@@ -79,7 +79,7 @@ def export(
     trained = load_trained(weights, cfg)
     if not isinstance(trained.model, Yolo):
         raise TrainerError(f"{weights}: only models of model files are exported", "use trainer predict or val")
-    side, stride = imgsz or trained.imgsz, trained.stride
+    side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
     if str(file) != weights.partition("#")[0]:

@@ -69,7 +69,7 @@ def validate(settings: ValSettings) -> Validation | None:
     device = comm.pick_device(s.device, world)
     comm.limit_threads(world, device)
     trained = load_trained(s.weights, s.cfg)
-    imgsz = s.imgsz or trained.imgsz
+    imgsz = trained.imgsz if s.imgsz is None else s.imgsz
     dtype = type_for(s.precision, s.half, device)
     options: dict[str, Any] = {"single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **options)  # type: ignore[arg-type]
