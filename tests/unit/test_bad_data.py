@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.yolo_folder import DATA_YAML, make_yolo_set, write_image
 from trainer.config.faults import BadData
-from trainer.data.registry import open_dataset
+from trainer.data.registry import open_dataset, open_datasets
 from trainer.data.yolo import Yolo
 from trainer.errors import TrainerError
 
@@ -275,6 +275,22 @@ def test_a_list_of_missing_images_only_names_them(tmp_path):
     path.write_text(path.read_text().replace("images/train", "train.txt"))
     error = error_of(path)
     assert error.message.startswith(f"2 faults: {tmp_path}/train.txt:1: no such image: /moved/1.jpg; ")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("kind", ["missing", "damaged"])
+def test_if_no_image_is_left_their_faults_are_named(tmp_path, split, kind):
+    path = make_yolo_set(tmp_path)
+    if kind == "missing":
+        (tmp_path / "list.txt").write_text("/moved/1.jpg\n/moved/2.jpg\n")
+        path.write_text(path.read_text().replace(f"images/{split}", "list.txt"))
+    else:
+        for image in (tmp_path / "images" / split).iterdir():
+            image.write_bytes(b"")
+    count = 2 if kind == "missing" or split == "val" else 4
+    with pytest.raises(BadData, match=f"^{count} faults: ") as caught:
+        open_datasets(str(path), ["train", "val"], imgsz=64, allow_bad_labels=True)
+    assert f"no {split} image is left" in caught.value.hint
 
 
 def test_images_in_hidden_folders_are_ignored(tmp_path):

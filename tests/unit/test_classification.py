@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,23 @@ def test_errors_name_the_folder_or_file(tmp_path: Path) -> None:
         open_classification(str(root), "train")
     with pytest.raises(TrainerError, match="no folder train"):
         open_classification(str(root / "test"), "train")
+
+
+def test_a_side_of_0_is_an_error(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    assert trained(tmp_path, "--data", str(data), "--batch", "12", "--epochs", "1", "--noval")[0] == 0
+    arguments = ("val", "--weights", "runs/train/best.pt", "--data", str(data), "--device", "cpu", "--imgsz", "0")
+    done = wait(start(tmp_path, ranks(1), *arguments), code=2)[0]
+    assert "--imgsz 0 is not a multiple of 32" in done.stderr
+
+
+def test_without_validation_no_validation_images_are_needed(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    for name in ("val", "test"):
+        shutil.rmtree(data / name, ignore_errors=True)
+    arguments = ("--data", str(data), "--batch", "12", "--epochs", "1")
+    assert trained(tmp_path, *arguments)[0] == 2
+    assert trained(tmp_path, *arguments, "--noval")[0] == 0
 
 
 def test_weights_of_the_other_task_are_refused(tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def test_torchscript_from_the_command_line_with_an_image(best: Path, tmp_path: P
         np.testing.assert_allclose(mine.numpy(), right, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["other.pt", "link.pt", "image.png"])
+def test_no_checkpoint_and_no_input_is_replaced(best: Path, tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path / "other.pt")
+    (tmp_path / "link.pt").symlink_to(best)
+    cv2.imwrite(str(tmp_path / "image.png"), np.zeros((64, 64, 3), np.uint8))
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(TrainerError, match="which the export would replace"):
+        export(
+            str(best), "torchscript", **{**DEFAULTS, "out": str(tmp_path / name), "image": str(tmp_path / "image.png")}
+        )
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_an_earlier_export_is_replaced(best: Path, tmp_path: Path) -> None:
+    out = tmp_path / "model.pt"  # TorchScript may have this suffix
+    for _ in range(2):
+        assert export(str(best), "torchscript", **{**DEFAULTS, "out": str(out)}).path == out
+
+
 def test_a_model_with_nan_outputs_leaves_no_file(tmp_path: Path) -> None:
     broken = write_checkpoint(tmp_path / "broken.pt", spoil=float("nan"))
     with pytest.raises(TrainerError, match="not written"):
@@ -102,9 +121,13 @@ def test_bad_input_is_an_error_and_leaves_no_file(best: Path, tmp_path: Path, mo
         ("torchscript", {"batch": 0}, "--batch is 0"),
         ("torchscript", {"image": "none.jpg"}, "none.jpg"),
         ("torchscript", {"out": str(tmp_path / "no" / "folder.x")}, "cannot be written"),
+        ("torchscript", {"out": str(best)}, "best.pt: it is a checkpoint, which the export would replace"),
+        ("torchscript", {"imgsz": 0}, "--imgsz 0 is not a multiple of 32"),
     ):
+        before = best.read_bytes()
         with pytest.raises(TrainerError, match=message):
             export(str(best), kind, **{**DEFAULTS, **change})
+        assert best.read_bytes() == before
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "onnxruntime")
     with pytest.raises(TrainerError, match="package onnxruntime") as error:
         export(str(best), "onnx", **DEFAULTS)

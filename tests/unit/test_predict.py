@@ -150,6 +150,7 @@ def test_patterns_lists_and_equal_file_names(predict, tmp_path):
         (("0",), "--source 0: cameras and URLs are not supported"),
         (("a.png", "--classes", "blue"), "--classes blue: no such class"),
         (("a.png", "--imgsz", "70"), "--imgsz 70 is not a multiple of 32"),
+        (("a.png", "--imgsz", "0"), "--imgsz 0 is not a multiple of 32"),
         (("a.png", "--iou", "2"), "--iou is 2"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,38 @@ def test_segmentation_learns_and_two_ranks_score_like_one(tmp_path: Path) -> Non
     assert list(scores["per_class"]) == names
     with pytest.raises(TrainerError, match="trained with --task segment, not classify"):
         open_task(settings("digits", "classify", weights=best))
+
+
+def test_without_validation_no_validation_images_are_needed(tmp_path: Path) -> None:
+    data = folders(tmp_path / "data")
+    for kind in ("images", "masks"):
+        shutil.rmtree(data / kind / "val")
+    arguments = ("train", *QUICK, "--data", str(data), "--batch", "4", "--epochs", "1")
+    assert wait(start(tmp_path, ranks(1), *arguments))[0].returncode == 2
+    done = wait(start(tmp_path, ranks(1), *arguments, "--noval"))[0]
+    assert done.returncode == 0, done
+
+
+@pytest.mark.parametrize("size", [(2, 700), (700, 2), (1, 64), (3, 1)])
+def test_an_elongated_image_keeps_a_pixel(tmp_path: Path, size: tuple[int, int]) -> None:
+    data = folders(tmp_path / "data")
+    mask = np.zeros(size, np.uint8)
+    half = max(size) // 2
+    mask[(slice(half, None), slice(None)) if size[0] > size[1] else (slice(None), slice(half, None))] = 1
+    for split in ("train", "val"):
+        cv2.imwrite(str(data / "images" / split / "long.png"), np.full((*size, 3), 200, np.uint8))
+        Image.fromarray(mask).save(data / "masks" / split / "long.png")
+    for hyp in (Hyp(mosaic=0.0, scale=0.0), Hyp(mosaic=0.0, scale=0.9)):
+        batches = list(loader(data, 0, 1, hyp).epoch(0))
+        assert sum(len(batch.ids) for batch in batches) == 8
+    found = {
+        int(k): m
+        for batch in loader(data, 0, 1, Hyp(mosaic=0.0), "val")
+        for k, m in zip(batch.ids, batch.masks, strict=True)
+    }
+    task = open_task(settings(str(data), "segment"))
+    (long,) = (k for k in range(len(task.val_set)) if task.val_set.name(k) == "long.png")
+    assert set(found[long].unique().tolist()) == {0, 1, 255}
 
 
 def test_verify_finds_the_gradients_of_ranks_equal(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import csv
 import functools
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,25 @@ def test_help_names_the_defaults_and_loads_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("False")
     assert "(default: 100, digits 7; classify: 30, digits 8; segment: 50, digits 5)" in done.stdout
+
+
+@pytest.mark.parametrize("gone", ["the key", "the images"])
+def test_without_validation_no_validation_images_are_needed(tmp_path: Path, gone: str) -> None:
+    data = make_yolo_set(tmp_path)
+    if gone == "the key":
+        data.write_text(data.read_text().replace("val: images/val\n", ""))
+    else:
+        shutil.rmtree(tmp_path / "images/val")
+    assert run(tmp_path, *command(data, tmp_path / "runs")).returncode == 2
+    done = run(tmp_path, *command(data, tmp_path / "runs", "--noval", "--epochs", "1"), code=0)
+    assert (tmp_path / "runs/train/best.pt").exists(), done
+
+
+@pytest.mark.parametrize("seed", [2**64 - 1, 2**64])
+def test_the_largest_seed_trains_and_a_larger_one_is_an_error(data: Path, tmp_path: Path, seed: int) -> None:
+    done = run(tmp_path, *command(data, tmp_path / "runs", "--seed", str(seed), "--epochs", "1", "--noval"))
+    assert done.returncode == (2 if seed == 2**64 else 0), done
+    assert "Traceback" not in done.stderr
 
 
 def test_a_set_with_faults_is_refused_and_nothing_is_written(tmp_path):

@@ -10,7 +10,8 @@ from pycocotools.cocoeval import COCOeval
 
 from tests.unit.trainer_process import ranks, start, wait
 from tests.unit.yolo_folder import squares, untrained
-from trainer.inference.formats import unique_stems
+from trainer.errors import TrainerError
+from trainer.inference.formats import CocoTruth, image_ids, unique_stems
 
 COUNT = 37
 
@@ -135,6 +136,8 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "--split validation: unknown" in error("--split", "validation")
     assert "digits has no such images" in error("--split", "test", data="digits")
     assert "use --imgsz 96" in error("--imgsz", "100")
+    assert "--imgsz 0 is not a multiple of 32" in error("--imgsz", "0")
+    assert "--imgsz -32 is not a multiple of 32" in error("--imgsz", "-32")
     assert "out of memory: " in (text := error("--imgsz", "320000"))
     assert "use a smaller --batch, --imgsz" in text
     assert "--conf is 1.5" in error("--conf", "1.5")
@@ -147,6 +150,56 @@ def test_bad_input_is_an_error(data, weights, tmp_path, run_trainer):
     assert "not a COCO file of instances" in error("--annotations", data)
     assert "no such file" in error(weights=tmp_path / "no.pt")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("images", "ids"),
+    [
+        (["/x/001.jpg", "/x/b.jpg"], [1, "b"]),
+        (["/x/a/1.jpg", "/x/b/1.jpg", "/x/b/2.jpg"], ["a/1.jpg", "b/1.jpg", 2]),
+        (["/x/a/s.jpg", "/x/b/s.png", "/x/b/t.png"], ["a/s.jpg", "b/s.png", "t"]),
+        (["/x/001.jpg", "/x/1.jpg"], ["001.jpg", "1.jpg"]),
+        (["/x/a.jpg", "/x/a.png"], ["a.jpg", "a.png"]),
+    ],
+)
+def test_every_image_has_its_own_id(images: list[str], ids: list[int | str]) -> None:
+    assert image_ids(images) == ids
+
+
+def test_images_of_equal_names_keep_their_own_results(weights, tmp_path):
+    path = squares(tmp_path, train=2, val=4)
+    for kind, suffix in (("images", ".png"), ("labels", ".txt")):
+        for k, folder in enumerate("aabb"):
+            (tmp_path / kind / "val" / folder).mkdir(exist_ok=True)
+            file = tmp_path / kind / "val" / f"{k}{suffix}"
+            file.rename(file.parent / folder / f"{k % 2}{suffix}")
+    words = ("--weights", weights, "--data", path, "--no-plots", "--json", "--save-json", "--name")
+    (text,) = run(tmp_path, *words, "alone")
+    results = json.loads((tmp_path / json.loads(text)["folder"] / "predictions.json").read_text())
+    assert {row["image_id"] for row in results} == {"a/0.png", "a/1.png", "b/0.png", "b/1.png"}
+    categories = [{"id": k, "name": name} for k, name in enumerate(("green", "red"))]
+    images = [{"id": 10 + k, "file_name": f"{folder}/{k % 2}.png"} for k, folder in enumerate("aabb")]
+    content = {"images": images, "categories": categories, "annotations": []}
+    (tmp_path / "coco.json").write_text(json.dumps(content))
+    (text,) = run(tmp_path, *words, "coco", "--annotations", "coco.json")
+    results = json.loads((tmp_path / json.loads(text)["folder"] / "predictions.json").read_text())
+    assert {row["image_id"] for row in results} == {10, 11, 12, 13}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["a/1.jpg"], "/x/a/1.jpg and /x/b/1.jpg have the same id"),
+        (["c/1.jpg", "d/1.jpg"], "no image 1.jpg for /x/a/1.jpg"),
+        (["1.jpg", "1.jpg"], "more than one image 1.jpg for /x/a/1.jpg"),
+        (["2.jpg"], "no image 1.jpg for /x/a/1.jpg"),
+    ],
+)
+def test_annotations_that_do_not_tell_images_apart_are_refused(files, message, tmp_path):
+    images = [{"id": k, "file_name": name} for k, name in enumerate(files)]
+    (tmp_path / "coco.json").write_text(json.dumps({"images": images, "categories": [], "annotations": []}))
+    with pytest.raises(TrainerError, match=message):
+        CocoTruth(str(tmp_path / "coco.json"), []).check_images(["/x/a/1.jpg", "/x/b/1.jpg"])
 
 
 def test_equal_names_get_numbers_that_no_other_name_has() -> None:

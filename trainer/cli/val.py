@@ -53,4 +53,4 @@ def _settings_of(kind: str, imgsz: int, options: dict[str, Any], typed: frozense
     if options["split"] != "val":
         raise TrainerError(f"--split: weights of --task {kind} are scored on val (or test/ without val/)", "omit it")
     common = {name: value for name, value in options.items() if name not in BOXES_ONLY | {"split", "plots", "imgsz"}}
-    return Settings(task=kind, imgsz=options["imgsz"] or imgsz, **common)
+    return Settings(task=kind, imgsz=imgsz if options["imgsz"] is None else options["imgsz"], **common)

@@ -89,6 +89,18 @@ class Dataset(Protocol):
         """Return the polygons of `labels(index)`, in the same order; (0, 2) for a plain box."""
 
 
+class NoImages:
+    """A split without images: that of the validation with --noval, which needs none."""
+
+    flips = True
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return 0
+
+
 def fingerprint_of(dataset: Dataset) -> str:
     """Return a string that is equal on two nodes with the same images and boxes.
 

@@ -11,7 +11,7 @@ from PIL import Image as Pillow
 
 from trainer.config import DIGITS, IGNORED
 from trainer.config.text_file import read_text
-from trainer.data.dataset import Image, Ints, file_fingerprint, read_image
+from trainer.data.dataset import Image, Ints, NoImages, file_fingerprint, read_image
 from trainer.data.digits import Digits
 from trainer.data.image_check import read_headers
 from trainer.data.image_file import ImageState
@@ -127,8 +127,13 @@ SegmentedImages: TypeAlias = MaskFolder | DigitMasks
 EMBEDDED: dict[str, Callable[[Split, int], SegmentedImages]] = {DIGITS: DigitMasks}
 
 
-def open_segmentation(source: str, imgsz: int) -> tuple[SegmentedImages, SegmentedImages]:
-    """Return the training and validation datasets of a folder, or of an embedded one with images of side `imgsz`."""
+def open_segmentation(
+    source: str, imgsz: int, *, validates: bool = True
+) -> tuple[SegmentedImages, SegmentedImages | NoImages]:
+    """Return the training and validation datasets of a folder, or of an embedded one with images of side `imgsz`.
+
+    Unless the training `validates`, the folder needs no validation images.
+    """
     if source in EMBEDDED:
         return EMBEDDED[source]("train", imgsz), EMBEDDED[source]("val", imgsz)
     root = Path(source)
@@ -138,17 +143,20 @@ def open_segmentation(source: str, imgsz: int) -> tuple[SegmentedImages, Segment
             f"for --task segment give {', '.join(EMBEDDED)}, or a folder with images/train, images/val, masks/train "
             "and masks/val; in a container, mount the folder",
         )
-    train, val = MaskFolder(source, "train"), MaskFolder(source, "val")
-    for split, part, least in (("train", train, 2), ("val", val, 1 if len(val) else 0)):
+    train = MaskFolder(source, "train")
+    val = MaskFolder(source, "val") if validates else None
+    parts = {"train": train, **({} if val is None else {"val": val})}
+    for split, part in parts.items():
+        least = 2 if split == "train" else min(len(part), 1)
         if np.count_nonzero(part.counts[:IGNORED]) < least:
             seen = ", ".join(map(str, np.flatnonzero(part.counts))) or "none, because it has no image"
             what = f"--data {source}: the values of the masks in masks/{split} are {seen}: too few classes"
             raise TrainerError(what, f"number the classes 0, 1, ...; use {IGNORED} only for pixels to ignore")
-    values = np.flatnonzero((train.counts + val.counts)[:IGNORED])
+    values = np.flatnonzero(np.sum([part.counts for part in parts.values()], axis=0)[:IGNORED])
     names = _names(root) or [str(k) for k in range(int(values[-1]) + 1)]
-    for part in (train, val):
+    for part in parts.values():
         part.check_classes(names)
-    return train, val
+    return train, NoImages(names) if val is None else val
 
 
 def _names(root: Path) -> list[str]:

@@ -143,13 +143,35 @@ class SegmentationBatch(BatchData):
         return self.targets["masks"]
 
 
+class _ScaleJitter(v2.ScaleJitter):  # type: ignore[misc]
+    """ScaleJitter that keeps a pixel of the shorter side of an elongated image."""
+
+    def make_params(self, flat_inputs: list[Any]) -> dict[str, Any]:
+        """Return the new height and width."""
+        return {"size": [max(1, int(side)) for side in super().make_params(flat_inputs)["size"]]}
+
+
+class _Fit(v2.Transform):  # type: ignore[misc]
+    """Resizes the longer side to `side` px, and keeps a pixel of the shorter one."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self._side = side
+
+    def transform(self, inpt: Any, params: dict[str, Any]) -> Any:
+        """Return the resized image or mask."""
+        longer = max(inpt.shape[-2:])
+        size = [max(1, self._side * side // longer) for side in inpt.shape[-2:]]
+        return v2.functional.resize(inpt, size, antialias=True)
+
+
 def mask_transform(imgsz: int, hyp: Hyp) -> v2.Compose:
     """Return the augmentation of a training image and its mask, both to (imgsz, imgsz).
 
     The longer side becomes `imgsz` times 1 +- hyp.scale. The result is cropped or padded, then flipped.
     """
     fill = {tv_tensors.Image: GREY, tv_tensors.Mask: IGNORED}
-    scale = v2.ScaleJitter((imgsz, imgsz), (1 - hyp.scale, 1 + hyp.scale), antialias=True)
+    scale = _ScaleJitter((imgsz, imgsz), (1 - hyp.scale, 1 + hyp.scale), antialias=True)
     return v2.Compose([scale, v2.RandomCrop(imgsz, pad_if_needed=True, fill=fill), *_flips(hyp)])
 
 
@@ -162,7 +184,7 @@ class SegmentationCollate(Collate[SegmentationBatch]):
         """For validation, with `hyp` None, the longer side of an image becomes `imgsz`."""
         super().__init__(dataset)
         self._side, self._seed = imgsz, seed
-        self._transform = mask_transform(imgsz, hyp) if hyp else v2.Resize(None, max_size=imgsz, antialias=True)
+        self._transform = mask_transform(imgsz, hyp) if hyp else _Fit(imgsz)
 
     def collate(self, spec: BatchSpec) -> SegmentationBatch:
         """Return the transformed images and masks."""

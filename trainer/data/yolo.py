@@ -99,6 +99,10 @@ def open_sources(data_yaml: str, splits: Sequence[str], *, allow_bad_labels: boo
         raise BadData(stopping, hint)
     if reading.fatal:
         raise BadData(reading.fatal)
+    for source in reading.sources:
+        if not len(source.scan.paths):
+            left_out = [fault for fault in source.faults() if not fault.warning]
+            raise BadData(left_out, f"no {source.split} image is left without the faulty ones: correct some of them")
     return reading.sources
 
 

@@ -24,7 +24,7 @@ from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
 from trainer.models.yolo import Yolo, fuse
 from trainer.tasks.detector import load_trained
-from trainer.weights import download
+from trainer.weights import checkpoint_file, download
 
 NEEDED: dict[str, tuple[str, ...]] = {"onnx": ("onnx", "onnxruntime", "onnxscript"), "torchscript": ()}  # packages
 INPUT, OUTPUTS = "images", ("boxes", "scores")
@@ -79,12 +79,13 @@ def export(
     trained = load_trained(weights, cfg)
     if not isinstance(trained.model, Yolo):
         raise TrainerError(f"{weights}: only models of model files are exported", "use trainer predict or val")
-    side, stride = imgsz or trained.imgsz, trained.stride
+    side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
     if str(file) != weights.partition("#")[0]:
         file = Path(file.name)  # of a downloaded checkpoint: in the current folder
     path = Path(out) if out else file.with_suffix(f".{kind}")
+    _check_replaceable(path, image)
     decoded = Decoded(fuse(trained.model.eval())).eval().requires_grad_(False)
     images = torch.from_numpy(_images(image, side)).repeat(batch, 1, 1, 1)
     metadata = {"names": json.dumps(trained.names), "imgsz": str(side), "stride": str(stride)}
@@ -108,6 +109,20 @@ def export(
     except OSError as error:
         raise TrainerError(f"{path}: cannot be written: {error.strerror}", "use another path with --out") from error
     return Exported(path, len(trained.names), (batch, 3, side, side), box, score)
+
+
+def _check_replaceable(path: Path, image: str) -> None:
+    """Raise TrainerError if the file to write is a checkpoint or the image of the comparison."""
+    if not path.is_file():
+        return
+    what = "the image of --image" if image and Path(image).exists() and path.samefile(image) else ""
+    with contextlib.suppress(TrainerError):
+        checkpoint_file.load(str(path))
+        what = "a checkpoint"
+    if what:
+        raise TrainerError(
+            f"--out {path}: it is {what}, which the export would replace", "give another path with --out"
+        )
 
 
 def _images(image: str, side: int) -> Any:

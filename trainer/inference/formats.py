@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import cv2
@@ -60,7 +62,10 @@ class CocoTruth:
         try:
             content = json.loads(read_text(path))
             categories = {entry["name"]: entry["id"] for entry in content["categories"]}
-            self._ids = {Path(entry["file_name"]).name: entry["id"] for entry in content["images"]}
+            self._images: dict[str, list[tuple[PurePath, Any]]] = {}
+            for entry in content["images"]:
+                file = PurePath(entry["file_name"])
+                self._images.setdefault(file.name, []).append((file, entry["id"]))
             annotations = [
                 (entry["image_id"], entry["category_id"], *entry["bbox"], entry.get("iscrowd", 0), entry["area"])
                 for entry in content["annotations"]
@@ -86,11 +91,25 @@ class CocoTruth:
                 self._rows.setdefault(image, []).append((number[category], *rest))
 
     def id_of(self, image: str) -> Any:
-        """Return COCO's id of an image."""
-        try:
-            return self._ids[Path(image).name]
-        except KeyError:
-            raise TrainerError(f"--annotations {self._path}: it has no image {Path(image).name}") from None
+        """Return COCO's id of an image, by its file name; by its folders too if several images have that name."""
+        path = PurePath(image)
+        found = self._images.get(path.name, [])
+        if len(found) > 1:
+            found = [(file, number) for file, number in found if path.parts[-len(file.parts) :] == file.parts]
+            longest = max((len(file.parts) for file, _ in found), default=0)
+            found = [(file, number) for file, number in found if len(file.parts) == longest]
+        if len(found) != 1:
+            what = f"it has {'no' if not found else 'more than one'} image {path.name} for {image}"
+            raise TrainerError(f"--annotations {self._path}: {what}", "`file_name` must be the end of the image's path")
+        return found[0][1]
+
+    def check_images(self, images: Sequence[str]) -> None:
+        """Raise TrainerError unless each image has an id of its own."""
+        owners: dict[Any, str] = {}
+        for image in images:
+            if (other := owners.setdefault(self.id_of(image), image)) != image:
+                what = f"--annotations {self._path}: {other} and {image} have the same id"
+                raise TrainerError(what, "write the folders of the images into `file_name`")
 
     def of(self, image: str) -> Truth:
         """Return the objects of an image."""
@@ -99,10 +118,20 @@ class CocoTruth:
         return Truth(boxes, rows[:, 0].astype(np.int64), rows[:, 5] > 0, rows[:, 6])
 
 
-def image_id(image: str) -> int | str:
-    """Return the number in an image's file name, as in COCO, else the name without suffix."""
-    stem = Path(image).stem
-    return int(stem) if stem.isdecimal() else stem
+def image_ids(images: Sequence[str]) -> list[int | str]:
+    """Return an id of each image: the number in its file name, as in COCO, else the name without suffix.
+
+    Images whose ids would be equal have their path below the common folder instead.
+    """
+    stems = [Path(image).stem for image in images]
+    ids: list[int | str] = [int(stem) if stem.isdecimal() else stem for stem in stems]
+    counts = Counter(ids)
+    if len(counts) == len(ids):
+        return ids
+    top = os.path.commonpath([os.path.dirname(image) for image in images])  # noqa: PTH120
+    return [
+        own if counts[own] == 1 else os.path.relpath(image, top or ".") for own, image in zip(ids, images, strict=True)
+    ]
 
 
 def coco_results(found: Iterable[tuple[Any, Any, Any, Any]], categories: Sequence[int]) -> list[dict[str, Any]]:

@@ -89,7 +89,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
     comm.limit_threads(comm.World(), device)
     paths = find_sources(sources)
     trained = load_trained(s.weights, s.cfg)
-    imgsz = s.imgsz or trained.imgsz
+    imgsz = trained.imgsz if s.imgsz is None else s.imgsz
     check_imgsz(imgsz, trained.stride)
     limits = Limits(s.conf, s.iou, s.max_det, class_numbers(s.classes, trained.names))
     dtype = type_for(s.precision, s.half, device)

@@ -21,7 +21,7 @@ from trainer.detectors import Detections, Limits
 from trainer.distributed import comm
 from trainer.engine.events import Events
 from trainer.engine.timing import StepTimer
-from trainer.inference.formats import CocoTruth, coco_results, image_id, unique_stems, write_labels
+from trainer.inference.formats import CocoTruth, coco_results, image_ids, unique_stems, write_labels
 from trainer.inference.score import check_names
 from trainer.metrics import BoxMAP, BoxScores
 from trainer.tasks.detection import SHOWN, Shown, count, detect, sure_of
@@ -69,12 +69,14 @@ def validate(settings: ValSettings) -> Validation | None:
     device = comm.pick_device(s.device, world)
     comm.limit_threads(world, device)
     trained = load_trained(s.weights, s.cfg)
-    imgsz = s.imgsz or trained.imgsz
+    imgsz = trained.imgsz if s.imgsz is None else s.imgsz
     dtype = type_for(s.precision, s.half, device)
     options: dict[str, Any] = {"single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
     dataset = open_dataset(s.data, s.split, imgsz=imgsz, **options)  # type: ignore[arg-type]
     check_names(s.data, dataset.names, s.weights, trained.names)
     truth = CocoTruth(s.annotations, trained.names) if s.annotations else None
+    if truth:
+        truth.check_images([dataset.name(k) for k in range(len(dataset))])
     share = comm.share_of(world, device, s.workers, trained.stride)
     loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
     left_out = note_left_out(s.data, getattr(dataset, "faults", ()))
@@ -152,8 +154,10 @@ class _RankResult:
             plots.shown(shown, self._names, folder / "predictions.jpg")
         if s.save_json:
             truth = self._truth
-            id_of, categories = (truth.id_of, truth.categories) if truth else (image_id, range(len(self._names)))
-            found = [(id_of(dataset.name(k)), *self._found[k]) for k in sorted(self._found)]
+            names = [dataset.name(k) for k in sorted(self._found)]
+            ids = list(map(truth.id_of, names)) if truth else image_ids(names)
+            categories = truth.categories if truth else range(len(self._names))
+            found = [(number, *self._found[k]) for number, k in zip(ids, sorted(self._found), strict=True)]
             results = json.dumps(coco_results(found, categories))
             checkpoint_file.write_bytes(folder / "predictions.json", results.encode())
         if s.save_txt:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from trainer.config import Hyp, Settings
 from trainer.config.imports import is_import_path
-from trainer.data.dataset import Dataset
+from trainer.data.dataset import Dataset, NoImages
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
-from trainer.data.registry import open_datasets
+from trainer.data.registry import Split, open_datasets
 from trainer.detectors import Detections, Limits, build, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
@@ -51,7 +51,9 @@ class Detection(Task):
         self._where = s.cfg or s.weights or DEFAULT_CFG
         self.cfg = self._read_cfg()
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
-        self.train_set, self.val_set = open_datasets(s.data, ["train", "val"], **how)
+        splits: list[Split] = ["train"] if s.noval else ["train", "val"]
+        self.train_set, *others = open_datasets(s.data, splits, **how)
+        self.val_set = others[0] if others else NoImages(self.train_set.names)
         found = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
         self.left_out = list(dict.fromkeys(found))  # both splits have the warnings of their common folders
         self.names = self.train_set.names

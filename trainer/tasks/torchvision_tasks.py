@@ -15,6 +15,7 @@ from trainer.config.settings import option_of
 from trainer.data.batch_sampler import BatchSpec
 from trainer.data.classification import open_classification
 from trainer.data.dataloader import EpochLoader, EvalLoader
+from trainer.data.dataset import NoImages
 from trainer.data.segmentation import open_segmentation
 from trainer.data.torchvision_loaders import (
     ClassificationBatch,
@@ -155,8 +156,9 @@ class Classification(TorchvisionTask):
         if s.hyp.randaugment % 1 or not 0 <= s.hyp.randaugment <= _MAGNITUDES:
             what = f"--hyp: randaugment is {s.hyp.randaugment:g}, it must be a whole number from 0 to {_MAGNITUDES}"
             raise TrainerError(what, "9 is usual, 0 is off")
-        self.train_set, self.val_set = open_classification(s.data, "train"), open_classification(s.data, "val")
+        self.train_set = open_classification(s.data, "train")
         self.names = self.train_set.names
+        self.val_set = NoImages(self.names) if s.noval else open_classification(s.data, "val")
         if self.val_set.names != self.names:
             odd = sorted(set(self.names) ^ set(self.val_set.names))
             what = f"--data {s.data}: training and validation have different classes: {', '.join(odd[:5])}"
@@ -209,7 +211,7 @@ class Segmentation(TorchvisionTask):
         if settings.hyp.scale >= 1:
             what = f"--hyp: scale is {settings.hyp.scale:g}, it must be below 1"
             raise TrainerError(what, "0.5 is from half to one and a half")
-        self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz)
+        self.train_set, self.val_set = open_segmentation(settings.data, settings.imgsz, validates=not settings.noval)
         self.names = self.train_set.names
 
     def network(self) -> Segmenter:
