@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Submits a job array. Reads its batch script from stdin and writes it to $1; then the folders of its jobs, --, and the
 # command that submits. Writes each task's number to `submitted` in its folder. Prints the command's output.
+clear_slurm
 path=$1
 shift
 folders=()

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Submits a batch script. $1 the attempt's folder, $2 the job's folder, $3 lines of secrets on stdin (the agent in one line of
 # Base64 and the batch script follow), then the command that submits. Prints its output and writes it to `submitted`.
+clear_slurm
 dir=$1 folder=$2 secrets=$3
 shift 3
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1
