@@ -1,10 +1,17 @@
 # shellcheck shell=bash disable=SC2154
 # The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
-# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt` and `node` (the script of a node).
+# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `options` (the variables
+# in which srun finds the job's options) and `node` (the script of a node), and then agent/slurm_env.sh.
 set -u
+# sbatch passes on the variables of its own shell, which may belong to another job. Only those that describe this job's
+# allocation and options stay.
+clear_slurm 'SLURM_JOB_*' SLURM_JOBID 'SLURM_ARRAY_*' SLURM_RESTART_COUNT SLURM_NNODES SLURM_NODELIST SLURM_NODE_ALIASES \
+    SLURM_TASKS_PER_NODE 'SLURM_*_ON_NODE' SLURM_NODEID 'SLURM_SUBMIT_*' 'SLURM_TOPOLOGY_*' SLURMD_NODENAME \
+    SLURM_CLUSTER_NAME SLURM_WORKING_CLUSTER 'SLURM_SPANK_*' '_SLURM_SPANK_*' "${options[@]:-}"
 restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 export CLUSTER_ATTEMPT=$((first_attempt + restarts))
 out="$run/attempt-$CLUSTER_ATTEMPT"
+echo "attempt $CLUSTER_ATTEMPT is job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
 fail() {
     local code=$1
     shift
@@ -20,8 +27,16 @@ mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 [ "${#hosts[@]}" = "$nodes" ] || fail 71 "Slurm gave ${#hosts[@]} nodes (${hosts[*]}), and the job takes $nodes"
 echo "$CLUSTER_ATTEMPT ${hosts[*]}" > "$run/attempt"
 touch -- "$run/common.$SLURM_JOB_ID"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+each=(--nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1)
+# Ends the job if srun has refused a step in $out/srun.err, because it would refuse the next one, too.
+end_if_refused() {
+    cat -- "$out/srun.err" >&2
+    ! grep -qE '^srun: (fatal: |error: Unable to create step )' "$out/srun.err" || exit 71
+}
 # shellcheck disable=SC2016
-lacks=$(srun --nodes="$nodes" --ntasks-per-node=1 bash -c '[ -e "$1" ] || hostname' look "$run/common.$SLURM_JOB_ID")
+lacks=$(srun "${each[@]}" bash -c '[ -e "$1" ] || hostname' look "$run/common.$SLURM_JOB_ID" 2> "$out/srun.err")
+end_if_refused
 # shellcheck disable=SC2086
 [ -z "$lacks" ] || fail 78 "$run of ${hosts[0]} is another folder than that of" $lacks
 export CLUSTER_HOSTS="${hosts[*]}" PET_MASTER_ADDR="${hosts[0]}"
@@ -43,16 +58,15 @@ export PET_MASTER_PORT="$port"
 
 # One task on each node runs the node's script. After 75 ("checkpoint written, run me again") the other nodes are not
 # killed, because they exit with 75, too. The trap keeps this shell alive, so that Slurm tracks its children.
-[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 # shellcheck disable=SC2016
 task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
 # shellcheck disable=SC2317,SC2329
 signal_nodes() {
     # shellcheck disable=SC2016
     local text='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s "$2" "$pid"'
-    srun --overlap --nodes="$nodes" --ntasks-per-node=1 bash -c "$text" signal "$out" "$1"
+    srun --overlap "${each[@]}" bash -c "$text" signal "$out" "$1"
 }
-srun --nodes="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task "$node" &
+srun "${each[@]}" --kill-on-bad-exit=1 bash -c "$task" task "$node" &
 srun=$!
 stopped=
 trap 'signal_nodes USR2' USR2
@@ -86,7 +100,10 @@ for rank in $(seq 0 $((nodes - 1))); do
             *)
                 # Wait until Slurm detects a dead node. Before that it would assign the same node again. On a live node the
                 # script is still ending: srun does not wait for it after another node's failure.
-                timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true || sleep 900
+                if ! timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="${hosts[$rank]}" true 2> "$out/srun.err"; then
+                    end_if_refused
+                    sleep 900
+                fi
                 ended=$(ended "$rank" 10) ;;
         esac
     fi
@@ -105,7 +122,8 @@ if [ -n "$again" ] && [ -z "$stopped" ] && [ "$restarts" -lt "$max_restarts" ] &
     echo "attempt $CLUSTER_ATTEMPT ended with $again: again"
     ! scontrol requeue "$job" || { sleep 600; exit 75; } # Slurm ends this script in a moment
     echo "Slurm does not requeue it: a new job"
-    CLUSTER_RESTARTS=$((restarts + 1)) sbatch "$0" > "$run/submitted" && exit 0
+    # The new job counts from 0. With --export=NONE in the script, the variable would not reach it.
+    (clear_slurm && CLUSTER_RESTARTS=$((restarts + 1)) sbatch --export=ALL "$0" > "$run/submitted") && exit 0
 fi
 rm -f -- "$run/common.$SLURM_JOB_ID"
 [ -z "$again" ] || exit 75

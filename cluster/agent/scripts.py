@@ -20,8 +20,8 @@ def text(*names: str) -> str:
 
 
 def command(name: str, *words: str) -> list[str]:
-    """Return the command that runs agent/NAME.sh with these arguments, after the functions of agent/common.sh."""
-    return ["bash", "-c", text("agent/common.sh", f"agent/{name}.sh"), name, *words]
+    """Return the command that runs agent/NAME.sh with these arguments, after the functions that it may call."""
+    return ["bash", "-c", text("agent/common.sh", "agent/slurm_env.sh", f"agent/{name}.sh"), name, *words]
 
 
 def bash(name: str, *words: str) -> list[str]:

@@ -2,6 +2,7 @@
 # Submits a job array. $1 is the path of its batch script, $2 the lines of secrets on stdin (the script follows); then the
 # folders of its jobs, --, and the command that submits. Writes each task's number to `submitted` in its folder. Prints the
 # command's output.
+clear_slurm
 path=$1
 read_secrets "$2" || exit 1
 shift 2

@@ -2,6 +2,7 @@
 # Cancels the job $1: sends SIGTERM to its batch script, and runs scancel after $2 seconds. scancel also signals the FUSE
 # processes of Apptainer, so that ranks in the container would hang. $3 is the job's folder. A task of an array has its
 # number in `submitted`, another job is found by name. Prints the jobs that remain.
+clear_slurm
 task=$(grep -oE '[0-9]+_[0-9]+$' "$3/submitted" 2>/dev/null)
 if [ -n "$task" ]; then chosen=(--jobs "$task"); else chosen=(--name "$1"); fi
 left() { squeue --noheader --array --user "$(id -un)" "${chosen[@]}" "$@" --Format JobID:16 2>/dev/null | tr -d ' ' | sort -u; }

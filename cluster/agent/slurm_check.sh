@@ -1,9 +1,11 @@
 # shellcheck shell=bash
-# Preflight check of a Slurm cluster on its login node: prints a line `WORD TEXT` for each problem and each resource of the
-# site. $1 the image if it is a file, $2 run directory, $3 the job's folder if it must not exist, $4 its name if it must be
-# free; then paths that must exist.
+# Preflight check of a Slurm cluster on its login node: prints a line `WORD TEXT` for each problem, each resource of
+# the site, and each variable of Slurm's programs that is set there. $1 the image if it is a file, $2 run directory, $3 the
+# job's folder if it must not exist, $4 its name if it must be free; then paths that must exist.
 image=$1 dir=$2 new=$3 name=$4
 shift 4
+report_slurm
+clear_slurm
 for program in sbatch squeue scancel scontrol sinfo flock base64; do
     command -v "$program" >/dev/null || { echo "no_program $program"; none=yes; }
 done

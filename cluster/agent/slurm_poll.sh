@@ -3,6 +3,7 @@
 # job's folder, $5 maximum age in seconds of squeue's cached output, then FOLDER NODE OFFSET for each node. Four lines come
 # first: squeue's line, or empty; attempt and hosts; squeue's error; the batch script's error.
 # A task of an array has the number ARRAY_TASK in `submitted`.
+clear_slurm
 job=$1 most=$2 format=$3 folder=$4 old=$5
 shift 5
 
@@ -25,7 +26,11 @@ esac
 echo "$line"
 head -n 1 "$folder/attempt" 2>/dev/null || echo
 head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
-for error in '^error: ' '^srun: error: .*Exited with exit code'; do
-    grep "$error" "$folder/slurm.log" 2>/dev/null && break
-done | tail -n 1 | tr -d '\n'; echo
+# The newest lines come first, back to the start of the attempt. srun's other messages matter until it has started a node.
+said=$({ tail -n 1000 -- "$folder/slurm.log"; cat -- "$1/srun.err"; } 2>/dev/null | tac | sed '/^attempt [0-9]* is job /q')
+first=
+compgen -G "$1/node-*.pid" > /dev/null || first='^srun: '
+for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' '^srun: error: .*Exited with exit code' $first; do
+    grep -m 1 -E "$error" <<< "$said" && break
+done | tr -d '\n'; echo
 nodes "$@"

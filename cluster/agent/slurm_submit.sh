@@ -3,6 +3,7 @@
 # Base64 and the batch script follow), then the command that submits. Prints its output and writes it to `submitted`.
 # The secrets are in the job's environment, which Slurm keeps until the job has ended, also if it requeues the job. In a file
 # on the shared disk they would remain after scancel or SIGKILL.
+clear_slurm
 dir=$1 folder=$2 secrets=$3
 shift 3
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1

@@ -21,6 +21,10 @@ class Backend(abc.ABC):
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check. Raises ClusterError, for example for a missing image or a port in use."""
 
+    def notes(self, job: Job) -> list[str]:
+        """Return what the user should know about the environment in which the job will run. Raises ClusterError."""
+        return []
+
     @abc.abstractmethod
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start all nodes, or stop the started ones and raise LaunchError; `secrets` are the values by name."""

@@ -29,7 +29,8 @@ _END = "END_OF_NODE_SCRIPT"
 #: Slurm sends USR2 to the batch script alone (B), 90 s before the time limit, as submitit does by default.
 _SIGNAL = "B:USR2@90"
 #: Runs srun without its message about the exit code of the command, which srun prints despite --quiet.
-_QUIET_STEP = """"$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
+_QUIET_STEP = """clear_slurm
+"$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
 code=$?; wait $!; exit $code"""
 
 
@@ -59,9 +60,11 @@ class SlurmBackend(Backend):
             f"port={job.port}",
             f"max_restarts={max(0, job.max_restarts - attempt + 1)}",
             f"first_attempt={attempt}",
+            f"options=({' '.join(slurm.variables(slurm.job_options(job)))})",
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
-        text = _render(job, scripts.text("agent/batch.sh"), output=f"{run_dir}/slurm.log", setup=setup)
+        body = scripts.text("agent/slurm_env.sh", "agent/batch.sh")
+        text = _render(job, body, output=f"{run_dir}/slurm.log", setup=setup)
         needs = script.needs(job, login)
         return replace(made, steps=(Step(login.name, {path: text}, ("sbatch", path), needs, f"{folder}/agent.pyz"),))
 
@@ -80,6 +83,15 @@ class SlurmBackend(Backend):
         errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
         preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
 
+    def notes(self, job: Job) -> list[str]:
+        """Return sentences about variables on the login node that a job does not inherit. Raises UnreachableError."""
+        assert job.queue is not None
+        login = job.queue.login
+        done = reach(login).run(_shell("report_slurm"), timeout_s=30)
+        if done.code:
+            raise UnreachableError(f"{login.display_name}: {done.last_line}")
+        return slurm.inherited(job, done.by_word.get("inherited", ()), login.display_name)[1]
+
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Submit the script. Raises LaunchError with sbatch's message."""
         self._send(plan, secrets, plan.steps[0].argv)
@@ -95,7 +107,11 @@ class SlurmBackend(Backend):
         # In a thread: Ctrl-C waits for the submission, which would escape the scancel after it.
         done = parallel.all_of([login], lambda node: reach(node).run(scripts.command(*command), stdin=text))[login.name]
         if done.code:
-            lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.err.splitlines() if "--help" not in line]
+            lines = [
+                re.sub(r"^sbatch: (error: |fatal: )?", "", line)
+                for line in done.err.splitlines()
+                if "--help" not in line
+            ]
             why = f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}"
             hint = "print the batch script: the same command with plan instead of launch"
             raise LaunchError(why, hint)
@@ -151,7 +167,7 @@ class SlurmBackend(Backend):
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
         if found is None or not found.is_active or rank >= len(hosts):
             raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
-        step = ["bash", "-c", _QUIET_STEP, "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
+        step = [*_shell(_QUIET_STEP), "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
         now = replace(plan, attempt=attempt)
         return login, [*step, *script.exec_command(record.job, now, node, argv, tty=tty)]
@@ -167,7 +183,7 @@ class SlurmBackend(Backend):
                     # Slurm delays a requeued job by two minutes. A site may refuse an earlier start. A start within a
                     # second after the requeue fails: slurmd has revoked the job's credential.
                     begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now+3"]
-                    reach(plan.nodes[0]).run(begin, timeout_s=30)
+                    reach(plan.nodes[0]).run([*_shell('clear_slurm; exec "$0" "$@"'), *begin], timeout_s=30)
             except UnreachableError:  # an error now would cancel the requeued job
                 if clock() + 1 > until:
                     raise
@@ -198,6 +214,11 @@ class SlurmBackend(Backend):
         return {status.node: status for status in statuses}
 
 
+def _shell(text: str) -> list[str]:
+    """Return the beginning of a command that runs a script with the functions of agent/slurm_env.sh."""
+    return ["bash", "-c", scripts.text("agent/slurm_env.sh") + text]
+
+
 def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **array: int) -> str:
     """Return a batch script with the job's options, as submitit renders it.
 
@@ -205,11 +226,8 @@ def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **arra
     """
     from submitit.slurm.slurm import _make_sbatch_string  # its import takes 0.1 s
 
-    assert job.queue is not None
     more: dict[str, Any] = {"signal": _SIGNAL, "requeue": True, "output": output}
-    if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*job.queue.options}:
-        more["gpus-per-node"] = job.procs_per_node
-    more |= {name: value or True for name, value in job.queue.options.items()}
+    more |= {name: value or True for name, value in slurm.job_options(job).items()}
     options: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
     options |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}
     return _make_sbatch_string(command, ".", setup=list(setup), **options)

@@ -45,6 +45,7 @@ def launch(
     Exit codes: 0 done, 1 failed, 2 wrong request, 3 a node could not be started, 4 nodes did not join in time, 5 a
     machine or Docker Engine does not answer (the job may be running: attach), 130 interrupted.
     """
+    from cluster.backends import SLURM
     from cluster.cli.sync import progress
     from cluster.store import JobStore
     from cluster.supervisor import gpu_queue, launcher
@@ -64,6 +65,7 @@ def launch(
         starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without)
         notes += launcher.visible_secrets(starter.secrets)
         submitted = starter.launch_array(jobs, array.array_limit)
+        notes += SLURM.notes(jobs[0])
         first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
         print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
         return

@@ -77,7 +77,8 @@ def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
     on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
     words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
     words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    with piped(login, scripts.bash("doctor/slurm_job.sh", *words)) as running:
+    text = scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    with piped(login, ["bash", "-c", text, "slurm_job", *words]) as running:
         output = running.stdout.read()
         running.stdin.close()
         running.wait(30)

@@ -2,6 +2,7 @@
 # slurm_job.sh RUN_DIR DATA_DIR TOKEN TIMEOUT_S COMMAND...
 # Runs on the login node. Writes a file into each of the two folders, or its closest existing parent, and runs a command in
 # a Slurm job with the paths of the two files as further arguments. The end of the input cancels the job.
+clear_slurm
 token=$3 timeout_s=$4
 marker() {
     local folder=$1

@@ -1,6 +1,7 @@
 """Slurm: phases of nodes from job states (also lost), limits of partitions, and options of sbatch. Pure."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -15,8 +16,36 @@ _SET = (
     *("array", "requeue", "open-mode", "chdir", "wrap"),
 )
 
+#: Further options that decide how a job is submitted or watched, and that no variable sets.
+_NOT_TAKEN = (
+    *("export", "get-user-env", "ignore-pbs", "input", "no-kill"),
+    *("no-requeue", "signal", "test-only", "verbose", "wait"),
+)
+#: Options without a value, which --slurm does not take.
+_FLAGS = ("overcommit", "spread-job", "use-min-nodes")
+#: The options of variables that have another name: SBATCH_TIMELIMIT is --time.
+_OPTIONS = {
+    "ARBITRARY_NODELIST": "distribution",
+    "ARRAY_INX": "array",
+    "BURST_BUFFER": "bb",
+    "CPU_FREQ_REQ": "cpu-freq",
+    "DEBUG": "verbose",
+    "DIST_PLANESIZE": "distribution",
+    "EXPORT_ENV": "export",
+    "MEM_PER_NODE": "mem",
+    "REQ_SWITCH": "switches",
+    "TIMELIMIT": "time",
+    "WAIT4SWITCH": "switches",
+}
+#: Options that srun reads from variables, too, but that sbatch does not set for it.
+_NOT_PASSED = ("exclusive", "export", "signal", "time")
+#: Variables that change only what Slurm's programs print.
+_ONLY_PRINTED = ("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_TIME_FORMAT", "SLURM_TOPO_LEN")
+
 #: Exit code of the batch script if the run directory is not the same folder on all nodes.
 EXIT_NOT_SHARED = 78
+
+_ONE_CLUSTER = "clusterctl submits to the cluster of the login node only"
 
 #: The columns of `squeue --Format` and their widths. A fixed width, because names may contain any separator.
 COLUMNS = {
@@ -53,6 +82,8 @@ def checked(options: dict[str, str]) -> dict[str, str]:
     Raises UsageError for an option that the launcher sets, and for a value that is empty or needs quotes.
     """
     for name, value in options.items():
+        if name == "clusters":
+            raise UsageError(f"--slurm clusters={value}: {_ONE_CLUSTER}", "name a login node of that cluster")
         if name in _SET:
             raise UsageError(f"--slurm {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
@@ -64,6 +95,67 @@ def checked(options: dict[str, str]) -> dict[str, str]:
     if options.get("time") and seconds(options["time"]) is None:
         raise UsageError(f"--time {options['time']!r}: not a time", "minutes, H:MM:SS or D-HH:MM:SS: --time 8:00:00")
     return options
+
+
+def job_options(job: Job) -> dict[str, str]:
+    """Return the job's options for sbatch, which include its GPUs."""
+    assert job.queue is not None
+    given = dict(job.queue.options)
+    if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
+        given["gpus-per-node"] = str(job.procs_per_node)
+    return given
+
+
+def variables(given: Mapping[str, str]) -> list[str]:
+    """Return the variables in which srun finds these options of its job. sbatch sets them."""
+    passed = [option for option in given if option not in _NOT_PASSED]
+    names = [option.upper().replace("-", "_") for option in passed]
+    names += [name for name, option in _OPTIONS.items() if option in passed]
+    return [f"SLURM_{name}" for name in dict.fromkeys(names)]
+
+
+def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return problems, as (message, hint) pairs, and notes about variables of Slurm's programs on the login node.
+
+    `lines` are `NAME=VALUE`. The scripts of agent/ unset them all, so that only the job's own options count.
+
+    | variable | what the user reads |
+    |---|---|
+    | SBATCH_X, an option that the job has, or that clusterctl sets | a note, unless the values are equal |
+    | SBATCH_X, another option | a problem, because the user may rely on it |
+    | SLURM_CLUSTERS, SBATCH_CLUSTERS | a problem, because jobs run on the login node's cluster |
+    | SLURM_X, SRUN_X, PMI_X | a note; one for all of them if clusterctl runs in a job of Slurm |
+    | SLURM_TIME_FORMAT and its like, SQUEUE_X, SALLOC_X, ... | nothing, because no job depends on them |
+    """
+    given, found = job_options(job), dict(line.partition("=")[::2] for line in lines)
+    outer = found.get("SLURM_JOB_ID")
+    wrong, ignored, notes = [], [], []
+    for name, value in found.items():
+        program, _, rest = name.partition("_")
+        option = _OPTIONS.get(rest, rest.lower().replace("_", "-"))
+        if program in ("SLURM", "SBATCH") and option == "clusters":
+            hint = f"name a login node of {value} in cluster.yaml, or unset {name} there"
+            wrong.append((f"{where}: {name}={value} is set, but {_ONE_CLUSTER}", hint))
+        elif program == "SBATCH" and outer and "_BIND" in name:
+            pass  # Slurm sets these in its jobs
+        elif program == "SBATCH" and option in given:
+            if given[option] != value:
+                notes.append(f"{where}: ignoring {name}={value}, because the job has {option}={given[option]}")
+        elif program == "SBATCH" and option in (*_SET, *_NOT_TAKEN):
+            notes.append(f"{where}: ignoring {name}={value}, because clusterctl sets {option}")
+        elif program == "SBATCH":
+            hint = f"to ignore it: unset {name} there"
+            if option not in _FLAGS:
+                use = shlex.quote(f"{option}={value}" if value else option)
+                hint = f"to use it: --slurm {use}, or {option} under slurm in cluster.yaml; {hint}"
+            wrong.append((f"{where}: {name}={value} is set, but the job has no option {option}", hint))
+        elif program in ("SLURM", "SRUN", "PMI") and name not in _ONLY_PRINTED:
+            ignored.append(f"{name}={value}")
+    if outer:
+        notes.append(f"{where}: ignoring the variables of Slurm's job {outer}, in which clusterctl runs")
+    elif ignored:
+        notes.append(f"{where}: ignoring {', '.join(ignored)}")
+    return wrong, notes
 
 
 def seconds(time: str) -> int | None:
@@ -110,7 +202,7 @@ def statuses(
     """Return the status of each node of the plan's attempt: its own exit status, else the state of the Slurm job.
 
     `own` has the statuses from the nodes' status files, `attempt` is the running attempt (0: none yet), `hosts` has
-    the host of each of its nodes, `error` is an error of the batch script.
+    the host of each of its nodes, `error` is an error of the batch script or of srun.
     """
     requeued = attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and is_pending(found))
     made = []
@@ -125,7 +217,8 @@ def statuses(
         elif found is None:
             made.append(NodeStatus(status.node, "lost", detail="squeue does not list the job"))
         elif found.is_active:
-            made.append(replace(status, phase=_PHASES[found.state], detail=_pending_reason(found) or where))
+            detail = _pending_reason(found) or "; ".join(filter(None, [where, error]))
+            made.append(replace(status, phase=_PHASES[found.state], detail=detail))
         else:
             made.append(_ended(status.node, found, error or where))
     return made
@@ -204,6 +297,7 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
     if job.secrets and "stores_env" in has:
         why = "Slurm would store the secrets in its accounting database (AccountingStoreFlags has job_env)"
         found.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))
+    found += inherited(job, has.get("inherited", ()), where)[0]
     if found:
         return found
     known = partitions(has.get("partition", ()))

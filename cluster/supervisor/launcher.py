@@ -169,7 +169,7 @@ class Launcher:
             _check_run_dir(checked)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
         record = JobRecord(checked, time.time(), named, commit=commit, withheld=self.without)
-        notes, is_reserved = [], False
+        notes, is_reserved = BACKENDS[backend].notes(named), False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
                 self.records.reserve(record)

@@ -47,7 +47,7 @@ PLANS = (
     "slurm-pyxis-cuda",
     "slurm-enroot-cuda",
 )
-STATIC = ("agent/node.sh", "agent/batch.sh", "agent/slurm_node.sh", "runtimes/docker.sh")
+STATIC = ("agent/node.sh", "agent/slurm_env.sh", "agent/batch.sh", "agent/slurm_node.sh", "runtimes/docker.sh")
 
 
 def hosts(job, runtime):

@@ -332,6 +332,106 @@ def test_an_array_is_one_submission_and_each_line_of_the_file_a_job_of_its_own(s
 
 
 @pytest.fixture
+def profile(slurm):
+    """Export variables in ada's ~/.bashrc on the login node, which also non-interactive logins read."""
+    bashrc = "/home/ada/.bashrc"
+    slurm.login.run(f"[ -e {bashrc}.before ] || mv {bashrc} {bashrc}.before")
+
+    def export(**variables):
+        lines = "".join(f"export {name}={value}\n" for name, value in variables.items())
+        slurm.login.run(f"cat > {bashrc} <<'END'\n{lines}END")
+
+    yield export
+    slurm.login.run(f"mv {bashrc}.before {bashrc}")
+
+
+#: Each of these changed a job, or kept it from starting.
+INHERITED = {
+    "SBATCH_PARTITION": "debug",
+    "SBATCH_EXPORT": "NONE",
+    "SBATCH_JOB_NAME": "another",
+    "SBATCH_OUTPUT": "/tmp/another.log",
+    "SBATCH_MEM_PER_NODE": "1G",
+    "SBATCH_WAIT": "1",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_CPUS_PER_TASK": "16",
+    "SRUN_CPUS_PER_TASK": "16",
+    "SLURM_NTASKS": "7",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_TIMELIMIT": "1",
+    "SQUEUE_FORMAT2": "JobID",
+    "SQUEUE_STATES": "suspended",
+    "SQUEUE_PARTITION": "debug",
+    "SCANCEL_STATE": "PENDING",
+    "SINFO_PARTITION": "debug",
+}
+
+
+def test_a_job_inherits_no_variable_of_the_login_node(slurm, profile):
+    profile(**INHERITED)
+    slurm.launch("inherits", "--slurm", "mem=200M").until('"progress"')
+    shown = slurm.login.run("scontrol show job --oneliner")
+    assert "JobName=inherits " in shown, shown
+    assert "Partition=gpu " in shown, shown
+    assert "MinMemoryNode=200M " in shown, shown
+    slurm.process.send_signal(signal.SIGINT)
+    code, text = slurm.end(120)
+    assert code == 130, text
+    assert "login: ignoring SBATCH_PARTITION=debug, because the job has partition=gpu" in text
+    assert "login: ignoring SBATCH_EXPORT=NONE, because clusterctl sets export" in text
+    assert re.search("login: ignoring .*SLURM_MEM_PER_CPU=100", text), text
+    assert slurm.left() == ("", {})
+
+
+def test_a_job_submitted_by_hand_in_another_job_inherits_nothing_of_it(slurm):
+    script = slurm.folder / "job.sbatch"
+    folder = f"{HOME}/runs/inside"
+    slurm.login.run(f"rm -rf {folder}")
+    code, text = slurm.clusterctl.run(
+        *slurm.words("plan", "inside", "-o", str(script), "--slurm", "mem=200M", epochs=1)
+    )
+    assert code == 0, text
+    code, text = slurm.clusterctl.run("plan", "--agent", "-o", str(slurm.folder / "agent.pyz"))
+    assert code == 0, text
+    slurm.login.run(f"mkdir -p {folder}/attempt-1", user="ada")
+    for name, path in (
+        (script, "/shared/ada/job.sbatch"),
+        (slurm.folder / "agent.pyz", f"{folder}/attempt-1/agent.pyz"),
+    ):
+        copy = slurm.login.ssh(f"cat > {path}", "ada")
+        assert subprocess.run(copy, input=name.read_bytes(), check=False).returncode == 0
+    outer = "srun --partition gpu --nodes 1 --cpus-per-task 2 --mem-per-cpu 100 --export ALL"
+    submit = "sbatch --wait --output /shared/ada/inside.out /shared/ada/job.sbatch"
+    slurm.login.run(f"rm -f /shared/ada/inside.out; {outer} {submit}", user="ada", timeout_s=240)
+    assert slurm.login.run(f"cut -d' ' -f1 {folder}/attempt-1/node-*.exit") == "0\n0"
+
+
+@pytest.fixture
+def refusing_srun(slurm):
+    """Give srun on n0 variables that it refuses, however the job was submitted."""
+    with_both = '#!/bin/sh\nexec env SLURM_MEM_PER_CPU=100 SLURM_MEM_PER_NODE=200 /usr/bin/srun "$@"\n'
+    slurm.login.run(f"printf %s '{with_both}' > /usr/local/bin/srun && chmod 755 /usr/local/bin/srun")
+    yield
+    slurm.login.run("rm -f /usr/local/bin/srun")
+
+
+def test_a_job_whose_steps_srun_refuses_fails_with_its_message_before_the_rendezvous_timeout(slurm, refusing_srun):
+    code, text = slurm.launch("refused-step", "--slurm", "nodelist=n0,n1", "--max-restarts", "0").end()
+    assert code == 1, text
+    assert "node-0: exit 71: srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are " in text
+    assert slurm.left() == ("", {})
+
+
+def test_an_option_that_only_the_login_node_sets_is_refused(slurm, profile):
+    profile(SBATCH_ACCOUNT="ml")
+    slurm.login.run(f"rm -rf {HOME}/runs/account")
+    code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "account")
+    assert (code, "login: SBATCH_ACCOUNT=ml is set, but the job has no option account" in text) == (2, True), text
+    assert "hint: to use it: --slurm account=ml, or account under slurm in cluster.yaml" in text
+    assert slurm.login.try_run(f"ls {HOME}/runs/account")[0] != 0
+
+
+@pytest.fixture
 def broken_apptainer(slurm):
     """Let Apptainer on n0 fail at its next N starts, with its exit code for every error."""
 

@@ -1,15 +1,21 @@
-"""Slurm states, options and limits, and the batch script: pure functions."""
+"""Slurm states, options and limits; the batch script and the scripts of the login node, with recording programs."""
 
+import os
+import re
+import shlex
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
+from cluster.backends import slurm as slurm_backend
 from cluster.errors import UsageError
 from cluster.spec import slurm
 from cluster.spec.model import Job, Node, NodeStatus, Queue
+from cluster.spec.request import Request
 from cluster.supervisor import job_state, restarts
 
 LOGIN = Node("login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none")
@@ -129,6 +135,7 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
     [
         ({"nodes": "3"}, "clusterctl sets it"),
         ({"array": "0-3"}, "clusterctl sets it"),
+        ({"clusters": "b"}, "submits to the cluster of the login node only"),
         ({"Partition": "gpu"}, "not an option of sbatch"),
         ({"time": "soon"}, "not a time"),
         ({"comment": "a\n#SBATCH --wrap=evil"}, "quote, '\\$' or control character"),
@@ -234,3 +241,242 @@ def test_secrets_that_the_job_would_not_get_or_that_slurm_would_store_are_an_err
     assert slurm.problems(job, has, "login") == []
     found = slurm.problems(replace(job, secrets=("TOKEN",)), has, "login")
     assert [text[: len(message)] for text, _ in found] == ([message] if message else [])
+
+
+# ---- inherited variables
+
+#: A surrounding job, a profile and a user may set these, and more in other versions.
+VARIABLES = [
+    *" ".join((Path(__file__).parent / "slurm_variables.txt").read_text().splitlines()[1:]).split(),
+    *("SLURM_OF_ANOTHER_VERSION", "SBATCH_OF_ANOTHER_VERSION", "SRUN_OF_ANOTHER_VERSION", "_SLURM_SPANK_OPTION_x_y"),
+]
+#: Where the cluster is.
+PLACES = {"SLURM_CONF": "/etc/site.conf", "SLURM_CONF_SERVER": "ctl", "SLURM_JWT": "x", "SLURM_SACK_SOCKET": "/s"}
+#: What Slurm itself sets in the batch script of a job with --mem=200M and --threads-per-core=1.
+OWN_JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[0-1]",
+    "SLURM_NNODES": "2",
+    "SLURM_MEM_PER_NODE": "200",
+    "SLURM_THREADS_PER_CORE": "1",
+}
+IS_SLURMS = re.compile("_?SLURM|S(BATCH|RUN|ALLOC|QUEUE|ACCT|INFO|CANCEL|CONTROL)_|PMI_")
+#: Stands for each program of Slurm: records its arguments and its variables.
+PROGRAM = r"""#!/bin/bash
+name=${0##*/}
+{ printf '%s\n' "$name ${*//$'\n'/ }"; env; echo; } >> "$CALLS"
+case $name:$* in
+    "scontrol:show hostnames"*) printf 'n0\nn1\n' ;;
+    "scontrol:show job"*) echo "JobId=7 JobState=RUNNING" ;;
+    scontrol:requeue*) exit 1 ;;
+    srun:*) eval "$SRUN" ;;
+    squeue:*) printf '%s\n' "$SQUEUE" ;;
+    sbatch:*) echo "Submitted batch job 8" ;;
+esac
+"""
+
+
+class Site:
+    """A login node, which is this machine, with programs that record how they are called."""
+
+    def __init__(self, folder):
+        self.folder, self.runs = folder, folder / "runs"
+        (folder / "bin").mkdir()
+        for name in ("sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol"):
+            (folder / "bin" / name).write_text(PROGRAM)
+            (folder / "bin" / name).chmod(0o755)
+        #: What srun does: by default, both nodes end with this exit code.
+        self.srun, self.exit_code, self.squeue = 'for r in 0 1; do echo "$EXIT 1" > "$OUT/node-$r.exit"; done', 0, ""
+
+    def plan(self, **options):
+        login = replace(LOGIN, login="", run_dir=str(self.runs))
+        return BACKENDS["slurm"].plan(replace(JOB, queue=Queue(login, options)), attempt=1, port=0)
+
+    def environment(self, variables):
+        out = self.runs / "digits" / "attempt-1"
+        base = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "CALLS": str(self.folder / "calls"), "OUT": str(out)}
+        return {**base, "SRUN": self.srun, "EXIT": str(self.exit_code), "SQUEUE": self.squeue, **variables}
+
+    def batch(self, variables, **options):
+        """Run the batch script of a job with these options."""
+        (step,) = self.plan(**options).steps
+        ((path, text),) = step.files.items()
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_text(text)
+        with Path(self.runs, "digits", "slurm.log").open("w") as log:  # as Slurm opens it
+            return subprocess.run(
+                ["bash", path], env=self.environment(variables), stdout=log, stderr=log, timeout=60, check=False
+            )
+
+    def script(self, name, *words, variables, text=""):
+        """Run a script of agent/ as the launcher does."""
+        command, env = scripts.command(name, *words), self.environment(variables)
+        return subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=60, check=False)
+
+    def calls(self):
+        """The calls, as (words, Slurm's variables)."""
+        found = []
+        for call in (self.folder / "calls").read_text().split("\n\n")[:-1]:
+            words, *lines = call.splitlines()
+            pairs = dict(line.partition("=")[::2] for line in lines if IS_SLURMS.match(line))
+            found.append((words, pairs, dict(line.partition("=")[::2] for line in lines)))
+        return found
+
+
+@pytest.fixture
+def site(tmp_path):
+    return Site(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "text"),
+    [
+        ("slurm_submit", ["{0}/a", "{0}", "0", "sbatch", "x"], "\nscript\n"),
+        ("slurm_array", ["{0}/array.sbatch", "0", "{0}", "--", "sbatch", "x"], "script\n"),
+        ("slurm_poll", ["digits", "100", "Name:50", "{0}", "0", "{0}/a", "node-0", ""], ""),
+        ("slurm_cancel", ["digits", "0", "{0}"], ""),
+        ("slurm_check", ["", "{0}", "", "digits"], ""),
+    ],
+)
+def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, name, words, text):
+    inherited = dict.fromkeys(VARIABLES, "1") | PLACES
+    done = site.script(name, *[word.format(site.folder) for word in words], variables=inherited, text=text)
+    calls = site.calls()
+    assert calls, done.stderr
+    assert {words: pairs for words, pairs, _ in calls} == {words: PLACES for words, _, _ in calls}
+
+
+def test_a_session_a_release_and_doctor_inherit_no_variable(site):
+    """srun of `exec`, scontrol of a requeued job, and srun of doctor: their commands begin with the same function."""
+    site.srun = "true"
+    inherited = site.environment(dict.fromkeys(VARIABLES, "1") | PLACES)
+    for text in (slurm_backend._QUIET_STEP, 'clear_slurm; exec "$0" "$@"'):
+        subprocess.run([*slurm_backend._shell(text), "srun", "true"], env=inherited, timeout=60, check=True)
+    doctor = scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    words = [str(site.folder), str(site.folder), "token", "60", "srun"]
+    command = ["bash", "-c", doctor, "x", *words]
+    with subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE) as running:  # the end of its input cancels it
+        assert running.wait(60) == 0
+    assert [pairs for _, pairs, _ in site.calls()] == [PLACES] * 3
+
+
+def test_srun_in_the_batch_script_gets_the_job_and_its_options_and_nothing_inherited(site):
+    inherited = dict.fromkeys(VARIABLES, "1") | {"SLURM_EXPORT_ENV": "NONE", "SLURM_STEP_GPUS": "3"}
+    done = site.batch(inherited | PLACES | OWN_JOB, mem="200M", **{"threads-per-core": "1", "time": "30"})
+    assert done.returncode == 0, (site.runs / "digits" / "slurm.log").read_text()
+    steps = [(words, pairs) for words, pairs, _ in site.calls() if words.startswith("srun ")]
+    assert len(steps) == 2
+    fresh = {"SLURM_NODELIST", "SLURM_JOBID"}  # Slurm sets them in every job; here they are those of VARIABLES
+    for words, pairs in steps:
+        assert words.startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+        kept = {name: value for name, value in pairs.items() if not name.startswith(("SLURM_JOB_", "_SLURM_SPANK"))}
+        wanted = {**PLACES, **{name: value for name, value in OWN_JOB.items() if not name.startswith("SLURM_JOB_")}}
+        assert {name: value for name, value in kept.items() if name not in fresh} == wanted
+
+
+def test_the_cores_of_a_task_come_from_the_jobs_option_only(site):
+    assert site.batch(OWN_JOB | {"SLURM_CPUS_PER_TASK": "2"}, **{"cpus-per-task": "2"}).returncode == 0
+    assert {pairs.get("SRUN_CPUS_PER_TASK") for words, pairs, _ in site.calls() if "srun" in words} == {"2"}
+
+
+def test_a_job_that_replaces_one_counts_its_own_restarts(site):
+    site.exit_code = 75
+    restarted = OWN_JOB | {"SLURM_RESTART_COUNT": "1", "SLURM_EXPORT_ENV": "NONE"}
+    site.srun = site.srun.replace("$OUT", str(site.runs / "digits" / "attempt-2"))
+    assert site.batch(restarted).returncode == 0, (site.runs / "digits" / "slurm.log").read_text()
+    ((words, pairs, every),) = [call for call in site.calls() if call[0].startswith("sbatch ")]
+    assert words.startswith("sbatch --export=ALL ")
+    assert (pairs, every["CLUSTER_RESTARTS"]) == ({}, "2")
+
+
+FATAL = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+
+
+@pytest.mark.parametrize(
+    ("said", "accepted", "steps"),
+    [
+        (FATAL, "none", 1),
+        ("srun: error: Unable to create step for job 7: Invalid generic resource", "none", 1),
+        (FATAL, '*" look "*', 3),  # the step of the nodes, and the one that asks whether a node is alive
+    ],
+)
+def test_a_step_that_srun_refuses_ends_the_job_with_its_message(site, said, accepted, steps):
+    (site.runs / "digits").mkdir(parents=True)
+    site.srun = f'case "$*" in {accepted}) ;; *) echo {shlex.quote(said)} >&2; exit 1 ;; esac'
+    assert site.batch(OWN_JOB).returncode == 71
+    assert sum(words.startswith("srun ") for words, _, _ in site.calls()) == steps
+    site.squeue = line("FAILED", code="71:0")
+    assert statuses_of(site) == {("exited", 71, said)}
+
+
+def statuses_of(site):
+    """What the launcher reads about both nodes."""
+    folder = site.runs / "digits"
+    nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
+    done = site.script("slurm_poll", "digits", "100", slurm.FORMAT, str(folder), "0", *nodes, variables={})
+    row, attempt, _, error, *_ = done.stdout.splitlines()
+    number, *hosts = attempt.split() or ["0"]
+    found = slurm.statuses(PLAN, slurm.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
+    return {(each.phase, each.exit_code, each.detail) for each in found}
+
+
+def test_a_step_that_waits_says_why_until_a_node_has_started(site):
+    folder = site.runs / "digits"
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "attempt").write_text("1 n0 n1\n")
+    (folder / "slurm.log").write_text("error: of an earlier attempt\nattempt 1 is job 7 on n[0-1]\n")
+    site.squeue = line("RUNNING")
+    assert {detail for _, _, detail in statuses_of(site)} == {"on n0", "on n1"}
+    waits = "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    (folder / "attempt-1" / "srun.err").write_text(f"{waits}\n")
+    assert {detail for _, _, detail in statuses_of(site)} == {f"on n0; {waits}", f"on n1; {waits}"}
+    (folder / "attempt-1" / "node-0.pid").write_text("9\n")
+    assert {detail for _, _, detail in statuses_of(site)} == {"on n0", "on n1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "wrong", "notes"),
+    [
+        (
+            ["SBATCH_PARTITION=debug"],
+            {"partition": "gpu"},
+            [],
+            ["SBATCH_PARTITION=debug, because the job has partition"],
+        ),
+        (["SBATCH_PARTITION=gpu", "SBATCH_TIMELIMIT=30"], {"partition": "gpu", "time": "30"}, [], []),
+        (["SBATCH_MEM_PER_NODE=1G"], {"mem": "2G"}, [], ["SBATCH_MEM_PER_NODE=1G, because the job has mem=2G"]),
+        (["SBATCH_ACCOUNT=ml"], {}, ["SBATCH_ACCOUNT=ml is set, but the job has no option account"], []),
+        (["SBATCH_NEW_IN_2030=x"], {}, ["the job has no option new-in-2030"], []),
+        (["SBATCH_EXPORT=NONE"], {}, [], ["SBATCH_EXPORT=NONE, because clusterctl sets export"]),
+        (["SBATCH_JOB_NAME=x", "SBATCH_NO_REQUEUE="], {}, [], ["sets job-name", "sets no-requeue"]),
+        (["SLURM_CLUSTERS=b"], {}, ["SLURM_CLUSTERS=b is set, but clusterctl submits to the cluster of the login"], []),
+        (["SLURM_MEM_PER_CPU=100", "SRUN_X=1"], {}, [], ["login: ignoring SLURM_MEM_PER_CPU=100, SRUN_X=1"]),
+        (
+            ["SLURM_JOB_ID=7", "SLURM_NTASKS=1", "SBATCH_CPU_BIND=q"],
+            {},
+            [],
+            ["the variables of Slurm's job 7, in which"],
+        ),
+        (["SLURM_TIME_FORMAT=relative", "SQUEUE_FORMAT=%i", "SALLOC_PARTITION=x"], {}, [], []),
+    ],
+)
+def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, options, wrong, notes):
+    job = replace(JOB, queue=Queue(LOGIN, options))
+    found, said = slurm.inherited(job, variables, "login")
+    for texts, parts in (([message for message, _ in found], wrong), (said, notes)):
+        assert len(texts) == len(parts), texts
+        assert all(part in text for text, part in zip(texts, parts, strict=True)), texts
+    assert all(hint for _, hint in found)
+    assert [message for message, _ in slurm.problems(job, {**SITE, "inherited": variables}, "login")] == [
+        message for message, _ in found
+    ]
+
+
+def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
+    for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE="):
+        ((_, hint),) = slurm.inherited(JOB, [variable], "login")[0]
+        word = shlex.split(re.match("to use it: --slurm (.*), or ", hint)[1])[0]
+        given = Request(slurm=[word]).for_sbatch()
+        assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
+    ((_, hint),) = slurm.inherited(JOB, ["SBATCH_OVERCOMMIT=1"], "login")[0]
+    assert hint == "to ignore it: unset SBATCH_OVERCOMMIT there"
