@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2154
 # The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
-# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt` and `node` (the script of a node).
+# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `requeue_after` (the
+# ends of a node after which the job is requeued: exit codes, or `nothing`) and `node` (the script of a node).
 set -u
 restarts=$((${CLUSTER_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0}))
 export CLUSTER_ATTEMPT=$((first_attempt + restarts))
@@ -76,7 +77,8 @@ ended() {
     done
     echo "$code"
 }
-# Requeue after a checkpoint, or if a node has no exit code (7x: its script failed before the agent).
+# Requeue if a node ended as `requeue_after` says. A node without an exit code has not started if the step ended with 0
+# or 7x (its script failed before the agent).
 again=
 for rank in $(seq 0 $((nodes - 1))); do
     ended=$(ended "$rank" 0)
@@ -91,9 +93,10 @@ for rank in $(seq 0 $((nodes - 1))); do
         esac
     fi
     case $ended:$code in
-        75:*) again=${again:-75} ;;
-        nothing:0 | nothing:7?) ;;
-        nothing:*) again="nothing from ${hosts[$rank]}" ;;
+        nothing:0 | nothing:7?) continue ;;
+    esac
+    case " $requeue_after " in
+        *" $ended "*) [ "$ended" = nothing ] && again="nothing from ${hosts[$rank]}" || again=${again:-$ended} ;;
     esac
 done
 # A job that was cancelled is not requeued.
