@@ -95,9 +95,9 @@ class Clusterctl:
         assert (found, has in text) == (code, True), text
         return text
 
-    def wait_for(self, job, text, node="node-0", timeout_s=90):
+    def wait_for(self, job, text, node="node-0", timeout_s=90, attempt=1):
         """Wait until a node's log has `text`."""
-        log = self.folder / "runs" / job / "attempt-1" / f"{node}.log"
+        log = self.folder / "runs" / job / f"attempt-{attempt}" / f"{node}.log"
         until = time.time() + timeout_s
         while time.time() < until:
             if log.exists() and text in log.read_text():

@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # The body of a batch script: chooses the master and its port, starts the nodes, and requeues the job. Above it,
-# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `options` (the variables
-# in which srun finds the job's options) and `node` (the script of a node), and then agent/slurm_env.sh.
+# backends/slurm.py writes `run` (the job's folder), `nodes`, `port`, `max_restarts`, `first_attempt`, `requeue_after` (the
+# ends of a node after which the job is requeued: exit codes, or `nothing`), `options` (the variables in which srun finds
+# the job's options) and `node` (the script of a node), and then agent/slurm_env.sh.
 set -u
 # sbatch passes on the variables of its own shell, which may belong to another job. Only those that describe this job's
 # allocation and options stay.
@@ -90,7 +91,8 @@ ended() {
     done
     echo "$code"
 }
-# Requeue after a checkpoint, or if a node has no exit code (7x: its script failed before the agent).
+# Requeue if a node ended as `requeue_after` says. A node without an exit code has not started if the step ended with 0
+# or 7x (its script failed before the agent).
 again=
 for rank in $(seq 0 $((nodes - 1))); do
     ended=$(ended "$rank" 0)
@@ -108,9 +110,10 @@ for rank in $(seq 0 $((nodes - 1))); do
         esac
     fi
     case $ended:$code in
-        75:*) again=${again:-75} ;;
-        nothing:0 | nothing:7?) ;;
-        nothing:*) again="nothing from ${hosts[$rank]}" ;;
+        nothing:0 | nothing:7?) continue ;;
+    esac
+    case " $requeue_after " in
+        *" $ended "*) [ "$ended" = nothing ] && again="nothing from ${hosts[$rank]}" || again=${again:-$ended} ;;
     esac
 done
 # A job that was cancelled is not requeued.

@@ -21,5 +21,5 @@ for id in ${4//,/ }; do
     fi
     printf '%s\n' "$3" | dd of="/proc/self/fd/$lock" conv=nocreat status=none
 done
-# --fork instead of `&`: the process has the variable by which stop.sh finds it from its first moment.
-env "CLUSTER_JOB_ID=$3" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" && started=yes
+# --fork instead of `&`: the process has the variables by which stop.sh finds it from its first moment.
+env "CLUSTER_JOB_ID=$3" "CLUSTER_ATTEMPT=${1##*/attempt-}" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" && started=yes

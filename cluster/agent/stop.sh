@@ -1,14 +1,21 @@
 # shellcheck shell=bash
-# Stops the job $1 on this machine: its processes, then its containers in the engines $3... Processes get SIGTERM, which
-# the agents forward to their ranks, and SIGKILL after $2 seconds. Prints what remains: `process PID`, `container ID`.
-job=$1 grace=$2
-shift 2
-for pid in $(pids "$job"); do
+# Stops the job $1 on this machine: its processes, then its containers in the engines $4..., of the attempt $3 or ("") of
+# all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after $2 seconds. Prints what remains:
+# `process PID`, `container ID`.
+job=$1 grace=$2 attempt=$3
+shift 3
+running() {
+    local pid
+    for pid in $(pids "$job"); do
+        [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
+    done
+}
+for pid in $(running); do
     grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ" || kill -TERM "$pid" 2>/dev/null
 done
-for _ in $(seq $((grace * 10))); do [ -n "$(pids "$job")" ] || break; sleep 0.1; done
+for _ in $(seq $((grace * 10))); do [ -n "$(running)" ] || break; sleep 0.1; done
 for _ in 1 2 3 4 5; do
-    left=$(pids "$job")
+    left=$(running)
     [ -n "$left" ] || break
     # shellcheck disable=SC2086
     kill -KILL $left 2>/dev/null
@@ -17,7 +24,15 @@ done
 for pid in $left; do echo "process $pid"; done
 for engine; do
     command -v "$engine" >/dev/null || continue
-    listed() { "$engine" ps -aq --filter "label=CLUSTER_JOB_ID=$job"; }
+    listed() {
+        local container
+        for container in $("$engine" ps -aq --filter "label=CLUSTER_JOB_ID=$job"); do
+            [ -n "$attempt" ] && ! of_attempt "$container" || echo "$container"
+        done
+    }
+    of_attempt() {
+        "$engine" inspect --format '{{range .Config.Env}}{{println .}}{{end}}' "$1" | grep -qx "CLUSTER_ATTEMPT=$attempt"
+    }
     left=$(listed)
     # shellcheck disable=SC2086
     [ -z "$left" ] || "$engine" stop -t $((grace > SECONDS ? grace - SECONDS : 0)) $left >/dev/null 2>&1

@@ -34,8 +34,12 @@ class Backend(abc.ABC):
         """Return one status per node of the plan, in its order. Update the local copies of the nodes' logs."""
 
     @abc.abstractmethod
-    def cancel(self, plan: Plan, *, grace_s: float) -> None:
-        """Stop all nodes, and wait for their end. Idempotent. Raises ClusterError if something still runs."""
+    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
+        """Stop all nodes, and wait for their end. Idempotent. Raises ClusterError if something still runs.
+
+        This stops all attempts of the job. With `only_attempt` the next attempt may have started on these machines, and
+        keeps running.
+        """
 
     @abc.abstractmethod
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:

@@ -92,7 +92,7 @@ class ComposeBackend(Backend):
         states = {container["Name"].lstrip("/"): container["State"] for container in json.loads(found.out or "[]")}
         return [_status(plan, node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
 
-    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Run `docker compose down`."""
         down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
         LocalShell().run(down, timeout_s=grace_s + 60)

@@ -78,13 +78,14 @@ class HostsBackend(Backend):
         """Return statuses from the agents' files and the scripts' exit codes. Append to copies of the logs."""
         return self._monitor.statuses(plan)
 
-    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""
 
         def stop(machine: Node) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
-            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s)
+            attempt = plan.attempt if only_attempt else None
+            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt)
 
         try:
             parallel.all_of(plan.machines, stop)

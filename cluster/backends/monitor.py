@@ -298,9 +298,21 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
     return NodeStatus(name, "starting", stall=stall, usage=agent.get("usage"), heartbeat=heartbeat)
 
 
-def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
-    """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
-    done = reach(machine).run(scripts.command("stop", job_id, str(math.ceil(grace_s)), *engines), timeout_s=timeout_s)
+def stop(
+    machine: Node,
+    job_id: str,
+    grace_s: float,
+    engines: Sequence[str],
+    *,
+    timeout_s: float,
+    attempt: int | None = None,
+) -> None:
+    """Stop a job's processes on a machine, and its containers in `engines`, of all attempts or only of one.
+
+    Raises ClusterError if some remain.
+    """
+    words = [job_id, str(math.ceil(grace_s)), "" if attempt is None else str(attempt), *engines]
+    done = reach(machine).run(scripts.command("stop", *words), timeout_s=timeout_s)
     if done.out:
         why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
         hint = "check the engine with clusterctl doctor, or kill them as root there"

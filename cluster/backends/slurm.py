@@ -60,6 +60,7 @@ class SlurmBackend(Backend):
             f"port={job.port}",
             f"max_restarts={max(0, job.max_restarts - attempt + 1)}",
             f"first_attempt={attempt}",
+            f"requeue_after='{slurm.ENDED_WITH_CHECKPOINT} {slurm.ENDED_WITHOUT_CODE}'",
             f"options=({' '.join(slurm.variables(slurm.job_options(job)))})",
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
@@ -147,7 +148,7 @@ class SlurmBackend(Backend):
         """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""
         return self._monitor.statuses(plan)
 
-    def cancel(self, plan: Plan, *, grace_s: float) -> None:
+    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Cancel the job with scancel, and wait until it has ended. Raises ClusterError if it is still in the queue."""
         login = plan.nodes[0]
         # The batch script needs some seconds to forward the signal.

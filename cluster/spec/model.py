@@ -263,13 +263,19 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class PastAttempt:
-    """An attempt that has ended: its number, the names of its nodes, Unix times, and why it ended."""
+    """An attempt that has failed: its number, the names of its nodes, Unix times, and why it ended.
+
+    A restart that does not start is one, too. `step` is the last (epoch, step) that was seen; (0, 0) is before the
+    first one. `is_program_error`: the program exited with an error of its own, so a restart may fail at the same step.
+    """
 
     attempt: int
     nodes: tuple[str, ...]
     started_at: float
     ended_at: float
     cause: str
+    step: tuple[int, int] = (0, 0)
+    is_program_error: bool = False
 
 
 @dataclass(frozen=True)
@@ -277,8 +283,9 @@ class JobRecord:
     """The stored state of a job: the plan of its latest attempt, and its outcome ("": not known yet).
 
     `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
-    the plan no longer has, and `history` lists those attempts. `commit` is that of the working directory, "" outside of
-    git; `withheld` are its files with secrets, which are not copied to nodes. `ended_at` is a Unix time, 0 before.
+    the plan no longer has, and `history` lists all failures, so that every process counts the same restarts. `commit`
+    is that of the working directory, "" outside of git; `withheld` are its files with secrets, which are not copied to
+    nodes. `ended_at` is a Unix time, 0 before.
     """
 
     plan: Plan

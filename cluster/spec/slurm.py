@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from cluster import contract
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, NodeStatus, Phase, Plan
@@ -44,6 +45,11 @@ _ONLY_PRINTED = ("SLURM_BITSTR_LEN", "SLURM_DEBUG_FLAGS", "SLURM_TIME_FORMAT", "
 
 #: Exit code of the batch script if the run directory is not the same folder on all nodes.
 EXIT_NOT_SHARED = 78
+
+#: The ends of a node after which agent/batch.sh requeues the job (see RULES in supervisor/restarts.py): its exit code,
+#: or no exit code, as after the failure of its host.
+ENDED_WITH_CHECKPOINT = str(contract.EXIT_RUN_ME_AGAIN)
+ENDED_WITHOUT_CODE = "nothing"
 
 _ONE_CLUSTER = "clusterctl submits to the cluster of the login node only"
 

@@ -118,7 +118,8 @@ def sections(
     names, count = [node.name for node in plan.nodes], len(plan.nodes)
     # Of a running job, the time since its last restart is not recorded.
     last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or state)
-    attempts = [*record.history, last]
+    is_recorded = bool(record.history) and record.history[-1].attempt == plan.attempt
+    attempts = [*record.history, *([] if is_recorded else [last])]
     begin = attempts[0].started_at
     ended = f" to {_clock(record.ended_at)}" if record.outcome else ""
     facts = [

@@ -1,17 +1,17 @@
-"""Restart policy: whether a failed job is restarted, and on which nodes. Pure.
+"""Restart policy: the rules that decide whether a failed job is restarted, and the nodes of its next attempt. Pure.
 
-On Slurm, agent/batch.sh requeues the job after a checkpoint or a dead node, and Slurm chooses the nodes.
+On Slurm, agent/batch.sh applies the rules with `on_slurm` without a launcher, and Slurm chooses the nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster import contract
 from cluster.errors import ClusterError
 from cluster.spec import slurm
-from cluster.spec.model import Job, Node
+from cluster.spec.model import Job, JobRecord, Node
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
 from cluster.supervisor.report import cause, exit_code
 
@@ -22,14 +22,113 @@ _KILLED = (137, 143)
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an attempt: the cause in one line, and the (epoch, step); (0, 0) is before the first step.
-
-    `is_program_error`: the program exited with an error of its own, so a restart may fail at the same step.
-    """
+    """The end of an attempt, or a restart that did not start. The fields are those of PastAttempt."""
 
     why: str
     step: tuple[int, int] = (0, 0)
     is_program_error: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the rules see: the job, the last view and verdict of the attempt, and all failures of the job."""
+
+    job: Job
+    view: JobView
+    verdict: Verdict
+    past: Sequence[Failure]
+
+    @property
+    def first(self) -> NodeView | None:
+        """The node that failed first."""
+        return failing(self.view)[0] if self.verdict == "failed" else None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the program failed by itself at the same step as the time before."""
+        if len(self.past) < 2:
+            return False
+        before, last = self.past[-2:]
+        return last.is_program_error and before.is_program_error and last.step == before.step
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the table in docs/how-to/failures.md. The first one that applies decides.
+
+    `when` and `then` are the table's text. `why_not` is the reason against a restart, formatted with the job and its
+    last failure; "" restarts the job. `on_slurm` is the end of a node after which a batch script requeues the job.
+    """
+
+    when: str
+    then: str
+    applies: Callable[[Ended], bool]
+    why_not: str = ""
+    on_slurm: str = ""
+
+
+#: Who decides that a job is restarted, and when: only these rules.
+RULES = (
+    Rule(
+        "`scancel` ended the job",
+        "no restart",
+        lambda ended: ended.first is not None and ended.first.note == slurm.CANCELLED,
+        "it was cancelled with scancel",
+    ),
+    Rule(
+        "the trainer refuses its input (exit code 2)",
+        "no restart",
+        lambda ended: exit_code(ended.view, ended.verdict) == contract.EXIT_BAD_INPUT,
+        "the program refused its input",
+    ),
+    Rule(
+        "the nodes did not join within `--rendezvous-timeout`",
+        "no restart",
+        lambda ended: ended.verdict == "late",
+        "its nodes never joined",
+    ),
+    Rule(
+        "the program fails before its first step, for the second time in a row",
+        "no restart",
+        lambda ended: ended.is_repeated and not ended.past[-1].step[0],
+        "it failed before its first step twice",
+    ),
+    Rule(
+        "the program fails at the same step with the same error, for the second time in a row",
+        "no restart",
+        lambda ended: ended.is_repeated and ended.past[-1].why == ended.past[-2].why,
+        "it failed with the same error at epoch {last.step[0]}, step {last.step[1]} twice",
+    ),
+    Rule(
+        "`--max-restarts 0`",
+        "no restart",
+        lambda ended: ended.job.max_restarts == 0,
+        NO_RESTARTS,
+    ),
+    Rule(
+        "the job was restarted `--max-restarts` times; a restart that does not start counts, too",
+        "no restart",
+        lambda ended: len(ended.past) > ended.job.max_restarts,
+        "it was restarted {job.max_restarts} times (--max-restarts)",
+    ),
+    Rule(
+        "the trainer wrote a checkpoint after a signal (exit code 75)",
+        "restart on the same nodes",
+        lambda ended: ended.first is not None and ended.first.exit_code == contract.EXIT_RUN_ME_AGAIN,
+        on_slurm=slurm.ENDED_WITH_CHECKPOINT,
+    ),
+    Rule(
+        "a machine, its engine or the agent on it is gone",
+        "restart with a spare, or with fewer nodes (`--nodes 2:4`), or when the machine answers again",
+        lambda ended: ended.first is not None and ended.first.phase == "lost",
+        on_slurm=slurm.ENDED_WITHOUT_CODE,
+    ),
+    Rule(
+        "anything else: an error of the program, a killed rank or container, a stall",
+        "restart on the same nodes",
+        lambda ended: True,
+    ),
+)
 
 
 def failure(view: JobView, verdict: Verdict) -> Failure:
@@ -39,6 +138,11 @@ def failure(view: JobView, verdict: Verdict) -> Failure:
     return Failure(cause(view, verdict), step, verdict == "failed" and _is_program_error(failing(view)[0]))
 
 
+def failures(record: JobRecord) -> list[Failure]:
+    """Return all recorded failures of a job, also those that other processes have seen."""
+    return [Failure(past.cause, past.step, past.is_program_error) for past in record.history]
+
+
 def _is_program_error(node: NodeView) -> bool:
     is_own = node.phase == "exited" and not is_secondary(node)
     return is_own and node.exit_code not in (*_KILLED, contract.EXIT_RUN_ME_AGAIN)
@@ -46,21 +150,9 @@ def _is_program_error(node: NodeView) -> bool:
 
 def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) -> str:
     """Return why the job is not restarted after the last failure of `past`, or "" if it is."""
-    last = past[-1]
-    if verdict == "failed" and failing(view)[0].note == slurm.CANCELLED:
-        return "it was cancelled with scancel"
-    if exit_code(view, verdict) == contract.EXIT_BAD_INPUT:
-        return "the program refused its input"
-    if verdict == "late":
-        return "its nodes never joined"
-    if len(past) > 1 and last.is_program_error and past[-2].is_program_error and last.step == past[-2].step:
-        if not last.step[0]:
-            return "it failed before its first step twice"
-        if last.why == past[-2].why:
-            return f"it failed with the same error at epoch {last.step[0]}, step {last.step[1]} twice"
-    if len(past) > job.max_restarts:
-        return f"it was restarted {job.max_restarts} times (--max-restarts)" if job.max_restarts else NO_RESTARTS
-    return ""
+    ended = Ended(job, view, verdict, past)
+    rule = next(rule for rule in RULES if rule.applies(ended))
+    return rule.why_not.format(job=job, last=past[-1])
 
 
 def choose(job: Job, nodes: Sequence[Node], state: Mapping[str, ClusterError | None]) -> tuple[Node, ...]:

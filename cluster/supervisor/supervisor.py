@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,13 +35,12 @@ class BetweenAttempts(KeyboardInterrupt):
 
 @dataclass
 class Supervisor:
-    """Follows the job of `record`, and restarts it. `past` has the failures of the attempts that it followed."""
+    """Follows the job of `record`, and restarts it."""
 
     record: JobRecord
     records: JobStore
     show: Display
     secrets: Mapping[str, str] = field(default_factory=dict)
-    past: list[Failure] = field(default_factory=list)
 
     def run(self) -> tuple[Follower, str]:
         """Follow the job over all its attempts. Restart it, unless another process on this machine does that already.
@@ -63,8 +63,9 @@ class Supervisor:
                 return follower, ""
             self._check_network(follower.view)
             failed_at = time.time()
-            self.past.append(restarts.failure(follower.view, follower.verdict))
             try:
+                if not self._has_recorded_failure():
+                    self._record_failure(restarts.failure(follower.view, follower.verdict))
                 refused = self._restart(follower)
             except KeyboardInterrupt:
                 raise BetweenAttempts from None
@@ -77,7 +78,7 @@ class Supervisor:
             plan = self.record.plan
             names = ", ".join(node.name for node in plan.nodes)
             self.show.note(f"attempt {plan.attempt} on {names}, {time.time() - failed_at:.1f} s after the failure")
-            for text in jobs.post_webhook(plan, "restarted", self.past[-1].why):
+            for text in jobs.post_webhook(plan, "restarted", restarts.failures(self.record)[-1].why):
                 self.show.note(text)
 
     def _has_ended(self, follower: Follower) -> bool:
@@ -89,8 +90,11 @@ class Supervisor:
         Each attempt that does not start counts as a restart. Raises ClusterError if no attempt starts: twice for the
         same reason, or at the last restart.
         """
-        job, past = self.record.job, self.past
-        while not (refused := restarts.refusal(job, follower.view, follower.verdict, past)):
+        job = self.record.job
+        while True:
+            past = restarts.failures(self.record)
+            if refused := restarts.refusal(job, follower.view, follower.verdict, past):
+                return refused
             self.show.note(f"{past[-1].why}; restart {len(past)} of {job.max_restarts}")
             try:
                 self._start_next_attempt(follower.view)
@@ -99,11 +103,24 @@ class Supervisor:
                 why = _not_restarted(error)
                 if why == past[-1].why or len(past) == job.max_restarts:
                     raise
-                past.append(Failure(why, past[-1].step))
                 self.record = self.records.load(self.record.plan.job_id)
                 if self.record.outcome:
                     raise
-        return refused
+                self._record_failure(Failure(why, past[-1].step))
+
+    def _has_recorded_failure(self) -> bool:
+        """Return whether another process has recorded the end of this attempt, and did not restart the job."""
+        history = self.record.history
+        return bool(history) and history[-1].attempt == self.record.plan.attempt
+
+    def _record_failure(self, failure: Failure) -> None:
+        """Record the end of the attempt, or a restart after it that did not start."""
+        record, plan = self.record, self.record.plan
+        began = record.history[-1].ended_at if self._has_recorded_failure() else record.created_at
+        names, why = tuple(node.name for node in plan.nodes), failure.why
+        ended = PastAttempt(plan.attempt, names, began, time.time(), why, failure.step, failure.is_program_error)
+        self.record = replace(record, history=(*record.history, ended))
+        self.records.update(self.record)
 
     def _patience_s(self, view: JobView) -> float:
         """Return how long machines may stay silent: RETURN_S, or 0 if the job can run on others, or was stopped."""
@@ -112,7 +129,7 @@ class Supervisor:
             return 0.0
         silent = [node.name for node in view.nodes if node.unanswered_since is not None]
         others = [node for node in self._candidates() if node.name not in silent]
-        if len(self.past) >= job.max_restarts or len(others) < job.least_nodes:
+        if len(record.history) >= job.max_restarts or len(others) < job.least_nodes:
             return RETURN_S
         answers = parallel.each(others, lambda node: reach(node).run(["true"], timeout_s=8))
         answering = [answer for answer in answers.values() if not isinstance(answer, ClusterError)]
@@ -161,14 +178,10 @@ class Supervisor:
         """Record the next attempt."""
         record = self.record
         retired = [node for node in record.plan.nodes if record.job.hosts and node not in plan.nodes]
-        names = tuple(node.name for node in record.plan.nodes)
-        cause = self.past[-1].why if self.past else ""
-        ended = PastAttempt(record.plan.attempt, names, record.created_at, time.time(), cause)
         self.record = replace(
             record,
             plan=plan,
             created_at=time.time(),
-            history=(*record.history, ended),
             retired=tuple(dict.fromkeys((*record.retired, *retired))),
         )
         self.records.update(self.record)
@@ -185,7 +198,7 @@ class Supervisor:
             return
         own, _ = _checkpoint_times(plan.nodes, plan)
         found, silent = _checkpoint_times(retired, plan)
-        if silent and not (found or own or stayed) and self.past[-1].step > (0, 0):
+        if silent and not (found or own or stayed) and self.record.history[-1].step > (0, 0):
             self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
             clock = monitor.AwakeClock()
             until = clock() + RETURN_S
@@ -207,8 +220,7 @@ class Supervisor:
         plan = self.record.plan
         if lost and plan.nodes[0].is_machine:
             silent = replace(plan, nodes=tuple(node for node in plan.nodes if node.name in lost))
-            record = replace(self.record, plan=silent, retired=())
-            threading.Thread(target=jobs.clean_up, args=(record, FAILED_GRACE_S), daemon=True).start()
+            threading.Thread(target=_cancel_late, args=(silent,), daemon=True).start()
             plan = replace(plan, nodes=tuple(node for node in plan.nodes if node.name not in lost))
         try:
             if plan.nodes:
@@ -262,6 +274,12 @@ class Supervisor:
                     self.record = self.records.load(self.record.plan.job_id)
                     return not self.record.outcome
             time.sleep(jobs.POLL_S)
+
+
+def _cancel_late(plan: Plan) -> None:
+    """Stop an attempt on machines that may answer only after the next attempt has started on them."""
+    with suppress(ClusterError):
+        BACKENDS[plan.backend].cancel(plan, grace_s=FAILED_GRACE_S, only_attempt=True)
 
 
 def _not_restarted(error: ClusterError) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 
@@ -15,7 +16,9 @@ import pytest
 import yaml
 
 import cluster
+from cluster.backends import BACKENDS
 from cluster.backends.monitor import LOST_AFTER_S
+from cluster.store import JobStore
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
@@ -50,6 +53,18 @@ def run(machines, launch):
         return machines.expect(code, *launch(*program, **more), has=has, timeout_s=timeout_s)
 
     return run
+
+
+def kill_a_rank(job):
+    ranks = [pid for pid in processes_of(job) if b"LOCAL_RANK=" in variables_of(pid)]
+    os.kill(ranks[0], signal.SIGKILL)
+
+
+def variables_of(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 def describe(machines, nodes):
@@ -197,14 +212,60 @@ def test_wait_follows_the_attempt_that_another_process_has_started(machines, mon
     job = cluster.launch(command=command, nodes=2, python=sys.executable, name=job_name, max_restarts=1)
     attach = machines.start("attach", job_name)
     machines.wait_for(job_name, "tick 1")
-    rank = next(pid for pid in processes_of(job_name) if b"LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(rank, signal.SIGKILL)
+    kill_a_rank(job_name)
     second = Path(job.run_dir) / "attempt-2" / "node-0.log"
     assert wait_until(lambda: second.exists() and "tick 1" in second.read_text(), timeout_s=60)
     attach.send_signal(signal.SIGINT)
     ended(attach, 130, has="keeps running")
     assert job.wait().outcome == "done"
     assert not second.parents[1].joinpath("attempt-3").exists()
+
+
+def test_another_process_counts_the_restarts_of_the_one_before(machines, launch, job_name):
+    """`attach` follows a job whose launcher was killed during the second attempt."""
+    program = "ticks.py --ticks 1000 --every 0.5"
+    launcher = machines.start(*launch(program, "--max-restarts", "1"))
+    machines.wait_for(job_name, "tick 1", node="node-1")
+    kill_a_rank(job_name)
+    for line in launcher.stdout:
+        if "attempt 2 on" in line:
+            break
+    machines.wait_for(job_name, "tick 1", attempt=2)
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    attach = machines.start("attach", job_name)
+    for line in attach.stdout:
+        if "tick" in line:
+            break
+    kill_a_rank(job_name)
+    text = ended(attach, 1, has="not restarted: it was restarted 1 times (--max-restarts)")
+    assert "restart 1 of 1" not in text
+    assert processes_of(job_name) == []
+
+
+def test_another_process_remembers_the_error_of_the_attempt_before(machines, launch, job_name):
+    launcher = machines.start(*launch("ticks.py --fail-at 8 --every 0.5", "--max-restarts", "5"))
+    for line in launcher.stdout:
+        if "attempt 2 on" in line:
+            break
+    os.killpg(launcher.pid, signal.SIGKILL)
+    launcher.communicate()
+    text = machines.expect(1, "attach", job_name, has="not restarted: it failed before its first step twice")
+    assert "restart 2 of 5" not in text
+    assert processes_of(job_name) == []
+
+
+def test_a_node_is_stopped_by_its_attempt(machines, run, job_name):
+    """The clean-up of a silent machine may reach it after the next attempt has started there."""
+    run("ticks.py", "--detach", nodes=1)
+    assert wait_until(lambda: any(b"LOCAL_RANK=" in variables_of(pid) for pid in processes_of(job_name)), timeout_s=60)
+    record = JobStore(Path(machines.env["CLUSTERCTL_STATE_DIR"])).load(job_name)
+    backend, running = BACKENDS[record.plan.backend], processes_of(job_name)
+    assert all(b"CLUSTER_ATTEMPT=1\0" in variables_of(pid) for pid in running if variables_of(pid))
+    backend.cancel(replace(record.plan, attempt=2), grace_s=0.5, only_attempt=True)
+    assert {*running} <= {*processes_of(job_name)}
+    backend.cancel(record.plan, grace_s=0.5, only_attempt=True)
+    assert processes_of(job_name) == []
 
 
 def test_a_program_that_fails_twice_with_the_same_error_is_not_restarted_again(machines, run, job_name):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -274,6 +275,21 @@ def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
     with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
         assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=failure)
         script.kill()
+
+
+def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    job = f"stop-{os.getpid()}"
+    first, second = (
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job, "CLUSTER_ATTEMPT": attempt})
+        for attempt in ("1", "2")
+    )
+    with first, second:
+        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30, attempt=1)
+        assert first.wait(10) == -signal.SIGTERM
+        assert second.poll() is None
+        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30)
+        assert second.wait(10) == -signal.SIGTERM
 
 
 def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):

@@ -59,6 +59,13 @@ def test_attempts_have_their_nodes_times_and_causes(record):
     assert [value for name, value in shown.attributes if name == "width"] == ["0.75", "99.20"]
 
 
+def test_an_attempt_whose_failure_is_recorded_is_shown_once(record):
+    failed = PastAttempt(2, ("node-0", "node-1"), 1032.0, 1090.0, "rank 0: exit code 1", (2, 7), is_program_error=True)
+    shown = Tags(page.render(replace(record, history=(*record.history, failed))))
+    assert shown.text.count("attempt 2") == 1
+    assert "attempt 2node-0, node-1, 58 s: rank 0: exit code 1" in shown.text
+
+
 def test_a_long_curve_keeps_its_extremes(record, tmp_path):
     rows = [f"{epoch},{0.5 if epoch != 77_777 else 9},nan" for epoch in range(100_000)]
     (tmp_path / "job" / "results.csv").write_text("\n".join(["epoch,box_loss,obj_loss", *rows, "100000,", "x,1"]))

@@ -1,14 +1,18 @@
 """Restart policy, on views of failed attempts."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
-from cluster.spec.model import Job, Node, NodeStatus
+from cluster.spec import slurm
+from cluster.spec.model import Job, Node, NodeStatus, Queue
 from cluster.supervisor import job_state, restarts
 
+ROOT = Path(__file__).parents[2]
 HOSTS = tuple(Node(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b")))
 SPARES = tuple(Node(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d")))
 JOB = Job("job", ("-m", "trainer"), 2, 1, "/runs", hosts=HOSTS, spares=SPARES, max_restarts=2)
@@ -65,6 +69,44 @@ def test_bad_input_used_up_restarts_and_late_nodes_are_not_restarted():
     past = [restarts.failure(lost, "failed")] * 2
     assert "restarted 2 times" in refusal(seen(progress(1), b=NodeStatus("b", "lost")), *past)
     assert "never joined" in restarts.refusal(JOB, seen(), "late", [restarts.failure(seen(), "late")])
+
+
+def test_the_table_of_the_docs_has_the_rules():
+    text = (ROOT / "docs/how-to/failures.md").read_text()
+    table = re.search(r"^\| the attempt ends because .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
+    assert rows == [(rule.when, rule.then, "requeued" if rule.on_slurm else "") for rule in restarts.RULES]
+
+
+def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
+    job = replace(JOB, hosts=(), spares=(), queue=Queue(Node("login", "", login="ann@login", run_dir="/r"), {}))
+    (text,) = BACKENDS["slurm"].plan(job, attempt=1, port=0).steps[0].files.values()
+    (words,) = re.findall("^requeue_after='(.*)'$", text, re.MULTILINE)
+    assert words.split() == [rule.on_slurm for rule in restarts.RULES if rule.on_slurm]
+
+
+def test_every_rule_decides():
+    """Each rule is the first that applies for an attempt; without it another one would decide."""
+    lost, error = seen(b=NodeStatus("b", "lost", detail="gone")), seen(progress(7), b=failed("b", "ValueError: x"))
+    early = seen(b=failed("b", "ValueError: x"))
+    cancelled = seen(b=NodeStatus("b", "exited", 143, slurm.CANCELLED))
+    cases = {
+        "scancel": (JOB, cancelled, "failed", 1),
+        "refuses its input": (JOB, seen(a=failed("a", "--batch 1", 2)), "failed", 1),
+        "did not join": (JOB, seen(), "late", 1),
+        "before its first step": (JOB, early, "failed", 2),
+        "at the same step": (JOB, error, "failed", 2),
+        "--max-restarts 0": (replace(JOB, max_restarts=0), lost, "failed", 1),
+        "restarted `--max-restarts` times": (JOB, lost, "failed", 3),
+        "exit code 75": (JOB, seen(b=failed("b", "", 75)), "failed", 1),
+        "is gone": (JOB, lost, "failed", 1),
+        "anything else": (JOB, error, "failed", 1),
+    }
+    assert len(cases) == len(restarts.RULES)
+    for rule, (words, (job, view, verdict, times)) in zip(restarts.RULES, cases.items(), strict=True):
+        ended = restarts.Ended(job, view, verdict, [restarts.failure(view, verdict)] * times)
+        assert words in rule.when
+        assert next(each for each in restarts.RULES if each.applies(ended)) is rule
 
 
 WELL = dict.fromkeys("abcd")
