@@ -26,6 +26,7 @@ from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import WORKDIR, Node, NodeStatus, Phase, Plan
 from cluster.transport import Shell, files, parallel, reach, workdir
 
+from cluster.transport.process import interruptible
 #: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
 LOST_AFTER_S = 8.0
 #: `NodeMonitor.statuses` waits this long for a poll; a slow poll continues in its thread.
@@ -292,7 +293,8 @@ def collect(plan: Plan) -> list[str]:
         with contextlib.suppress(files.NoFolderError):  # no rank has started there
             files.collect(node, f"{plan.dir_on(node)}/{ranks}", f"{plan.run_dir}/{ranks}")
 
-    errors = {name: error for name, error in parallel.each(remote, copy_logs).items() if error is not None}
+    copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
+    errors = {name: error for name, error in copied.items() if error is not None}
     failures = [f"not copied: {error.message}" for error in errors.values()]
     answering = [node for node in remote if not isinstance(errors.get(node.name), UnreachableError)]
     if answering and plan.is_elsewhere(plan.nodes[0]):

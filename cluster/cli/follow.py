@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.supervisor.jobs import Follower
 
 EXIT_INTERRUPTED = 130
+EXIT_HANGUP = 129
 _ERROR = "bold red"
 
 
@@ -46,6 +47,7 @@ def follow(
     try:
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
         on_interrupt(out, message if stop_on_interrupt else "")
+        keep_job_on_hangup()
         screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
@@ -95,6 +97,18 @@ def on_interrupt(out: Console, message: str) -> None:
 
     for number in handled:
         signal.signal(number, first)
+
+
+def keep_job_on_hangup() -> None:
+    """Exit when the terminal is closed, and leave the job running. Only the transfers of this process end."""
+    from cluster.transport import process
+
+    def end(*_: object) -> NoReturn:
+        process.end_all()
+        os._exit(EXIT_HANGUP)
+
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, end)
 
 
 def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:
