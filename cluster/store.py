@@ -41,7 +41,10 @@ class JobStore:
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists() and (stored := _load(path)).outcome:
-                ending = {name: getattr(stored, name) for name in ("outcome", "detail", "exit_code", "ended_at")}
+                ending = {
+                    name: getattr(stored, name)
+                    for name in ("outcome", "detail", "exit_code", "ended_at", "stop_grace_s")
+                }
                 record = replace(record, **ending)
             _replace(path, record)
 
@@ -49,14 +52,18 @@ class JobStore:
         """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
         return _lock(self._path(job_id).with_suffix(".lock"), blocking=False)
 
-    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> bool:
-        """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded."""
+    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
+        """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded.
+
+        `grace_s` is that of the stop, if the job was stopped.
+        """
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):
             record = self.load(job_id)
             if record.outcome:
                 return False
-            _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time()))
+            ended = replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
+            _replace(path, replace(ended, stop_grace_s=grace_s))
             return True
 
     def load(self, job_id: str) -> JobRecord:

@@ -17,6 +17,9 @@ no_room() {
     rm -f -- "$1.room.tmp"
 }
 
+# The time in milliseconds.
+milliseconds() { echo $(($(date +%s%N) / 1000000)); }
+
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 

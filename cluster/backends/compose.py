@@ -4,6 +4,7 @@ The plan is a compose file that works without the launcher (`docker compose -f F
 runs the agent. Containers, network and project have the job's name, so that they are found without a record.
 """
 
+import contextlib
 import json
 import math
 import textwrap
@@ -91,6 +92,8 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float) -> None:
         """Run `docker compose down`."""
+        with contextlib.suppress(OSError):  # the agents then wait as long as the job's own grace
+            Path(plan.attempt_dir, contract.GRACE_FILE).write_text(f"{math.ceil(grace_s)}\n")
         down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
         LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
@@ -180,7 +183,7 @@ def _node(job: Job, agent: str) -> dict[str, Any]:
         "volumes": [_volume(mount) for mount in mounts],
         "init": True,
         "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
-        "stop_grace_period": "30s",
+        "stop_grace_period": f"{math.ceil(job.grace_s)}s",
         "labels": {contract.JOB_ID: job.name},
     }
 

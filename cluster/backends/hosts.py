@@ -84,7 +84,8 @@ class HostsBackend(Backend):
         def stop(machine: Node) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
-            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s)
+            folder = attempt_dir(plan, machine)
+            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s, folder=folder)
 
         try:
             parallel.all_of(plan.machines, stop)

@@ -19,14 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import logs
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import WORKDIR, Node, NodeStatus, Phase, Plan
 from cluster.transport import Shell, files, parallel, reach, workdir
-
 from cluster.transport.process import interruptible
+
 #: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
 LOST_AFTER_S = 8.0
 #: `NodeMonitor.statuses` waits this long for a poll; a slow poll continues in its thread.
@@ -46,7 +47,10 @@ HEARTBEAT_TIMEOUT_S = 60.0
 LOG_CHUNK = 1 << 20
 
 #: The files of a node's folder that hold its state, and are no results.
-_STATE = ("*.pid", "*.err", "*.exit", "*.alive", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
+_STATE = (
+    *("*.pid", "*.err", "*.exit", "*.alive", "*.secrets", "*.tmp", "common.*", "attempt", "submitted"),
+    f"/attempt-*/{contract.GRACE_FILE}",
+)
 
 #: The statuses of a plan's nodes on one machine, by the node's name.
 NodeStatuses = dict[str, NodeStatus]
@@ -272,9 +276,15 @@ def status(name: str, agent: Mapping[str, Any], now: float, state: str = "", why
     return NodeStatus(name, "starting", stall=tuple(agent.get("stall") or ()), usage=agent.get("usage"))
 
 
-def stop(machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float) -> None:
-    """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain."""
-    done = reach(machine).run(scripts.command("stop", job_id, str(math.ceil(grace_s)), *engines), timeout_s=timeout_s)
+def stop(
+    machine: Node, job_id: str, grace_s: float, engines: Sequence[str], *, timeout_s: float, folder: str = ""
+) -> None:
+    """Stop a job's processes on a machine, and its containers in `engines`. Raises ClusterError if some remain.
+
+    `folder` is the attempt's on the machine; its agents find `grace_s` there, and wait longer.
+    """
+    words = [job_id, str(math.ceil(grace_s)), folder, *engines]
+    done = reach(machine).run(scripts.command("stop", *words), timeout_s=timeout_s)
     if done.out:
         why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
         hint = "check the engine with clusterctl doctor, or kill them as root there"

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, cast
 
+from cluster.contract import STOP_GRACE_S
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
@@ -117,6 +118,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         queue=queue,
         min_nodes=fewest,
         max_restarts=restarts if request.max_restarts is None else request.max_restarts,
+        grace_s=seconds(request.grace, "--grace") if request.grace else STOP_GRACE_S,
         stall_timeout_s=stall_timeout_s if request.stall_timeout_s is None else request.stall_timeout_s,
     )
     return (new if request.name else replace(new, name=default_name(new))), notes
@@ -350,6 +352,14 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     if not 1 <= fewest <= most:
         raise UsageError(f"--nodes {text}: expected a number, or MIN:MAX", "for example: --nodes 2, or --nodes 2:4")
     return fewest, most
+
+
+def seconds(text: str, option: str) -> float:
+    """Return the seconds of `90s`, `30m` or `2h`. Raise UsageError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h)", text)
+    if not match:
+        raise UsageError(f"{option} {text!r}: expected a time", f"for example: {option} 90s, {option} 30m, {option} 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
 def _port(text: str) -> int:

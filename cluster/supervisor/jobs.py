@@ -19,9 +19,8 @@ from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
 
 POLL_S = 0.4
-#: Time between SIGTERM and SIGKILL. After a failure the ranks have nothing left to save.
+#: Time between SIGTERM and SIGKILL after a failure: the ranks have nothing left to save.
 FAILED_GRACE_S = 0.5
-STOP_GRACE_S = 15.0
 #: How long to wait for the first failure when only its consequences are known.
 _FIRST_FAILURE_S = 4.0
 #: How many polls in a row may fail.
@@ -152,7 +151,7 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     """Clean up after a job, collect its results and record its outcome. Return it, and a sentence for each failure."""
     record = records.load(follower.plan.job_id)
     # After `stop` the ranks may still be writing a checkpoint.
-    failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
+    failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
     problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
     problems += monitor.collect(follower.plan)
     problems += record_outcome(follower, records)
@@ -194,14 +193,16 @@ def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restar
         return [f"{_WEBHOOK}: not sent: {event}: {getattr(error, 'reason', None) or type(error).__name__}"]
 
 
-def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
+def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[JobRecord, list[str]]:
     """Stop a job on every node, wait until it has ended, and collect its results. Safe to repeat.
 
-    Return the record, and one sentence for each result that could not be collected.
+    Ranks that have not ended `grace_s` after SIGTERM are killed; None: after the time that the job was launched with.
+    A second call with a shorter time shortens a stop that is under way. Return the record, and one sentence for each
+    result that could not be collected.
     """
     record = records.load(job_id)
     try:
-        cancel(record, records, grace_s=STOP_GRACE_S)
+        cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
     finally:  # also if a machine is unreachable
         problems = monitor.collect(record.plan)
     record = records.load(job_id)
@@ -226,7 +227,7 @@ def cancel(record: JobRecord, records: JobStore, *, grace_s: float) -> None:
     The record comes first, so that a supervisor does not restart the job.
     """
     try:
-        records.end(record.plan.job_id, "stopped")
+        records.end(record.plan.job_id, "stopped", grace_s=grace_s)
     finally:
         _cancel_all(records.load(record.plan.job_id), grace_s)
 

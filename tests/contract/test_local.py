@@ -241,6 +241,35 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
 
 
+def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
+    """The command in its message then stops the job. The test's `sleep` does not end, so that no stop does."""
+    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "sleep"
+    slow.parent.mkdir()
+    slow.write_text(f"#!/bin/sh\nexec flock {lock} true\n")
+    slow.chmod(0o755)
+    (clusterctl.folder / "stubborn.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('here', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    path = clusterctl.env["PATH"]
+    clusterctl.env["PATH"] = f"{slow.parent}:{path}"
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = clusterctl.start(*launch("stubborn.py"))
+        clusterctl.wait_for(job_name, "here")
+        for said in ("Ctrl-C stops it now", "Ctrl-C again exits at once"):
+            process.send_signal(signal.SIGINT)
+            assert any(said in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        text = ended(process, 130, timeout_s=60)
+    assert text.endswith(f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n")
+    clusterctl.env["PATH"] = path
+    clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
+    assert processes_of(job_name) == []
+
+
 @pytest.mark.parametrize("moment", ["_write", "follow"])
 def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, launch, job_name, moment):
     """Send it when the launcher writes job.yaml, or before it follows the job. A busy machine starts `env` slowly."""

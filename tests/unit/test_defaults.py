@@ -75,6 +75,17 @@ def test_a_folder_of_images_needs_no_slash():
         assert made.mounts == (Mount("/home/ann/work/images", "/home/ann/work/images"),)
 
 
+@pytest.mark.parametrize(("text", "grace_s"), [("", 120), ("0s", 0), ("90s", 90), ("1.5m", 90), ("2h", 7200)])
+def test_the_grace_is_a_time(text, grace_s):
+    assert job(grace=text)[0].grace_s == grace_s
+
+
+@pytest.mark.parametrize("text", ["90", "-1s", "forever", "19h"])
+def test_a_wrong_grace_is_an_error(text):
+    with pytest.raises(UsageError, match="--grace"):
+        job(grace=text)
+
+
 def test_the_data_sets_are_those_of_the_trainer():
     names = {name for presets in trainer.config.PRESETS.values() for name in presets}
     assert {*defaults.DATA_SETS, ""} == names
