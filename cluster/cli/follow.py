@@ -68,7 +68,16 @@ def follow(
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
-    """Stop a job after Ctrl-C, and exit."""
+    """Stop a job after Ctrl-C, and exit. A job that has ended keeps its outcome; only the copy of its results ends."""
+    from cluster.supervisor import jobs
+
+    job_id = record.plan.job_id
+    record = records.load(job_id)
+    if record.outcome in ("done", "failed"):
+        problems = jobs.clean_up(record, grace_s=0)
+        how = f"interrupted; {job_id}: {record.outcome}. To copy the rest of its results: clusterctl stop {job_id}"
+        print_line(out, *problems, how)
+        raise typer.Exit(EXIT_INTERRUPTED)
     _, problems = stop_job(record, records, out)
     print_line(out, *problems, "stopped; nothing of it is running")
     raise typer.Exit(EXIT_INTERRUPTED)

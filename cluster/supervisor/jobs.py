@@ -149,24 +149,41 @@ def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, Job
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     """Clean up after a job, collect its results and record its outcome. Return it, and a sentence for each failure."""
-    record = records.load(follower.plan.job_id)
-    # After `stop` the ranks may still be writing a checkpoint.
-    failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
-    problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
-    problems += monitor.collect(follower.plan)
-    problems += record_outcome(follower, records)
+    is_new = False
+    try:
+        is_new = _record_end(follower, records)  # first, because Ctrl-C may interrupt the copy
+    finally:  # also if the record cannot be written
+        try:
+            record = records.load(follower.plan.job_id)
+            # After `stop` the ranks may still be writing a checkpoint.
+            failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
+            problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
+            problems += monitor.collect(follower.plan)
+        finally:
+            posted = _post_end(follower) if is_new else []
+    problems += posted
     record = records.load(follower.plan.job_id)
     return record.outcome or "failed", problems + _write_page(record, follower.view)
 
 
 def record_outcome(follower: Follower, records: JobStore) -> list[str]:
     """Record the outcome of a job's last attempt, and report it to the webhook. Return a sentence for each failure."""
+    return _post_end(follower) if _record_end(follower, records) else []
+
+
+def _record_end(follower: Follower, records: JobStore) -> bool:
+    """Record the outcome of a job's last attempt. Return whether none was recorded."""
     view, verdict = follower.view, follower.verdict
-    outcome: Outcome = "done" if verdict == "done" else "failed"
-    cause = report.cause(view, verdict)
-    if records.end(follower.plan.job_id, outcome, cause, report.exit_code(view, verdict)):
-        return post_webhook(follower.plan, outcome, cause)
-    return []
+    cause, exit_code = report.cause(view, verdict), report.exit_code(view, verdict)
+    return records.end(follower.plan.job_id, _outcome(verdict), cause, exit_code)
+
+
+def _post_end(follower: Follower) -> list[str]:
+    return post_webhook(follower.plan, _outcome(follower.verdict), report.cause(follower.view, follower.verdict))
+
+
+def _outcome(verdict: Verdict) -> Literal["done", "failed"]:
+    return "done" if verdict == "done" else "failed"
 
 
 def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restarted"], detail: str) -> list[str]:

@@ -3,11 +3,12 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ended, wait_until
+from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
 BARE = True
@@ -137,3 +138,34 @@ def test_a_closed_terminal_leaves_the_job_running(machine, job_name):
     assert process.returncode == 129
     assert json.loads(machine.clusterctl.run("status", job_name, "--json")[1])["state"] == "running"
     machine.clusterctl.expect(0, "stop", job_name)
+
+
+@SIGNALS
+def test_a_job_that_is_done_stays_done_if_the_copy_of_its_results_is_interrupted(machine, job_name, number):
+    folder = machine.clusterctl.folder
+    inventory(folder, machine.sshd, folder / "remote")
+    (folder / "work").mkdir()
+    (folder / "work" / "writes.py").write_text(
+        "import os, time\n"
+        "print('begins', flush=True)\n"
+        f"while not os.path.exists({str(machine.block)!r}):\n"
+        "    time.sleep(0.05)\n"
+        "open(os.path.join(os.environ['CLUSTER_RUN_DIR'], 'result'), 'w').write('42')\n"
+    )
+    words = ["--name", job_name, "--nodes", "1", "--python", sys.executable, "--workdir", "work"]
+    process = machine.clusterctl.start("launch", *words, "--command", "writes.py")
+    machine.clusterctl.wait_for(job_name, "begins")
+    machine.block.touch()
+    assert wait_until(machine.begun.exists, 60)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == (129 if number == signal.SIGHUP else 130), text
+    if number != signal.SIGHUP:
+        assert f"interrupted; {job_name}: done. To copy the rest of its results: clusterctl stop {job_name}\n" in text
+    assert [row["state"] for row in json.loads(machine.clusterctl.run("ps", "--all", "--json")[1])] == ["done"]
+    assert wait_until(lambda: not machine.remains()), machine.remains()
+    assert not (folder / "runs" / job_name / "result").exists()
+    machine.block.unlink()
+    machine.clusterctl.expect(0, "stop", job_name, has=f"{job_name}: done; nothing of it is running")
+    assert (folder / "runs" / job_name / "result").read_text() == "42"
+    assert processes_of(job_name) == []
