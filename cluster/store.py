@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import ClusterError, NameTakenError, UsageError
 from cluster.spec.model import NAME, JobRecord
 
 if TYPE_CHECKING:
@@ -28,13 +28,19 @@ class JobStore:
         self._folder = folder or default_folder()
 
     def reserve(self, record: JobRecord) -> None:
-        """Write the record of a new job. Raise UsageError if the name is taken, also by a concurrent launch."""
+        """Write the record of a new job. Raise NameTakenError if the name is taken, also by a concurrent launch."""
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists():
                 hint = "choose another --name; to list jobs: clusterctl ps"
-                raise UsageError(f"a job {record.plan.job_id} exists already", hint)
+                raise NameTakenError(f"a job {record.plan.job_id} exists already", hint)
             _replace(path, record)
+
+    def forget(self, job_id: str) -> None:
+        """Remove the record of a job that has not started."""
+        path = self._path(job_id)
+        with _lock(path.with_name(".lock")):
+            path.unlink(missing_ok=True)
 
     def update(self, record: JobRecord) -> None:
         """Replace a job's record, but keep a recorded outcome. Raise ClusterError if the folder is not writable."""

@@ -33,6 +33,26 @@ make_lock() {
     [ -f "$1" ] && [ ! -L "$1" ]
 }
 
+# Locks the GPUs $1 (0,1,...) for the job $2, until the last process that inherits the locks has ended. If another job
+# holds one, prints its name and returns 74.
+take_locks() {
+    local folder id lock held patience
+    [ -n "$1" ] || return 0
+    folder=$(locks)
+    make_locks "$folder" || return 1
+    for id in ${1//,/ }; do
+        make_lock "$folder/gpu-$id.lock" && exec {lock}< "$folder/gpu-$id.lock" || return 1
+        held=$(cat "$folder/gpu-$id.lock")
+        # An earlier attempt of the same job may still be ending.
+        [ "$held" = "$2" ] && patience=10 || patience=0
+        if ! flock --wait "$patience" "$lock"; then
+            cat "$folder/gpu-$id.lock"
+            return 74
+        fi
+        printf '%s\n' "$2" | dd of="$folder/gpu-$id.lock" conv=nocreat status=none
+    done
+}
+
 # A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
 holders() {
     local id lock

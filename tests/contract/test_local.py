@@ -19,7 +19,7 @@ from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord
 from cluster.store import JobStore
 from tests import nvidia_smi
-from tests.conftest import ended, interrupted, processes_of
+from tests.conftest import ended, interrupted, processes_of, wait_until
 from tests.contract.sshd import TICKS
 
 LOCAL = ["launch", "--backend", "local"]
@@ -159,6 +159,30 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
     assert names[1] == f"{names[0]}-2"
     for name in names:
         assert clusterctl.run("wait", name)[0] == 0
+
+
+@pytest.mark.parametrize("records", ["records", "others"])
+def test_two_launches_at_the_same_moment_get_different_names(clusterctl, records):
+    """Both have found the name free: the test's Python does not answer the preflight check before both have asked."""
+    asked, answer, python = (clusterctl.folder / name for name in ("asked", "answer", "python"))
+    python.write_text(
+        f'#!/bin/sh\necho >> {asked}\nuntil [ -e {answer} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    command = [*LOCAL, "--command", f"{TICKS} --ticks 1", "--detach", "--python", str(python)]
+    first = clusterctl.start(*command)
+    own = clusterctl.env["CLUSTERCTL_STATE_DIR"]
+    clusterctl.env["CLUSTERCTL_STATE_DIR"] = str(clusterctl.folder / records)
+    second = clusterctl.start(*command)
+    assert wait_until(lambda: asked.exists() and len(asked.read_text()) == 2, 60)
+    answer.touch()
+    for each in (first, second):
+        ended(each, 0)
+    found = sorted(path.name for path in (clusterctl.folder / "runs").glob("[!.]*"))
+    assert found == [found[0], f"{found[0]}-2"]
+    stores = {JobStore(Path(folder)) for folder in {own, clusterctl.env["CLUSTERCTL_STATE_DIR"]}}
+    assert sorted(record.plan.job_id for store in stores for record in store) == found
+    assert wait_until(lambda: not any(processes_of(name) for name in found), 60)
 
 
 def test_bad_input_of_the_trainer_is_an_error_without_a_traceback(clusterctl, job_name):
