@@ -396,3 +396,25 @@ def test_containers_of_compose_and_other_jobs_never_get_the_same_gpu(tmp_path, s
     finally:
         ann.run("stop", one)
         bob.run("stop", two)
+
+
+@pytest.mark.parametrize("machine", ["ssh-docker"], indirect=True)
+def test_a_file_is_synced_and_mounted_without_its_folder(machine, tmp_path, job_name):
+    machine.has(nvidia_smi.gpus(1))
+    ann = machine.user("ann")
+    described = yaml.safe_load((ann.folder / "cluster.yaml").read_text())
+    data_dir = described["nodes"]["h0"]["data_dir"] = str(tmp_path / "data")
+    (ann.folder / "cluster.yaml").write_text(yaml.safe_dump(described))
+    weights = tmp_path / "y.pt"
+    weights.write_bytes(b"weights")
+    words = ["--name", job_name, "--", "train", "--weights", "../y.pt"]
+    text = ann.expect(3, "launch", *words, has=f"h0: {weights} does not exist\nhint: clusterctl sync {weights}\n")
+    assert text.count("does not exist") == 1
+    ann.expect(0, "sync", "../y.pt")
+    assert "does not exist" not in ann.run("launch", *words)[1]
+    mirror = f"{data_dir}{weights}"
+    assert [str(path) for path in (tmp_path / "data").rglob("*") if path.is_file()] == [mirror]
+    text = ann.expect(0, "plan", *words)
+    assert f"--mount type=bind,source={mirror},target={weights},readonly " in text
+    assert f"--weights {weights} " in text
+    assert f"target={tmp_path}," not in text
