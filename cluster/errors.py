@@ -40,6 +40,10 @@ class UnreachableError(ClusterError):
     exit_code = 5
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: it ends a command as Ctrl-C does, with everything that the command has started."""
+
+
 def with_hint(why: str, hint: str) -> str:
     """Return message and hint in one line."""
     return f"{why} ({hint})" if hint else why

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import ClusterError, NameTakenError, UsageError
 from cluster.spec.model import NAME, JobRecord
 
 if TYPE_CHECKING:
@@ -28,20 +28,29 @@ class JobStore:
         self._folder = folder or default_folder()
 
     def reserve(self, record: JobRecord) -> None:
-        """Write the record of a new job. Raise UsageError if the name is taken, also by a concurrent launch."""
+        """Write the record of a new job. Raise NameTakenError if the name is taken, also by a concurrent launch."""
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists():
                 hint = "choose another --name; to list jobs: clusterctl ps"
-                raise UsageError(f"a job {record.plan.job_id} exists already", hint)
+                raise NameTakenError(f"a job {record.plan.job_id} exists already", hint)
             _replace(path, record)
+
+    def forget(self, job_id: str) -> None:
+        """Remove the record of a job that has not started."""
+        path = self._path(job_id)
+        with _lock(path.with_name(".lock")):
+            path.unlink(missing_ok=True)
 
     def update(self, record: JobRecord) -> None:
         """Replace a job's record, but keep a recorded outcome. Raise ClusterError if the folder is not writable."""
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists() and (stored := _load(path)).outcome:
-                ending = {name: getattr(stored, name) for name in ("outcome", "detail", "exit_code", "ended_at")}
+                ending = {
+                    name: getattr(stored, name)
+                    for name in ("outcome", "detail", "exit_code", "ended_at", "stop_grace_s")
+                }
                 record = replace(record, **ending)
             _replace(path, record)
 
@@ -49,14 +58,18 @@ class JobStore:
         """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
         return _lock(self._path(job_id).with_suffix(".lock"), blocking=False)
 
-    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1) -> bool:
-        """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded."""
+    def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
+        """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded.
+
+        `grace_s` is that of the stop, if the job was stopped.
+        """
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):
             record = self.load(job_id)
             if record.outcome:
                 return False
-            _replace(path, replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time()))
+            ended = replace(record, outcome=outcome, detail=detail, exit_code=exit_code, ended_at=time.time())
+            _replace(path, replace(ended, stop_grace_s=grace_s))
             return True
 
     def load(self, job_id: str) -> JobRecord:

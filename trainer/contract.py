@@ -13,6 +13,7 @@ SETUP = "CLUSTER_SETUP"
 SETUP_DIR = "CLUSTER_SETUP_DIR"
 IMAGE = "CLUSTER_IMAGE"
 GLOBAL_WORLD_SIZE = "CLUSTER_WORLD_SIZE"
+GRACE = "CLUSTER_GRACE"
 
 EVENT_MARK = "::cluster "
 
@@ -29,3 +30,16 @@ STALLED = "stalled"
 
 EXIT_BAD_INPUT = 2
 EXIT_RUN_ME_AGAIN = 75
+
+#: Seconds from SIGTERM to SIGKILL, in which ranks write a checkpoint, unless `--grace` gives others. The sender of the
+#: SIGTERM counts them: `stop`, the container engine, or Slurm. What is inside waits longer, so that it never gives up
+#: first, and its own limit matters only if the sender has died. From the outside to the inside:
+#:   the launcher's stop scripts, `docker stop`, `docker compose down`, Slurm's time limit    the grace
+#:   the agent, for its ranks                                                                GRACE_MARGIN_S more
+#:   a program in a job that starts ranks of its own (trainer/distributed/spawn.py)          no limit: the agent's
+STOP_GRACE_S = 120.0
+GRACE_MARGIN_S = 10.0
+#: The longest grace: Slurm's --signal takes at most 65535 seconds.
+MAX_GRACE_S = 65535.0
+#: The file in an attempt's folder with the seconds of `stop --grace`, which replace those of the job.
+GRACE_FILE = "grace"

@@ -58,16 +58,17 @@ fi
 export PET_MASTER_PORT="$port"
 
 # One task on each node runs the node's script. After 75 ("checkpoint written, run me again") the other nodes are not
-# killed, because they exit with 75, too. The trap keeps this shell alive, so that Slurm tracks its children.
+# killed, because they exit with 75, too. Nor are they during a stop, which writes `grace`: they may still write a
+# checkpoint. The trap keeps this shell alive, so that Slurm tracks its children.
 # shellcheck disable=SC2016
-task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || exit "$code"'
+task='trap : TERM USR2; bash -c "$1" node; code=$?; [ "$code" = 75 ] || [ -e "$2/grace" ] || exit "$code"'
 # shellcheck disable=SC2317,SC2329
 signal_nodes() {
     # shellcheck disable=SC2016
     local text='read -r pid < "$1/node-$SLURM_NODEID.pid" && kill -s "$2" "$pid"'
     srun --overlap "${each[@]}" bash -c "$text" signal "$out" "$1"
 }
-srun "${each[@]}" --kill-on-bad-exit=1 bash -c "$task" task "$node" &
+srun "${each[@]}" --kill-on-bad-exit=1 bash -c "$task" task "$node" "$out" &
 srun=$!
 stopped=
 trap 'signal_nodes USR2' USR2

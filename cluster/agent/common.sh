@@ -25,6 +25,9 @@ read_secrets() {
     mapfile -n "$1" text && printf -v CLUSTER_SECRET_VALUES %s "${text[@]}" && export CLUSTER_SECRET_VALUES
 }
 
+# The time in milliseconds.
+milliseconds() { echo $(($(date +%s%N) / 1000000)); }
+
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 
@@ -58,6 +61,25 @@ open_lock() {
 
 # The job that the lock file $1 names.
 holder() { head -c 48 -- "$1" | tr -cd 'a-z0-9-'; }
+
+# Locks the GPUs $1 (0,1,...) for the job $2, until the last process that inherits the locks has ended. If another job
+# holds one, prints its name and returns 74.
+take_locks() {
+    local folder id lock held patience
+    [ -n "$1" ] || return 0
+    make_locks "$(locks)" && folder=$(cd -P -- "$(locks)" && pwd) || return 1
+    for id in ${1//,/ }; do
+        open_lock "$folder/gpu-$id.lock" || return 1
+        held=$(holder "/proc/self/fd/$lock")
+        # An earlier attempt of the same job may still be ending.
+        [ "$held" = "$2" ] && patience=10 || patience=0
+        if ! flock --wait "$patience" "$lock"; then
+            holder "/proc/self/fd/$lock"
+            return 74
+        fi
+        printf '%s\n' "$2" | dd of="/proc/self/fd/$lock" conv=nocreat status=none
+    done
+}
 
 # A line `held JOB ID` for each of the GPUs $1 (0,1,...) that another script holds.
 holders() {

@@ -1,12 +1,14 @@
 # shellcheck shell=bash
 # Cancels the job $1: sends SIGTERM to its batch script, and runs scancel after $2 seconds. scancel also signals the FUSE
-# processes of Apptainer, so that ranks in the container would hang. $3 is the job's folder. A task of an array has its
-# number in `submitted`, another job is found by name. Prints the jobs that remain.
+# processes of Apptainer, so that ranks in the container would hang. $3 is the job's folder; the agents read the seconds in
+# the attempt's, so that they wait longer. A task of an array has its number in `submitted`, another job is found by name.
+# Prints the jobs that remain.
 clear_slurm
 task=$(grep -oE '[0-9]+_[0-9]+$' "$3/submitted" 2>/dev/null)
 if [ -n "$task" ]; then chosen=(--jobs "$task"); else chosen=(--name "$1"); fi
 left() { squeue --noheader --array --user "$(id -un)" "${chosen[@]}" "$@" --Format JobID:16 2>/dev/null | tr -d ' ' | sort -u; }
-until_gone() { for _ in $(seq "$1"); do [ -n "$(left)" ] || break; sleep 1; done; }
+until_gone() { local until=$((SECONDS + $1)); while [ "$SECONDS" -lt "$until" ] && [ -n "$(left)" ]; do sleep 1; done; }
+read -r attempt _ 2>/dev/null < "$3/attempt" && (echo "$2" > "$3/attempt-$attempt/grace") 2>/dev/null
 running=$(left --states running)
 # The number of an array's last task is that of the whole array.
 [ -z "$task" ] || running=${running:+$task}

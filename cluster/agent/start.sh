@@ -9,17 +9,6 @@ umask 022
 read -r agent && base64 -d <<< "$agent" > "$1/agent.pyz.$2" && mv -- "$1/agent.pyz.$2" "$1/agent.pyz" || exit 1
 cat > "$1/$2.sh" || exit 1
 chmod 755 -- "$1"
-if [ -n "$4" ]; then make_locks "$(locks)" && folder=$(cd -P -- "$(locks)" && pwd) || exit 1; fi
-for id in ${4//,/ }; do
-    open_lock "$folder/gpu-$id.lock" || exit 1
-    held=$(holder "/proc/self/fd/$lock")
-    # An earlier attempt of the same job may still be ending.
-    [ "$held" = "$3" ] && patience=10 || patience=0
-    if ! flock --wait "$patience" "$lock"; then
-        holder "/proc/self/fd/$lock"
-        exit 74
-    fi
-    printf '%s\n' "$3" | dd of="/proc/self/fd/$lock" conv=nocreat status=none
-done
+take_locks "$4" "$3" || exit $?
 # --fork instead of `&`: the process has the variables by which stop.sh finds it from its first moment.
 env "CLUSTER_JOB_ID=$3" "CLUSTER_ATTEMPT=${1##*/attempt-}" setsid --fork bash "$1/$2.sh" < /dev/null > /dev/null 2> "$1/$2.err" && started=yes

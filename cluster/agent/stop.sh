@@ -1,19 +1,22 @@
 # shellcheck shell=bash
-# Stops the job $1 on this machine: its processes, then its containers in the engines $4..., of the attempt $3 or ("") of
-# all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after $2 seconds. Prints what remains:
-# `process PID`, `container ID`.
-job=$1 grace=$2 attempt=$3
-shift 3
+# Stops the job $1 on this machine: its processes, then its containers in the engines $5..., of the attempt $3 or ("") of
+# all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after $2 seconds. The agents read the
+# seconds in the attempt's folder $4 ("": none), so that they wait longer. Prints what remains: `process PID`, `container ID`.
+job=$1 grace=$2 attempt=$3 folder=$4
+shift 4
 running() {
     local pid
     for pid in $(pids "$job"); do
         [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
     done
 }
+# In a shell of its own: a limit of the file size would end it.
+[ ! -d "$folder" ] || (echo "$grace" > "$folder/grace") 2>/dev/null
 for pid in $(running); do
     grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ" || kill -TERM "$pid" 2>/dev/null
 done
-for _ in $(seq $((grace * 10))); do [ -n "$(running)" ] || break; sleep 0.1; done
+until=$(($(milliseconds) + 1000 * grace)) # a loop of so many sleeps would take longer
+while [ "$(milliseconds)" -lt "$until" ] && [ -n "$(running)" ]; do sleep 0.1; done
 for _ in 1 2 3 4 5; do
     left=$(running)
     [ -n "$left" ] || break

@@ -58,11 +58,11 @@ class Launched:
 
         return jobs.state(JobStore().load(self.name))[0]
 
-    def stop(self) -> None:
-        """Stop the job on every node. Safe to repeat."""
+    def stop(self, grace_s: float | None = None) -> None:
+        """Stop the job on every node; kill what still runs after `grace_s`, by default the job's. Safe to repeat."""
         from cluster.supervisor import jobs
 
-        jobs.stop(self.name, JobStore())
+        jobs.stop(self.name, JobStore(), grace_s)
 
 
 def launch(

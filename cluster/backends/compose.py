@@ -4,6 +4,7 @@ The plan is a compose file that works without the launcher (`docker compose -f F
 runs the agent. Containers, network and project have the job's name, so that they are found without a record.
 """
 
+import contextlib
 import json
 import math
 import textwrap
@@ -52,15 +53,18 @@ class ComposeBackend(Backend):
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
-        if plan.device == "cuda":
+        if job.gpus:
             gpus = Node("this machine", "", job.gpus)
-            words = ["docker", plan.image, "", "cuda", preflight.ids(gpus), "", "", "", "", ""]
+            words = ["docker", plan.image, "", plan.device, preflight.ids(gpus), "", "", "", "", ""]
             done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
             report = done.out.splitlines()
             preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
-        """Start the project; stop it again if a container does not start."""
+        """Lock the GPUs and start the project; stop it again if a container does not start.
+
+        Raises GpusHeldError if another job has a GPU, or LaunchError.
+        """
         (step,) = plan.steps
         (text,) = step.files.values()
         if plan.secrets or contract.IMAGE in text:
@@ -77,7 +81,10 @@ class ComposeBackend(Backend):
             Path(step.agent).write_bytes(scripts.archive())
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        up = LocalShell().run(argv, stdin=text, timeout_s=300)
+        words = [plan.job_id, _gpus(plan), *argv]
+        up = LocalShell().run(scripts.command("compose_up", *words), stdin=text, timeout_s=300)
+        if up.code == preflight.GPUS_HELD:
+            raise preflight.lost_race(plan, "this machine", up.out.strip())
         if up.code:
             self.cancel(plan, grace_s=0)
             hint = "print the compose file: the same command with plan instead of launch"
@@ -94,11 +101,15 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Run `docker compose down`."""
+        with contextlib.suppress(OSError):  # the agents then wait as long as the job's own grace
+            Path(plan.attempt_dir, contract.GRACE_FILE).write_text(f"{math.ceil(grace_s)}\n")
         down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
         LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
             hint = f"docker rm -f {' '.join(left)}"
             raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
+        if _gpus(plan):  # the process that has their locks ends soon; the next job may start at once
+            monitor.stop(plan.nodes[0], plan.job_id, 0, [], timeout_s=30)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
         """Return `docker exec`."""
@@ -183,7 +194,7 @@ def _node(job: Job, agent: str) -> dict[str, Any]:
         "volumes": [_volume(mount) for mount in mounts],
         "init": True,
         "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
-        "stop_grace_period": "30s",
+        "stop_grace_period": f"{math.ceil(job.grace_s)}s",
         "labels": {contract.JOB_ID: job.name},
     }
 
@@ -209,6 +220,11 @@ def _volume(mount: Mount) -> dict[str, Any]:
     # The long form: a path may contain ':', and a missing source is an error, not a new folder of root.
     made = {"type": "bind", "source": _escaped(mount.source), "target": _escaped(mount.target)}
     return made | ({"read_only": True} if mount.read_only else {}) | {"bind": {"create_host_path": False}}
+
+
+def _gpus(plan: Plan) -> str:
+    """Return the ids of all GPUs of the job: "0,1"."""
+    return ",".join(preflight.ids(node) for node in plan.nodes if node.gpus)
 
 
 def _escaped(text: str) -> str:

@@ -17,9 +17,6 @@ from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
 from cluster.transport import parallel, reach
 
-#: The exit code of agent/start.sh when another job holds a GPU.
-_GPUS_HELD = 74
-
 
 class HostsBackend(Backend):
     """One script per node: N nodes on this machine, or one on each machine of an inventory."""
@@ -84,8 +81,8 @@ class HostsBackend(Backend):
         def stop(machine: Node) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
-            attempt = plan.attempt if only_attempt else None
-            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt)
+            attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
+            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
 
         try:
             parallel.all_of(plan.machines, stop)
@@ -118,7 +115,7 @@ class HostsBackend(Backend):
         lines, text = script.payload(plan, step, secrets)
         words = [attempt_dir(plan, node), node.name, plan.job_id, preflight.ids(node), lines]
         started = reach(node).run(scripts.command("start", *words), stdin=text)
-        if started.code == _GPUS_HELD:
-            raise preflight.gpus_held(node.name, started.out.strip())
+        if started.code == preflight.GPUS_HELD:
+            raise preflight.lost_race(plan, node.name, started.out.strip())
         if started.code:
             raise LaunchError(f"{node.name}: cannot start the node's script: {started.last_line}")

@@ -19,12 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import logs
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import WORKDIR, Node, NodeStatus, Phase, Plan
 from cluster.transport import Shell, files, parallel, reach, workdir
+from cluster.transport.process import interruptible
 
 #: A machine that has not answered for this time is lost. Jobs survive shorter network failures.
 LOST_AFTER_S = 8.0
@@ -46,7 +48,10 @@ HEARTBEAT_TIMEOUT_S = 60.0
 LOG_CHUNK = 1 << 20
 
 #: The files of a node's folder that hold its state, and are no results.
-_STATE = ("*.pid", "*.err", "*.exit", "*.alive", "*.venv", "*.secrets", "*.tmp", "common.*", "attempt", "submitted")
+_STATE = (
+    *("*.pid", "*.err", "*.exit", "*.alive", "*.venv", "*.secrets", "*.tmp", "common.*", "attempt", "submitted"),
+    f"/attempt-*/{contract.GRACE_FILE}",
+)
 
 #: The statuses of a plan's nodes on one machine, by the node's name.
 NodeStatuses = dict[str, NodeStatus]
@@ -306,12 +311,14 @@ def stop(
     *,
     timeout_s: float,
     attempt: int | None = None,
+    folder: str = "",
 ) -> None:
     """Stop a job's processes on a machine, and its containers in `engines`, of all attempts or only of one.
 
-    Raises ClusterError if some remain.
+    `folder` is the attempt's on the machine; its agents find `grace_s` there, and wait longer. Raises ClusterError if
+    some remain.
     """
-    words = [job_id, str(math.ceil(grace_s)), "" if attempt is None else str(attempt), *engines]
+    words = [job_id, str(math.ceil(grace_s)), "" if attempt is None else str(attempt), folder, *engines]
     done = reach(machine).run(scripts.command("stop", *words), timeout_s=timeout_s)
     if done.out:
         why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
@@ -331,7 +338,8 @@ def collect(plan: Plan) -> list[str]:
         with contextlib.suppress(files.NoFolderError):  # no rank has started there
             files.collect(node, f"{plan.dir_on(node)}/{ranks}", f"{plan.run_dir}/{ranks}")
 
-    errors = {name: error for name, error in parallel.each(remote, copy_logs).items() if error is not None}
+    copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
+    errors = {name: error for name, error in copied.items() if error is not None}
     failures = [f"not copied: {error.message}" for error in errors.values()]
     answering = [node for node in remote if not isinstance(errors.get(node.name), UnreachableError)]
     if answering and plan.is_elsewhere(plan.nodes[0]):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
-from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
+from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
 from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec.defaults import listed_gpus
 from cluster.spec.model import Node, Plan
+
+#: The exit code of agent/start.sh and agent/compose_up.sh if another job holds a GPU.
+GPUS_HELD = 74
 
 
 def ids(node: Node) -> str:
@@ -124,6 +127,13 @@ def gpus_held(where: str, job: str) -> GpusHeldError:
         f"{where}: its GPUs are held by the job {job}",
         f"clusterctl stop {job}, other nodes (--only a,b), or wait: clusterctl launch --wait 2h ...",
     )
+
+
+def lost_race(plan: Plan, where: str, job: str) -> ClusterError:
+    """Return the error for a node whose GPUs another job has taken since the preflight check."""
+    if job == plan.job_id:  # of another launcher: its folders on the node are not this launcher's
+        return LaunchError(f"{where}: its GPUs are held by another job {job}", "choose another --name")
+    return gpus_held(where, job)
 
 
 def refuse(errors: Sequence[UsageError]) -> None:

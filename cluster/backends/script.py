@@ -136,6 +136,8 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         values[contract.SECRETS] = ",".join(job.secrets)
     if job.stall_timeout_s and not job.says_ready:
         values[contract.STALL_TIMEOUT] = f"{job.stall_timeout_s:g}"
+    if job.grace_s != contract.STOP_GRACE_S:
+        values[contract.GRACE] = f"{job.grace_s:g}"
     if job.setup:
         values |= {contract.SETUP: job.setup, contract.SETUP_DIR: _setup_dir(run_dir, job)}
         values |= {contract.IMAGE: job.image} if job.image else {}  # agent/node.sh and compose append its ID

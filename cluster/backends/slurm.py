@@ -4,6 +4,7 @@ The cluster needs neither Python nor this project. The batch script (agent/batch
 and requeues itself after a checkpoint. squeue finds a job by its name. Sessions (exec, shell) are job steps of srun.
 """
 
+import math
 import re
 import shlex
 import time
@@ -26,8 +27,6 @@ INTERVAL_S = 3
 #: Time for Slurm to requeue a job.
 _REQUEUE_S = 120.0
 _END = "END_OF_NODE_SCRIPT"
-#: Slurm sends USR2 to the batch script alone (B), 90 s before the time limit, as submitit does by default.
-_SIGNAL = "B:USR2@90"
 #: Runs srun without its message about the exit code of the command, which srun prints despite --quiet.
 _QUIET_STEP = """clear_slurm
 "$0" "$@" 2> >(exec sed -u '/^srun: error: .*: task 0: Exited with exit code/d' >&2)
@@ -152,7 +151,7 @@ class SlurmBackend(Backend):
         """Cancel the job with scancel, and wait until it has ended. Raises ClusterError if it is still in the queue."""
         login = plan.nodes[0]
         # The batch script needs some seconds to forward the signal.
-        words = [plan.job_id, str(max(3, int(grace_s)) if grace_s else 0), plan.dir_on(login)]
+        words = [plan.job_id, str(max(3, math.ceil(grace_s)) if grace_s else 0), plan.dir_on(login)]
         done = reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
@@ -227,7 +226,9 @@ def _render(job: Job, command: str, *, output: str, setup: Sequence[str], **arra
     """
     from submitit.slurm.slurm import _make_sbatch_string  # its import takes 0.1 s
 
-    more: dict[str, Any] = {"signal": _SIGNAL, "requeue": True, "output": output}
+    # Slurm sends USR2 to the batch script alone (B), so long before the time limit.
+    signal = f"B:USR2@{max(1, math.ceil(job.grace_s))}"
+    more: dict[str, Any] = {"signal": signal, "requeue": True, "output": output}
     more |= {name: value or True for name, value in slurm.job_options(job).items()}
     options: dict[str, Any] = {"job_name": job.name, "nodes": job.nodes, "ntasks_per_node": 1, "time": None, **array}
     options |= {"wckey": None, "stderr_to_stdout": True, "use_srun": False, "additional_parameters": more}

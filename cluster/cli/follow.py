@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from cluster.supervisor.jobs import Follower
 
 EXIT_INTERRUPTED = 130
+EXIT_HANGUP = 129
 _ERROR = "bold red"
 
 
@@ -46,6 +48,7 @@ def follow(
     try:
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
         on_interrupt(out, message if stop_on_interrupt else "")
+        keep_job_on_hangup()
         screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
@@ -65,14 +68,45 @@ def follow(
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
-    """Stop a job after Ctrl-C, and exit."""
+    """Stop a job after Ctrl-C, and exit. A job that has ended keeps its outcome; only the copy of its results ends."""
+    from cluster.supervisor import jobs
+
+    job_id = record.plan.job_id
+    record = records.load(job_id)
+    if record.outcome in ("done", "failed"):
+        problems = jobs.clean_up(record, grace_s=0)
+        how = f"interrupted; {job_id}: {record.outcome}. To copy the rest of its results: clusterctl stop {job_id}"
+        print_line(out, *problems, how)
+        raise typer.Exit(EXIT_INTERRUPTED)
+    _, problems = stop_job(record, records, out)
+    print_line(out, *problems, "stopped; nothing of it is running")
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def stop_job(
+    record: JobRecord, records: JobStore, out: Console, grace_s: float | None = None
+) -> tuple[JobRecord, list[str]]:
+    """Stop a job, wait for its end and collect its results, as `jobs.stop` does. The next Ctrl-C kills its ranks."""
     from cluster.supervisor import jobs
 
     job_id, nodes = record.plan.job_id, len(record.plan.nodes)
-    print_line(out, f"stopping {job_id} on {nodes} node{'s' if nodes > 1 else ''} (Ctrl-C again exits at once)")
-    _, problems = jobs.stop(job_id, records)
-    print_line(out, *problems, "stopped; nothing of it is running")
-    raise typer.Exit(EXIT_INTERRUPTED)
+    grace_s = record.job.grace_s if grace_s is None else grace_s
+    killing: list[threading.Thread] = []
+
+    def kill() -> None:
+        print_line(out, f"stopping {job_id} now (Ctrl-C again exits at once)")
+        killing.append(threading.Thread(target=jobs.clean_up, args=(record, 0.0), daemon=True))
+        killing[-1].start()  # in a thread: the stop before it waits for the same processes
+
+    on_signals(kill, exit_now(out, f"exited before the job stopped; to stop it: clusterctl stop {job_id}"))
+    if not record.outcome:
+        where = f"on {nodes} node{'s' if nodes > 1 else ''}"
+        how = f"up to {grace_s:g} s for a checkpoint (Ctrl-C stops it now)" if grace_s else "now"
+        print_line(out, f"stopping {job_id} {where}: {how}")
+    result = jobs.stop(job_id, records, grace_s)
+    for thread in killing:
+        thread.join()
+    return result
 
 
 def on_interrupt(out: Console, message: str) -> None:
@@ -80,21 +114,47 @@ def on_interrupt(out: Console, message: str) -> None:
 
     A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines.
     """
-    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
 
-    def first(*_: object) -> NoReturn:
-        for number in handled:
-            signal.signal(number, again)
+    def interrupt() -> NoReturn:
         raise KeyboardInterrupt
 
-    def again(*_: object) -> NoReturn:
+    on_signals(interrupt, exit_now(out, message))
+
+
+def keep_job_on_hangup() -> None:
+    """Exit when the terminal is closed, and leave the job running. Only the transfers of this process end."""
+    from cluster.transport import process
+
+    def end(*_: object) -> NoReturn:
+        process.end_all()
+        os._exit(EXIT_HANGUP)
+
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, end)
+
+
+def on_signals(*steps: Callable[[], None]) -> None:
+    """At each Ctrl-C or SIGTERM run the next one of `steps`, and the last one again and again."""
+    left = [*steps]
+
+    def handle(*_: object) -> None:
+        (left.pop(0) if len(left) > 1 else left[0])()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handle)
+
+
+def exit_now(out: Console, message: str) -> Callable[[], NoReturn]:
+    """Return a function that prints `message` and exits without waiting for threads."""
+
+    def end() -> NoReturn:
         if message:
             print_line(out, message)
         out.file.flush()
         os._exit(EXIT_INTERRUPTED)
 
-    for number in handled:
-        signal.signal(number, first)
+    return end
 
 
 def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:

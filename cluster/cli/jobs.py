@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome
+from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome, stop_job
 from cluster.errors import UnreachableError, UsageError
 from cluster.spec.request import option
 from cluster.store import JobStore
@@ -41,15 +41,24 @@ def wait(job: options.JobName) -> None:
     raise typer.Exit(finish(follower, refusal, records, out))
 
 
-def stop(job: options.JobName) -> None:
+def stop(
+    job: options.JobName,
+    grace: Annotated[
+        str,
+        option(
+            metavar="TIME",
+            help="How long the ranks may take to write a checkpoint: 90s, 10m. By default that of launch.",
+        ),
+    ] = "",
+) -> None:
     """Stop a job on every node, and wait until all its processes have ended.
 
-    It is safe to repeat.
+    It is safe to repeat, and Ctrl-C kills what is still running.
     """
-    from cluster.supervisor import jobs
+    from cluster.spec.defaults import seconds
 
-    out = console()
-    record, problems = jobs.stop(job, JobStore())
+    records, out = JobStore(), console()
+    record, problems = stop_job(records.load(job), records, out, seconds(grace, "--grace") if grace else None)
     print_line(out, *problems, f"{job}: {record.outcome}; nothing of it is running")
 
 

@@ -47,10 +47,11 @@ def launch(
     """
     from cluster.backends import SLURM
     from cluster.cli.sync import progress
+    from cluster.spec.defaults import seconds
     from cluster.store import JobStore
     from cluster.supervisor import gpu_queue, launcher
 
-    wait_s = _seconds(wait) if wait else 0.0
+    wait_s = seconds(wait, "--wait") if wait else 0.0
     request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
     saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
     in_file = read_secrets(env_file)
@@ -113,14 +114,6 @@ def launch(
         print_line(out, "stopped; nothing of it is running")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     raise typer.Exit(code)
-
-
-def _seconds(text: str) -> float:
-    """Return the seconds of `90s`, `30m` or `2h`."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h)", text)
-    if not match:
-        raise UsageError(f"--wait {text!r}: expected a time", "for example: --wait 90s, --wait 30m, --wait 2h")
-    return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
 @options.takes_options

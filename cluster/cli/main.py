@@ -1,7 +1,8 @@
 """The `clusterctl` program: registers all commands, and prints errors with their exit codes."""
 
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -12,7 +13,7 @@ from cluster.cli.gc import gc
 from cluster.cli.init import init
 from cluster.cli.launch import launch, plan
 from cluster.cli.sync import sync
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, Terminated
 
 # Commands import their modules when they run, so that `clusterctl --help` and completion are fast.
 # Without rich's panels help takes two thirds of the time: rich imports a Markdown parser for them.
@@ -65,8 +66,18 @@ app.add_typer(image.app, name="image")
 app.command(epilog="Example: clusterctl gc --only gpu-b")(gc)
 
 
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
+
+
 def main() -> None:
-    """Run the command line. Print a ClusterError as `error:` and `hint:` lines, and exit with its code."""
+    """Run the command line. Print a ClusterError as `error:` and `hint:` lines, and exit with its code.
+
+    By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _terminate)
     try:
         app()
     except ClusterError as error:

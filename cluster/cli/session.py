@@ -12,7 +12,7 @@ import typer
 
 from cluster.cli import options
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
-from cluster.errors import UsageError
+from cluster.errors import Terminated, UsageError
 from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option
 from cluster.store import JobStore
@@ -61,11 +61,13 @@ def _run(job: str, node: str, argv: Sequence[str]) -> int:
     record, machine = _target(job, node)
     words = session.command(record, machine, argv, tty=sys.stdin.isatty() and sys.stdout.isatty())
     process = subprocess.Popen(words)
-    while True:  # a terminal sends Ctrl-C to both processes
+    while True:
         try:
             code = process.wait()
             return code if code >= 0 else 128 - code
-        except KeyboardInterrupt:
+        except Terminated:
+            process.terminate()
+        except KeyboardInterrupt:  # a terminal sends Ctrl-C to both processes
             continue
 
 

@@ -1,9 +1,9 @@
 """SIF file of a Docker image: sends the image's files to a login node, where Apptainer builds the file."""
 
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from subprocess import PIPE
 from typing import Any
 
 from cluster.agent import scripts
@@ -12,7 +12,7 @@ from cluster.images import engine
 from cluster.spec.model import Node
 from cluster.transport import reach
 from cluster.transport.files import Report
-from cluster.transport.process import piped
+from cluster.transport.process import piped, started
 
 _CHUNK = 1 << 20
 #: A build of 6 GB takes minutes, or longer on a busy disk.
@@ -27,7 +27,7 @@ def make(node: Node, image: str, target: str, report: Report) -> None:
     container = _run(here.program, "create", image, "true")
     try:
         with (
-            subprocess.Popen([here.program, "export", container], stdout=subprocess.PIPE) as export,
+            started([here.program, "export", container], stdout=PIPE) as export,
             piped(node, scripts.bash("images/sif.sh", *words)) as there,
         ):
             assert export.stdout is not None

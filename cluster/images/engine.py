@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import ARCHITECTURES
 from cluster.spec.model import Node
 from cluster.transport import reach
+from cluster.transport.process import started
 from cluster.transport.rsync import no_rsync, reason
 
 #: Exit code of engine.sh on a machine without rsync.
@@ -110,11 +110,12 @@ def build(folder: str, image: str) -> None:
     if not Path(folder, "Dockerfile").is_file():
         raise UsageError(f"--build {folder}: no Dockerfile", f"expected at {Path(folder, 'Dockerfile').absolute()}")
     try:
-        done = subprocess.run(["docker", "build", "--tag", image, folder], stdout=sys.stderr, check=False)
-    except OSError as error:
-        raise UsageError(f"--build {folder}: docker: {error.strerror}", "install Docker, or use --image") from error
-    if done.returncode:
-        raise LaunchError(f"--build {folder}: docker build failed with exit code {done.returncode}")
+        with started(["docker", "build", "--tag", image, folder], stdout=sys.stderr) as process:
+            code = process.wait()
+    except UnreachableError as error:
+        raise UsageError(f"--build {folder}: {error.message}", "install Docker, or use --image") from error
+    if code:
+        raise LaunchError(f"--build {folder}: docker build failed with exit code {code}")
 
 
 def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class ContainerRuntime(Runtime):
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `docker run --network host --ipc host ...`; it forwards signals to the agent."""
         words = [self.name, "run", "--rm", "--init", scripts.OPTIONS]
+        words += ["--stop-timeout", str(math.ceil(job.grace_s))]
         words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
         words += ["--network", "host", "--ipc", "host"]
         words += ["--pull", "never", "--log-driver", "none"] if self.name == "docker" else ["--pull", "never"]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, cast
 
+from cluster.contract import STOP_GRACE_S
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
@@ -25,6 +26,8 @@ _AUTO_PORTS = range(20000, 30000)
 ON_THIS_MACHINE = ("here", "local", "compose")
 #: Trainer options whose value is a local file if it contains a '/'.
 _FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
+#: The checkpoint beside last.pt, which the trainer resumes from if that is damaged.
+_BEFORE_LAST = "previous.pt"
 #: Built-in data sets of the trainer. After --data they win over a folder of the same name.
 DATA_SETS = ("digits", "cifar10", "cifar100")
 #: Variables that change what pip and uv install.
@@ -72,8 +75,8 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     elsewhere = bool(hosts) or bool(queue and queue.login.login)
     mounts = [mount(text, here.cwd) for text in request.mounts]
     mounts = [replace(each, synced=elsewhere and here.exists(each.source)) for each in mounts]
-    arguments, folders = _arguments(request, here, mounts)
-    mounts += [Mount(folder, folder, synced=elsewhere) for folder in folders]
+    arguments, paths = _arguments(request, here, mounts)
+    mounts += [Mount(path, path, synced=elsewhere) for path in paths]
     workdir = _workdir(request, here, mounts)
     copies = bool(request.command) and (elsewhere or queue is not None)
     if request.command:
@@ -124,6 +127,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         queue=queue,
         min_nodes=fewest,
         max_restarts=restarts if request.max_restarts is None else request.max_restarts,
+        grace_s=seconds(request.grace, "--grace") if request.grace else STOP_GRACE_S,
         stall_timeout_s=stall_timeout_s if request.stall_timeout_s is None else request.stall_timeout_s,
     )
     return (new if request.name else replace(new, name=default_name(new))), notes
@@ -203,24 +207,63 @@ def _hosts(
 
 
 def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[list[str], list[str]]:
-    """Return the trainer's arguments with absolute paths of files, and the folders to mount for them."""
+    """Return the trainer's arguments with absolute paths, and what to mount: these paths, and what those files need."""
     words: list[str] = []
     for word in request.arguments:  # `--data=x` is two words
         option, mark, value = word.partition("=")
         words += [option, value] if mark and option in _FILE_OPTIONS else [word]
     arguments: list[str] = []
-    folders = []
+    paths: list[str] = []
     for argument in words:
         path = _absolute(argument, here.cwd)
         is_mounted = any(f"{argument}/".startswith(f"{each.target}/") for each in mounts)
         folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
-            folders.append(path if here.is_folder(path) else str(PurePosixPath(path).parent))
+            paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
             argument = path
         elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not is_mounted:
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
         arguments.append(argument)
-    return arguments, folders
+    paths = list(dict.fromkeys(paths))
+    folders = [path for path in paths if here.is_folder(path)]
+    folders += [each.source for each in mounts if each.source == each.target]
+    return arguments, [path for path in paths if not any(path.startswith(f"{folder}/") for folder in folders)]
+
+
+def _needed_by(option: str, path: str, here: Here) -> list[str]:
+    """Return the paths that the trainer also reads if the value of an option is the file `path`."""
+    if option == "--data" and path.endswith((".yaml", ".yml")):
+        return _data_folders(path, here)
+    before = str(PurePosixPath(path).with_name(_BEFORE_LAST))
+    return [before] if option == "--resume" and before != path and here.exists(before) else []
+
+
+def _data_folders(path: str, here: Here) -> list[str]:
+    """Return the folders of a data.yaml that exist: its `path`, and those with the images and labels of its splits.
+
+    The trainer reports a data.yaml that cannot be read.
+    """
+    import yaml  # most jobs have no data.yaml, and the import is slow
+
+    try:
+        content = yaml.safe_load(here.read(path) or b"")
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date, or not UTF-8
+        return []
+    values = content if isinstance(content, dict) else {}
+    root = _absolute(str(values.get("path") or "."), posixpath.dirname(path))
+    found = [root] if values.get("path") else []
+    for split in ("train", "val", "test"):
+        value = values.get(split)
+        for entry in value if isinstance(value, list) else [value]:
+            if not isinstance(entry, str):
+                continue
+            # Exported data sets often have paths relative to a folder that their archive does not contain.
+            sources = [_absolute(text, root) for text in (entry, entry.removeprefix("../"))]
+            source = next(filter(here.exists, sources), "")
+            top = f"{source}/".rpartition("/images/")[0]  # labels are in a folder beside `images`
+            if source:
+                found.append(top or (source if here.is_folder(source) else posixpath.dirname(source)))
+    return [folder for folder in found if here.is_folder(folder)]
 
 
 def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
@@ -392,6 +435,14 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     if not 1 <= fewest <= most:
         raise UsageError(f"--nodes {text}: expected a number, or MIN:MAX", "for example: --nodes 2, or --nodes 2:4")
     return fewest, most
+
+
+def seconds(text: str, option: str) -> float:
+    """Return the seconds of `90s`, `30m` or `2h`. Raise UsageError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|min|h)", text)
+    if not match:
+        raise UsageError(f"{option} {text!r}: expected a time", f"for example: {option} 90s, {option} 30m, {option} 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[match[2]]
 
 
 def _port(text: str) -> int:

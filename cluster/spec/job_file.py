@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 
 from cluster.errors import UsageError
 from cluster.spec import schema
-from cluster.spec.defaults import node_range, split
+from cluster.spec.defaults import node_range, seconds, split
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Options, Text
 
@@ -40,6 +40,7 @@ def _names(value: Any) -> Any:
 
 Words = Annotated[list[str], BeforeValidator(_words, json_schema_input_type=str | list[str])]
 Names = Annotated[list[str], BeforeValidator(_names, json_schema_input_type=str | list[str])]
+Time = Annotated[Text, AfterValidator(lambda text: text and (seconds(text, "--grace"), text)[1])]
 Count = Annotated[Text, AfterValidator(lambda text: node_range(text, 1) and text)]
 
 
@@ -68,6 +69,7 @@ class JobFile(Keys):
     max_restarts: NonNegativeInt | None = None
     rendezvous_timeout: NonNegativeFloat = 300.0
     stall_timeout: NonNegativeFloat | None = None
+    grace: Time = ""
     master_port: Text = "auto"
     run_dir: str = ""
     python: str = ""

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cluster import contract
 from cluster.errors import UsageError
 
 Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
@@ -111,7 +112,8 @@ class Job:
     node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
     `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
     with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer). `stall_timeout_s` without
-    progress is a failure (0: never). Raises UsageError if a field is invalid.
+    progress is a failure (0: never). Ranks that still run `grace_s` after a request to stop are killed. Raises
+    UsageError if a field is invalid.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Job:
     min_nodes: int = 0
     max_restarts: int = 0
     stall_timeout_s: float = 0.0
+    grace_s: float = contract.STOP_GRACE_S
 
     def __post_init__(self) -> None:
         """Raise UsageError if a field is invalid for every backend."""
@@ -156,9 +159,12 @@ class Job:
             ("--rendezvous-timeout", self.timeout_s, 0.1),
             ("--stall-timeout", self.stall_timeout_s, 0),
             ("--max-restarts", self.max_restarts, 0),
+            ("--grace", self.grace_s, 0),
         ):
             if value < least:
                 raise UsageError(f"{option} {value:g}: must be at least {least}")
+        if self.grace_s > contract.MAX_GRACE_S:
+            raise UsageError(f"--grace {self.grace_s:g}s: must be at most {contract.MAX_GRACE_S:g}s (18 hours)")
         used = [gpu for gpus in (self.gpus, *(node.gpus for node in self.hosts)) for gpu in gpus]
         if self.procs_per_node > 1 and any(isinstance(gpu, str) for gpu in used):
             why = f"--gpus {self.procs_per_node}: CUDA shows a process only one MIG slice"
@@ -285,7 +291,7 @@ class JobRecord:
     `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
     the plan no longer has, and `history` lists all failures, so that every process counts the same restarts. `commit`
     is that of the working directory, "" outside of git; `withheld` are its files with secrets, which are not copied to
-    nodes. `ended_at` is a Unix time, 0 before.
+    nodes. `ended_at` is a Unix time, 0 before. A job that was stopped has in `stop_grace_s` the grace of that stop.
     """
 
     plan: Plan
@@ -299,6 +305,7 @@ class JobRecord:
     withheld: tuple[str, ...] = ()
     history: tuple[PastAttempt, ...] = ()
     ended_at: float = 0.0
+    stop_grace_s: float = 0.0
 
 
 def plan_of(job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int]) -> Plan:

@@ -22,7 +22,7 @@ class SlurmOptions:
     account: Annotated[str, option(metavar="NAME", help="Slurm: the account.")] = ""
     qos: Annotated[str, option(metavar="NAME", help="Slurm: the quality of service.")] = ""
     time_limit: Annotated[
-        str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written 90 s before.")
+        str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written --grace before.")
     ] = ""
     slurm: Annotated[
         list[str], option(metavar="KEY=VALUE", help="Slurm: any other sbatch option, such as mem=32G. Repeatable.")
@@ -140,3 +140,11 @@ class Request(SlurmOptions):
             "default is 0, and progress is output or the use of a CPU or GPU.",
         ),
     ] = None
+    grace: Annotated[
+        str,
+        option(
+            metavar="TIME",
+            help="How long the ranks may take to write a checkpoint when the job is stopped, before they are killed: "
+            "90s, 10m. By default 2m.",
+        ),
+    ] = ""

@@ -19,9 +19,8 @@ from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import JobView, Verdict
 
 POLL_S = 0.4
-#: Time between SIGTERM and SIGKILL. After a failure the ranks have nothing left to save.
+#: Time between SIGTERM and SIGKILL after a failure: the ranks have nothing left to save.
 FAILED_GRACE_S = 0.5
-STOP_GRACE_S = 15.0
 #: How long to wait for the first failure when only its consequences are known.
 _FIRST_FAILURE_S = 4.0
 #: How many polls in a row may fail.
@@ -174,24 +173,41 @@ def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, Job
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
     """Clean up after a job, collect its results and record its outcome. Return it, and a sentence for each failure."""
-    record = records.load(follower.plan.job_id)
-    # After `stop` the ranks may still be writing a checkpoint.
-    failed_s = STOP_GRACE_S if record.outcome == "stopped" else FAILED_GRACE_S
-    problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
-    problems += monitor.collect(follower.plan)
-    problems += record_outcome(follower, records)
+    is_new = False
+    try:
+        is_new = _record_end(follower, records)  # first, because Ctrl-C may interrupt the copy
+    finally:  # also if the record cannot be written
+        try:
+            record = records.load(follower.plan.job_id)
+            # After `stop` the ranks may still be writing a checkpoint.
+            failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
+            problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
+            problems += monitor.collect(follower.plan)
+        finally:
+            posted = _post_end(follower) if is_new else []
+    problems += posted
     record = records.load(follower.plan.job_id)
     return record.outcome or "failed", problems + _write_page(record, follower.view)
 
 
 def record_outcome(follower: Follower, records: JobStore) -> list[str]:
     """Record the outcome of a job's last attempt, and report it to the webhook. Return a sentence for each failure."""
+    return _post_end(follower) if _record_end(follower, records) else []
+
+
+def _record_end(follower: Follower, records: JobStore) -> bool:
+    """Record the outcome of a job's last attempt. Return whether none was recorded."""
     view, verdict = follower.view, follower.verdict
-    outcome: Outcome = "done" if verdict == "done" else "failed"
-    cause = report.cause(view, verdict)
-    if records.end(follower.plan.job_id, outcome, cause, report.exit_code(view, verdict)):
-        return post_webhook(follower.plan, outcome, cause)
-    return []
+    cause, exit_code = report.cause(view, verdict), report.exit_code(view, verdict)
+    return records.end(follower.plan.job_id, _outcome(verdict), cause, exit_code)
+
+
+def _post_end(follower: Follower) -> list[str]:
+    return post_webhook(follower.plan, _outcome(follower.verdict), report.cause(follower.view, follower.verdict))
+
+
+def _outcome(verdict: Verdict) -> Literal["done", "failed"]:
+    return "done" if verdict == "done" else "failed"
 
 
 def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restarted"], detail: str) -> list[str]:
@@ -218,14 +234,16 @@ def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restar
         return [f"{_WEBHOOK}: not sent: {event}: {getattr(error, 'reason', None) or type(error).__name__}"]
 
 
-def stop(job_id: str, records: JobStore) -> tuple[JobRecord, list[str]]:
+def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[JobRecord, list[str]]:
     """Stop a job on every node, wait until it has ended, and collect its results. Safe to repeat.
 
-    Return the record, and one sentence for each result that could not be collected.
+    Ranks that have not ended `grace_s` after SIGTERM are killed; None: after the time that the job was launched with.
+    A second call with a shorter time shortens a stop that is under way. Return the record, and one sentence for each
+    result that could not be collected.
     """
     record = records.load(job_id)
     try:
-        cancel(record, records, grace_s=STOP_GRACE_S)
+        cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
     finally:  # also if a machine is unreachable
         problems = monitor.collect(record.plan)
     record = records.load(job_id)
@@ -250,7 +268,7 @@ def cancel(record: JobRecord, records: JobStore, *, grace_s: float) -> None:
     The record comes first, so that a supervisor does not restart the job.
     """
     try:
-        records.end(record.plan.job_id, "stopped")
+        records.end(record.plan.job_id, "stopped", grace_s=grace_s)
     finally:
         _cancel_all(records.load(record.plan.job_id), grace_s)
 

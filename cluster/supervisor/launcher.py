@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import stat
 import sys
 import time
@@ -29,7 +30,7 @@ from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import jobs
-from cluster.transport import files, parallel, rsync, workdir
+from cluster.transport import files, parallel, reach, rsync, workdir
 from cluster.transport.local import LocalShell
 
 _PORT_TRIES = 20
@@ -151,33 +152,37 @@ class Launcher:
     def launch(self, job: Job, backend: str, *, numbered: bool) -> tuple[JobRecord, list[str]]:
         """Check the nodes, record the job and start it on all of them, or on none. Return its record and notes.
 
-        `numbered` appends a number to the job's name if a job of that name exists. Raises ClusterError if a check
-        failed or a node did not start.
+        `numbered` appends a number to the job's name if a job of that name exists, also one that another launcher
+        starts at this moment. Raises ClusterError if a check failed or a node did not start. After a GpusHeldError
+        nothing is left of the job, so that it can be launched again.
         """
         code = _check_sources(job, self.without)
         _check_gpus(job, self.records)
         names = _unused_names(job, self.records)
         while True:
-            named = next(names) if numbered else job
             try:
-                checked = free_plan(named, backend, attempt=1)
-                break
-            except NameTakenError:  # on a node, by a launcher on another machine
+                return self._launch(next(names) if numbered else job, backend, code)
+            except NameTakenError:  # on a node, by a launcher on another machine, or here a moment ago
                 if not numbered:
                     raise
-        if not numbered:
-            _check_run_dir(checked)
+
+    def _launch(self, job: Job, backend: str, code: Mapping[str, int] | None) -> tuple[JobRecord, list[str]]:
+        """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
+        checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-        record = JobRecord(checked, time.time(), named, commit=commit, withheld=self.without)
-        notes, is_reserved = BACKENDS[backend].notes(named), False
+        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without)
+        notes, is_reserved = BACKENDS[backend].notes(job), False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
-                self.records.reserve(record)
+                self._reserve(record)
                 is_reserved = True
                 try:
                     if code is not None:
                         notes.append(self._send_workdir(code, record))
                     self.start(record)
+                except GpusHeldError:  # by a job that took them after the check
+                    self._forget(record)
+                    raise
                 except ClusterError as error:
                     self.records.end(checked.job_id, "failed", error.message, error.exit_code)
                     raise
@@ -187,6 +192,27 @@ class Launcher:
             raise
         self.started = record
         return record, notes
+
+    def _reserve(self, record: JobRecord) -> None:
+        """Take the job's name: its record, and its folder on this machine. Raise NameTakenError."""
+        folder = Path(record.plan.run_dir)
+        self.records.reserve(record)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            self.records.forget(record.plan.job_id)
+            raise NameTakenError(f"{folder} already exists", "choose another --name, or remove the folder") from None
+        except OSError:  # `start` says why
+            return
+
+    def _forget(self, record: JobRecord) -> None:
+        """Remove the record and the folders of a job that has not started."""
+        plan = record.plan
+        remote = [node for node in plan.machines if plan.is_elsewhere(node)]
+        parallel.each(remote, lambda node: reach(node).run(["rm", "-rf", "--", plan.dir_on(node)]))
+        shutil.rmtree(plan.run_dir, ignore_errors=True)
+        self.records.forget(plan.job_id)
 
     def start(self, record: JobRecord) -> None:
         """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""

@@ -20,6 +20,7 @@ from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord, Node
 from cluster.transport import parallel, ssh_to
+from cluster.transport.process import interruptible, started
 
 #: Connects its standard input and output to a port of the node.
 _RELAY = """
@@ -72,24 +73,15 @@ def _refuse_ended(record: JobRecord) -> None:
 def run_on_all(record: JobRecord, argv: Sequence[str], show: Callable[[str, str], None]) -> int:
     """Run a command on all nodes at once; `show` gets (node, line). Return the first exit code that is not 0."""
     _refuse_ended(record)
-    running: list[subprocess.Popen[str]] = []
 
     def run(node: Node) -> int:
-        words = command(record, node, argv)
-        with subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        ) as process:
-            running.append(process)
+        words, out = command(record, node, argv), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with started(words, stdin=subprocess.DEVNULL, text=True, **out) as process:
             for line in cast("IO[str]", process.stdout):
                 show(node.name, line.rstrip("\n"))
-        return process.returncode
+            return process.wait()
 
-    try:
-        codes = parallel.all_of(record.plan.nodes, run)
-    except BaseException:
-        for process in running:
-            process.terminate()
-        raise
+    codes = interruptible(lambda: parallel.all_of(record.plan.nodes, run))
     return next((code for code in codes.values() if code), 0)
 
 
@@ -120,7 +112,7 @@ def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[
 def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int], None]) -> None:
     """Unpack the archive that a command prints."""
     with tempfile.TemporaryFile() as errors:
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+        with started(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
             read, failure = 0, ""
             try:
                 with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
@@ -132,6 +124,7 @@ def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int],
                 failure = str(error)
             assert process.stdout is not None
             process.stdout.close()
+            process.wait()
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     if process.returncode or failure:

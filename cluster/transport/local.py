@@ -1,9 +1,12 @@
 """Commands on this machine, and the result of a command on any machine."""
 
 import os
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from subprocess import PIPE
 
 from cluster.errors import UnreachableError
 
@@ -43,15 +46,13 @@ class LocalShell:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
         data, env = stdin.encode(), environment()
         try:  # in a session of its own: Ctrl-C must reach only the launcher, which stops its commands in order
-            done = subprocess.run(
-                argv, input=data, capture_output=True, timeout=timeout_s, env=env, start_new_session=True
-            )
+            code, out, errors = _run(argv, data, env, timeout_s)
         except FileNotFoundError as error:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
         except subprocess.TimeoutExpired as error:
             shown = " ".join(argv[:3])
             raise UnreachableError(f"this machine: `{shown}` did not answer within {timeout_s:g} s") from error
-        return Completed(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+        return Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
 
     def ping(self) -> bool:
         """Return True: this machine always responds."""
@@ -59,6 +60,17 @@ class LocalShell:
 
     def close(self) -> None:
         """Do nothing: this machine needs no connection."""
+
+
+def _run(argv: Sequence[str], data: bytes, env: Mapping[str, str], timeout_s: float) -> tuple[int, bytes, bytes]:
+    with subprocess.Popen(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env, start_new_session=True) as process:
+        try:
+            out, errors = process.communicate(data, timeout_s)
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the command has started
+            raise
+        return process.returncode, out, errors
 
 
 def environment() -> dict[str, str]:

@@ -1,6 +1,8 @@
 """Processes that Ctrl-C ends: programs on this machine, and commands with large input or output on a node."""
 
+import os
 import re
+import signal
 import subprocess
 import tempfile
 import threading
@@ -48,10 +50,22 @@ def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[An
         try:
             yield process
         finally:
-            process.terminate()
+            _end(process)
             with _lock:
                 _processes.discard(process)
     refuse_interrupted()
+
+
+def end_all() -> None:
+    """Terminate the processes of `started`, with what they have started."""
+    for process in list(_processes):
+        _end(process)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
 
 
 def refuse_interrupted() -> None:
@@ -69,8 +83,7 @@ def interruptible(work: Callable[[], T]) -> T:
         except KeyboardInterrupt:
             with _lock:
                 _interrupted.set()
-                for process in _processes:
-                    process.terminate()
+                end_all()
             close_all()  # ends remote commands that threads wait for
             wait([running])
             _interrupted.clear()

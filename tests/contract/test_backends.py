@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Clusterctl, ended, processes_of
+from tests.conftest import ROOT, Clusterctl, ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
 BARE = True
@@ -181,26 +181,59 @@ def test_ctrl_c_stops_every_node(clusterctl, backend, start, job_name):
     assert backend.remains_of(job_name) == []
 
 
-def test_a_second_ctrl_c_exits_at_once(clusterctl, backend, start, job_name):
-    """The command in its message then stops the job."""
-    (clusterctl.folder / "stubborn.py").write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "print('stubborn', flush=True)\n"
+STUBBORN = """\
+import signal, time
+signal.signal(signal.SIGTERM, lambda *_: print('heard', flush=True))
+print('stubborn', flush=True)
+until = time.time() + 300
+while time.time() < until:
+    time.sleep(1)
+"""
+
+
+@pytest.mark.parametrize("command", ["launch", "stop"])
+def test_a_second_ctrl_c_kills_ranks_that_do_not_end(clusterctl, backend, start, job_name, command):
+    (clusterctl.folder / "stubborn.py").write_text(STUBBORN)
+    process = start("--grace", "10m", program="stubborn.py")
+    for node in ("node-0", "node-1"):
+        clusterctl.wait_for(job_name, "stubborn", node=node)
+    if command == "launch":
+        stopping, last = process, "stopped; nothing of it is running\n"
+        process.send_signal(signal.SIGINT)
+    else:
+        stopping, last = clusterctl.start("stop", job_name), f"{job_name}: stopped; nothing of it is running\n"
+    assert any("up to 600 s for a checkpoint (Ctrl-C stops it now)" in line for line in stopping.stdout)
+    folder = clusterctl.folder / ("remote" if backend.name == "ssh" else "runs") / job_name / "attempt-1"
+    for node in ("node-0", "node-1"):  # an interrupted launcher no longer copies the logs
+        assert wait_until(lambda node=node: "heard" in (folder / f"{node}.log").read_text(), 60)
+    assert backend.remains_of(job_name) != []
+    stopping.send_signal(signal.SIGINT)
+    text = ended(stopping, 130 if command == "launch" else 0, timeout_s=60)
+    assert text == f"stopping {job_name} now (Ctrl-C again exits at once)\n{last}"
+    assert backend.remains_of(job_name) == []
+    process.communicate(timeout=60)
+
+
+def test_a_stop_gives_each_rank_its_time_although_a_launcher_follows(clusterctl, backend, start, job_name):
+    """The launcher sees that the other node has failed, and may not kill the one that writes a checkpoint."""
+    (clusterctl.folder / "saves.py").write_text(
+        "import os, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True)\n"
+        "    time.sleep(4)\n"
+        "    print('saved', flush=True)\n"
+        "    sys.exit(75)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    signal.signal(signal.SIGTERM, save)\n"
+        "print('ready', flush=True)\n"
         "time.sleep(300)\n"
     )
-    process = start(program="stubborn.py")
-    clusterctl.wait_for(job_name, "stubborn")
-    clusterctl.wait_for(job_name, "stubborn", node="node-1")
-    process.send_signal(signal.SIGINT)
-    assert any("Ctrl-C again exits at once" in line for line in process.stdout)
-    time.sleep(2)
-    sent = time.time()
-    process.send_signal(signal.SIGINT)
-    text = ended(process, 130, timeout_s=60)
-    assert time.time() - sent < 2
-    assert text == f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n"
-    clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
+    process = start("--grace", "1s", program="saves.py")
+    for node in ("node-0", "node-1"):
+        clusterctl.wait_for(job_name, "ready", node=node)
+    clusterctl.expect(0, "stop", job_name, "--grace", "60s", has="nothing of it is running")
+    ended(process, 1, timeout_s=60, has=f"{job_name} was stopped\n")
+    clusterctl.wait_for(job_name, "saved", timeout_s=0.1)
     assert backend.remains_of(job_name) == []
 
 

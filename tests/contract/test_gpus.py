@@ -3,16 +3,19 @@
 The product reads nothing else of a GPU: no NVML, and no file in /dev.
 """
 
+import fcntl
 import json
 import platform
+import shutil
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import yaml
 
 from tests import nvidia_smi
-from tests.conftest import Clusterctl, ended, processes_of
+from tests.conftest import Clusterctl, ended, processes_of, wait_until
 from tests.nvidia_smi import Gpu
 
 BARE = True
@@ -34,6 +37,25 @@ info) printf 'engine_version=27.5.1\\nengine_security=[]\\nengine_runtimes=nvidi
 image) echo "$4" | sed 's/{{.Id}}/sha256:1234/; s/{{"\\\\n"}}/\\n/; s/{{.Architecture}}/ARCHITECTURE/' ;;
 run) while [ "$1" != -c ]; do shift; done; exec python3 "$@" ;;
 esac
+"""
+
+#: docker with compose. A container runs as long as the file with its project's name exists.
+DOCKER_COMPOSE = """#!/bin/sh
+for word; do project=${word#label=com.docker.compose.project=}; [ "$project" = "$word" ] || break; done
+case "$*" in
+"compose -p "*" up "*) cat > /dev/null; touch "CONTAINERS/$3" ;;
+"compose -p "*" down "*) rm -f "CONTAINERS/$3" ;;
+compose*) echo 2.26.1 ;;
+version*) echo 27.5.1 ;;
+image*) echo sha256:1234 amd64 ;;
+ps*) [ ! -e "CONTAINERS/$project" ] || echo "$project" ;;
+wait*) while [ -e "CONTAINERS/$2" ]; do sleep 0.05; done ;;
+esac
+"""
+#: flock that a launcher waits for after the preflight check: another job can take the GPU before it.
+FLOCK = """#!/bin/sh
+case $1 in --wait) touch FOLDER/asked; until [ -e FOLDER/go ]; do sleep 0.05; done ;; esac
+exec FLOCK "$@"
 """
 
 
@@ -61,6 +83,16 @@ class Local:
         """Install the GPUs."""
         nvidia_smi.install(self._folder / "bin", gpus, driver)
 
+    def program(self, name, text):
+        """Put a program before those of the machine."""
+        self.bin().mkdir(exist_ok=True)
+        (self.bin() / name).write_text(text)
+        (self.bin() / name).chmod(0o755)
+
+    def bin(self):
+        """Return the folder of the machine's programs."""
+        return self._folder / "bin"
+
     def log(self, user, job):
         """Return the log of the only node."""
         return user.folder / "runs" / job / "attempt-1" / "node-0.log"
@@ -84,6 +116,18 @@ class Local:
         """Write the user's cluster.yaml, if the backend has one."""
 
 
+class Compose(Local):
+    """Containers on this machine."""
+
+    name = "compose"
+
+    def __init__(self, folder, site):
+        super().__init__(folder, site)
+        self.containers = folder / "containers"
+        self.containers.mkdir()
+        self.program("docker", DOCKER_COMPOSE.replace("CONTAINERS", str(self.containers)))
+
+
 class Ssh(Local):
     """Machines behind a real sshd. Their GPUs and runtime are not in cluster.yaml."""
 
@@ -101,6 +145,9 @@ class Ssh(Local):
 
     def has(self, gpus, driver="580.82.07"):
         nvidia_smi.install(self._sshd.bin(), gpus, driver)
+
+    def bin(self):
+        return self._sshd.bin()
 
     def log(self, user, job):
         return user.folder / "remote" / job / "attempt-1" / "h0.log"
@@ -280,3 +327,94 @@ def test_two_users_never_get_the_same_gpu_or_mig_slice(machine, gpus, ids, job_n
     finally:
         for name, each in users.items():
             each.run("stop", f"{job_name}-{name}")
+
+
+@pytest.fixture(params=["local", "ssh", "compose"])
+def race(request, tmp_path, site):
+    """Return a machine with one GPU, which a launcher locks when the test says so, and how to launch there."""
+    kinds = {"local": Local, "compose": Compose}
+    name = request.param
+    machine = kinds[name](tmp_path, site) if name in kinds else Ssh(tmp_path, site, request.getfixturevalue("sshd"))
+    machine.has(nvidia_smi.gpus(1))
+    machine.program("flock", FLOCK.replace("FOLDER", str(tmp_path)).replace("FLOCK", shutil.which("flock")))
+    return machine
+
+
+@contextmanager
+def taken(folder):
+    """Take the GPU after a launcher has found it free, as another job does."""
+    assert wait_until((folder / "asked").exists, 60)
+    with (folder / "locks" / "gpu-0.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("other\n")
+        lock.flush()
+        (folder / "go").touch()
+        yield
+
+
+def test_a_launcher_that_has_lost_a_race_waits_and_keeps_its_name(race, tmp_path, job_name):
+    ann = race.user("ann")
+    options = ["--wait", "60s", "--detach", *(["--python", sys.executable] if race.name != "compose" else [])]
+    waiting = ann.start(*launch(race, job_name, *options))
+    with taken(tmp_path):
+        assert any("waiting for 1 GPU: held by other" in line for line in waiting.stdout)
+    ended(waiting, 0, has=f"clusterctl attach {job_name}")
+    ann.expect(0, "stop", job_name)
+
+
+def test_a_launcher_that_has_lost_a_race_leaves_nothing(race, tmp_path, job_name):
+    ann = race.user("ann")
+    options = ["--detach", *(["--python", sys.executable] if race.name != "compose" else [])]
+    losing = ann.start(*launch(race, job_name, *options))
+    with taken(tmp_path):
+        ended(losing, 2, has="its GPUs are held by the job other")
+    assert json.loads(ann.run("ps", "--all", "--json")[1]) == []
+    assert list(ann.folder.glob(f"*/{job_name}")) == []
+    assert processes_of(job_name) == []
+    ann.expect(0, *launch(race, job_name, *options))
+    ann.expect(0, "stop", job_name)
+
+
+def test_containers_of_compose_and_other_jobs_never_get_the_same_gpu(tmp_path, site, job_name):
+    compose, local = Compose(tmp_path, site), Local(tmp_path, site)
+    compose.has(nvidia_smi.gpus(1))
+    ann, bob = compose.user("ann"), local.user("bob")
+    one, two = f"{job_name}-one", f"{job_name}-two"
+    python = ["--python", sys.executable]
+    ann.expect(0, *launch(compose, one, "--detach"))
+    try:
+        bob.expect(2, *launch(local, two, *python), has=f"this machine: its GPUs are held by the job {one}")
+        bob.expect(2, *launch(compose, two), has=f"this machine: its GPUs are held by the job {one}")
+        (compose.containers / one).unlink()  # the container has ended
+        bob.expect(0, *launch(local, two, *python, "--wait", "60s", "--detach", seconds=600))
+        ann.expect(2, *launch(compose, f"{one}-2"), has=f"this machine: its GPUs are held by the job {two}")
+        assert not (compose.containers / f"{one}-2").exists()
+        bob.expect(0, "stop", two)
+        ann.expect(0, *launch(compose, f"{one}-3", "--detach"))
+        ann.expect(0, "stop", f"{one}-3")
+        bob.expect(0, *launch(local, f"{two}-2", *python), has="sees 0")  # the lock is free when `stop` has ended
+    finally:
+        ann.run("stop", one)
+        bob.run("stop", two)
+
+
+@pytest.mark.parametrize("machine", ["ssh-docker"], indirect=True)
+def test_a_file_is_synced_and_mounted_without_its_folder(machine, tmp_path, job_name):
+    machine.has(nvidia_smi.gpus(1))
+    ann = machine.user("ann")
+    described = yaml.safe_load((ann.folder / "cluster.yaml").read_text())
+    data_dir = described["nodes"]["h0"]["data_dir"] = str(tmp_path / "data")
+    (ann.folder / "cluster.yaml").write_text(yaml.safe_dump(described))
+    weights = tmp_path / "y.pt"
+    weights.write_bytes(b"weights")
+    words = ["--name", job_name, "--", "train", "--weights", "../y.pt"]
+    text = ann.expect(3, "launch", *words, has=f"h0: {weights} does not exist\nhint: clusterctl sync {weights}\n")
+    assert text.count("does not exist") == 1
+    ann.expect(0, "sync", "../y.pt")
+    assert "does not exist" not in ann.run("launch", *words)[1]
+    mirror = f"{data_dir}{weights}"
+    assert [str(path) for path in (tmp_path / "data").rglob("*") if path.is_file()] == [mirror]
+    text = ann.expect(0, "plan", *words)
+    assert f"--mount type=bind,source={mirror},target={weights},readonly " in text
+    assert f"--weights {weights} " in text
+    assert f"target={tmp_path}," not in text

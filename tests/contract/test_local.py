@@ -179,6 +179,30 @@ def test_a_second_launch_of_the_same_job_gets_a_number(clusterctl):
         assert clusterctl.run("wait", name)[0] == 0
 
 
+@pytest.mark.parametrize("records", ["records", "others"])
+def test_two_launches_at_the_same_moment_get_different_names(clusterctl, records):
+    """Both have found the name free: the test's Python does not answer the preflight check before both have asked."""
+    asked, answer, python = (clusterctl.folder / name for name in ("asked", "answer", "python"))
+    python.write_text(
+        f'#!/bin/sh\necho >> {asked}\nuntil [ -e {answer} ]; do sleep 0.05; done\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    command = [*LOCAL, "--command", f"{TICKS} --ticks 1", "--detach", "--python", str(python)]
+    first = clusterctl.start(*command)
+    own = clusterctl.env["CLUSTERCTL_STATE_DIR"]
+    clusterctl.env["CLUSTERCTL_STATE_DIR"] = str(clusterctl.folder / records)
+    second = clusterctl.start(*command)
+    assert wait_until(lambda: asked.exists() and len(asked.read_text()) == 2, 60)
+    answer.touch()
+    for each in (first, second):
+        ended(each, 0)
+    found = sorted(path.name for path in (clusterctl.folder / "runs").glob("[!.]*"))
+    assert found == [found[0], f"{found[0]}-2"]
+    stores = {JobStore(Path(folder)) for folder in {own, clusterctl.env["CLUSTERCTL_STATE_DIR"]}}
+    assert sorted(record.plan.job_id for store in stores for record in store) == found
+    assert wait_until(lambda: not any(processes_of(name) for name in found), 60)
+
+
 def test_bad_input_of_the_trainer_is_an_error_without_a_traceback(clusterctl, job_name):
     text = clusterctl.expect(2, *LOCAL, "--name", job_name, "--nodes", "2", "--", "--batch", "1")
     assert text.count("--batch 1 is smaller than the number of ranks, 2") == 2  # in the log, and as the cause
@@ -257,6 +281,35 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     time.sleep(2)
     assert processes_of(job_name) == []
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
+
+
+def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
+    """The command in its message then stops the job. The test's `sleep` does not end, so that no stop does."""
+    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "sleep"
+    slow.parent.mkdir()
+    slow.write_text(f"#!/bin/sh\nexec flock {lock} true\n")
+    slow.chmod(0o755)
+    (clusterctl.folder / "stubborn.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('here', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    path = clusterctl.env["PATH"]
+    clusterctl.env["PATH"] = f"{slow.parent}:{path}"
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = clusterctl.start(*launch("stubborn.py"))
+        clusterctl.wait_for(job_name, "here")
+        for said in ("Ctrl-C stops it now", "Ctrl-C again exits at once"):
+            process.send_signal(signal.SIGINT)
+            assert any(said in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        text = ended(process, 130, timeout_s=60)
+    assert text.endswith(f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n")
+    clusterctl.env["PATH"] = path
+    clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
+    assert processes_of(job_name) == []
 
 
 @pytest.mark.parametrize("moment", ["_write", "follow"])

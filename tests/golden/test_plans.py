@@ -126,6 +126,22 @@ def test_docker_compose_gpu_yml_gives_each_node_its_own_gpus():
     assert yaml.safe_load((ROOT / "docker-compose.gpu.yml").read_text()) == wanted
 
 
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("compose-cuda", ["stop_grace_period: 601s", "CLUSTER_GRACE: '600.5'"]),
+        ("local-foreign", ["export CLUSTER_GRACE=600.5\n"]),
+        ("ssh-docker-trainer", ["--stop-timeout 601 ", "export CLUSTER_GRACE=600.5\n"]),
+        ("ssh-podman-cuda", ["--stop-timeout 601 ", "export CLUSTER_GRACE=600.5\n"]),
+        ("slurm-none-foreign", ["#SBATCH --signal=B:USR2@601\n", "export CLUSTER_GRACE=600.5\n"]),
+    ],
+)
+def test_each_layer_gets_the_grace_of_the_job(case, words, monkeypatch):
+    monkeypatch.setitem(JOBS, case.rpartition("-")[2], replace(JOBS[case.rpartition("-")[2]], grace_s=600.5))
+    text = next(text for step in plan(case).steps for text in step.files.values())
+    assert [word for word in words if word not in text] == []
+
+
 @pytest.mark.parametrize("runtime", ["docker", "podman"])
 def test_the_copy_of_the_working_directory_is_mounted_and_writable(runtime):
     job = replace(JOBS["foreign"], workdir="/home/ann/work", copies_workdir=True, image="trainer:0.1", mounts=())

@@ -248,6 +248,35 @@ time.sleep(60)
     assert node.status()["failure"] is None
 
 
+#: Writes a checkpoint after SIGTERM, which takes longer than the graces of 0.1 s below with their margin.
+SLOW_SAVE = """
+def save(*_):
+    time.sleep(2)
+    print('saved', flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, save)
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("job_s", "stop_s", "code"),
+    [("0.1", "", 137), ("0.1", "60", 75), ("60", "", 75), ("60", "0.1", 137), ("", "", 75), ("", "no number", 75)],
+)
+def test_the_agent_waits_as_long_as_the_stop_or_else_the_job_says(tmp_path, monkeypatch, job_s, stop_s, code):
+    """The test's agent waits 0.1 s longer instead of 10."""
+    change_agent(monkeypatch, tmp_path, "settings.py", "GRACE_MARGIN_S = 10.0", "GRACE_MARGIN_S = 0.1")
+    node = Node(tmp_path, SLOW_SAVE, ranks=1, CLUSTER_GRACE=job_s)
+    node.wait_for("ready")
+    if stop_s:
+        node.path("grace").write_text(f"{stop_s}\n")
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == code
+    assert ("saved" in node.lines()) == (code == 75)
+
+
 def test_the_first_failure_is_found_when_the_agent_finds_several_ranks_dead(tmp_path):
     """The agent is suspended while both fail. It finds rank 0, the consequence, first."""
     program = """
@@ -525,12 +554,12 @@ def test_an_environment_in_use_is_not_made_again_before_the_last_job_ends(folder
     package = next(made.parent.glob("lib/python3*/site-packages/dep.py"))
     with (made.parent / "setup.lock").open("r+") as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    inode = package.stat().st_ino
+    written = package.stat().st_mtime_ns  # a new file may get the inode of the old one
     assert not made.exists()
     end.touch()
     assert [node.end()[0] for node in (first, second)] == [0, 0]
     assert made.exists()
-    assert package.stat().st_ino != inode
+    assert package.stat().st_mtime_ns > written
 
 
 def facts(python):

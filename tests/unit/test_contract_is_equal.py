@@ -2,6 +2,8 @@ from pathlib import Path
 
 import cluster.contract
 import trainer.contract
+from cluster.agent.app.node_agent import settings
+from trainer.distributed import spawn
 
 
 def test_both_halves_have_the_same_names():
@@ -9,6 +11,21 @@ def test_both_halves_have_the_same_names():
     theirs = {name: value for name, value in vars(trainer.contract).items() if name.isupper()}
     assert ours == theirs
     assert ours
+
+
+def test_the_agent_which_imports_neither_half_has_the_same_values():
+    ours = {name: getattr(cluster.contract, name) for name in dir(cluster.contract) if hasattr(settings, name)}
+    assert ours.keys() >= {"STOP_GRACE_S", "GRACE_MARGIN_S", "GRACE_FILE", "EVENT_MARK", "EXIT_RUN_ME_AGAIN"}
+    assert {name: getattr(settings, name) for name in ours if name.isupper()} == {
+        name: value for name, value in ours.items() if name.isupper()
+    }
+
+
+def test_in_a_job_a_program_with_ranks_of_its_own_waits_longer_than_any_agent(monkeypatch):
+    monkeypatch.delenv(cluster.contract.JOB_ID, raising=False)
+    assert spawn.stop_grace_s() == cluster.contract.STOP_GRACE_S
+    monkeypatch.setenv(cluster.contract.JOB_ID, "job")
+    assert spawn.stop_grace_s() > cluster.contract.MAX_GRACE_S + cluster.contract.GRACE_MARGIN_S
 
 
 def test_every_name_is_in_the_document():

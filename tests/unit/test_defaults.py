@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -43,10 +44,68 @@ def test_a_device_among_the_trainer_arguments_is_kept():
 
 
 def test_a_named_file_is_mounted_read_only_at_its_own_path():
-    here = Here("/home/ann/work", "1:1", "py", (), exists={"/home/ann/data/coco.yaml"}.__contains__)
-    made, _ = job(here, arguments=("train", "--data", "../data/coco.yaml", "--epochs", "3"))
-    assert "/home/ann/data/coco.yaml" in made.command
-    assert made.mounts == (Mount("/home/ann/data", "/home/ann/data", read_only=True),)
+    here = Here("/home/ann/work", "1:1", "py", (), exists={"/home/ann/y.pt"}.__contains__)
+    for option in ("--weights", "--cfg", "--hyp", "--data", "--resume", "--source"):
+        made, _ = job(here, arguments=("train", option, "../y.pt", "--epochs", "3"))
+        assert "/home/ann/y.pt" in made.command
+        assert made.mounts == (Mount("/home/ann/y.pt", "/home/ann/y.pt", read_only=True),)
+
+
+def test_a_file_in_a_mounted_folder_is_not_mounted_again():
+    paths = {"/home/ann/set", "/home/ann/set/y.pt", "/home/ann/set.pt"}
+    here = Here("/home/ann/set", "1:1", "py", (), exists=paths.__contains__, is_folder={"/home/ann/set"}.__contains__)
+    folder, beside = Mount("/home/ann/set", "/home/ann/set"), Mount("/home/ann/set.pt", "/home/ann/set.pt")
+    made, _ = job(here, arguments=("--data", "../set", "--weights", "./y.pt"))
+    assert made.mounts == (folder,)
+    made, _ = job(here, arguments=("--cfg", "../set.pt", "--weights", "./y.pt"), mounts=("/home/ann/set",))
+    assert made.mounts == (folder, beside)
+
+
+def test_the_checkpoint_before_the_last_is_mounted_with_it():
+    paths = [f"/home/ann/run/{name}" for name in ("last.pt", "previous.pt")]
+    here = Here("/home/ann", "1:1", "py", (), exists=paths.__contains__)
+    made, _ = job(here, arguments=("train", "--resume", "run/last.pt"))
+    assert made.mounts == tuple(Mount(path, path) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "folders"),
+    [
+        ("path: set\ntrain: images/train\nval: images/val", ["/home/ann/set"]),
+        ("train: set/images/train\nval: [set/images/val, ../pool/images]", ["/home/ann/set", "/home/pool"]),
+        ("train: ../set/images/train", ["/home/ann/set"]),  # Roboflow's, relative to a folder that does not exist
+        ("train: set/flat\nval: set/lists/val.txt", ["/home/ann/set/flat", "/home/ann/set/lists"]),
+        ("path: /home/ann/absent\ntrain: images/train", []),
+        ("train: 3\nval: {a: b}", []),
+        ("- a list", []),
+        ("{", []),
+        ("val: 2020-99-99", []),
+    ],
+)
+def test_a_data_yaml_is_mounted_with_the_folders_that_it_names(text, folders, tmp_path):
+    file = tmp_path / "home" / "ann" / "data.yaml"
+    for name in (
+        "ann/set/images/train",
+        "ann/set/images/val",
+        "ann/set/flat",
+        "ann/set/lists",
+        "ann/.ssh",
+        "pool/images",
+    ):
+        (tmp_path / "home" / name).mkdir(parents=True)
+    (tmp_path / "home/ann/set/lists/val.txt").touch()
+    file.write_text(text.replace("/home", f"{tmp_path}/home"))
+    here = Here(
+        str(tmp_path),
+        "1:1",
+        "py",
+        exists=lambda path: Path(path).exists(),
+        is_folder=lambda path: Path(path).is_dir(),
+        read=lambda path: Path(path).read_bytes() if Path(path).is_file() else b"",
+    )
+    made, _ = job(here, arguments=("train", "--data", "home/ann/data.yaml"))
+    assert [each.source for each in made.mounts] == [str(file), *(f"{tmp_path}{folder}" for folder in folders)]
+    assert all(each.read_only and each.source == each.target for each in made.mounts)
 
 
 def test_a_missing_file_is_an_error_unless_it_is_in_a_mount():
@@ -73,6 +132,17 @@ def test_a_folder_of_images_needs_no_slash():
         made, _ = job(here, arguments=("train", *arguments))
         assert "/home/ann/work/images" in made.command
         assert made.mounts == (Mount("/home/ann/work/images", "/home/ann/work/images"),)
+
+
+@pytest.mark.parametrize(("text", "grace_s"), [("", 120), ("0s", 0), ("90s", 90), ("1.5m", 90), ("2h", 7200)])
+def test_the_grace_is_a_time(text, grace_s):
+    assert job(grace=text)[0].grace_s == grace_s
+
+
+@pytest.mark.parametrize("text", ["90", "-1s", "forever", "19h"])
+def test_a_wrong_grace_is_an_error(text):
+    with pytest.raises(UsageError, match="--grace"):
+        job(grace=text)
 
 
 def test_the_data_sets_are_those_of_the_trainer():

@@ -51,11 +51,11 @@ def test_the_schema_describes_every_option():
 def test_a_file_gives_the_same_plan_as_the_options(folder):
     (folder / "job.yaml").write_text(
         "nodes: 2\ngpus: 2\ncommand: [train.py, --name, two words]\nenv: {A: 1, B: x=y}\nsecrets: [KEY]\n"
-        "mounts: ['./data:/data']\nmaster_port: 23456\nmax_restarts: 1\nsetup: pip install x\n"
+        "mounts: ['./data:/data']\nmaster_port: 23456\nmax_restarts: 1\nsetup: pip install x\ngrace: 10m\n"
     )
     options = ["--nodes", "2", "--gpus", "2", "--command", "train.py --name 'two words'", "-e", "A=1", "-e", "B=x=y"]
     options += ["-e", "KEY", "-v", "./data:/data", "--master-port", "23456", "--max-restarts", "1"]
-    assert plan("job.yaml") == plan(*options, "--setup", "pip install x")
+    assert plan("job.yaml") == plan(*options, "--setup", "pip install x", "--grace", "600s")
 
 
 def test_options_override_keys_and_repeatable_ones_are_added(folder):
@@ -78,6 +78,7 @@ def test_arguments_after_the_file_are_the_trainers(folder):
 
 def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
     options = ["--nodes", "2", "--command", "train.py", "-e", "A=1", "-e", "KEY", "-v", "data:/data", "--spares", "0"]
+    options += ["--grace", "90s"]
     clusterctl("plan", "--backend", "compose", *options, "--save", "saved.yaml")
     wanted = plan(*options, "--run-dir", str(folder / "runs"))
     monkeypatch.chdir("/")
@@ -98,6 +99,7 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
         ("slurm:\n  nodes: 2", "job.yaml:1: slurm: nodes=...: clusterctl sets it"),
         ("gpus: 1\ncommand: a\nargs: b", "job.yaml:3: args: command and args exclude each other"),
         ("backend: k8s", "job.yaml:1: backend: 'k8s': input should be 'auto', "),
+        ("grace: 90", "job.yaml:1: grace: '90': expected a time"),
     ],
 )
 def test_a_wrong_file_is_one_error_with_line_and_key(text, message):

@@ -292,6 +292,17 @@ def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
         assert second.wait(10) == -signal.SIGTERM
 
 
+def test_agents_find_the_grace_before_the_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    script = "trap 'cp grace seen; exit' TERM; touch begun; while :; do sleep 0.05; done"
+    job = f"grace-{os.getpid()}"
+    with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
+        assert wait_until((tmp_path / "begun").exists)
+        monitor.stop(Node("n0", "", ()), job, 20.5, (), timeout_s=30, folder=str(tmp_path))
+        process.wait(10)
+    assert (tmp_path / "seen").read_text() == "21\n"
+
+
 def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     script = "trap 'sleep 0.1; touch ended; exit' TERM; touch begun; while :; do sleep 0.05; done"

@@ -20,7 +20,7 @@ from trainer.errors import TrainerError
 
 PEER_GRACE_S = 10.0  # for ranks whose peer has failed, to report it and exit
 STDERR_LINES = 100  # of a failed rank
-STOP_GRACE_S = 60.0  # for ranks to write a checkpoint after SIGTERM
+IN_A_JOB_GRACE_S = 2 * contract.MAX_GRACE_S  # in a job the agent kills what remains, and it waits less
 PARENT_VARIABLE = "TRAINER_RANK_OF_PARENT"  # set for ranks that must end with their parent
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -54,7 +54,7 @@ def run_ranks(
 
     Exit codes are negative for a signal. After a failure, here or on another machine (`peer_failed`), the other ranks
     get PEER_GRACE_S to exit. On an exception (Ctrl-C), and if this process is killed, all ranks get SIGTERM, and
-    SIGKILL after STOP_GRACE_S. No rank runs any more when this returns or raises.
+    SIGKILL after `stop_grace_s`. No rank runs any more when this returns or raises.
     """
     clean = {k: v for k, v in environment.items() if k not in RANK_VARIABLES} | {PARENT_VARIABLE: "1"}
     # Ranks import from the same paths, also from those added at run time.
@@ -91,7 +91,7 @@ def run_ranks(
     except BaseException:
         for process in processes:
             process.terminate()
-        deadline = time.monotonic() + STOP_GRACE_S
+        deadline = time.monotonic() + stop_grace_s()
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0, deadline - time.monotonic()))
@@ -105,6 +105,11 @@ def run_ranks(
     return failed
 
 
+def stop_grace_s() -> float:
+    """Return the seconds in which ranks must exit after SIGTERM; trainer/contract.py has the order of all limits."""
+    return IN_A_JOB_GRACE_S if contract.JOB_ID in os.environ else contract.STOP_GRACE_S
+
+
 def end_with_parent() -> None:
     """In a rank of `run_ranks`: stop when the parent process ends, also by SIGKILL."""
     if os.environ.pop(PARENT_VARIABLE, None) is None:
@@ -116,7 +121,7 @@ def end_with_parent() -> None:
         for stream in (sys.stdout, sys.stderr):  # their pipes are broken
             os.dup2(devnull, stream.fileno())
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(STOP_GRACE_S)
+        time.sleep(stop_grace_s())
         os.killpg(os.getpid(), signal.SIGKILL)  # with its dataloader workers
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -35,9 +35,8 @@ from .setup import Setup
 from .stall import StallWatch
 from .usage import Usage, count_memory_kills
 
-#: Time for the ranks to exit after SIGTERM: after a failure, and after a request to stop.
+#: Time for the other ranks to exit after a failure. After a request to stop it is `Settings.grace_s`.
 FAILED_GRACE_S = 10.0
-STOP_GRACE_S = 60.0
 #: The node's script updates its file every 2 s. Without a change for this time, the script is dead.
 SCRIPT_TIMEOUT_S = 30.0
 #: A master needs seconds to start: earlier failures to connect are not reported.
@@ -54,7 +53,7 @@ class Agent:
         self._ended = threading.Event()
         self._checkpoint_requested = False
         self._stopping_since: float | None = None
-        self._grace_s = STOP_GRACE_S
+        self._grace_s = settings.grace_s()
         self._stop_reason = ""
         self._memory_kills = count_memory_kills()
         self._script, self._script_changed = "", time.monotonic()
@@ -86,7 +85,7 @@ class Agent:
             if received is not None and received.si_signo in SIGNALS:  # after SIGCONT the number is not set
                 self._handle_signal(received.si_signo)
             if self._script_is_dead():
-                self._stop(STOP_GRACE_S, "the node's script outside of the container has died")
+                self._stop(self._settings.grace_s(), "the node's script outside of the container has died")
             if self._stopping_since is not None and time.monotonic() - self._stopping_since > self._grace_s:
                 self._send(signal.SIGKILL)
             stall.sample()
@@ -125,7 +124,7 @@ class Agent:
             self._checkpoint_requested = True
             self._send(signal.SIGUSR2)
         else:
-            self._stop(STOP_GRACE_S, signal_name(number) + " received")
+            self._stop(self._settings.grace_s(), signal_name(number) + " received")
 
     def _reap(self) -> None:
         """Store the exit codes of ranks that have ended; after a failure stop the other ranks."""
@@ -150,7 +149,7 @@ class Agent:
         if codes - {0, EXIT_RUN_ME_AGAIN}:
             self._stop(FAILED_GRACE_S, "")
         elif EXIT_RUN_ME_AGAIN in codes:
-            self._stop(STOP_GRACE_S, "", signals=False)
+            self._stop(self._settings.grace_s(), "", signals=False)
 
     def _stop(self, grace_s: float, why: str, signals: bool = True) -> None:
         """Send SIGTERM to the ranks; after `grace_s` they are killed."""

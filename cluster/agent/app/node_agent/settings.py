@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -14,6 +15,10 @@ EXIT_NODE = 71  # the node cannot run ranks: the port is in use, or the program 
 EXIT_RUN_DIR = 73  # the run directory cannot be written to
 EXIT_RUN_ME_AGAIN = 75
 HEARTBEAT_S = 2.0
+#: As in cluster/contract.py, which also has the order of all grace periods.
+STOP_GRACE_S = 120.0
+GRACE_MARGIN_S = 10.0
+GRACE_FILE = "grace"
 #: Blocked in all threads: the main loop receives them one at a time, without the races of a handler.
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
 
@@ -28,6 +33,7 @@ class Settings:
             self.ranks = int(environment["PET_NPROC_PER_NODE"])
             self.port = int(environment["PET_MASTER_PORT"])
             self.nodes_on_host = int(environment.get("CLUSTER_NODES_ON_HOST") or 1)
+            self._grace_s = float(environment.get("CLUSTER_GRACE") or STOP_GRACE_S)
             self.master = environment["PET_MASTER_ADDR"]
             self.job = environment["CLUSTER_JOB_ID"]
             self.attempt = environment["CLUSTER_ATTEMPT"]
@@ -39,6 +45,16 @@ class Settings:
         self.secrets = [environment[name] for name in names if environment.get(name)]
         self.folder = os.path.join(self.run_dir, "attempt-" + self.attempt)
         self.stall_timeout_s = float(environment.get("CLUSTER_STALL_TIMEOUT") or 0)
+
+    def grace_s(self) -> float:
+        """Return the seconds after which this node kills ranks that got SIGTERM: later than the sender of the SIGTERM.
+
+        The grace is that of `clusterctl stop --grace`, or else the job's.
+        """
+        grace_s = self._grace_s
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, GRACE_FILE)) as file:
+            grace_s = float(file.read())
+        return grace_s + GRACE_MARGIN_S
 
     def path(self, ending: str) -> str:
         """Return the path of a file of this node in the attempt's folder."""

@@ -1,0 +1,13 @@
+# shellcheck shell=bash
+# Starts the containers of the job $1 with a command of docker compose (from $3 on), whose stdin is the compose file. The
+# GPUs $2 stay locked until the last container has ended. Exits with 74 and prints the job that holds a GPU, or with the
+# command's exit code.
+job=$1 gpus=$2
+shift 2
+take_locks "$gpus" "$job" || exit $?
+"$@" || exit $?
+[ -n "$gpus" ] || exit 0
+# Containers cannot inherit the locks, so a process outside of them does. It also waits while the engine restarts.
+# shellcheck disable=SC2016
+hold='until left=$(docker ps -q --filter "$1") && [ -z "$left" ]; do docker wait $left || sleep 2; done'
+env "CLUSTER_JOB_ID=$job" setsid --fork bash -c "$hold" hold "label=com.docker.compose.project=$job" < /dev/null > /dev/null 2>&1
