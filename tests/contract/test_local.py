@@ -57,9 +57,11 @@ def test_a_job_whose_secrets_are_words_of_the_events_joins(clusterctl, launch, j
     def state():
         return json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"]
 
-    assert wait_until(lambda: state() == "running", timeout_s=60), state()
-    (clusterctl.folder / "end").touch()
-    clusterctl.expect(0, "wait", job_name)
+    try:
+        assert wait_until(lambda: state() == "running", timeout_s=60), state()
+    finally:
+        (clusterctl.folder / "end").touch()
+        clusterctl.expect(0, "wait", job_name)
     assert "true, ***" in clusterctl.run("logs", job_name)[1]
 
 
