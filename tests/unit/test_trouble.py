@@ -26,9 +26,10 @@ from trainer.data.yolo import Yolo
 from trainer.distributed import comm
 from trainer.engine import watchdog
 from trainer.engine.events import Events
+from trainer.engine.heartbeats import Heartbeat
 from trainer.engine.memory import HINT, is_out_of_memory
 from trainer.engine.results import slowest_rank
-from trainer.engine.watchdog import Heartbeat, Watchdog, late, must_exit
+from trainer.engine.watchdog import Watchdog, late, must_exit
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 

@@ -18,9 +18,10 @@ from trainer.config.settings import interval
 from trainer.data.dataloader import start_forkserver
 from trainer.data.dataset import fingerprint_of
 from trainer.data.image_cache import image_folders
-from trainer.distributed import comm
+from trainer.distributed import comm, neighbours
 from trainer.engine import callbacks, checkpoints, memory, results
 from trainer.engine.events import Events
+from trainer.engine.heartbeats import texts_of
 from trainer.engine.run_logger import RunLogger
 from trainer.engine.signals import StopSignals, ignored
 from trainer.engine.state import NotFinite
@@ -57,9 +58,10 @@ def train(settings: Settings) -> None:
     fields = {"world_size": world.size, "backend": backend or "none", "device": device.type, "parameters": parameters}
     events.emit(contract.READY, rank=world.rank, **fields)
     store = comm.connect_store()
+    near = neighbours.find(world, texts_of(world.size))
     signals = StopSignals(store)
     with signals.handled():
-        with Watchdog(world, settings.stall_timeout, events, store) as watchdog:
+        with Watchdog(world, settings.stall_timeout, events, store, near) as watchdog:
             loop = TrainLoop(training, _make_run_dir(settings, world), signals, watchdog)
             loop.begin()
             _print_summary(training, loop.results.run_dir, backend, parameters)

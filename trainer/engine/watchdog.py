@@ -2,33 +2,23 @@
 
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from trainer import contract
-from trainer.distributed import comm
+from trainer.distributed import comm, neighbours
 from trainer.engine.events import Events
+from trainer.engine.heartbeats import Heartbeat, Heartbeats, texts_of
 
 BEAT_S = 10.0
 STEP = "step"  # the phase in which a rank can wait for others
 START = "the start"  # no limit: caching images and compiling the first step can take long
 ALIVE = 4  # multiple of the limit while all ranks send heartbeats: one may be slow, not broken
 HINT = "see the log of that rank; --resume continues from the last checkpoint"
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """Last heartbeat of a rank: finished steps, phase, and seconds since it arrived."""
-
-    number: int
-    phase: str
-    silent_s: float
 
 
 def late(beats: Mapping[int, Heartbeat], size: int, beat_s: float) -> str:
@@ -70,8 +60,18 @@ def _ranks(numbers: list[int]) -> str:
 class Watchdog:
     """Threads that send heartbeats, dump all stacks of a stalled process, and end it."""
 
-    def __init__(self, world: comm.World, stall_s: float, events: Events, store: Any = None) -> None:
-        """`stall_s` seconds without a step are a stall; 0 disables the check. `store` is the process group's."""
+    def __init__(
+        self,
+        world: comm.World,
+        stall_s: float,
+        events: Events,
+        store: Any = None,
+        near: neighbours.Neighbours | None = None,
+    ) -> None:
+        """`stall_s` seconds without a step are a stall; 0 disables the check.
+
+        `store` is the process group's, and `near` the ranks that share memory, by default none.
+        """
         self._world, self._stall_s, self._events = world, stall_s, events
         self._beat_s = min(BEAT_S, stall_s / 4) if stall_s else BEAT_S
         self._phase, self._number, self._since = START, 0, time.monotonic()
@@ -80,8 +80,8 @@ class Watchdog:
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         # A separate thread, because a call to a frozen master never returns.
         self._sender = threading.Thread(target=self._exchange_heartbeats, name="heartbeat", daemon=True)
-        # rank -> last heartbeat and its time of arrival
-        self._seen = {rank: (json.dumps([0, START, 0]), self._since) for rank in range(world.size)}
+        near = near or neighbours.apart(world.size, texts_of(world.size))
+        self._heartbeats = Heartbeats(world.rank, near, store, self._beat_s, START, self._since)
 
     def __enter__(self) -> "Watchdog":
         self._watcher.start()
@@ -119,16 +119,13 @@ class Watchdog:
             last, slept_s = time.monotonic(), time.monotonic() - last
             if slept_s > 3 * self._beat_s:  # this process was stopped, so its data are stale
                 self._since = last
-                self._seen.update({rank: (text, last) for rank, (text, _) in self._seen.items()})
+                self._heartbeats.restart(last)
             phase, number, since = self._phase, self._number, self._since
             idle_s = last - since
             self._events.emit(contract.HEARTBEAT, phase=phase, step=number, idle_s=idle_s)
             if not self._stall_s or idle_s <= self._stall_s:
                 continue
-            beats = {}
-            for rank, (text, arrived) in self._seen.items():
-                steps, phase_of_rank, _ = json.loads(text)
-                beats[rank] = Heartbeat(steps, phase_of_rank, last - arrived)
+            beats = self._heartbeats.all(last)
             cause = late(beats, self._world.size, self._beat_s) if self._world.size > 1 else f"in {phase}"
             if reported != since:
                 reported = since
@@ -140,15 +137,9 @@ class Watchdog:
                 self._exit(idle_s, cause)
 
     def _exchange_heartbeats(self) -> None:
-        count = 0
         while not self._end.wait(self._beat_s):
-            count += 1
             with contextlib.suppress(Exception):  # same as a master that does not answer
-                self._store.set(f"beat/{self._world.rank}", json.dumps([self._number, self._phase, count]))
-                for rank in range(self._world.size):
-                    key = f"beat/{rank}"
-                    if self._store.check([key]) and (text := self._store.get(key).decode()) != self._seen[rank][0]:
-                        self._seen[rank] = (text, time.monotonic())
+                self._heartbeats.exchange(self._number, self._phase, time.monotonic())
 
     def _exit(self, idle_s: float, cause: str) -> None:
         """Exit at once: the main thread is blocked in a collective, which no exception interrupts."""
