@@ -1,7 +1,9 @@
 import errno
 import os
 import pickle
+import re
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 import torch
 
 from trainer import contract
+from trainer.config import Settings
+from trainer.engine import checkpoints
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 from trainer.weights import checkpoint_file
@@ -89,6 +93,39 @@ def test_a_save_after_a_kill_between_the_renames_leaves_no_third_file(tmp_path: 
     checkpoint_file.save(last, {**CONTENT, "step": 31}, previous)
     assert [checkpoint_file.load(str(path))["step"] for path in (previous, last)] == [30, 31]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.pt", "previous.pt"]
+
+
+def bytes_read() -> int:
+    return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
+
+
+def test_the_newest_of_two_checkpoints_is_found_without_reading_their_tensors(tmp_path: Path) -> None:
+    size = 32 << 20
+    values = {"w": torch.ones(size // 4)}
+    for step, name in ((5, "last.pt"), (6, "previous.pt")):  # an older last.pt, as after a torn write
+        checkpoint_file.save(tmp_path / name, {**CONTENT, "model": values, "step": step, "settings": {"imgsz": 64}})
+    before = bytes_read()
+    given = Settings(data="", resume=str(tmp_path))
+    assert checkpoints.settings_of(given, frozenset()).imgsz == 64
+    assert bytes_read() - before < size / 8
+    before = bytes_read()
+    found = checkpoints.newest(tmp_path)
+    assert size <= bytes_read() - before < 1.5 * size
+    assert found is not None
+    assert (found["step"], found["model"]["w"].sum().item()) == (6, size // 4)
+
+
+def test_a_checkpoint_with_damaged_tensors_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step, name in ((5, "previous.pt"), (6, "last.pt")):
+        checkpoint_file.save(tmp_path / name, {**CONTENT, "step": step, "settings": {}})
+    with zipfile.ZipFile(tmp_path / "last.pt") as file:
+        records = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(tmp_path / "last.pt", "w") as file:
+        for name, data in records.items():
+            file.writestr(name, data[:2] if "/data/" in name else data)
+    found = checkpoints.newest(tmp_path)
+    assert found is not None
+    assert found["step"] == 5
 
 
 def test_an_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:

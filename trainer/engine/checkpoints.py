@@ -38,15 +38,21 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 def newest(folder: Path) -> dict[str, Any] | None:
     """Return the newest readable checkpoint of a folder, or None."""
-    found: dict[str, Any] | None = None
-    for name in (LAST, PREVIOUS):
+    for path, _ in _newest_first(folder):
+        with contextlib.suppress(TrainerError):  # its tensors cannot be read
+            return checkpoint_file.load(str(path))
+    return None
+
+
+def _newest_first(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Return a folder's readable checkpoints of a run without the values of their tensors, the newest first."""
+    found = []
+    for path in (folder / LAST, folder / PREVIOUS):
         with contextlib.suppress(TrainerError):
-            content = checkpoint_file.load(str(folder / name))
-            if "settings" not in content:  # not a checkpoint of a run
-                continue
-            if found is None or progress_of(content) > progress_of(found):
-                found = content
-    return found
+            content = checkpoint_file.load(str(path), device="meta")
+            if "settings" in content:  # else not a checkpoint of a run
+                found.append((path, content))
+    return sorted(found, key=lambda each: progress_of(each[1]), reverse=True)
 
 
 def progress_of(content: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -85,10 +91,10 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     and would affect the results.
     """
     folder = find(given.resume, given.project)
-    content = newest(folder)
-    if not content:
+    found = _newest_first(folder)
+    if not found:
         raise TrainerError(f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights")
-    saved = content["settings"]
+    saved = found[0][1]["settings"]
     for name in sorted((typed & saved.keys()) - FREE):
         _compare(name, dataclasses.asdict(given)[name], saved[name])
     values = {k: v for k, v in saved.items() if k not in _PLACEMENT | (typed & FREE)}
@@ -205,7 +211,7 @@ def share_best(path: Path, best_epoch: int, writes: bool) -> None:
         return
     mine = None
     with contextlib.suppress(TrainerError):
-        mine = checkpoint_file.load(str(path)).get("at", {}).get("best_epoch")
+        mine = checkpoint_file.load(str(path), device="meta").get("at", {}).get("best_epoch")
     epochs = comm.all_gather(mine)
     lacks = writes and mine != best_epoch
     if best_epoch in epochs and any(comm.all_gather(lacks)):

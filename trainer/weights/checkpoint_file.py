@@ -111,14 +111,15 @@ def copied(content: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
 
 
-def load(weights: str) -> dict[str, Any]:
+def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
     """Load a checkpoint of this trainer or of YOLOv5 on the CPU, without running code from the file.
 
     `weights` is a path, a release file's name or a URL (trainer/weights/download.py). YOLOv5's have no optimizer.
+    With the device "meta" the tensors have shapes but no values, and are not read from the file.
     """
     path = download.locate(weights)
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         what = f"--weights {weights}: no such file"
         hint = f"the names that are downloaded are {', '.join(download.NAMES)}; '' starts from scratch"
