@@ -91,7 +91,7 @@ def test_every_rank_names_the_frozen_ranks(frozen: list[int]) -> None:
     assert world.causes() == {f"all ranks are in {STEP} with 7 steps done: the collective itself hangs"}
 
 
-def test_without_rank_0_no_rank_is_told_anything() -> None:
+def test_without_rank_0_all_heartbeats_are_old() -> None:
     world = World(machines=2, per_machine=2)
     world.run(5)
     world.run(5, [0])

@@ -6,8 +6,7 @@ tells the others: it puts what it knows of all ranks into the store as one value
 machine's memory.
 
 So 512 ranks on 64 machines need 64 writes, 63 reads by rank 0 and 63 reads by the other senders, instead of 262,144
-reads. If rank 0 is frozen, or the store on its machine does not answer, nobody is told anything, and all heartbeats are
-old.
+reads. If rank 0 is frozen, or the store on its machine does not answer, all heartbeats are old.
 """
 
 import json
@@ -32,7 +31,7 @@ class Heartbeat:
 def texts_of(size: int) -> int:
     """Return how many texts the ranks of a machine share in a world of `size` ranks.
 
-    First each rank's heartbeat, then what rank 0 knows of each rank, then the number of times that it has told it.
+    First each rank's heartbeat, then what rank 0 knows of each rank, then a number that changes with it.
     """
     return 2 * size + 1
 
@@ -46,13 +45,13 @@ class Heartbeats:
         self._here, self._texts = neighbours.of(rank), neighbours.texts
         self._others = [ranks for ranks in neighbours.machines if 0 not in ranks]
         self._size = sum(map(len, neighbours.machines))
-        self._count, self._told = 0, ""
+        self._count, self._version = 0, ""
         self._present: set[str] = set()  # keys of the machines whose first heartbeat is in the store
         # rank -> its last heartbeat as text, and the time of arrival. Rank 0 sees all ranks, others their machine's.
         self._seen = {each: (json.dumps([0, phase, 0]), now) for each in range(self._size)}
-        # rank -> finished steps, phase and silent seconds, as rank 0 has told
+        # rank -> finished steps, phase and silent seconds, as rank 0 has published them
         self._known: list[tuple[int, str, float]] = [(0, phase, 0.0)] * self._size
-        self._told_at = now
+        self._published_at = now
 
     def exchange(self, number: int, phase: str, now: float) -> None:
         """Send this rank's heartbeat, finished steps and phase, and learn the others'. Raise the store's errors."""
@@ -62,7 +61,7 @@ class Heartbeats:
             self._note(rank, self._texts[rank], now)
         if self._rank == 0:
             self._read_machines(now)
-            self._tell(now)
+            self._publish(now)
         elif 0 not in self._here and self._is_sender(now):
             beats = {rank: self._texts[rank] for rank in self._here}
             self._store.set(f"beat/{self._here[0]}", json.dumps(beats))
@@ -72,15 +71,15 @@ class Heartbeats:
         self._learn(now)
 
     def all(self, now: float) -> dict[int, Heartbeat]:
-        """Return each rank's last heartbeat. If rank 0 tells nothing, all of them are old."""
-        age_s = now - self._told_at
+        """Return each rank's last heartbeat. If rank 0 publishes nothing, all of them are old."""
+        age_s = now - self._published_at
         rows = enumerate(self._known)
         return {rank: Heartbeat(number, phase, max(silent_s, age_s)) for rank, (number, phase, silent_s) in rows}
 
     def restart(self, now: float) -> None:
         """Let all ranks be alive at `now`: this process was suspended, so what it knows is old."""
         self._seen.update({rank: (text, now) for rank, (text, _) in self._seen.items()})
-        self._told_at = now
+        self._published_at = now
 
     def _note(self, rank: int, text: str, now: float) -> None:
         if text and text != self._seen[rank][0]:
@@ -102,20 +101,20 @@ class Heartbeats:
             for rank, text in json.loads(value).items():
                 self._note(int(rank), text, now)
 
-    def _tell(self, now: float) -> None:
-        told = []
+    def _publish(self, now: float) -> None:
+        rows = []
         for text, arrived in self._seen.values():
             number, phase, _ = json.loads(text)
-            told.append(json.dumps([number, phase, round(now - arrived, 1)]))
-        told.append(str(self._count))
-        for index, text in enumerate(told, self._size):
+            rows.append(json.dumps([number, phase, round(now - arrived, 1)]))
+        rows.append(str(self._count))
+        for index, text in enumerate(rows, self._size):
             self._texts[index] = text
         if self._others:
-            self._store.set("beats", json.dumps(told))
+            self._store.set("beats", json.dumps(rows))
 
     def _learn(self, now: float) -> None:
-        told = self._texts[2 * self._size]
-        if told != self._told:
+        version = self._texts[2 * self._size]
+        if version != self._version:
             rows = ",".join(self._texts[index] for index in range(self._size, 2 * self._size))
             self._known = json.loads(f"[{rows}]")
-            self._told, self._told_at = told, now
+            self._version, self._published_at = version, now
