@@ -146,5 +146,6 @@ def _missing_hint(content: Content, split: str, path: Path) -> str:
 
 def mount_hint(path: str | Path, data_yaml: Path) -> str:
     """Return what to do in a container about a missing path that is not below the folder of the data.yaml, else ""."""
-    inside = Path(os.path.abspath(data_yaml)).parent in Path(os.path.abspath(path)).parents
-    return "" if inside else f"; in a container, mount it: clusterctl launch --mount {os.path.abspath(path)}"
+    folder, path = Path(os.path.abspath(data_yaml)).parent, Path(os.path.abspath(path))
+    inside = folder in (path, *path.parents)
+    return "" if inside else f"; in a container, mount it: clusterctl launch --mount {path}"

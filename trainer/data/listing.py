@@ -53,7 +53,7 @@ class Listing:
 def list_split(spec: DataYaml) -> Listing:
     """List the split of `spec`; raise BadData if it has no images."""
     faults: list[Fault] = []
-    images: dict[str, Fault] = {}  # each with the fault if it does not exist
+    images: dict[str, tuple[str, int]] = {}  # each with the file and line that name it; line 0: the image itself
     for source in spec.sources:
         found = [(path, path, 0) for path in images_below(source)] if source.is_dir() else _images_of_list(source)
         if not found:
@@ -62,8 +62,7 @@ def list_split(spec: DataYaml) -> Listing:
             if image in images:
                 where = (file, line) if line else (str(spec.path), spec.line)
                 faults.append(Fault(*where, f"{image} is listed twice", "list each image once"))
-            hint = f"correct or delete the line{mount_hint(image, spec.path)}"
-            images.setdefault(image, Fault(file, line, f"no such image: {image}", hint))
+            images.setdefault(image, (file, line))
     if not images:
         raise BadData(faults)
     paths = list(images)
@@ -75,11 +74,11 @@ def list_split(spec: DataYaml) -> Listing:
     for k, (path, file) in enumerate(zip(paths, files, strict=True)):
         image_obstacle, label_obstacle = obstacles.get(k, ("", ""))
         if image_obstacle:
-            named = images[path]  # in a line of a list, or itself
-            what = f"{path} {image_obstacle}" if named.line else image_obstacle
-            faults.append(Fault(named.file, named.line, what, _hint(image_obstacle)))
+            what = f"{path} {image_obstacle}" if images[path][1] else image_obstacle
+            faults.append(Fault(*images[path], what, _hint(image_obstacle)))
         elif stamps[k, 0] < 0:
-            faults.append(images[path])
+            hint = f"correct or delete the line{mount_hint(os.path.dirname(path), spec.path)}"
+            faults.append(Fault(*images[path], f"no such image: {path}", hint))
         elif owners.setdefault(file, path) != path:
             what = f"shares its label file {file} with {owners[file]}"
             faults.append(Fault(path, 0, what, "rename one of the images"))
