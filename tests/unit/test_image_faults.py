@@ -209,6 +209,14 @@ def test_a_damaged_file_of_states_is_replaced(tmp_path: Path) -> None:
         assert checked(tmp_path) == ([], warnings)
 
 
+def test_modules_in_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_image(tmp_path / "a.jpg")
+    (tmp_path / "json.py").write_text("raise SystemExit(3)\n")
+    monkeypatch.chdir(tmp_path)
+    (state,) = decode_images(["a.jpg"])
+    assert (state.height, state.width, state.problem) == (48, 64, "")
+
+
 def test_a_decoder_that_ends_is_a_fault_and_the_next_image_is_read(tmp_path: Path) -> None:
     write_image(tmp_path / "good.jpg")
     os.mkfifo(tmp_path / "endless.jpg")  # its decoder waits for the first byte

@@ -91,14 +91,17 @@ class _Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
         command = [sys.executable, "-m", image_worker.__name__]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=environment)
+        # Not in the current folder, whose files could have the names of modules.
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8", env=environment, cwd=os.sep
+        )
 
     def ask(self, path: str) -> ImageState:
         self._process = self._process or self._start()
         assert self._process.stdin
         assert self._process.stdout
         try:
-            self._process.stdin.write(f"{json.dumps(path)}\n")
+            self._process.stdin.write(f"{json.dumps(os.path.abspath(path))}\n")  # noqa: PTH100
             self._process.stdin.flush()
             answer = self._process.stdout.readline()
         except BrokenPipeError:
