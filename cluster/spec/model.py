@@ -244,6 +244,7 @@ class NodeStatus:
     `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
     `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
     `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
+    `events` are the last event of each kind that makes up the phase and progress of the node.
     """
 
     node: str
@@ -256,6 +257,7 @@ class NodeStatus:
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
     usage: Mapping[str, Any] | None = None
+    events: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
