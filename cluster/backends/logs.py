@@ -5,7 +5,7 @@ import fcntl
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from cluster import contract
 from cluster.spec.model import Plan
@@ -37,9 +37,14 @@ def event(line: str) -> Event | None:
         found = json.loads(rest)
     except (ValueError, RecursionError):  # also for a number of thousands of digits
         return None
+    return found if is_event(found) else None
+
+
+def is_event(found: object) -> TypeGuard[Event]:
+    """Return whether a JSON value is an event."""
     if not isinstance(found, dict) or not isinstance(found.get("event"), str):
-        return None
-    return found if isinstance(found.get("time", 0), int | float) else None
+        return False
+    return isinstance(found.get("time", 0), int | float)
 
 
 def number(found: Event, name: str) -> float:

@@ -44,6 +44,8 @@ RESUME_GRACE_S = 20.0
 #: An agent writes a heartbeat every 2 s. If it stays the same for this awake time on a machine that answers, the agent
 #: is frozen. Its age by the machine's clock proves nothing: the clock may have been set, or the machine suspended.
 HEARTBEAT_TIMEOUT_S = 60.0
+#: What is known of a machine is forgotten after this time without a poll: `clusterctl serve` sees many jobs.
+_FORGET_AFTER_S = 600.0
 #: Bytes of a log that one poll fetches at most.
 LOG_CHUNK = 1 << 20
 
@@ -119,6 +121,8 @@ class NodeMonitor:
         self._poll = poll
         self._silent_is_lost = silent_is_lost
         self._polls: dict[tuple[str, int, str], _MachinePoll] = {}
+        self._forgotten_at = time.monotonic()
+        self._lock = threading.Lock()
         #: The machines that did not answer the last poll.
         self._silent: set[tuple[str, str]] = set()
         self._suspensions = 0
@@ -133,7 +137,7 @@ class NodeMonitor:
             self._suspensions = _awake_time().suspensions
             for machine in each:  # a new connection is faster than the timeout of a dead one
                 reach(machine).close()
-        polls = [self._polls.setdefault((plan.job_id, plan.attempt, node.name), _MachinePoll()) for node in each]
+        polls = self._polls_of(plan)
         for machine, poll in zip(each, polls, strict=True):
             poll.start(functools.partial(self._poll, plan, machine))
         wait_s = _POLL_WAIT_S if all(poll.statuses for poll in polls) else LOST_AFTER_S  # the first poll logs in
@@ -165,6 +169,21 @@ class NodeMonitor:
             raise UnreachableError(error.message, error.hint) if error else no_answer
         return [found[node.name] for node in plan.nodes]
 
+    def _polls_of(self, plan: Plan) -> list["_MachinePoll"]:
+        """Return the polls of the plan's machines, and forget those that were not used for some time."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._forgotten_at >= _FORGET_AFTER_S:
+                self._forgotten_at = now
+                self._polls = {key: poll for key, poll in self._polls.items() if now - poll.used_at < _FORGET_AFTER_S}
+                known = {(job_id, name) for job_id, _, name in self._polls}
+                self._silent = {key for key in self._silent if key in known}
+            keys = [(plan.job_id, plan.attempt, machine.name) for machine in plan.machines]
+            polls = [self._polls.setdefault(key, _MachinePoll()) for key in keys]
+            for poll in polls:
+                poll.used_at = now
+            return polls
+
     def timeout_s(self, plan: Plan, machine: Node, default_s: float) -> float:
         """Return the timeout of a command; shorter, over a new connection, if the machine was silent."""
         if (plan.job_id, machine.name) not in self._silent:
@@ -190,6 +209,7 @@ class _MachinePoll:
         self.statuses: NodeStatuses = {}
         #: Why the last poll failed; None after a success. An OSError is one of the launching machine.
         self.error: ClusterError | OSError | None = None
+        self.used_at = 0.0
         self._clock = AwakeClock()
         self._answered_at = self._polled_at = self._clock()
         #: The last heartbeat of each node's agent, and the awake time at which it was new.
@@ -274,7 +294,7 @@ def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> 
         if len(chunk) < LOG_CHUNK:
             found[node.name] = status(node.name, fields(agent), state, why)
         else:  # a node counts as exited once its whole log has been fetched
-            found[node.name] = NodeStatus(node.name, "starting")
+            found[node.name] = NodeStatus(node.name, "starting", events=events(fields(agent)))
     return lines[:head], found
 
 
@@ -290,7 +310,7 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
         detail = str(agent.get("reason", "")) if code else ""
         if failure:
             detail = "" if failure["rank"] is not None else str(failure["error"])
-        return NodeStatus(name, "exited", code, detail, at, failure=failure)
+        return NodeStatus(name, "exited", code, detail, at, failure=failure, events=events(agent))
     if word == "exit":
         code_text, at_text = rest.split()[:2]  # the runtime failed before the agent started
         return NodeStatus(name, "exited", int(code_text), why, float(at_text))
@@ -299,8 +319,10 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
     if word == "gone":
         detail = "its script has ended without an exit code" + (f": {why}" if why else "")
         return NodeStatus(name, "lost", detail=detail)
+    phase: Phase = "setup" if agent.get("phase") == "setup" else "starting"
     stall, heartbeat = tuple(agent.get("stall") or ()), float(agent.get("heartbeat") or 0.0)
-    return NodeStatus(name, "starting", stall=stall, usage=agent.get("usage"), heartbeat=heartbeat)
+    usage = agent.get("usage")
+    return NodeStatus(name, phase, stall=stall, usage=usage, events=events(agent), heartbeat=heartbeat)
 
 
 def stop(
@@ -352,6 +374,12 @@ def collect(plan: Plan) -> list[str]:
         if answering[0] is not plan.nodes[0]:
             failures.append(f"the results here are those of {answering[0].name}")
     return failures
+
+
+def events(agent: Mapping[str, Any]) -> tuple[logs.Event, ...]:
+    """Return the events in the status of an agent, without malformed ones."""
+    found = agent.get("events")
+    return tuple(filter(logs.is_event, found.values())) if isinstance(found, dict) else ()
 
 
 def fields(text: str) -> Mapping[str, Any]:

@@ -1,5 +1,6 @@
 """Commands for launched jobs: attach, wait, stop, ps, status, logs, top, serve."""
 
+import contextlib
 import json
 import time
 from typing import Annotated, Any
@@ -80,11 +81,12 @@ def ps(
     for record in JobStore():
         if record.outcome and not every:
             continue
-        try:
-            state, view = jobs.state(record)
-            ready = view.ready_count
-        except UnreachableError:  # the other jobs are still listed
-            state, ready = record.outcome or "unreachable", 0
+        state: str = record.outcome or "unreachable"
+        ready = 0
+        with contextlib.suppress(UnreachableError):  # the other jobs are still listed
+            if not record.outcome:
+                state, view = jobs.state(record)
+                ready = view.ready_count
         plan = record.plan
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
         row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)

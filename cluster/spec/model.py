@@ -250,6 +250,7 @@ class NodeStatus:
     `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
     `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
     `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
+    `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
     heartbeat of that agent: clocks differ, and are set.
     """
@@ -264,6 +265,7 @@ class NodeStatus:
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
     usage: Mapping[str, Any] | None = None
+    events: tuple[dict[str, Any], ...] = ()
     heartbeat: float = 0.0
 
 

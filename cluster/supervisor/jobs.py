@@ -157,18 +157,24 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
 def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, JobView]:
     """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view.
 
-    The `follower` of an earlier call reads only what is new.
+    The view is that of the agents' status files, which have only the last metric event. With a `follower` it is also
+    that of the logs, of which an earlier call has read a part.
     """
-    follower = follower or Follower(record)
-    now = time.time()
-    if record.outcome and not Path(record.plan.attempt_dir).exists():
-        return record.outcome, follower.view
-    follower.step(now)
+    plan, now = record.plan, time.time()
+    view = follower.view if follower else job_state.start(plan, record.created_at)
+    if record.outcome and not Path(plan.attempt_dir).exists():
+        return record.outcome, view
+    if follower:
+        follower.step(now)
+        view = follower.view
+    else:
+        statuses = BACKENDS[plan.backend].observe(plan)
+        view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
     if record.outcome:
-        return record.outcome, follower.view
+        return record.outcome, view
     states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
-    verdict = job_state.judge(follower.view, now, record.plan.timeout_s)
-    return states.get(verdict, verdict), follower.view
+    verdict = job_state.judge(view, now, plan.timeout_s)
+    return states.get(verdict, verdict), view
 
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:

@@ -118,7 +118,11 @@ class Server(ThreadingHTTPServer):
 
     def jobs(self) -> list[PolledJob]:
         """Return the pollers of all jobs, newest first."""
-        return [self.job(record.plan.job_id) for record in reversed(list(self.store))]
+        names = [record.plan.job_id for record in reversed(list(self.store))]
+        with self._lock:  # forget those whose records were removed
+            self._jobs = {name: job for name, job in self._jobs.items() if name in names}
+            self._watches = {name: watch for name, watch in self._watches.items() if not name or name in names}
+        return [self.job(name) for name in names]
 
     def watch(self, job_id: str = "") -> Watch:
         """Return the watch of a job, or of the list of jobs."""

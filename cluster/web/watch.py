@@ -75,20 +75,26 @@ class PolledJob:
         self._job_id, self._store = job_id, store
         self._lock, self._polled_at = threading.Lock(), 0.0
         self.record = store.load(job_id)
-        self._follower = jobs.Follower(self.record)
+        self._follower: jobs.Follower | None = None  # reads the logs, once a page shows the job
         self.state: str = self.record.outcome or "joining"
         self.view: JobView | None = None
         self._past: list[page.Ranks] = []
 
-    def poll(self) -> None:
-        """Poll, unless another page has just done so. An ended job is not polled: its machines may be off."""
+    def poll(self, *, with_logs: bool = False) -> None:
+        """Poll, unless another page has just done so. An ended job is not polled: its machines may be off.
+
+        `with_logs`: the metrics of all epochs are wanted, which only the logs have.
+        """
         with self._lock:
-            if (
-                self.record.outcome and self.state == self.record.outcome
-            ) or time.time() - self._polled_at < POLL_S / 2:
+            has_ended = self.record.outcome and self.state == self.record.outcome
+            is_recent = time.time() - self._polled_at < POLL_S / 2
+            has_enough = not with_logs or self._follower or (has_ended and not self.view)
+            if (has_ended or is_recent) and has_enough:
                 return
             self.record = record = self._store.load(self._job_id)
-            if record.plan.attempt != self._follower.plan.attempt:
+            if with_logs and self._follower is None:
+                self._follower = jobs.Follower(record)
+            elif self._follower and record.plan.attempt != self._follower.plan.attempt:
                 metrics = self._follower.view.metrics
                 self._follower = jobs.Follower(record)
                 self._follower.view.metrics = metrics
@@ -111,7 +117,7 @@ class PolledJob:
 
     def body(self) -> str:
         """Poll, and return the content of the job's page."""
-        self.poll()
+        self.poll(with_logs=True)
         return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True, past=self._past)
 
     def row(self) -> str:

@@ -373,6 +373,22 @@ def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
     ]
 
 
+def test_ps_and_status_do_not_read_logs(clusterctl, launch, job_name, request):
+    (clusterctl.folder / "quiet.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    clusterctl.expect(0, *launch("quiet.py", "--nodes", "2", "--detach"))
+    request.addfinalizer(lambda: clusterctl.run("stop", job_name))
+    for node in ("node-0", "node-1"):
+        for text in ("up", '"reachable":true'):
+            clusterctl.wait_for(job_name, text, node=node)
+        log = clusterctl.folder / f"runs/{job_name}/attempt-1/{node}.log"
+        log.rename(log.with_suffix(".kept"))
+        log.mkdir()  # reading it is an error; the agent has the old file open
+    (row,) = json.loads(clusterctl.expect(0, "ps", "--json"))
+    assert (row["state"], row["nodes"]) == ("running", "2/2")
+    found = json.loads(clusterctl.expect(0, "status", job_name, "--json"))
+    assert [node["phase"] for node in found["nodes"]] == ["ready", "ready"]
+
+
 def _environment(pid):
     return Path(f"/proc/{pid}/environ").read_bytes()
 

@@ -435,6 +435,40 @@ def test_the_images_own_sitecustomize_is_imported(tmp_path):
     assert status["failure"]["error"] == "KeyError: 'x'"
 
 
+def test_the_status_has_the_last_event_of_each_kind_without_secrets(tmp_path):
+    """The launcher learns the phase from it, without the log."""
+    program = """
+import json
+def say(**event):
+    print('::cluster ' + json.dumps(event), flush=True)
+if rank == 0:
+    say(event='ready', node=0, time=1.5, device='hunter2 cpu', flag=True)
+    for step in (1, 2, 3):
+        say(event='progress', node=0, step=step, parts=['hunter2', {'a': 'hunter2'}])
+    say(event='metric', node=0, text='x' * 20000)
+    say(event='other', node=0)
+    say(event=['odd'])
+    print('::cluster [1]', flush=True)
+    sys.stdin.read()
+    folder = os.path.join(os.environ['CLUSTER_RUN_DIR'], 'attempt-1')
+    until = time.monotonic() + 20
+    while '"ready"' not in open(os.path.join(folder, 'node-0.json')).read():
+        time.sleep(0.01)
+        if time.monotonic() > until:
+            os._exit(4)
+else:
+    time.sleep(0.5)
+"""
+    variables = setup_variables(tmp_path, "true") | {"CLUSTER_SECRETS": "TOKEN", "TOKEN": "hunter2"}
+    code, _, status = Node(tmp_path, program, **variables).end()
+    assert code == 0
+    events = status["events"]
+    assert events["ready"] == {"event": "ready", "node": 0, "time": 1.5, "device": "*** cpu", "flag": True}
+    assert (events["progress"]["step"], events["progress"]["parts"]) == (3, ["***", {"a": "***"}])
+    assert events["setup"]["node"] == events["joining"]["node"] == 0
+    assert sorted(events) == ["joining", "progress", "ready", "setup"]
+
+
 def test_a_full_disk_stops_neither_the_ranks_nor_the_status_file(tmp_path):
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "node-0.log").symlink_to("/dev/full")

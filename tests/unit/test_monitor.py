@@ -6,6 +6,8 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +15,11 @@ from cluster.agent import scripts
 from cluster.backends import BACKENDS, monitor
 from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _MachinePoll
 from cluster.errors import UnreachableError
-from cluster.spec.model import Job, Node, NodeStatus
-from cluster.supervisor import job_state
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus
+from cluster.store import JobStore
+from cluster.supervisor import job_state, jobs
 from cluster.transport.local import LocalShell
+from cluster.web.watch import POLL_S, PolledJob
 from tests.conftest import wait_until
 
 
@@ -301,6 +305,61 @@ def test_agents_find_the_grace_before_the_signal(tmp_path, monkeypatch):
         monitor.stop(Node("n0", "", ()), job, 20.5, (), timeout_s=30, folder=str(tmp_path))
         process.wait(10)
     assert (tmp_path / "seen").read_text() == "21\n"
+
+
+def test_only_well_formed_events_of_an_agent_count_and_the_setup_is_a_phase(tmp_path):
+    good = {"event": "ready", "node": 0, "time": 1.0}
+    events = {"ready": good, "progress": {"event": "progress", "time": "x"}, "metric": [1], "done": {"event": 5}}
+    with running(tmp_path, phase="setup", heartbeat=time.time(), events=events) as script:
+        assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus("n0", "setup", events=(good,))
+        (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time(), "events": "no"}))
+        assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus("n0", "starting")
+        script.kill()
+
+
+def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
+    """Reading the log is an error, because it is a folder."""
+    job = Job("job", ("-m", "trainer"), 1, 1, str(tmp_path))
+    record = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job)
+    store = JobStore(tmp_path / "state")
+    store.reserve(record)
+    folder = Path(record.plan.attempt_dir)
+    (folder / "node-0.log").mkdir(parents=True)
+    joining = {"event": "joining", "node": 0, "time": time.time(), "reachable": True, "listening": True}
+    ready = {"event": "ready", "node": 0, "time": time.time(), "world_size": 1, "backend": "gloo", "device": "cpu"}
+    metric = {"event": "metric", "node": 0, "time": time.time(), "epoch": 7, "map50": 0.5}
+    script = folder / "node-0.sh"
+    script.write_text("sleep 60 & wait")
+    with subprocess.Popen(["bash", str(script)]) as process:
+        (folder / "node-0.pid").write_text(str(process.pid))
+        seen = []
+        for events in ([], [joining], [joining, ready], [joining, ready, metric]):
+            agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
+            (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
+            state, view = jobs.state(record)
+            seen.append((state, view.nodes[0].phase, view.ready_count))
+        polled = PolledJob("job", store)
+        assert '<span class="running">running</span>' in polled.row()
+        time.sleep(POLL_S)
+        with pytest.raises(IsADirectoryError):  # only the job's own page reads the log, for its curves
+            polled.body()
+        process.kill()
+    waiting = ("joining", "starting", 0), ("joining", "joining", 0)
+    assert seen == [*waiting, ("running", "ready", 1), ("running", "ready", 1)]
+    assert view.metric == metric
+
+
+def test_machines_of_200_jobs_are_forgotten_when_they_are_not_polled(monkeypatch):
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+
+    def count_after(forget_after_s):
+        monkeypatch.setattr(monitor, "_FORGET_AFTER_S", forget_after_s)
+        watcher = NodeMonitor(lambda plan, node: {node.name: NodeStatus(node.name, "starting")})
+        for number in range(200):
+            watcher.statuses(replace(PLAN, job_id=f"job-{number}"))
+        return len(watcher._polls)
+
+    assert [count_after(600.0), count_after(0.0)] == [400, 2]
 
 
 def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):

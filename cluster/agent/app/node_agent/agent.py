@@ -76,7 +76,8 @@ class Agent:
             failure = {"rank": None, "time": round(time.time(), 3), "error": error, "secondary": False}
             self._report_end(EXIT_NODE, dict(failure, exit_code=EXIT_NODE))
             return EXIT_NODE
-        threading.Thread(target=watch_master, args=(self._settings, self._log, self._ended), daemon=True).start()
+        watching = (self._settings, self._log, self._status, self._ended)
+        threading.Thread(target=watch_master, args=watching, daemon=True).start()
         self._status.write(phase="running")
         usage = Usage(self._ranks, self._ended)
         stall = StallWatch(self._settings, self._log, self._status, self._ranks)
@@ -103,7 +104,7 @@ class Agent:
             number = settings.node_rank * settings.ranks + local_rank
             variables = dict(environment, **rank_variables(settings, local_rank, hooks))
             try:
-                self._ranks.append(Rank(number, local_rank, command, variables, self._log))
+                self._ranks.append(Rank(number, local_rank, command, variables, self._log, self._status))
             except OSError as error:
                 return "{}: {}".format(command[0], error.strerror)
         return ""
@@ -192,7 +193,7 @@ class Agent:
         self._status.write(reason=self._stop_reason, **fields)
 
 
-def watch_master(settings: Settings, log: Log, ended: threading.Event) -> None:
+def watch_master(settings: Settings, log: Log, status: Status, ended: threading.Event) -> None:
     """Report whether the master's port is reachable, and why not, until it accepts a connection."""
     where = "%s:%d" % (settings.master, settings.port)
     started, last = time.monotonic(), None
@@ -212,6 +213,7 @@ def watch_master(settings: Settings, log: Log, ended: threading.Event) -> None:
             last = (reachable, listening, why)
             event = {"event": "joining", "time": round(time.time(), 3), "node": settings.node_rank, "master": where}
             event.update(reachable=reachable, listening=listening, why=log.masked(why))
+            status.record(event)
             log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
         if listening:
             return

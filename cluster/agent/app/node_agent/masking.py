@@ -33,6 +33,10 @@ class Mask:
         """Return the text without the secrets."""
         return self._pattern.sub(_MASK, text) if self._pattern else text
 
+    def event(self, event: Fields) -> Fields:
+        """Return the event with its strings masked, but neither its keys nor its kind. Raises RecursionError."""
+        return dict(self._values(event), event=event["event"])
+
     def line(self, line: bytes) -> bytes:
         """Return a line without the secrets. An event remains valid JSON with the same keys, numbers and kind."""
         if self._pattern is None:
@@ -40,8 +44,8 @@ class Mask:
         before, event = split_event(line)
         if event is not None:
             try:
-                masked = dict(self._values(event), event=event["event"])
-                return self._bytes(before) + _MARK + json.dumps(masked, separators=(",", ":")).encode()
+                masked = json.dumps(self.event(event), separators=(",", ":"))
+                return self._bytes(before) + _MARK + masked.encode()
             except RecursionError:  # nested too deeply, so no event of the contract
                 pass
         return self._bytes(line)

@@ -11,7 +11,13 @@ import time
 from io import FileIO
 
 from .masking import Mask
-from .settings import EVENT_MARK, Settings
+from .settings import EVENT_MARK, Fields, Settings
+
+#: The events of which the status has the last one. Rare ones are written at once, the others by the heartbeat.
+RARE_EVENTS = ("setup", "joining", "ready", "done")
+SHOWN_EVENTS = (*RARE_EVENTS, "progress", "metric")
+#: A longer event is only in the log: the launcher fetches the status at every poll.
+EVENT_MAX_BYTES = 1 << 14
 
 
 class Log:
@@ -47,6 +53,10 @@ class Log:
         """Return the text with `***` in place of secrets."""
         return self._mask.text(text)
 
+    def masked_event(self, event: Fields) -> Fields:
+        """Return the event with `***` in place of secrets in its texts, but not in its kind."""
+        return self._mask.event(event)
+
     def _write(self, file: FileIO, data: bytes) -> None:
         try:
             file.write(data)
@@ -59,11 +69,28 @@ class Status:
 
     def __init__(self, settings: Settings) -> None:
         self._path = settings.path(".json")
+        self._lock = threading.RLock()
+        self._events: Fields = {}
         self.written_at = 0.0
-        self.fields = {"phase": "starting", "pid": os.getpid(), "started_at": round(time.time(), 3)}
+        self.fields: Fields = {"phase": "starting", "pid": os.getpid(), "started_at": round(time.time(), 3)}
+        self.fields["events"] = self._events
+
+    def record(self, event: Fields) -> None:
+        """Keep the last event of each kind that the launcher shows, so that it need not read the log. Any thread."""
+        kind = event.get("event")
+        if kind not in SHOWN_EVENTS:
+            return
+        with self._lock:
+            self._events[kind] = event
+            if kind in RARE_EVENTS:
+                self.write()
 
     def write(self, **fields: object) -> None:
         """Change fields and write the file."""
+        with self._lock:
+            self._write(fields)
+
+    def _write(self, fields: Fields) -> None:
         self.fields.update(fields, heartbeat=round(time.time(), 3))
         self.written_at = time.monotonic()
         text = json.dumps(self.fields, separators=(",", ":")) + "\n"

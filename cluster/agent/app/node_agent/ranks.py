@@ -15,7 +15,7 @@ from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Iterable
 
 from .masking import split_event
-from .output import Log
+from .output import EVENT_MAX_BYTES, Log, Status
 from .settings import EXIT_RUN_ME_AGAIN, SIGNALS, Fields
 from .sitecustomize import STACK_SIGNAL
 from .stacks import Stack
@@ -41,7 +41,15 @@ def in_rank() -> None:
 class Rank:
     """One rank: its process, its output, and its exit `code` (negative: the number of a signal)."""
 
-    def __init__(self, number: int, local_rank: int, command: list[str], environment: dict[str, str], log: Log) -> None:
+    def __init__(
+        self,
+        number: int,
+        local_rank: int,
+        command: list[str],
+        environment: dict[str, str],
+        log: Log,
+        status: Status,
+    ) -> None:
         self.number, self.local_rank = number, local_rank
         self.code: int | None = None
         self.ended_at = 0.0
@@ -54,11 +62,11 @@ class Rank:
             command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, preexec_fn=in_rank
         )
         self.stack = Stack(self._record + ".stack", self.process.pid)
-        self.reader = threading.Thread(target=self.read, args=(log,), daemon=True)
+        self.reader = threading.Thread(target=self.read, args=(log, status), daemon=True)
         self.reader.start()
 
-    def read(self, log: Log) -> None:
-        """Copy the rank's output to the log, line by line, until the end of the output."""
+    def read(self, log: Log, status: Status) -> None:
+        """Copy the rank's output to the log, line by line, and its events to the status, until the output ends."""
         assert self.process.stdout is not None
         out = self.process.stdout.fileno()
         pending, written = b"", time.monotonic()
@@ -69,16 +77,18 @@ class Rank:
                 bar, _, pending = pending.rpartition(b"\r")
                 lines += [bar] if bar else []
             for line in lines:
-                self._line(line, log)
+                self._line(line, log, status)
                 written = time.monotonic()
         if pending:
-            self._line(pending, log)
+            self._line(pending, log, status)
 
-    def _line(self, line: bytes, log: Log) -> None:
+    def _line(self, line: bytes, log: Log, status: Status) -> None:
         line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # a progress bar overwrites its line; keep the last state
         _, event = split_event(line)
         if event is not None and event["event"] == "failed" and event.get("error"):
             self.event = event
+        elif event is not None and len(line) <= EVENT_MAX_BYTES:
+            status.record(log.masked_event(event))
         log.line(line, self.local_rank)
 
     def exception(self) -> Fields | None:

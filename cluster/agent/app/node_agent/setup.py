@@ -47,6 +47,7 @@ class Setup:
         """Run the commands unless an earlier job has; return why they failed, or "". Raises OSError."""
         event = {"event": "setup", "time": round(time.time(), 3), "node": self._settings.node_rank}
         self._log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
+        self._status.record(event)
         os.makedirs(self._folder, exist_ok=True)
         link = self._settings.path(".venv")  # by which `exec` finds it
         with contextlib.suppress(FileNotFoundError):
