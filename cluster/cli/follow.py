@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,15 +38,16 @@ def follow(
 ) -> int:
     """Print the job's header, follow it over its restarts to its end, and return the exit code.
 
-    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job.
+    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If the
+    terminal is closed, the job keeps running, and so does a supervisor in the background.
     """
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import supervisor
 
-    job_id = record.plan.job_id
+    job_id, received = record.plan.job_id, list[int]()
     try:
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
-        on_interrupt(out, message if stop_on_interrupt else "")
+        received = on_interrupt(out, message if stop_on_interrupt else "")
         screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
@@ -53,15 +55,32 @@ def follow(
     except KeyboardInterrupt as interrupted:
         out = console()  # an interrupted print can leave the first console buffering for ever
         out.show_cursor()
-        if not stop_on_interrupt:
-            between = isinstance(interrupted, supervisor.BetweenAttempts)
+        if signal.SIGHUP in received or not stop_on_interrupt:
+            problems = leave_behind(record, records, secrets)
+            between = isinstance(interrupted, supervisor.BetweenAttempts) and not records.watcher(job_id)
             state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
-            print_line(out, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            print_line(out, *problems, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
+            raise typer.Exit(interrupted_by(received)) from None
         stop_interrupted(record, records, out)
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
     return finish(follower, refusal, records, out)
+
+
+def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str]) -> list[str]:
+    """Leave a supervisor behind, which restarts the job after failures. Return a sentence if there is none."""
+    from cluster.supervisor import background
+
+    if why := background.leave_behind(record, records, secrets):
+        job_id = record.plan.job_id
+        what = f"{job_id} is not restarted after a failure, until you type: clusterctl attach {job_id}"
+        return [f"no supervisor runs in the background: {why}; {what}"]
+    return []
+
+
+def interrupted_by(received: Sequence[int]) -> int:
+    """Return the exit code of a launcher that got these signals."""
+    return 128 + signal.SIGHUP if signal.SIGHUP in received else EXIT_INTERRUPTED
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
@@ -75,16 +94,22 @@ def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoRe
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def on_interrupt(out: Console, message: str) -> None:
-    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM. On the second, print `message` and exit at once.
+def on_interrupt(out: Console, message: str) -> list[int]:
+    """Raise KeyboardInterrupt on the first Ctrl-C, SIGTERM or SIGHUP. On the second, print `message` and exit at once.
 
-    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines.
+    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines. After SIGHUP
+    the terminal is closed, so output is discarded and more signals are ignored. Return a list that gets the signal.
     """
-    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handled = [number for number in wanted if signal.getsignal(number) != signal.SIG_IGN]
+    received: list[int] = []
 
-    def first(*_: object) -> NoReturn:
-        for number in handled:
-            signal.signal(number, again)
+    def first(number: int, _: object) -> NoReturn:
+        received.append(number)
+        for each in handled:
+            signal.signal(each, signal.SIG_IGN if number == signal.SIGHUP else again)
+        if number == signal.SIGHUP:
+            _discard_output()
         raise KeyboardInterrupt
 
     def again(*_: object) -> NoReturn:
@@ -95,6 +120,15 @@ def on_interrupt(out: Console, message: str) -> None:
 
     for number in handled:
         signal.signal(number, first)
+    return received
+
+
+def _discard_output() -> None:
+    """Send what is printed from now on nowhere, except to a file: a closed terminal or pipe would raise OSError."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
 
 
 def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,15 @@ from typing import Annotated
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, follow, on_interrupt, print_line, stop_interrupted
+from cluster.cli.follow import (
+    console,
+    follow,
+    interrupted_by,
+    leave_behind,
+    on_interrupt,
+    print_line,
+    stop_interrupted,
+)
 from cluster.errors import UsageError
 from cluster.spec.request import Request, argument, option
 
@@ -32,7 +41,9 @@ def launch(
     array: options.ArrayOptions,
     env_file: options.EnvFile = "",
     logs: options.Logs = "master",
-    detach: Annotated[bool, options.flag("Return when all nodes are started.", "--detach", "-d")] = False,
+    detach: Annotated[
+        bool, options.flag("Return when all nodes are started. A supervisor stays in the background.", "--detach", "-d")
+    ] = False,
     wait: Annotated[
         str, option(metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h.")
     ] = "",
@@ -81,7 +92,7 @@ def launch(
 
         parallel.together(push_to(in_containers, job.image, out))
     how = "clusterctl stop JOB (to list jobs: clusterctl ps --all)"
-    on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
+    received = on_interrupt(out, f"exited before the job stopped; to stop it: {how}")
     notes += launcher.unusable_spares(job, chosen)
     try:
         with progress(console(stderr=True)) as starter.report:
@@ -98,16 +109,20 @@ def launch(
         if detach:
             from cluster.cli.display import header
 
+            notes += leave_behind(record, records, starter.secrets)
             attach = f"clusterctl attach {record.plan.job_id}"
             print_line(out, header(record.plan), *notes, f"running; to follow it: {attach}")
             return
         notes.append("")
         code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets)
     except KeyboardInterrupt:
+        if starter.started and signal.SIGHUP in received:
+            leave_behind(starter.started, records, starter.secrets)
+            raise typer.Exit(interrupted_by(received)) from None
         if starter.started:
             stop_interrupted(starter.started, records, out)
         print_line(out, "stopped; nothing of it is running")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(interrupted_by(received)) from None
     raise typer.Exit(code)
 
 
