@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 from cluster.errors import ClusterError, NameTakenError, UsageError
 from cluster.spec.model import NAME, JobRecord
@@ -19,6 +20,22 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 Outcome = Literal["done", "failed", "stopped"]
+#: How often, and with which pause in seconds, a taken lock is tried.
+_TRIES, _PAUSE_S = 3, 0.02
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """The process that supervises a job: its pid, its host, and whether it runs in the background."""
+
+    pid: int
+    host: str
+    in_background: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs on this machine."""
+        return self.host == socket.gethostname()
 
 
 class JobStore:
@@ -54,9 +71,31 @@ class JobStore:
                 record = replace(record, **ending)
             _replace(path, record)
 
-    def watch(self, job_id: str) -> AbstractContextManager[bool]:
+    @contextmanager
+    def watch(self, job_id: str, *, in_background: bool = False) -> Iterator[bool]:
         """Become the job's supervisor, the only process that restarts it. Yield False if another process is."""
-        return _lock(self._path(job_id).with_suffix(".lock"), blocking=False)
+        with _lock(self._path(job_id).with_suffix(".lock"), blocking=False) as file:
+            if file is None:
+                yield False
+                return
+            with suppress(OSError):  # a full disk: only `watcher` reads the text
+                file.truncate(0)
+                file.write(f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n")
+                file.flush()
+            yield True
+
+    def watcher(self, job_id: str) -> Watcher | None:
+        """Return the process that supervises the job, or None."""
+        try:
+            with self._path(job_id).with_suffix(".lock").open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    pid, host, in_background = [*file.read().split(), "0", "", "0"][:3]
+                    return Watcher(int(pid), host, in_background == "1")
+        except FileNotFoundError:
+            pass
+        return None
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
         """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded.
@@ -102,19 +141,28 @@ def default_folder() -> Path:
 
 
 @contextmanager
-def _lock(path: Path, *, blocking: bool = True) -> Iterator[bool]:
-    """Hold a lock file. Yield False if another process holds it and `blocking` is False."""
-    is_held = True
+def _lock(path: Path, *, blocking: bool = True) -> Iterator[IO[str] | None]:
+    """Hold a lock file, and yield it. Yield None if another process holds it and `blocking` is False."""
     with ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = held.enter_context(path.open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX if blocking else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_held = False
+            if blocking:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            is_held = blocking or _try_lock(file)
         except OSError as error:
             raise _unwritable(path, error) from error
-        yield is_held
+        yield file if is_held else None
+
+
+def _try_lock(file: IO[str]) -> bool:
+    """Lock a file, unless another process holds it. `watcher` does for a moment, so this tries several times."""
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(_PAUSE_S)
+    return False
 
 
 def _replace(path: Path, record: JobRecord) -> None:

@@ -39,6 +39,8 @@ def _command(name: str, command: Any) -> Iterator[str]:
     if command.epilog:
         yield f"{command.epilog}\n"
     for each, subcommand in getattr(command, "commands", {}).items():
+        if subcommand.hidden:
+            continue
         yield from _command(f"{name} {each}", subcommand)
 
 

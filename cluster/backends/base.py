@@ -12,6 +12,8 @@ class Backend(abc.ABC):
     """Plans, checks, submits, observes and cancels jobs in one kind of environment."""
 
     name: str
+    #: Whether a queue starts the job again without a launcher.
+    requeues = False
 
     @abc.abstractmethod
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:

@@ -37,6 +37,7 @@ class SlurmBackend(Backend):
     """One batch script per job, with one task on each node."""
 
     name = "slurm"
+    requeues = True
 
     def __init__(self) -> None:
         self._monitor = NodeMonitor(self._poll, silent_is_lost=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 EXIT_INTERRUPTED = 130
 EXIT_HANGUP = 129
+_hung_up = False
 _ERROR = "bold red"
 
 
@@ -39,7 +41,8 @@ def follow(
 ) -> int:
     """Print the job's header, follow it over its restarts to its end, and return the exit code.
 
-    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job.
+    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If the
+    terminal is closed, the job keeps running, and so does a supervisor in the background.
     """
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import supervisor
@@ -48,23 +51,34 @@ def follow(
     try:
         message = f"exited before the job stopped; to stop it: clusterctl stop {job_id}"
         on_interrupt(out, message if stop_on_interrupt else "")
-        keep_job_on_hangup()
         screen = LiveDisplay(out, record.plan, all_nodes=logs == "all", is_attached=not stop_on_interrupt)
         print_line(out, header(record.plan), *notes)
         with screen:
             follower, refusal = supervisor.Supervisor(record, records, screen, secrets).run()
-    except KeyboardInterrupt as interrupted:
+    except KeyboardInterrupt as interrupt:
         out = console()  # an interrupted print can leave the first console buffering for ever
         out.show_cursor()
-        if not stop_on_interrupt:
-            between = isinstance(interrupted, supervisor.BetweenAttempts)
+        if hung_up() or not stop_on_interrupt:
+            problems = leave_behind(record, records, secrets)
+            between = isinstance(interrupt, supervisor.BetweenAttempts) and not records.watcher(job_id)
             state = f"is not restarted until you type: clusterctl attach {job_id}" if between else "keeps running"
-            print_line(out, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            print_line(out, *problems, f"detached; {job_id} {state}. To stop it: clusterctl stop {job_id}")
+            raise typer.Exit(interrupted()) from None
         stop_interrupted(record, records, out)
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
     return finish(follower, refusal, records, out)
+
+
+def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str]) -> list[str]:
+    """Leave a supervisor behind, which restarts the job after failures. Return a sentence if there is none."""
+    from cluster.supervisor import background
+
+    if why := background.leave_behind(record, records, secrets):
+        job_id = record.plan.job_id
+        what = f"{job_id} is not restarted after a failure, until you type: clusterctl attach {job_id}"
+        return [f"no supervisor runs in the background: {why}; {what}"]
+    return []
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
@@ -77,10 +91,10 @@ def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoRe
         problems = jobs.clean_up(record, grace_s=0)
         how = f"interrupted; {job_id}: {record.outcome}. To copy the rest of its results: clusterctl stop {job_id}"
         print_line(out, *problems, how)
-        raise typer.Exit(EXIT_INTERRUPTED)
+        raise typer.Exit(interrupted())
     _, problems = stop_job(record, records, out)
     print_line(out, *problems, "stopped; nothing of it is running")
-    raise typer.Exit(EXIT_INTERRUPTED)
+    raise typer.Exit(interrupted())
 
 
 def stop_job(
@@ -110,27 +124,36 @@ def stop_job(
 
 
 def on_interrupt(out: Console, message: str) -> None:
-    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM. On the second, print `message` and exit at once.
+    """Raise KeyboardInterrupt on the first Ctrl-C, SIGTERM or SIGHUP. On the second, print `message` and exit at once.
 
-    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines.
+    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines. After SIGHUP
+    the terminal is closed, so output is discarded and more signals are ignored; see `hung_up`.
     """
 
     def interrupt() -> NoReturn:
         raise KeyboardInterrupt
 
+    def hang_up(*_: object) -> NoReturn:
+        global _hung_up
+        _hung_up = True
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        _discard_output()
+        raise KeyboardInterrupt
+
     on_signals(interrupt, exit_now(out, message))
-
-
-def keep_job_on_hangup() -> None:
-    """Exit when the terminal is closed, and leave the job running. Only the transfers of this process end."""
-    from cluster.transport import process
-
-    def end(*_: object) -> NoReturn:
-        process.end_all()
-        os._exit(EXIT_HANGUP)
-
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, end)
+        signal.signal(signal.SIGHUP, hang_up)
+
+
+def hung_up() -> bool:
+    """Return whether the terminal was closed, which leaves a job running."""
+    return _hung_up
+
+
+def interrupted() -> int:
+    """Return the exit code of an interrupted launcher."""
+    return EXIT_HANGUP if _hung_up else EXIT_INTERRUPTED
 
 
 def on_signals(*steps: Callable[[], None]) -> None:
@@ -155,6 +178,14 @@ def exit_now(out: Console, message: str) -> Callable[[], NoReturn]:
         os._exit(EXIT_INTERRUPTED)
 
     return end
+
+
+def _discard_output() -> None:
+    """Send what is printed from now on nowhere, except to a file: a closed terminal or pipe would raise OSError."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
 
 
 def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:

@@ -2,23 +2,52 @@
 
 import contextlib
 import json
+import sys
 import time
 from typing import Annotated, Any
 
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, finish, follow, print_line, print_outcome, stop_job
+from cluster.cli.follow import (
+    EXIT_INTERRUPTED,
+    console,
+    finish,
+    follow,
+    interrupted,
+    leave_behind,
+    on_interrupt,
+    print_line,
+    print_outcome,
+    stop_job,
+)
 from cluster.errors import UnreachableError, UsageError
+from cluster.spec.model import JobRecord
 from cluster.spec.request import option
 from cluster.store import JobStore
+
+_NO_SUPERVISOR = "none"
+#: How many of the supervisor's notes `status` prints.
+_MOST_NOTES = 10
+
+
+def _supervisor_of(record: JobRecord, records: JobStore) -> str:
+    """Return what restarts a job: `pid 123 on HOST`, `the queue` or `none`; "" for an ended job."""
+    from cluster.backends import BACKENDS
+
+    if record.outcome:
+        return ""
+    if watcher := records.watcher(record.plan.job_id):
+        return f"pid {watcher.pid} on {watcher.host}"
+    return "the queue" if BACKENDS[record.plan.backend].requeues else _NO_SUPERVISOR
 
 
 def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     """Follow a running job, and restart it after failures.
 
     Use it after `launch --detach`, or if the launcher has ended.
-    Ctrl-C detaches; the job keeps running. The exit code is the job's, as for launch.
+    Ctrl-C detaches; the job keeps running, and a process in the background restarts it after failures.
+    The exit code is the job's, as for launch.
     """
     records, out = JobStore(), console()
     record = records.load(job)
@@ -35,11 +64,24 @@ def wait(job: options.JobName) -> None:
     record = records.load(job)
     if record.outcome:
         raise typer.Exit(print_outcome(record, out))
+    on_interrupt(out, "")
     try:
         follower, refusal = supervisor.Supervisor(record, records, jobs.Display()).run()
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        print_line(out, *leave_behind(record, records, {}))
+        raise typer.Exit(interrupted()) from None
     raise typer.Exit(finish(follower, refusal, records, out))
+
+
+def supervise(job: options.JobName) -> None:
+    """Supervise a job in the background. clusterctl itself starts this, with the values of secrets as JSON on stdin."""
+    from cluster.supervisor import background
+
+    try:
+        secrets = json.loads((not sys.stdin.isatty() and sys.stdin.read()) or "{}")
+    except ValueError as error:
+        raise UsageError(f"stdin: expected the values of secrets as JSON: {error}") from None
+    background.run(job, JobStore(), secrets)
 
 
 def stop(
@@ -69,7 +111,8 @@ def ps(
 ) -> None:
     """List jobs and their states.
 
-    A job is `unreachable` if its Docker Engine or its machines do not answer.
+    A job is `unreachable` if its Docker Engine or its machines do not answer. The supervisor is the process that
+    restarts the job after a failure.
     """
     from rich.table import Column, Table
 
@@ -78,7 +121,8 @@ def ps(
     from cluster.supervisor.report import seconds
 
     rows: list[dict[str, Any]] = []
-    for record in JobStore():
+    records = JobStore()
+    for record in records:
         if record.outcome and not every:
             continue
         state: str = record.outcome or "unreachable"
@@ -90,14 +134,15 @@ def ps(
         plan = record.plan
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
         row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
-        rows.append(row | {"age_s": round(time.time() - record.created_at), "run_dir": plan.run_dir})
+        row |= {"age_s": round(time.time() - record.created_at), "supervisor": _supervisor_of(record, records)}
+        rows.append(row | {"run_dir": plan.run_dir})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
     if not rows:
         print_line(console(), "no jobs" if every else "no running jobs (to list all: clusterctl ps --all)")
         return
-    columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age")]
+    columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age", "supervisor")]
     table = Table(*columns, Column("run directory", overflow="fold"), **PLAIN)
     for row in rows:
         table.add_row(*map(str, (row | {"age_s": seconds(row["age_s"])}).values()))
@@ -107,23 +152,30 @@ def ps(
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     """Show the phase of each node of a job."""
     from cluster.cli.display import header, node_table
-    from cluster.supervisor import jobs, report
+    from cluster.supervisor import jobs, notes, report
 
-    record = JobStore().load(job)
+    records = JobStore()
+    record = records.load(job)
     state, view = jobs.state(record)
+    supervisor = _supervisor_of(record, records)
+    kept = notes.Reader(record.plan).lines()
     if as_json:
         keys = ("phase", "note", "exit_code")
         nodes = [{"node": node.name, **{key: getattr(node, key) for key in keys}} for node in view.nodes]
         about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}
-        print(json.dumps({**about, "nodes": nodes, "metric": view.metric}))
+        print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": view.metric}))
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
     print_line(out, *filter(None, (f"{header(record.plan)}   {state}", record.detail, commit)))
     if not record.outcome:
+        is_alone = supervisor == _NO_SUPERVISOR
+        hint = f" (not restarted after a failure; to change that: clusterctl attach {job})" if is_alone else ""
+        print_line(out, f"supervisor: {supervisor}{hint}")
         out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:
         print_line(out, report.scores(view.metric, f"epoch {view.metric.get('epoch')}"))
+    print_line(out, *kept[-_MOST_NOTES:])
     print_line(out, f"logs: {record.plan.attempt_dir}")
 
 
@@ -134,14 +186,16 @@ def logs(
     everything: Annotated[bool, options.flag("Also print the lines of the agent.", "--everything")] = False,
 ) -> None:
     """Print a job's logs, each line with the name of its node."""
-    from cluster.supervisor import jobs, session
+    from cluster.supervisor import jobs, notes, session
 
     record = JobStore().load(job)
     wanted = session.node_named(record, node).name if node else ""
-    follower = jobs.Follower(record)
+    follower, kept = jobs.Follower(record), notes.Reader(record.plan)
     width = max(len(each.name) for each in record.plan.nodes)
     try:
         while True:
+            for text in kept.lines() if not wanted else ():
+                print(f"supervisor | {text}", flush=True)
             for name, text in follower.step(time.time(), everything=everything):
                 if not wanted:
                     print(f"{name:<{width}} | {text}", flush=True)

@@ -16,7 +16,16 @@ from typing import Annotated
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, follow, on_interrupt, print_line, stop_interrupted
+from cluster.cli.follow import (
+    console,
+    follow,
+    hung_up,
+    interrupted,
+    leave_behind,
+    on_interrupt,
+    print_line,
+    stop_interrupted,
+)
 from cluster.errors import UsageError
 from cluster.spec.request import Request, option
 
@@ -32,7 +41,9 @@ def launch(
     array: options.ArrayOptions,
     env_file: options.EnvFile = "",
     logs: options.Logs = "master",
-    detach: Annotated[bool, options.flag("Return when all nodes are started.", "--detach", "-d")] = False,
+    detach: Annotated[
+        bool, options.flag("Return when all nodes are started. A supervisor stays in the background.", "--detach", "-d")
+    ] = False,
     wait: Annotated[
         str, option(metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h.")
     ] = "",
@@ -103,16 +114,20 @@ def launch(
         if detach:
             from cluster.cli.display import header
 
+            notes += leave_behind(record, records, starter.secrets)
             attach = f"clusterctl attach {record.plan.job_id}"
             print_line(out, header(record.plan), *notes, f"running; to follow it: {attach}")
             return
         notes.append("")
         code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets)
     except KeyboardInterrupt:
-        if starter.started:
-            stop_interrupted(starter.started, records, out)
+        started = starter.started
+        if started and hung_up() and not records.load(started.plan.job_id).outcome:
+            leave_behind(started, records, starter.secrets)
+        elif started:
+            stop_interrupted(started, records, out)
         print_line(out, "stopped; nothing of it is running")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise typer.Exit(interrupted()) from None
     raise typer.Exit(code)
 
 

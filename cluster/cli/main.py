@@ -52,6 +52,7 @@ app.command(
 )(plan)
 for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
     app.command()(command)
+app.command(hidden=True)(jobs.supervise)
 app.command(epilog="Example: clusterctl top digits")(jobs.top)
 app.command(epilog="Example: clusterctl serve --port 8000")(jobs.serve)
 app.command("exec", epilog="Example: clusterctl exec digits --node 1 -- nvidia-smi")(session.exec_)

@@ -25,6 +25,8 @@ FAILED_GRACE_S = 0.5
 _FIRST_FAILURE_S = 4.0
 #: How many polls in a row may fail.
 _MAX_UNREACHABLE = 5
+#: How long `stop` waits for the end of the job's supervisor, which copies results.
+_SUPERVISOR_END_S = 30.0
 #: How many of a node's last lines are kept. They must hold the tracebacks of all its ranks.
 _TAIL = 400
 #: A URL, which may contain a secret: it is read from the environment only, and never printed.
@@ -251,9 +253,19 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
     try:
         cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
     finally:  # also if a machine is unreachable
-        problems = monitor.collect(record.plan)
+        problems = _await_supervisor(job_id, records) + monitor.collect(record.plan)
     record = records.load(job_id)
     return record, problems + _write_page(record)
+
+
+def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
+    """Wait until the supervisor in the background has ended with the job. Return a sentence if it has not."""
+    until = time.monotonic() + _SUPERVISOR_END_S
+    while (watcher := records.watcher(job_id)) and watcher.in_background:
+        if not watcher.is_here or time.monotonic() > until:
+            return [f"its supervisor is still ending: pid {watcher.pid} on {watcher.host}"]
+        time.sleep(POLL_S / 4)
+    return []
 
 
 def _write_page(record: JobRecord, view: JobView | None = None) -> list[str]:

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from cluster.backends.logs import number
 from cluster.spec.model import JobRecord, PastAttempt, Plan
+from cluster.supervisor import notes
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.report import seconds
 
@@ -139,6 +140,7 @@ def sections(
         _table(facts),
         _nodes(plan, view, past, is_live=is_live) if view or is_live else "",
         "<h2>Attempts</h2>" + _attempts(attempts),
+        f"<h2>Supervisor</h2><pre>{escape(kept)}</pre>" if (kept := notes.text(plan)) else "",
         _section("Curves", _file_curves(run_dir / "results.csv") or _curves(view.metrics if view else [])),
         _section("Images", (_image(path, is_live) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
     ]

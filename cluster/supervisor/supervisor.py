@@ -15,7 +15,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hin
 from cluster.spec import defaults
 from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
 from cluster.store import JobStore
-from cluster.supervisor import jobs, launcher, restarts
+from cluster.supervisor import jobs, launcher, notes, restarts
 from cluster.supervisor.job_state import RETURN_S, JobView
 from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.launcher import Launcher
@@ -47,30 +47,36 @@ class Supervisor:
 
         Return the last attempt, and why the job was not restarted ("" if it is done or was stopped).
         """
+        copied = notes.Copied(self.show, self.record.plan)
         while True:
             with self.records.watch(self.record.plan.job_id) as is_supervisor:
                 if is_supervisor:
-                    self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
-                    return self._supervise()
-            follower = jobs.follow(self.record, self.show)
-            if self._has_ended(follower) or not self._wait_for_restart():
+                    return self.supervise()
+            follower = jobs.follow(self.record, copied)
+            if self._has_ended(follower) or not self._wait_for_restart(copied):
+                self._wait_for_background(copied)
                 return follower, ""
 
-    def _supervise(self) -> tuple[Follower, str]:
+    def supervise(self) -> tuple[Follower, str]:
+        """As `run`, for a process that holds the job's lock (`JobStore.watch`)."""
+        self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
+        self.show = notes.Kept(self.show, self.record.plan)
         while True:
             follower = jobs.follow(self.record, self.show, self._patience_s)
             if self._has_ended(follower):
                 return follower, ""
             self._check_network(follower.view)
-            failed_at = time.time()
+            failed_at, failure = time.time(), restarts.failure(follower.view, follower.verdict)
             try:
                 if not self._has_recorded_failure():
-                    self._record_failure(restarts.failure(follower.view, follower.verdict))
+                    self._record_failure(failure)
                 refused = self._restart(follower)
             except KeyboardInterrupt:
                 raise BetweenAttempts from None
             except ClusterError as error:
                 refused = _not_restarted(error)
+            if refused and refused != restarts.NO_RESTARTS:
+                notes.add(self.record.plan, f"{failure.why}; not restarted: {refused}")
             if refused:  # recorded before another process may become the supervisor
                 for text in jobs.record_outcome(follower, self.records):
                     self.show.note(text)
@@ -258,11 +264,19 @@ class Supervisor:
                 time.sleep(_RETURN_POLL_S)
             lost = ()
 
-    def _wait_for_restart(self) -> bool:
+    def _wait_for_background(self, show: notes.Copied) -> None:
+        """Wait until a supervisor in the background has copied the results, so that two processes do not."""
+        while (watcher := self.records.watcher(self.record.plan.job_id)) and watcher.in_background:
+            show.update()
+            time.sleep(jobs.POLL_S)
+        show.update()
+
+    def _wait_for_restart(self, show: notes.Copied) -> bool:
         """Wait until another supervisor restarts the job, or ends. Return False if the job has ended."""
         attempt, polls = self.record.plan.attempt, 0
         while True:
             polls += 1
+            show.update()
             self.record = self.records.load(self.record.plan.job_id)
             if self.record.outcome:
                 return False

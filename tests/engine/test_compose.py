@@ -47,6 +47,22 @@ def test_two_containers_train_a_detector(clusterctl):
     assert left_of("ct-train") == []
 
 
+def test_a_detached_job_is_restarted(clusterctl):
+    process = started(clusterctl, "ct-night", "--detach", "--max-restarts", "1", ticks=30)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    clusterctl.wait_for("ct-night", "tick 0")
+    print(clusterctl.run("ps")[1])
+    docker("kill", "ct-night-node-1")
+    code, text = clusterctl.run("wait", "ct-night")
+    assert code == 0, text
+    status = clusterctl.run("status", "ct-night")[1]
+    print(clusterctl.run("ps", "--all")[1], status)
+    assert "node-1: exit 137 (killed); restart 1 of 1" in status
+    assert "attempt 2 on node-0, node-1" in (clusterctl.folder / "runs/ct-night/report.html").read_text()
+    assert left_of("ct-night") == []
+
+
 def test_a_removed_container_is_lost(clusterctl):
     process = started(clusterctl, "ct-lost")
     clusterctl.wait_for("ct-lost", "tick 0")

@@ -216,6 +216,32 @@ def test_after_a_killed_launcher_attach_fetches_the_results(cluster, undisturbed
     assert cluster.left() == {}
 
 
+def test_a_detached_job_is_restarted_after_the_log_out(cluster, undisturbed):
+    """Launch, detach, log out, kill a node's container at night, and find the job trained to its end."""
+    cluster.launch("ft-night", "--detach")  # in a session of its own, which ends with it
+    code, text = cluster.end()
+    assert code == 0, text
+    print(text)
+    until = time.time() + 150
+    while '"checkpoint"' not in cluster.log():
+        assert time.time() < until, cluster.log()
+        time.sleep(0.1)
+    print(cluster.clusterctl.run("ps")[1])
+    cluster.testbed["n1"].run("docker kill ft-night-n1")
+    while not (cluster.folder / "runs" / "ft-night" / "report.html").exists():
+        assert time.time() < until, cluster.clusterctl.run("status", "ft-night")
+        time.sleep(0.5)
+    for words in (["ps", "--all"], ["status", "ft-night"]):
+        print(cluster.clusterctl.run(*words)[1])
+    report = (cluster.folder / "runs" / "ft-night" / "report.html").read_text()
+    print(re.sub(r"\n\s*\n+", "\n", re.sub("<[^>]*>", "\n", report.partition("<h1>")[2].partition("<h2>Curves")[0])))
+    status = cluster.clusterctl.run("status", "ft-night")[1]
+    assert re.search(r"n1: exit 137 \(killed\); restart 1 of 3", status), status
+    assert "attempt 2 on n0, n1" in report
+    assert same(cluster.weights(), undisturbed)
+    assert cluster.left() == {}
+
+
 def test_a_container_ends_after_the_nodes_script_was_killed(cluster):
     """Without launcher and script, the agent stops the container."""
     cluster.launch("ft-script", "--nodes", "1", epochs=5000)

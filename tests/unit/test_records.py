@@ -1,5 +1,10 @@
 import fcntl
+import os
 import resource
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -8,7 +13,7 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Job, JobRecord, Node, Queue
-from cluster.store import JobStore
+from cluster.store import JobStore, Watcher
 
 
 def record(name, created_at=1.0, backend="compose"):
@@ -84,3 +89,28 @@ def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ClusterError, match=r"a\.json"):
         JobStore(tmp_path).load("a")
+
+
+WATCHES = """
+import sys, time
+from pathlib import Path
+from cluster.store import JobStore
+with JobStore(Path(sys.argv[1])).watch("a", in_background=True) as is_supervisor:
+    print(is_supervisor, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_the_process_that_supervises_a_job_is_known_until_it_ends(tmp_path):
+    records = JobStore(tmp_path)
+    assert records.watcher("a") is None
+    argv = [sys.executable, "-c", WATCHES, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "True\n"
+        assert records.watcher("a") == Watcher(process.pid, socket.gethostname(), in_background=True)
+        with records.watch("a") as is_supervisor:
+            assert not is_supervisor
+        process.send_signal(signal.SIGKILL)
+    assert records.watcher("a") is None
+    with records.watch("a"):
+        assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=False)

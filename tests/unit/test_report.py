@@ -97,7 +97,7 @@ def test_ctrl_c_inside_a_print_does_not_swallow_the_last_message(monkeypatch, ca
         raise KeyboardInterrupt
 
     monkeypatch.setattr(supervisor.Supervisor, "run", run)
-    monkeypatch.setattr(follow, "on_interrupt", lambda *_: None)
+    monkeypatch.setattr(follow, "on_interrupt", lambda *_: [])
     with pytest.raises(typer.Exit):
         follow.follow(record, JobStore(tmp_path), out, "master", stop_on_interrupt=False)
     assert "detached; job keeps running" in capsys.readouterr().out
