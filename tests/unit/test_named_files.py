@@ -24,7 +24,16 @@ def plan(folder, setup, refused=()):
     words = ["plan", "--backend", "local", "--name", "job", "--command", "x.py", "--setup", setup]
     argv = [sys.executable, "-c", GUARDED, ":".join(refused), *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        argv,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        check=False,
+        timeout=60,
+    )
     return done.returncode, done.stdout + done.stderr
 
 
