@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import contract
 from trainer.config.faults import Fault
 from trainer.data.image_check import decode_images, read_headers
 from trainer.data.image_file import ImageState
@@ -137,9 +138,14 @@ def new_draft(folder: Path, name: str) -> Iterator[Path]:
 
 
 def cache_folders(root: str) -> list[Path]:
-    """Return the candidate cache folders of the dataset in `root`, in order of preference."""
+    """Return the candidate cache folders of the dataset in `root`, in order of preference.
+
+    In a job, the folder beside the run directories outlives the container.
+    """
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
     # Check the write bits: os.access() is always true for root.
     writable = os.stat(root).st_mode & 0o222  # noqa: PTH116
-    return [*([Path(root, FOLDER)] if writable else []), Path(user, "clusterctl", "labels", name)]
+    beside = [Path(root, FOLDER)] if writable else []
+    in_job = [Path(job).parent / FOLDER / "labels" / name] if (job := os.environ.get(contract.RUN_DIR)) else []
+    return [*beside, *in_job, Path(user, "clusterctl", "labels", name)]
