@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -47,7 +48,8 @@ class Launched:
 
         records = JobStore()
         follower, refusal = supervisor.Supervisor(self._record, records, jobs.Display(), self._secrets).run()
-        outcome, _ = jobs.finish(follower, records)
+        outcome, problems = jobs.finish(follower, records)
+        _note(*problems)
         view = follower.view
         why = "; ".join(text for text in (report.cause(view, follower.verdict), refusal) if text)
         return JobResult(outcome, records.load(self.name).exit_code, why, view.done or view.metric)
@@ -75,7 +77,7 @@ def launch(
     secrets: Mapping[str, str] | None = None,
     **options: object,
 ) -> Launched:
-    """Start a job on all of its nodes, or on none.
+    """Start a job on all of its nodes, or on none. Notes for the user go to the logger `cluster.api`.
 
     Args:
         arguments: The trainer's arguments: `["train", "--data", "coco.yaml"]`.
@@ -96,10 +98,18 @@ def launch(
     if request.build:
         raise UsageError("build: only clusterctl builds images", "docker build, then image=NAME")
     request = replace(request, env=[*request.env, *(secrets or {})])
-    job, chosen, _ = launcher.resolve(request, machines(inventory, backend))
+    job, chosen, notes = launcher.resolve(request, machines(inventory, backend))
     values = dict(secrets or {})
-    record, _ = launcher.Launcher(JobStore(), values).launch(job, chosen, numbered=not request.name)
+    notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, chosen)]
+    record, more = launcher.Launcher(JobStore(), values).launch(job, chosen, numbered=not request.name)
+    _note(*notes, *more)
     return Launched(record, values)
+
+
+def _note(*texts: str) -> None:
+    """Log what the command line prints as notes. Without a configuration, Python prints warnings on stderr."""
+    for text in texts:
+        logging.getLogger(__name__).warning(text)
 
 
 def machines(inventory: str | Inventory | None, backend: str) -> Inventory | None:

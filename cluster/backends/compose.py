@@ -141,7 +141,11 @@ class ComposeBackend(Backend):
         return "0:0" if found.code == 0 and "rootless" in found.out else super().user()
 
     def _left(self, job_id: str) -> list[str]:
-        return self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}").out.split()
+        """Return the containers of a job. Raises UnreachableError if the engine does not answer."""
+        found = self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}")
+        if found.code:
+            raise UnreachableError(f"this machine: docker ps: {found.last_line}", "docker info")
+        return found.out.split()
 
     def _docker(self, *arguments: str) -> Completed:
         return LocalShell().run(["docker", *arguments], timeout_s=30)

@@ -97,8 +97,8 @@ class Request(SlurmOptions):
         option(
             "--env",
             "-e",
-            help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment, and is on "
-            "no command line and in no plan, record or log. Repeatable.",
+            help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment, is on no "
+            "command line and in no plan or record, and is masked in logs. Repeatable.",
         ),
     ] = field(default_factory=list)
     mounts: Annotated[

@@ -373,6 +373,16 @@ def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
     ]
 
 
+def test_stop_does_not_say_that_a_job_ended_whose_engine_is_unreachable(clusterctl, job_name):
+    clusterctl.env["DOCKER_HOST"] = "unix:///absent.sock"
+    job = Job(job_name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")
+    record = JobRecord(BACKENDS["compose"].plan(job, attempt=1, port=20000), time.time(), job)
+    JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"])).reserve(record)
+    code, text = clusterctl.run("stop", job_name)
+    assert code == 5, text
+    assert "this machine: docker ps: " in text
+
+
 def test_ps_and_status_do_not_read_logs(clusterctl, launch, job_name, request):
     (clusterctl.folder / "quiet.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
     clusterctl.expect(0, *launch("quiet.py", "--nodes", "2", "--detach"))

@@ -194,10 +194,12 @@ def test_ranks_without_a_launcher_and_of_slurm_are_no_orphans(machines, more, jo
         alone.wait()
 
 
-def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, job_name):
+def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, job_name, caplog):
     monkeypatch.chdir(machines.folder)
     monkeypatch.setenv("CLUSTERCTL_STATE_DIR", machines.env["CLUSTERCTL_STATE_DIR"])
-    job = cluster.launch(command="ticks.py --ticks 1", nodes=2, python=sys.executable, name=job_name)
+    options = {"python": sys.executable, "name": job_name, "secrets": {"MODE": "true"}}
+    job = cluster.launch(command="ticks.py --ticks 1", nodes=2, **options)
+    assert "--env MODE: the value is shorter than four characters or a common word" in caplog.text
     assert json.loads(machines.run("ps", "--json")[1])[0]["job"] == job_name
     ended = job.wait()
     assert (ended.outcome, ended.exit_code) == ("done", 0), ended

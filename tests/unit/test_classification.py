@@ -205,6 +205,13 @@ def test_hidden_files_are_no_images_and_hidden_folders_no_classes(tmp_path: Path
         open_classification(str(only_hidden), "train")
 
 
+def test_a_class_whose_folder_cannot_be_followed_is_refused(tmp_path: Path) -> None:
+    root = folders(tmp_path / "data")
+    (root / "train" / "zebra").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(TrainerError, match="zebra: a link that leads to nothing"):
+        open_classification(str(root), "train")
+
+
 def test_a_single_class_folder_is_refused(tmp_path: Path) -> None:
     root = folders(tmp_path)
     (root / "train").rename(root / "images")

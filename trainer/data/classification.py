@@ -13,7 +13,7 @@ import numpy as np
 from trainer.config import CIFAR, DIGITS
 from trainer.data.dataset import Image, file_fingerprint, read_image, reduction
 from trainer.data.digits import scans
-from trainer.data.listing import images_below
+from trainer.data.listing import LINK_HINT, images_below
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 
@@ -29,6 +29,9 @@ class Folder:
         if not found:
             raise TrainerError(f"--data {root}: no folder {' or '.join(_FOLDERS[split])}", "see docs/how-to/train.md")
         self._root = found[0]
+        broken = [str(path) for path in sorted(self._root.iterdir()) if path.is_symlink() and not path.exists()]
+        if broken:
+            raise TrainerError(f"{broken[0]}: a link that leads to nothing", LINK_HINT)
         # Skip hidden names: `.ipynb_checkpoints` is no class, and `._1.jpg` of macOS no image.
         self.names = sorted(path.name for path in self._root.iterdir() if path.is_dir() and path.name[0] != ".")
         paths = [[os.path.relpath(path, self._root) for path in images_below(self._root / name)] for name in self.names]

@@ -29,7 +29,7 @@ _ENDINGS = f"images end in {', '.join(sorted(SUFFIXES))}"
 # Images of other programs, which would be missing from the dataset without a word.
 _OTHER_IMAGES = frozenset({".avif", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".ppm", ".dng", ".jxl"})
 _FILE_HINT = "replace it with a file that this user may read"
-_LINK_HINT = "correct the link; in a container, mount the folder that it leads to: clusterctl launch --mount FOLDER"
+LINK_HINT = "correct the link; in a container, mount the folder that it leads to: clusterctl launch --mount FOLDER"
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def obstacle(path: str, error: OSError) -> str:
 
 
 def _hint(problem: str) -> str:
-    return _LINK_HINT if problem.startswith("is a link") else _FILE_HINT
+    return LINK_HINT if problem.startswith("is a link") else _FILE_HINT
 
 
 def _unreachable_folders(files: list[str], faults: list[Fault]) -> set[str]:
