@@ -53,14 +53,13 @@ def run() -> NoReturn:
 def _keep_compiled_code() -> None:
     """Choose where torch.compile and Triton keep their code, before torch is loaded, which reads the variables.
 
-    A job of the launcher keeps it beside the run directories, where it outlives the container and serves the later jobs
-    of this node; any other run keeps it in the user's cache folder. Without a folder that can be written, torch and
-    Triton choose.
+    A job of the launcher keeps it in the node's cache folder, where it outlives the container and serves later jobs.
+    Any other run keeps it in the user's cache folder. Without a folder that can be written, torch and Triton choose.
     """
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.home can raise)
     folders = [Path(home, "trainer", "compiled")]
-    if job := os.environ.get(contract.RUN_DIR):
-        folders.insert(0, Path(job).parent / ".trainer-cache" / "compiled")
+    if of_node := os.environ.get(contract.CACHE_DIR):
+        folders.insert(0, Path(of_node, "compiled"))
     for folder in folders:
         existing = next((part for part in (folder, *folder.parents) if part.exists()), folder)
         if folder.is_absolute() and existing.is_dir() and os.access(existing, os.W_OK):

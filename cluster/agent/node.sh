@@ -5,7 +5,7 @@
 # runtime's functions.
 
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
-mkdir -p -- "$out" ${CLUSTER_SETUP_DIR:+"$CLUSTER_SETUP_DIR"} || exit 73
+mkdir -p -- "$out" ${CLUSTER_CACHE_DIR:+"$CLUSTER_CACHE_DIR"} ${CLUSTER_SETUP_DIR:+"$CLUSTER_SETUP_DIR"} || exit 73
 rm -f -- "$out/$CLUSTER_NODE".{exit,json,alive}
 printf '%s\n' "$$" > "$out/$CLUSTER_NODE.pid" || exit 73
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import SETUP, WORKDIR, Gpu, Job, Mount, Node, Plan, Step
+from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Mount, Node, Plan, Step
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -82,7 +82,7 @@ def _script(
     workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, node)
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
-        folders = [run_dir, *([_setup_dir(run_dir, job)] if job.setup else [])]
+        folders = [run_dir, _beside(run_dir, CACHE), *([_setup_dir(run_dir, job)] if job.setup else [])]
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
     words = [*runtime.run(job, node, mounts, names), job.python, f"{attempt_dir(plan, node)}/agent.pyz", *job.command]
@@ -130,6 +130,7 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         contract.JOB_ID: job.name,
         contract.ATTEMPT: str(attempt),
         contract.RUN_DIR: run_dir,
+        contract.CACHE_DIR: _beside(run_dir, CACHE),
         contract.GLOBAL_WORLD_SIZE: str(job.world_size),
     }
     if job.secrets:
@@ -146,7 +147,12 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
 
 def _setup_dir(run_dir: str, job: Job) -> str:
     """Return the folder of the virtual environments of `job.setup`, next to the jobs' run directories."""
-    return f"{run_dir.rpartition('/')[0]}/{SETUP}/{job.setup_key or job.name}"
+    return f"{_beside(run_dir, SETUP)}/{job.setup_key or job.name}"
+
+
+def _beside(run_dir: str, name: str) -> str:
+    """Return the path of a folder of the node next to the jobs' run directories."""
+    return f"{run_dir.rpartition('/')[0]}/{name}"
 
 
 def gpu_environment(job: Job, gpus: Sequence[Gpu]) -> dict[str, str]:

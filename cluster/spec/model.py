@@ -19,6 +19,8 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 WORKDIR = "workdir"
 #: The folder of the virtual environments of `--setup`, next to the jobs' run directories.
 SETUP = ".setup"
+#: The folder of the programs' caches, also next to the run directories: it outlives the jobs and their containers.
+CACHE = ".cache"
 
 
 @dataclass(frozen=True)

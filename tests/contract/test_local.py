@@ -373,6 +373,19 @@ def test_ps_lists_all_jobs_when_an_engine_is_unreachable(clusterctl, job_name):
     ]
 
 
+CACHES = """import os, pathlib
+kept = pathlib.Path(os.environ["CLUSTER_CACHE_DIR"], "kept")
+print("found", kept.exists(), flush=True)
+kept.touch()
+"""
+
+
+def test_jobs_share_a_cache_folder_that_outlives_them(clusterctl, launch, job_name):
+    (clusterctl.folder / "caches.py").write_text(CACHES)
+    assert "found False" in clusterctl.expect(0, *launch("caches.py"))
+    assert "found True" in clusterctl.expect(0, *launch("caches.py", name=f"{job_name}-again"))
+
+
 def test_stop_does_not_say_that_a_job_ended_whose_engine_is_unreachable(clusterctl, job_name):
     clusterctl.env["DOCKER_HOST"] = "unix:///absent.sock"
     job = Job(job_name, ("x.py",), 1, 1, str(clusterctl.folder), image="some:1")

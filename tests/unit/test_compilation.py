@@ -100,11 +100,11 @@ def test_compiled_code_outlives_a_container_and_is_kept_where_the_process_may_wr
     (tmp_path / "file").touch()
     (tmp_path / "runs").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    of_user, of_node = tmp_path / "home/trainer/compiled", tmp_path / "runs/.trainer-cache/compiled"
-    for job, expected in {"": of_user, "runs/a": of_node, "runs/b": of_node, "file/a": of_user}.items():
+    of_user, of_node = tmp_path / "home/trainer/compiled", tmp_path / "runs/.cache/compiled"
+    for folder, expected in {"": of_user, "runs/.cache": of_node, "file/.cache": of_user}.items():
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("CLUSTER_RUN_DIR", str(tmp_path / job) if job else "")
+        monkeypatch.setenv("CLUSTER_CACHE_DIR", str(tmp_path / folder) if folder else "")
         _keep_compiled_code()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)
         assert os.environ["TRITON_CACHE_DIR"] == str(expected / "triton")

@@ -134,15 +134,16 @@ def test_a_read_only_dataset_is_cached_in_the_users_folder(make, monkeypatch, tm
     path.parent.chmod(0o755)
 
 
-def test_a_job_caches_a_read_only_dataset_beside_the_run_directories(monkeypatch, tmp_path):
+def test_a_job_caches_a_read_only_dataset_in_the_folder_of_the_node(monkeypatch, tmp_path):
     """Where it outlives the container, and serves the next job."""
     path = read_only(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for job in ("first", "second"):
         monkeypatch.setenv("CLUSTER_RUN_DIR", str(tmp_path / "runs" / job))
+        monkeypatch.setenv("CLUSTER_CACHE_DIR", str(tmp_path / "runs/.cache"))
         open_dataset(str(path), "train", imgsz=64)
         (scan,) = scans(tmp_path)
-        assert scan.is_relative_to(tmp_path / "runs" / FOLDER)
+        assert scan.is_relative_to(tmp_path / "runs/.cache")
     path.parent.chmod(0o755)
 
 

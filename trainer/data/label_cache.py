@@ -140,12 +140,12 @@ def new_draft(folder: Path, name: str) -> Iterator[Path]:
 def cache_folders(root: str) -> list[Path]:
     """Return the candidate cache folders of the dataset in `root`, in order of preference.
 
-    In a job, the folder beside the run directories outlives the container.
+    In a job, the node's cache folder outlives the container.
     """
     user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
     # Check the write bits: os.access() is always true for root.
     writable = os.stat(root).st_mode & 0o222  # noqa: PTH116
     beside = [Path(root, FOLDER)] if writable else []
-    in_job = [Path(job).parent / FOLDER / "labels" / name] if (job := os.environ.get(contract.RUN_DIR)) else []
+    in_job = [Path(of_node, "labels", name)] if (of_node := os.environ.get(contract.CACHE_DIR)) else []
     return [*beside, *in_job, Path(user, "clusterctl", "labels", name)]
