@@ -146,6 +146,9 @@ def error_of(failed: str, errors: str) -> ClusterError:
 def reason(errors: str) -> str:
     """Return the reason in the stderr of rsync, ssh or mkdir: `No space left on device`, or the most telling line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip() and not _CONSEQUENCE.match(line.strip())]
+    for line in lines:
+        if "is your shell clean" in line:  # broken pipes of rsync follow from it, before or after
+            return line
     # Lines of rsync first: ssh and the login shell also write to stderr.
     for line in sorted(lines, key=lambda line: not line.startswith("rsync: [")):
         found = re.search(r": ([A-Z][A-Za-z' -]+?)(?: \(\d+\))?$", line)

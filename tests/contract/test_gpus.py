@@ -48,6 +48,9 @@ case "$*" in
 compose*) echo 2.26.1 ;;
 version*) echo 27.5.1 ;;
 image*) echo sha256:1234 amd64 ;;
+inspect*)
+    [ -e "CONTAINERS/${4%-node-0}" ] || { echo "Error: No such container: $4" >&2; exit 1; }
+    echo "[{\\"Name\\": \\"/$4\\", \\"State\\": {\\"Status\\": \\"running\\", \\"Running\\": true}}]" ;;
 ps*) [ ! -e "CONTAINERS/$project" ] || echo "$project" ;;
 wait*) while [ -e "CONTAINERS/$2" ]; do sleep 0.05; done ;;
 esac
