@@ -69,7 +69,7 @@ class Node:
     def end(self):
         """Return the exit code, the console output, and the status file."""
         with self.process:
-            out, _ = self.process.communicate(timeout=60)
+            out, _ = self.process.communicate(timeout=120)
         with self.errors:
             self.errors.seek(0)
             assert self.errors.read() == ""
@@ -90,7 +90,7 @@ class Node:
 
     def wait_for(self, *lines):
         """Wait until the log has these lines, in any order."""
-        until = time.time() + 20
+        until = time.time() + 60
         while not set(lines) <= set(self.lines()):
             assert time.time() < until, f"not in the log: {lines}"
             time.sleep(0.02)
@@ -726,7 +726,7 @@ def fast_agent(monkeypatch, folder):
 def test_ranks_that_poll_for_ever_are_a_stall_with_their_places(tmp_path, monkeypatch):
     fast_agent(monkeypatch, tmp_path)
     node = Node(tmp_path, BUSY.format(how="polls"), CLUSTER_STALL_TIMEOUT="1")
-    found = stall(node, 30)
+    found = stall(node, 120)
     node.process.send_signal(signal.SIGTERM)
     assert node.end()[0] == 143
     lines = {f"program.py:{number}" for number, line in enumerate(node.program(), 1) if "closed.locked()" in line}
