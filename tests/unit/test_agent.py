@@ -662,7 +662,7 @@ def test_idle_ranks_are_a_stall_with_their_places(tmp_path):
         {"collective": "", "call": "<module>", "place": "program.py:13", "rank": 1},
     ]
     # On a busy machine, ranks that start slowly are a stall before it.
-    found = stall(node, 20, expected)
+    found = stall(node, 60, expected)
     node.process.send_signal(signal.SIGTERM)
     assert node.end()[0] == 143
     assert found == expected
@@ -771,7 +771,7 @@ print("caught", caught, flush=True)
 
 def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
     node = Node(tmp_path, "os.execvp('sleep', ['sleep', '100'])", ranks=1, CLUSTER_STALL_TIMEOUT="1")
-    found = stall(node, 20)
+    found = stall(node, 60)
     node.process.send_signal(signal.SIGTERM)
     node.end()
     assert found == [{"collective": "", "call": "", "place": "", "rank": 0}]
