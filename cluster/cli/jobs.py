@@ -275,7 +275,7 @@ def serve(
         try:
             import prometheus_client  # noqa: F401
         except ImportError:
-            raise UsageError("--metrics needs prometheus-client", "pip install 'clusterctl[metrics]'") from None
+            raise UsageError("--metrics needs prometheus-client", "pip install prometheus-client") from None
     token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)

@@ -39,7 +39,10 @@ class InferenceSettings:
 class ValSettings(InferenceSettings):
     """Settings of `trainer val` for a detector."""
 
-    data: str = option(REQUIRED, "`digits` or the path of a data.yaml; its classes must be those of the weights.")
+    data: str = option(
+        REQUIRED,
+        "`digits`, a data.yaml or, for a classifier or segmenter, a folder; its classes must be those of the weights.",
+    )
     split: str = option("val", "Split: train, val or test.", "--split", "--task", known=("train", "val", "test"))
     batch: int = option(32, "Images per batch and rank, at most 32.", "--batch", "--batch-size", least=1)
     conf: float = option(0.001, "Lowest score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
@@ -63,7 +66,7 @@ class PredictSettings(InferenceSettings):
     conf: float = option(0.25, "Lowest score of a box.", "--conf", "--conf-thres")
     iou: float = option(0.45, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
     max_det: int = option(1000, "Most boxes per image.")
-    classes: str = option("", "Detect only these classes: comma-separated names or numbers. (default: all)")
+    classes: str = option("", "Detect only these classes: cat,dog or 0,2 (or 0 2, as in YOLOv5). (default: all)")
     nosave: bool = option(False, "Draw nothing.")
     save_json: bool = option(False, "Write all boxes to predictions.json.")
     name: str = option("predict", "Name of the result folder; if it exists, name2, name3, ...")

@@ -187,13 +187,13 @@ class Settings:
     patience: int = option(100, "Stop after this many epochs without a better score; 0: never.", least=0)
     resume: str = option(
         "",
-        "Resume an interrupted run: its folder or last.pt; without a value the newest in --project. Of the other "
-        "options only --device, --ranks, --parallel, --workers, --cache and --project may change. clusterctl resumes "
-        "restarted jobs itself.",
+        "Resume an interrupted run: its folder or last.pt; without a value the newest in --project. Only options that "
+        "change no computed number may differ, such as --device, --ranks, --parallel, --workers, --cache, --patience "
+        "and --save-every. clusterctl resumes restarted jobs itself.",
         metavar="[PATH]",
     )
     save_every: str = option(
-        "", "Interval of checkpoints within an epoch: 10min, 30s, 500steps. (default: only after each epoch)"
+        "", "Also write last.pt within an epoch: every 10min, 30s, 500steps. (default: at each validation)"
     )
     save_period: int = option(0, "Keep epochN.pt every N epochs; 0: only last, previous and best.", least=0)
     on_nan: str = option(
