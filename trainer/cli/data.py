@@ -25,8 +25,8 @@ Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all ima
 def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -> None:
     """Print each fault of the splits train and val with file and line, and a table of the classes.
 
-    `train` finds the same faults and warnings. The exit code is 2 if the dataset has a fault. Warnings do not change
-    it, for example the same box twice, or images without a label file.
+    `train` finds the same faults and warnings, except for one: an image that is in both splits. The exit code is 2 if
+    the dataset has a fault. Warnings, such as the same box twice or an image without a label file, do not change it.
     """
     from trainer.data.check import check as examine
 
