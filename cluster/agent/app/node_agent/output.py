@@ -54,7 +54,7 @@ class Log:
         return self._mask.text(text)
 
     def masked_event(self, event: Fields) -> Fields:
-        """Return the event with `***` in place of secrets in its texts, but not in its kind."""
+        """Return the event with its secrets replaced by `***` in its texts, but not in its kind."""
         return self._mask.event(event)
 
     def _write(self, file: FileIO, data: bytes) -> None:
