@@ -114,9 +114,10 @@ def _note(*texts: str) -> None:
 
 def machines(inventory: str | Inventory | None, backend: str) -> Inventory | None:
     """Return the machines of the `inventory` of `launch`, or None for this machine."""
+    from cluster.backends import BACKENDS
     from cluster.transport import discovery
 
     if isinstance(inventory, Inventory):
         return inventory
-    found = discovery.load(inventory or "", backend=backend)
+    found = discovery.load(BACKENDS, inventory or "", backend=backend)
     return discovery.complete(found) if found else None

@@ -16,6 +16,7 @@ from submitit.core import core, utils
 from submitit.core.job_environment import JobEnvironment
 
 from cluster import api, contract
+from cluster.backends import BACKENDS
 from cluster.errors import ClusterError
 from cluster.spec import defaults
 from cluster.spec.request import Request
@@ -113,10 +114,10 @@ class ClusterctlExecutor(core.Executor):
 
     def _launch(self, delayed: utils.DelayedSubmission) -> ClusterctlJob:
         options, function = dict(self.parameters), delayed.function
-        slurm = [*options.pop("slurm", ())]
+        settings = [*options.pop("settings", ())]
         for key, form in {"timeout_min": "time={}", "mem_gb": "mem={}G", "cpus_per_task": "cpus-per-task={}"}.items():
             if (value := options.pop(key, None)) is not None:
-                slurm.append(form.format(value))
+                settings.append(form.format(value))
         name = f"{options.pop('name', 'submitit')}-{uuid.uuid4().hex[:8]}"
         mounts = [*options.pop("mounts", ())]
         backend, machines = options.pop("backend", "auto"), options.pop("inventory", None)
@@ -127,12 +128,12 @@ class ClusterctlExecutor(core.Executor):
             self.folder.mkdir(parents=True, exist_ok=True)
             delayed.set_timeout(int(self.parameters.get("timeout_min") or 5), defaults.DEFAULT_RESTARTS)
             delayed.dump(utils.JobPaths(self.folder, job_id=name).submitted_pickle)
-            if launcher.choose_backend(backend, machines)[0] != "local":
+            if BACKENDS[launcher.choose_backend(backend, machines)[0]].in_containers is not False:
                 mounts.append(f"{self.folder}:{self.folder}:rw")
             command = shlex.join(["-m", "submitit.core._submit", str(self.folder)])
             options["env"] = (*options.get("env", ()), "SUBMITIT_EXECUTOR=clusterctl")
         launched = api.launch(
-            name=name, command=command, backend=backend, inventory=machines, mounts=mounts, slurm=slurm, **options
+            name=name, command=command, backend=backend, inventory=machines, mounts=mounts, settings=settings, **options
         )
         is_command = isinstance(function, submitit.helpers.CommandFunction)
         tasks = 1 if is_command else int(options.get("nodes") or 1) * int(options.get("gpus") or 1)

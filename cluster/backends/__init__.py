@@ -1,17 +1,13 @@
-"""Backends: where jobs run. A backend is one file, and one line of `BACKENDS`."""
+"""Backends: where jobs run. A backend is one file or folder, and one line of `BACKENDS`."""
 
 from cluster.backends.base import Backend
 from cluster.backends.compose import ComposeBackend
-from cluster.backends.hosts import HostsBackend
+from cluster.backends.hosts import LocalBackend, SshBackend
 from cluster.backends.slurm import SlurmBackend
 
-__all__ = ["BACKENDS", "SLURM", "Backend"]
+__all__ = ["BACKENDS", "Backend"]
 
-#: The only backend with job arrays.
-SLURM = SlurmBackend()
+#: By name. `--backend here` is the first one on this machine that works, and hints prefer the earlier ones.
 BACKENDS: dict[str, Backend] = {
-    "local": HostsBackend("local"),
-    "ssh": HostsBackend("ssh"),
-    "compose": ComposeBackend(),
-    "slurm": SLURM,
+    each.name: each for each in (ComposeBackend(), LocalBackend(), SshBackend(), SlurmBackend())
 }

@@ -4,14 +4,19 @@ import abc
 import os
 from collections.abc import Mapping, Sequence
 
+from cluster.backends import monitor
 from cluster.errors import ClusterError
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step
+from cluster.spec.traits import Traits
+from cluster.transport import files, workdir
 
 
-class Backend(abc.ABC):
-    """Plans, checks, submits, observes and cancels jobs in one kind of environment."""
+class Backend(Traits, abc.ABC):
+    """Plans, checks, submits, observes and cancels jobs in one kind of environment.
 
-    name: str
+    Its declarations, which code outside asks instead of its name, are in spec/traits.py.
+    """
+
     #: Whether a queue starts the job again without a launcher.
     requeues = False
 
@@ -31,6 +36,26 @@ class Backend(abc.ABC):
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start all nodes, or stop the started ones and raise LaunchError; `secrets` are the values by name."""
 
+    def send_workdir(
+        self, job: Job, plan: Plan, sizes: Mapping[str, int], earlier: Sequence[str], report: files.Report
+    ) -> list[str]:
+        """Copy the working directory to the machines that lack it, before an attempt. Return sentences for the user.
+
+        `sizes` are its files; `earlier` are jobs whose copies may have the same ones. Raises ClusterError.
+        """
+        if plan.attempt > 1:
+            nodes = workdir.without_copy(plan, plan.nodes)
+        else:
+            nodes = [job.queue.login] if job.queue else [*job.hosts, *job.spares]
+        return [workdir.send(sizes, plan, nodes, earlier, report)] if nodes else []
+
+    def tend(self, record: JobRecord) -> list[str]:
+        """Care for an attempt that waits for its machines; the job's supervisor calls it before each poll.
+
+        Return sentences for the user. Raises ClusterError.
+        """
+        return []
+
     @abc.abstractmethod
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return one status per node of the plan, in its order. Update the local copies of the nodes' logs."""
@@ -43,9 +68,23 @@ class Backend(abc.ABC):
         keeps running.
         """
 
+    def collect(self, plan: Plan) -> list[str]:
+        """Copy the results to the plan's run directory on this machine; return a sentence for each failure."""
+        return monitor.collect(plan)
+
     @abc.abstractmethod
-    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
-        """Return a machine, and its command that runs `argv` in the container of a node (`tty`: on a terminal)."""
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
+        """Return the command of this machine that runs `argv` in the container of a node (`tty`: on a terminal)."""
+
+    def array(self, job: Job, plans: Sequence[Plan], at_once: int) -> Step:
+        """Return the step that submits an array of `plans`, at most `at_once` at a time; `job` is any of their jobs.
+        Only a backend that supports `--array` has this method and the next one.
+        """
+        raise NotImplementedError
+
+    def submit_array(self, plans: Sequence[Plan], step: Step, secrets: Mapping[str, str]) -> None:
+        """Submit the jobs of an array. Raises LaunchError."""
+        raise NotImplementedError
 
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""

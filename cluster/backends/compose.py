@@ -31,7 +31,8 @@ AGENT = "/agent"
 class ComposeBackend(Backend):
     """One container per node on the engine of this machine."""
 
-    name = "compose"
+    name, machines, in_containers = "compose", "here", True
+    supports = frozenset({"--image", "--mount", "--build", "--wait"})
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
@@ -111,13 +112,13 @@ class ComposeBackend(Backend):
         if _gpus(plan):  # the process that has their locks ends soon; the next job may start at once
             monitor.stop(plan.nodes[0], plan.job_id, 0, [], timeout_s=30)
 
-    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `docker exec`."""
         status = next(each for each in self.observe(record.plan) if each.node == node.name)
         if status.phase in ("exited", "lost"):
             raise UsageError(f"{node.name}: its ranks have ended")
         words = ["docker", "exec", "--interactive", *(["--tty"] if tty else []), f"{record.plan.job_id}-{node.name}"]
-        return node, [*words, *script.in_setup(record.job, argv)]
+        return [*words, *script.in_setup(record.job, argv)]
 
     def problem(self) -> tuple[str, str] | None:
         """Return why there is no engine with compose on this machine, as (message, hint), or None."""

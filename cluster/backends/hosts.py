@@ -14,15 +14,15 @@ from cluster.backends.monitor import NodeMonitor
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
+from cluster.runtimes.base import Runtime
 from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
-from cluster.transport import parallel, reach
+from cluster.transport import parallel, reach, ssh_to
 
 
 class HostsBackend(Backend):
     """One script per node: N nodes on this machine, or one on each machine of an inventory."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self) -> None:
         self._monitor = NodeMonitor(lambda plan, machine: monitor.poll(plan, machine, "poll")[1])
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
@@ -89,9 +89,9 @@ class HostsBackend(Backend):
         except ClusterError as error:
             raise type(error)(error.message, f"once it answers: clusterctl stop {plan.job_id}") from error
 
-    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
-        """Return the node, and a script that enters its container."""
-        return node, script.exec_command(record.job, record.plan, node, argv, tty=tty)
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
+        """Return a script that enters the node's container, on its machine."""
+        return ssh_to(node).command(script.exec_command(record.job, record.plan, node, argv, tty=tty), tty=tty)
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
@@ -119,3 +119,23 @@ class HostsBackend(Backend):
             raise preflight.lost_race(plan, node.name, started.out.strip())
         if started.code:
             raise LaunchError(f"{node.name}: cannot start the node's script: {started.last_line}")
+
+
+class LocalBackend(HostsBackend):
+    """The nodes are process groups on this machine."""
+
+    name, machines, in_containers = "local", "here", False
+    supports = frozenset({"--wait"})
+
+
+class SshBackend(HostsBackend):
+    """Each node is a machine of cluster.yaml, reached over SSH."""
+
+    name, machines = "ssh", "listed"
+    supports = frozenset(
+        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "image push"}
+    )
+
+    def fits(self, runtime: Runtime) -> bool:
+        """Return whether the runtime needs no job step of a scheduler."""
+        return bool(runtime.engine) or runtime.inside

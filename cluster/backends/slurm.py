@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
@@ -19,8 +19,8 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
-from cluster.transport import parallel, reach
+from cluster.spec.model import Device, Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
+from cluster.transport import parallel, reach, ssh_to
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
 INTERVAL_S = 3
@@ -36,11 +36,31 @@ code=$?; wait $!; exit $code"""
 class SlurmBackend(Backend):
     """One batch script per job, with one task on each node."""
 
-    name = "slurm"
-    requeues = True
+    name, machines = "slurm", "assigned"
+    has_login_node = requeues = True
+    supports = frozenset({"--image", "--mount", "--set", "--array"})
+    refusals: ClassVar[Mapping[str, str]] = {"--wait": "Slurm has a queue of its own"}
+    section = "cluster.backends.slurm_section:Section"
+    default_runtime = "apptainer"
+    doctor = "cluster.doctor.slurm"
 
     def __init__(self) -> None:
         self._monitor = NodeMonitor(self._poll, silent_is_lost=False)
+
+    def login_node(self, image: str) -> Node:
+        """Return this machine."""
+        return Node("login", "", runtime=self.default_runtime if image else "none")
+
+    def settings(self, listed: Mapping[str, str], given: Mapping[str, str]) -> Mapping[str, str]:
+        """Return the options of sbatch. Raise UsageError for an invalid one."""
+        return slurm.checked({**listed, **given})
+
+    def advice(self, device: Device, procs_per_node: int, settings: Mapping[str, str]) -> list[str]:
+        """Return a sentence if the job asks for no CPU cores."""
+        if {"cpus-per-gpu", "cpus-per-task", "exclusive"} & settings.keys():
+            return []
+        more = "cpus-per-gpu=8" if device == "cuda" else f"cpus-per-task={2 * procs_per_node}"
+        return [f"CPU cores: the partition's default, often one per node (more: --set {more})"]
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """Return a plan with one step: the batch script, and the command that submits it. Slurm assigns the hosts."""
@@ -160,8 +180,8 @@ class SlurmBackend(Backend):
             left = ", ".join(done.out.splitlines())
             raise ClusterError(f"{left} of {plan.job_id} is still in the queue after scancel", "squeue --me")
 
-    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> tuple[Node, list[str]]:
-        """Return the login node, and a job step on the node's host that enters its container."""
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
+        """Return a job step on the node's host that enters its container, on the login node."""
         plan, login = record.plan, record.plan.nodes[0]
         found, attempt, hosts, *_ = self._query(plan, login)
         rank = [each.name for each in plan.nodes].index(node.name)
@@ -171,7 +191,7 @@ class SlurmBackend(Backend):
         step = [*_shell(_QUIET_STEP), "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
         now = replace(plan, attempt=attempt)
-        return login, [*step, *script.exec_command(record.job, now, node, argv, tty=tty)]
+        return ssh_to(login).command([*step, *script.exec_command(record.job, now, node, argv, tty=tty)], tty=tty)
 
     def requeued(self, plan: Plan) -> Plan | None:
         """Return the next attempt if Slurm has requeued the job, else None. Raises ClusterError if it was cancelled."""

@@ -12,7 +12,7 @@ import typer
 from cluster.cli.follow import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
-from cluster.spec.request import SlurmOptions, option
+from cluster.spec.request import BackendOptions, option
 from cluster.store import JobStore
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def doctor(
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     nodes: Annotated[int | None, option(min=1, help="Slurm: how many nodes to check in one job; 2 by default.")] = None,
     gpus: Annotated[int | None, option(min=1, help="Slurm: GPUs to request on each node; 1 by default.")] = None,
-    slurm: SlurmOptions,
+    settings: BackendOptions,
     as_json: AsJson = False,
 ) -> None:
     """Check whether a launch would succeed on the nodes.
@@ -48,16 +48,19 @@ def doctor(
     Exit codes: 0 a launch would succeed, 3 a check failed, 5 a node cannot be reached.
     """
     from cluster import doctor as checks
+    from cluster.backends import BACKENDS
     from cluster.transport import discovery
     from cluster.transport.process import interruptible, refuse_interrupted
 
     machines = inventory.need(complete=False)
-    if machines.backend == "slurm":
-        machines = replace(machines, options=slurm.for_sbatch(machines.options))
+    given = settings.given_settings(machines.backend, BACKENDS)
+    if machines.is_assigned:
+        changed = BACKENDS[machines.backend].settings(machines.settings, given)
+        machines = replace(machines, settings=changed)
     else:
-        for flag, value in {"--nodes": nodes, "--gpus": gpus, "--slurm": slurm.for_sbatch()}.items():
+        for flag, value in {"--nodes": nodes, "--gpus": gpus, "--set": given}.items():
             if value:
-                raise UsageError(f"{flag}: only for a Slurm cluster", "--only a,b")
+                raise UsageError(f"{flag}: only where a scheduler chooses the nodes", "--only a,b")
         with suppress(ClusterError):  # the checks report why a machine does not answer
             machines = discovery.complete(machines)
     running: frozenset[str] = frozenset()

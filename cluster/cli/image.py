@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
+from cluster.backends import BACKENDS
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
 from cluster.cli.sync import progress
@@ -43,7 +44,9 @@ class ImageOptions(NodeOptions):
         from cluster.spec.defaults import DEFAULT_IMAGE
 
         found = self.need(complete=False)
-        if found.backend == "slurm" and (kind := RUNTIMES[found.nodes[0].runtime]).image_is_file:
+        BACKENDS[found.backend].refuse("image push", BACKENDS)
+        kind = RUNTIMES.get(found.nodes[0].runtime)  # None: not known yet
+        if kind and kind.image_is_file:
             why = f"{found.path}: {kind.name} runs a file on the shared disk, not a Docker image"
             raise UsageError(why, kind.image_from)
         known = {node.name: node for node in found.nodes}
@@ -123,8 +126,9 @@ def sif(
 
     found = NodeOptions(inventory).need()
     login = found.nodes[0]
-    if found.backend != "slurm":
-        raise UsageError(f"{found.path} does not describe a Slurm cluster", "for SSH machines: clusterctl image push")
+    if not BACKENDS[found.backend].has_login_node:
+        why = f"{found.path}: backend {found.backend} has no login node, which converts the image"
+        raise UsageError(why, "to copy the image to machines: clusterctl image push")
     image = image or DEFAULT_IMAGE
     name = image.rpartition("/")[2].replace(":", "-") + ".sif"
     default = str(PurePosixPath(login.run_dir).parent / name)

@@ -57,10 +57,11 @@ def init(
     It finds GPUs, the container runtime, the address that the machines have for each other, and free disk space.
     It changes nothing on the machines, and writes no file unless all of them answer.
     """
+    from cluster.backends import BACKENDS
     from cluster.spec import schema
 
     if schema_only:
-        print(json.dumps(schema.json_schema(), indent=1))
+        print(json.dumps(schema.json_schema(schema.file_type(BACKENDS)), indent=1))
         return
     from rich.table import Column, Table
 
@@ -71,7 +72,7 @@ def init(
         raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
     given = None
     if hosts or hostfile:
-        given = discovery.load(hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
+        given = discovery.load(BACKENDS, hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
     if given is None:
         raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
     for option, value, values in (

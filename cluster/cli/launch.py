@@ -56,7 +56,7 @@ def launch(
     Exit codes: 0 done, 1 failed, 2 wrong request, 3 a node could not be started, 4 nodes did not join in time, 5 a
     machine or Docker Engine does not answer (the job may be running: attach), 130 interrupted.
     """
-    from cluster.backends import SLURM
+    from cluster.backends import BACKENDS
     from cluster.cli.sync import progress
     from cluster.spec.defaults import seconds
     from cluster.store import JobStore
@@ -64,20 +64,22 @@ def launch(
 
     wait_s = seconds(wait, "--wait") if wait else 0.0
     request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
-    saved = job_text(replace(request, name=""), inventory, env_file)  # a job that repeats it needs another name
+    machines = inventory.load(backend=request.backend)
+    backend, _ = launcher.choose_backend(request.backend, machines)
+    # without the name, because a job that repeats it needs another
+    saved = job_text(replace(request, name=""), backend, inventory, env_file)
     in_file = read_secrets(env_file)
     request = replace(request, env=[*request.env, *in_file])
-    machines = inventory.load(backend=request.backend)
     records, out = JobStore(), console()
     without = (os.path.abspath(env_file),) if env_file else ()  # noqa: PTH100 (resolve() would follow links)
-    if array.array and wait:
-        raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
     if array.array:
-        jobs, notes = array.jobs(request, machines)
+        jobs, chosen, notes = array.jobs(request, machines)
+        if wait:
+            BACKENDS[chosen].refuse("--wait", BACKENDS)
         starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without)
         notes += launcher.visible_secrets(starter.secrets)
-        submitted = starter.launch_array(jobs, array.array_limit)
-        notes += SLURM.notes(jobs[0])
+        submitted = starter.launch_array(jobs, chosen, array.array_limit)
+        notes += BACKENDS[chosen].notes(jobs[0])
         first, last = submitted[0].plan.job_id, submitted[-1].plan.job_id
         print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
         return
@@ -88,8 +90,10 @@ def launch(
         from cluster.images import engine
 
         engine.build(request.build, job.image)
+    if push:
+        BACKENDS[chosen].refuse("--push", BACKENDS)
     if push and not in_containers:
-        raise UsageError("--push: no remote node of this job needs the image", "omit it; on Slurm: image sif")
+        raise UsageError("--push: no remote node of this job needs the image", "omit it")
     if in_containers and (push or request.build):
         from cluster.cli.image import push_to
         from cluster.transport import parallel
@@ -170,21 +174,22 @@ def plan(
             sys.stdout.buffer.write(scripts.archive())
         return
     if schema:
+        from cluster.backends import BACKENDS
         from cluster.spec import job_file
 
-        print(json.dumps(job_file.json_schema(), indent=1))
+        print(json.dumps(job_file.json_schema(BACKENDS), indent=1))
         return
     request, inventory, array, env_file = options.with_job_file(context, request, inventory, array, env_file)
     if save:
-        launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
-        _write({Path(save): job_text(request, inventory, env_file)})
+        _, chosen, _ = launcher.resolve(request, inventory.load(backend=request.backend))  # refuses a wrong option
+        _write({Path(save): job_text(request, chosen, inventory, env_file)})
         return
     if export:
         from cluster.spec import exporters
 
         secrets = list(read_secrets(env_file))
         request = replace(request, env=[*request.env, *secrets])
-        text = exporters.export(request, launcher.local_machine(replace(request, device="cpu"), "compose"), export)
+        text = exporters.export(request, launcher.local_machine(replace(request, device="cpu")), export)
         if output:
             _write({Path(output): text})
         else:
@@ -195,8 +200,8 @@ def plan(
     request = replace(request, env=[*request.env, *read_secrets(env_file)])
     machines = inventory.load(backend=request.backend)
     if array.array:
-        jobs, notes = array.jobs(request, machines)
-        plans, submission = launcher.array_plan(jobs, array.array_limit)
+        jobs, chosen, notes = array.jobs(request, machines)
+        plans, submission = launcher.array_plan(jobs, chosen, array.array_limit)
         steps = (submission, *(step for job_plan in plans for step in job_plan.steps))
     else:
         job, chosen, notes = launcher.resolve(request, machines)
@@ -229,20 +234,22 @@ def plan(
         print(text, end="" if text.endswith("\n") else "\n")
 
 
-def job_text(request: Request, inventory: options.NodeOptions, env_file: str) -> str:
+def job_text(request: Request, backend: str, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
+    from cluster.backends import BACKENDS
     from cluster.spec import job_file
-    from cluster.spec.defaults import ON_THIS_MACHINE, absolute_paths
+    from cluster.spec.defaults import absolute_paths
+    from cluster.spec.traits import on_this_machine
     from cluster.supervisor import launcher
 
     more = {key: str(getattr(inventory, key)) for key in ("hosts", "hostfile", "ssh_config", "only")}
     more |= {"inventory": "", "env_file": env_file}
-    if not (request.backend in ON_THIS_MACHINE or more["hosts"] or more["hostfile"]):
+    if not (on_this_machine(request.backend, BACKENDS) or more["hosts"] or more["hostfile"]):
         more["inventory"] = inventory.inventory or ("cluster.yaml" if Path("cluster.yaml").exists() else "")
     for key in ("inventory", "hostfile", "ssh_config", "env_file"):
         more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
-    here = launcher.local_machine(replace(request, device="cpu"), "local")
-    return job_file.write(absolute_paths(request, here), more)
+    here = launcher.local_machine(replace(request, device="cpu"))
+    return job_file.write(absolute_paths(request, here), backend, more, BACKENDS)
 
 
 def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:

@@ -58,9 +58,12 @@ class NodeOptions:
 
         With `complete`, query the nodes for values that the file omits. Raise ClusterError if a node does not answer.
         """
+        from cluster.backends import BACKENDS
         from cluster.transport import discovery
 
-        found = discovery.load(self.inventory, self.hosts, self.hostfile, self.ssh_config, self.only, backend=backend)
+        found = discovery.load(
+            BACKENDS, self.inventory, self.hosts, self.hostfile, self.ssh_config, self.only, backend=backend
+        )
         return discovery.complete(found) if found and complete else found
 
     def need(self, *, complete: bool = True) -> Inventory:
@@ -73,7 +76,7 @@ class NodeOptions:
 
 @dataclass
 class ArrayOptions:
-    """Options of a Slurm job array."""
+    """Options of a job array."""
 
     array: Annotated[
         str,
@@ -86,14 +89,17 @@ class ArrayOptions:
         int, typer.Option(metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time.")
     ] = 256
 
-    def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], list[str]]:
-        """Return the jobs NAME-0, NAME-1, ..., and notes. Raise UsageError with the number of a bad line."""
+    def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], str, list[str]]:
+        """Return the jobs NAME-0, NAME-1, ..., their backend, and notes.
+
+        Raises UsageError with the number of a bad line, or for a backend without job arrays.
+        """
+        from cluster.backends import BACKENDS
         from cluster.spec.defaults import split
         from cluster.supervisor import launcher
 
         base, chosen, notes = launcher.resolve(request, machines)
-        if chosen != "slurm":
-            raise UsageError("--array: only Slurm has job arrays", "use a cluster.yaml with 'backend: slurm'")
+        BACKENDS[chosen].refuse("--array", BACKENDS)
         jobs: list[Job] = []
         text = read_text(self.array, "--array ", "one line of arguments for each job")
         for nth, line in enumerate(text.splitlines(), 1):
@@ -106,7 +112,7 @@ class ArrayOptions:
             jobs.append(launcher.resolve(replace(request, name=f"{base.name}-{len(jobs)}", **one), machines)[0])
         if not jobs:
             raise UsageError(f"--array {self.array}: the file has no arguments", "one line of arguments for each job")
-        return jobs, notes
+        return jobs, chosen, notes
 
 
 def read_text(path: str, option: str = "", hint: str = "") -> str:
@@ -126,10 +132,12 @@ def with_job_file(
     """
     if not request.arguments[:1] or not request.arguments[0].endswith((".yaml", ".yml")):
         return request, nodes, array, env_file
+    from cluster.backends import BACKENDS
     from cluster.spec import job_file
 
     path, *rest = request.arguments
-    values = job_file.read(read_text(path, hint="expected a job file: clusterctl launch JOB.yaml"), path)
+    text = read_text(path, hint="expected a job file: clusterctl launch JOB.yaml")
+    values = job_file.read(text, path, BACKENDS)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}
     if "command" in typed:

@@ -1,12 +1,15 @@
 """Diagnosis of the nodes before a launch: `probe.sh` collects facts, and the pure functions of CHECKS judge them."""
 
+import importlib
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cluster.agent import scripts
-from cluster.doctor import engine, machine, network, slurm
+from cluster.backends import BACKENDS
+from cluster.doctor import engine, machine, network
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
@@ -67,16 +70,18 @@ def examine(
     `say` receives one line of progress per step. Raises UsageError for an unknown check or a missing folder.
     """
     start = time.monotonic()
-    order = slurm.ORDER if inventory.backend == "slurm" else ORDER
+    own = BACKENDS[inventory.backend].doctor
+    scheduler: Any = importlib.import_module(own) if own else None
+    order = scheduler.ORDER if scheduler else ORDER
     for check in skip:
         if check not in order[1:]:
             raise UsageError(f"--skip {check!r}: unknown check", f"one of: {', '.join(order[1:])}")
     data = () if "data" in skip else data
     image = image or inventory.image
     names = tuple(node.name for node in inventory.nodes)
-    if inventory.backend == "slurm":
-        findings = slurm.examine(inventory, image, data, nodes, gpus, say)
-        names = tuple(dict.fromkeys(each.node for each in findings if each.check in slurm.CHECKS)) or names
+    if scheduler:
+        findings = scheduler.examine(inventory, image, data, nodes, gpus, say)
+        names = tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
     else:
         findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
     findings = [finding for finding in findings if finding.check not in skip]

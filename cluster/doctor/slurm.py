@@ -30,7 +30,7 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
     try:
         # A login node needs no GPU.
         login = discovery.inspect(replace(inventory, device="any"))[name].node
-        queue = Queue(login, inventory.options)
+        queue = Queue(login, inventory.settings)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         # The folder "." exists, so the script creates none.
         words = [image if RUNTIMES[login.runtime].image_is_file else "", ".", "", ""]
@@ -88,7 +88,7 @@ def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
 def srun(job: Job) -> list[str]:
     """Return the srun command that runs one task per node with the options of the job."""
     assert job.queue is not None
-    given = job.queue.options
+    given = job.queue.settings
     options = {"job-name": "clusterctl-doctor", "nodes": str(job.nodes), "ntasks-per-node": "1", "chdir": "/tmp"}
     if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
         options["gpus-per-node"] = str(job.procs_per_node)
@@ -133,7 +133,7 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
         found.append(Finding("job", host, "ok", "ran a Slurm job"))
     if missing := job.nodes - len(answers):
         why = next((line for line in messages if "failed" in line or "Killed" in line), "no message from srun")
-        fix = "sinfo --list-reasons; to leave it out: --slurm exclude=..."
+        fix = "sinfo --list-reasons; to leave it out: --set exclude=..."
         why = f"{missing} of {job.nodes} nodes did not run the job: {why}"
         found.append(Finding("job", login.name, "failure", why, fix))
     return found + [
@@ -208,7 +208,7 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     if not rows or len(listed) < len(given):
         message = " ".join(facts.every("gpu_says"))
         lists = f"nvidia-smi lists {len(listed)}" if facts.has("nvidia-smi") else "nvidia-smi is not installed"
-        fix = f"{_ADMINISTRATOR}install NVIDIA's driver; until then: --slurm exclude={node.name}"
+        fix = f"{_ADMINISTRATOR}install NVIDIA's driver; until then: --set exclude={node.name}"
         return Verdict("failure", f"Slurm allocated {len(given)} GPUs, but {message or lists}", fix)
     return Verdict("ok", f"{len(given)} x {rows[0][4]}, driver {rows[0][1]}")
 

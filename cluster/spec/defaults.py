@@ -15,6 +15,7 @@ from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
 from cluster.spec.request import Request
+from cluster.spec.traits import Table, Traits
 
 DEFAULT_IMAGE = "trainer:0.1"
 DEFAULT_RESTARTS = 3
@@ -22,8 +23,6 @@ DEFAULT_STALL_TIMEOUT_S = 300.0
 
 #: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
 _AUTO_PORTS = range(20000, 30000)
-#: The values of `--backend` that mean this machine, with or without a cluster.yaml.
-ON_THIS_MACHINE = ("here", "local", "compose")
 #: Trainer options whose value is a local file if it contains a '/'.
 _FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
 #: The checkpoint beside last.pt, which the trainer resumes from if that is damaged.
@@ -59,23 +58,25 @@ class Here:
     read: Callable[[str], bytes | None] = lambda path: b""
 
 
-def job(request: Request, here: Here, backend: str, inventory: Inventory | None = None) -> tuple[Job, list[str]]:
-    """Return the job for a request, and notes for the user. Raise UsageError if options are invalid or conflict."""
-    inventory = inventory if backend in ("ssh", "slurm") else None
+def job(
+    request: Request, here: Here, backend: Traits, table: Table, inventory: Inventory | None = None
+) -> tuple[Job, list[str]]:
+    """Return the job for a request, and notes for the user. `table` has all backends.
+
+    Raises UsageError if options are invalid or conflict.
+    """
+    inventory = inventory if backend.machines != "here" else None
     fewest, most = node_range(request.nodes, len(inventory.nodes) - request.spares if inventory else 1)
-    _refuse_unsupported(request, backend, is_range=fewest < most)
-    queue = None
-    if backend == "slurm":  # by default this machine is the login node
-        this_machine = Node("login", "", runtime="apptainer" if request.image else "none")
-        login = inventory.nodes[0] if inventory else this_machine
-        login = replace(login, run_dir="") if request.run_root and not login.login else login
-        queue = Queue(login, request.for_sbatch(inventory.options if inventory else {}))
+    _refuse_unsupported(request, backend, table, is_range=fewest < most)
+    queue = _queue(request, backend, table, inventory)
     device, notes = _device(request, here, most, inventory, queue)
+    if queue is not None:
+        notes += backend.advice(device, request.gpus, queue.settings)
     hosts, spares = _hosts(request, most, device, inventory) if inventory and not queue else ((), ())
-    elsewhere = bool(hosts) or bool(queue and queue.login.login)
+    elsewhere = bool(hosts) or bool(queue and (queue.login.login or not backend.has_login_node))
     mounts = [mount(text, here.cwd) for text in request.mounts]
     mounts = [replace(each, synced=elsewhere and here.exists(each.source)) for each in mounts]
-    arguments, paths = _arguments(request, here, mounts)
+    arguments, paths = _arguments(request, here, mounts, backend.folders(queue.settings) if queue else ())
     mounts += [Mount(path, path, synced=elsewhere) for path in paths]
     workdir = _workdir(request, here, mounts)
     copies = bool(request.command) and (elsewhere or queue is not None)
@@ -99,6 +100,7 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
     run_root = request.run_root or (queue.login.run_dir if queue and not elsewhere else "")
     # Divide the GPUs among the nodes if they suffice, also for `any`: the program may use none.
     shares = not elsewhere and not queue and device != "cpu" and len(here.gpus) >= most * request.gpus
+    in_containers, is_here = backend.in_containers, backend.machines == "here"
     new = Job(
         name=request.name or "job",
         command=command,
@@ -108,16 +110,16 @@ def job(request: Request, here: Here, backend: str, inventory: Inventory | None 
         run_root=run_root if run_root.startswith("./") else _absolute(run_root or "runs", here.cwd),
         device=device,
         image=_image(request, backend, inventory, queue),
-        user=here.user if backend == "compose" else "",
-        python=request.python or (here.python if backend == "local" else "python3"),
-        workdir=workdir if request.command or backend == "local" else "",
+        user=here.user if is_here and in_containers else "",
+        python=request.python or ("python3" if in_containers is not False else here.python),
+        workdir=workdir if request.command or in_containers is False else "",
         copies_workdir=copies,
         setup=request.setup,
         setup_key=_setup_key(request.setup, job_env, workdir, here),
         env=job_env,
-        pass_env=inventory.pass_env if inventory else _pass_env(here) if backend == "compose" else PASS_ENV,
+        pass_env=inventory.pass_env if inventory else _pass_env(here) if is_here and in_containers else PASS_ENV,
         secrets=secrets,
-        mounts=() if backend == "local" else tuple(dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts])),
+        mounts=() if in_containers is False else (*dict.fromkeys([*(inventory.mounts if inventory else ()), *mounts]),),
         port=_port(request.master_port),
         timeout_s=request.timeout_s,
         says_ready=not request.command,
@@ -138,7 +140,7 @@ def absolute_paths(request: Request, here: Here) -> Request:
     mounts = [mount(text, here.cwd) for text in request.mounts]
     return replace(
         request,
-        arguments=_arguments(request, here, mounts)[0],
+        arguments=_arguments(request, here, mounts, ())[0],
         workdir=_workdir(request, here, mounts) if request.command else "",
         run_root=_absolute(request.run_root or "runs", here.cwd),
         build=request.build and _absolute(request.build, here.cwd),
@@ -146,19 +148,29 @@ def absolute_paths(request: Request, here: Here) -> Request:
     )
 
 
-def _refuse_unsupported(request: Request, backend: str, *, is_range: bool) -> None:
+def _queue(request: Request, backend: Traits, table: Table, inventory: Inventory | None) -> Queue | None:
+    """Return what assigns the machines, or None if they are known."""
+    if backend.machines != "assigned":
+        return None
+    login = inventory.nodes[0] if inventory else backend.login_node(request.image)
+    login = replace(login, run_dir="") if backend.has_login_node and request.run_root and not login.login else login
+    given = request.given_settings(backend.name, table)
+    return Queue(login, backend.settings(inventory.settings if inventory else {}, given))
+
+
+def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_range: bool) -> None:
     """Raise UsageError for an option that the backend does not support."""
-    supported: tuple[tuple[tuple[str, ...], Mapping[str, object]], ...] = (
-        (("ssh",), {"--spares": request.spares, f"--nodes {request.nodes}": is_range}),
-        (("slurm",), {f"--slurm {name}": True for name in request.for_sbatch()}),
-        (("compose", "ssh", "slurm"), {"--image": request.image, "--mount": request.mounts}),
-        (("compose", "ssh"), {"--build": request.build}),
-    )
-    for backends, options in supported:
-        for option, value in options.items():
-            if value and backend not in backends:
-                hint = f"omit it, or use --backend {backends[0]}"
-                raise UsageError(f"{option}: --backend {backend} does not support it", hint)
+    given = {
+        "--spares": request.spares,
+        f"--nodes {request.nodes}": is_range,
+        **{f"--set {name}": True for name in request.given_settings(backend.name, table)},
+        "--image": request.image,
+        "--mount": request.mounts,
+        "--build": request.build,
+    }
+    for option, value in given.items():
+        if value:
+            backend.refuse(option, table)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
 
@@ -182,9 +194,6 @@ def _device(
         notes.append(f"{missing} (--device cuda makes this an error)")
     if device == "cpu":
         notes.append(f"processes per node: {request.gpus}, on the CPU over gloo")
-    if queue is not None and not {"cpus-per-gpu", "cpus-per-task", "exclusive"} & queue.options.keys():
-        more = "cpus-per-gpu=8" if device == "cuda" else f"cpus-per-task={2 * request.gpus}"
-        notes.append(f"CPU cores: the partition's default, often one per node (more: --slurm {more})")
     return device, notes
 
 
@@ -206,8 +215,14 @@ def _hosts(
     return tuple(hosts[:nodes]), tuple(hosts[nodes:])
 
 
-def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[list[str], list[str]]:
-    """Return the trainer's arguments with absolute paths, and what to mount: these paths, and what those files need."""
+def _arguments(
+    request: Request, here: Here, mounts: Sequence[Mount], folders: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the trainer's arguments with absolute paths, and what to mount: these paths, and what those files need.
+
+    Paths below `folders` are those of the nodes.
+    """
+    there = (*(each.target for each in mounts), *folders)
     words: list[str] = []
     for word in request.arguments:  # `--data=x` is two words
         option, mark, value = word.partition("=")
@@ -216,7 +231,7 @@ def _arguments(request: Request, here: Here, mounts: Sequence[Mount]) -> tuple[l
     paths: list[str] = []
     for argument in words:
         path = _absolute(argument, here.cwd)
-        is_mounted = any(f"{argument}/".startswith(f"{each.target}/") for each in mounts)
+        is_mounted = any(f"{argument}/".startswith(f"{each}/") for each in there)
         folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
@@ -349,14 +364,14 @@ def _pass_env(here: Here) -> tuple[str, ...]:
     return tuple(sorted(name for name in here.variables if name.startswith(beginnings) and "_IFNAME" not in name))
 
 
-def _image(request: Request, backend: str, inventory: Inventory | None, queue: Queue | None) -> str:
-    if backend == "local":
+def _image(request: Request, backend: Traits, inventory: Inventory | None, queue: Queue | None) -> str:
+    if backend.in_containers is False:
         return ""
     built = f"{_stem(_absolute(request.build, '/'))}:latest" if request.build else ""
     image = request.image or built or (inventory.image if inventory else "")
-    if queue is None or RUNTIMES[queue.login.runtime].engine:
+    if queue is None or backend.in_containers or RUNTIMES[queue.login.runtime].engine:
         return image or DEFAULT_IMAGE
-    if queue.login.runtime == "none":
+    if RUNTIMES[queue.login.runtime].inside:
         return ""
     if not image:
         hint = f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml"

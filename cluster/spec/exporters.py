@@ -14,6 +14,15 @@ from cluster.spec import defaults, schema
 from cluster.spec.defaults import Here
 from cluster.spec.model import Job
 from cluster.spec.request import Request
+from cluster.spec.traits import Traits
+
+
+class _Rented(Traits):
+    """A rented machine: a container with the files of this machine."""
+
+    name, machines, in_containers = "rented", "here", True
+    supports = frozenset({"--image", "--mount"})
+
 
 #: torchrun's options for a node, from the variables that describe the nodes of a task.
 _SKYPILOT = {
@@ -107,7 +116,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         "--run-dir": request.run_root,
         "--python": request.python,
         "--build": request.build,
-        **{f"--slurm {name}": value for name, value in request.for_sbatch().items()},
+        **{f"--set {name}": value for name, value in request.given_settings("", ()).items()},
     }
     notes = [f"not taken over: {option}" for option, value in of_clusterctl.items() if value]
     if fewest < most:
@@ -121,7 +130,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         nodes=str(most),
         device="cpu" if request.device == "cpu" else "any",
         spares=0,
-        slurm=[],
+        settings=[],
         partition="",
         account="",
         qos="",
@@ -130,7 +139,7 @@ def _job(request: Request, here: Here) -> tuple[Job, list[str]]:
         python="",
         run_root="",
     )
-    job, _ = defaults.job(reduced, here, "compose")
+    job, _ = defaults.job(reduced, here, _Rented(), {})
     return job, notes
 
 

@@ -58,12 +58,11 @@ def select(inventory: Inventory, names: str) -> Inventory:
 
 def is_complete(inventory: Inventory) -> bool:
     """Whether every value is specified, so that discovery is not needed."""
-    is_slurm = inventory.backend == "slurm"  # Slurm knows the addresses and GPUs
     return all(
         node.runtime
         and node.run_dir.startswith("/")
         and node.data_dir.startswith("/")
-        and (is_slurm or (node.address and (node.gpus or inventory.device != "cuda")))
+        and (inventory.is_assigned or (node.address and (node.gpus or inventory.device != "cuda")))
         for node in inventory.nodes
     )
 

@@ -1,17 +1,27 @@
 """job.yaml: the keys of a job file, and the Request (request.py) that a file gives. Pure."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    create_model,
+)
 
 from cluster.errors import UsageError
 from cluster.spec import schema
 from cluster.spec.defaults import node_range, seconds, split
 from cluster.spec.request import Request
-from cluster.spec.schema import Environment, EnvName, Keys, MountText, Options, Text
+from cluster.spec.schema import Environment, EnvName, Keys, MountText, Text
+from cluster.spec.traits import Table
 
 #: The endings of a job file's name.
 ENDINGS = (".yaml", ".yml")
@@ -56,13 +66,12 @@ class JobFile(Keys):
     setup: str = ""
     image: str = ""
     build: str = ""
-    backend: Literal["auto", "here", "local", "compose", "ssh", "slurm"] = "auto"
+    backend: str = "auto"
     device: Literal["auto", "cuda", "cpu", "any"] = "auto"
     env: Environment = Field(default_factory=dict)
     secrets: list[EnvName] = Field(default_factory=list)
     env_file: str = ""
     mounts: list[MountText] = Field(default_factory=list)
-    slurm: Options = Field(default_factory=dict)
     array: str = ""
     array_limit: PositiveInt = 256
     spares: NonNegativeInt = 0
@@ -80,9 +89,16 @@ class JobFile(Keys):
     only: Names = Field(default_factory=list)
 
 
-def json_schema() -> dict[str, Any]:
+def file_type(table: Table) -> type[JobFile]:
+    """Return the model of job.yaml, with the names and sections of the backends in `table`."""
+    names = ("auto", "here", *table)
+    fields: dict[str, Any] = {**schema.sections(table), "backend": (Literal[names], "auto")}
+    return create_model("JobFile", __base__=JobFile, __doc__=JobFile.__doc__, **fields)
+
+
+def json_schema(table: Table) -> dict[str, Any]:
     """Return the JSON Schema of job.yaml, with the options' help as descriptions."""
-    made = schema.json_schema(JobFile)
+    made = schema.json_schema(file_type(table))
     hints = get_type_hints(Request, include_extras=True)
     for key, described in made["properties"].items():
         if hint := hints.get(_PARAMETERS.get(key, key)):
@@ -90,10 +106,10 @@ def json_schema() -> dict[str, Any]:
     return made
 
 
-def read(text: str, path: str) -> dict[str, Any]:
+def read(text: str, path: str, table: Table) -> dict[str, Any]:
     """Return the values of a job file by their option's parameter. Raises one UsageError with all invalid keys."""
     source = schema.Source(text, path)
-    file = schema.validate(JobFile, source, "for example: command: train.py --lr 0.1")
+    file = schema.validate(file_type(table), source, "for example: command: train.py --lr 0.1")
     if file.command and file.args:
         raise source.error(("args",), "command and args exclude each other", "args are for the trainer of the image")
     values = {_PARAMETERS.get(key, key): getattr(file, key) for key in file.model_fields_set}
@@ -102,16 +118,24 @@ def read(text: str, path: str) -> dict[str, Any]:
     if values.keys() & {"env", "secrets"}:
         values["env"] = [*(f"{name}={value}" for name, value in file.env.items()), *file.secrets]
         values.pop("secrets", None)
-    if "slurm" in values:
-        values["slurm"] = [f"{name}={value}" for name, value in file.slurm.items()]
+    sections: Any = source.data
+    settings = []
+    for name in values.keys() & {each.name for each in table.values() if each.section}:
+        del values[name]
+        for key, value in (sections[name] or {}).items():
+            text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
+            settings.append(f"{name}.{key}={text}")
+    if settings:
+        values["settings"] = settings
     for key in values.keys() & {"hosts", "only"}:
         values[key] = ",".join(values[key])
     return values
 
 
-def write(request: Request, more: Mapping[str, str], head: str = "") -> str:
-    """Return the job file of a request; `more` has keys that are not in a request (inventory, env_file)."""
-    keys = {_PARAMETERS.get(key, key): key for key in JobFile.model_fields}
+def write(request: Request, backend: str, more: Mapping[str, str], table: Table, head: str = "") -> str:
+    """Return the job file of a request for a backend; `more` has keys that no request has (inventory, env_file)."""
+    model = file_type(table)
+    keys = {_PARAMETERS.get(key, key): key for key in model.model_fields}
     given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
     found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
     if request.nodes.isdecimal():
@@ -120,8 +144,13 @@ def write(request: Request, more: Mapping[str, str], head: str = "") -> str:
     found |= {
         "env": {name: value for name, mark, value in env if mark},
         "secrets": [name for name, mark, _ in env if not mark],
-        "slurm": request.for_sbatch(),
+        **{name: _section(request.given_settings(name, table, unnamed=name == backend)) for name in table},
         **more,
     }
-    ordered = {key: found[key] for key in JobFile.model_fields if found.get(key) not in (None, "", [], {})}
+    ordered = {key: found[key] for key in model.model_fields if found.get(key) not in (None, "", [], {})}
     return head + _HEAD + schema.yaml_text(ordered)
+
+
+def _section(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the section of a job file with these settings; lists and mappings are JSON in a setting."""
+    return {key: json.loads(value) if value[:1] in ("[", "{") else value for key, value in settings.items()}

@@ -79,22 +79,27 @@ class Node:
 
 @dataclass(frozen=True)
 class Queue:
-    """A Slurm cluster: its login node, whose run_dir and data_dir all nodes share, and options for sbatch."""
+    """A cluster whose scheduler assigns the machines of a job.
+
+    With Slurm, all nodes share `run_dir` and `data_dir` of the `login` node. `settings` are the backend's.
+    """
 
     login: Node
-    options: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Inventory:
     """The machines that jobs may run on, and defaults for their jobs.
 
-    With the backend slurm the only node is the login node, and `options` are for sbatch.
+    `is_assigned`: a scheduler assigns the machines, and the only node is the one that reaches it. `settings` are the
+    section of the backend in cluster.yaml.
     """
 
     nodes: tuple[Node, ...]
-    backend: Literal["ssh", "slurm"] = "ssh"
-    options: Mapping[str, str] = field(default_factory=dict)
+    backend: str = "ssh"
+    is_assigned: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
     image: str = ""
     device: Device = "cuda"
     env: Mapping[str, str] = field(default_factory=dict)

@@ -1,13 +1,11 @@
 """The request for a job: what `launch` and `plan` take as options, and the Python interface as keywords. Pure."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated
 
 import typer
-
-from cluster.spec import slurm
 
 #: typer's, for a default that means "not given". The help text does not show it.
 option = functools.partial(typer.Option, show_default=False)
@@ -15,8 +13,8 @@ argument = functools.partial(typer.Argument, show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
-    """Options that are passed to Slurm."""
+class BackendOptions:
+    """Options that are passed to the backend."""
 
     partition: Annotated[str, option("--partition", "-p", metavar="NAME", help="Slurm: the partition.")] = ""
     account: Annotated[str, option(metavar="NAME", help="Slurm: the account.")] = ""
@@ -24,20 +22,35 @@ class SlurmOptions:
     time_limit: Annotated[
         str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written --grace before.")
     ] = ""
-    slurm: Annotated[
-        list[str], option(metavar="KEY=VALUE", help="Slurm: any other sbatch option, such as mem=32G. Repeatable.")
+    settings: Annotated[
+        list[str],
+        option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="A setting of the backend, as in its section of cluster.yaml: mem=32G or any other option of sbatch "
+            "(Slurm), namespace=vision (Kubernetes). Repeatable.",
+        ),
     ] = field(default_factory=list)
 
-    def for_sbatch(self, listed: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the given options by their long names, over those of cluster.yaml. Raise UsageError for a bad one."""
+    def given_settings(self, backend: str, table: Iterable[str], *, unnamed: bool = True) -> dict[str, str]:
+        """Return the settings of a backend by their keys, as typed. `table` has the names of all backends.
+
+        A setting of another backend, such as `slurm.mem=32G`, is left out: a job file may have a section for each.
+        Without `unnamed`, so is one that names no backend.
+        """
         named = {"partition": self.partition, "account": self.account, "qos": self.qos, "time": self.time_limit}
-        pairs = [text.removeprefix("--").partition("=") for text in self.slurm]
-        given = {name: value for name, value in named.items() if value} | {name: value for name, _, value in pairs}
-        return slurm.checked({**(listed or {}), **given})
+        found = {key: value for key, value in named.items() if value and unnamed}
+        for text in self.settings:
+            key, _, value = text.removeprefix("--").partition("=")
+            name, dot, rest = key.partition(".")
+            is_named = bool(dot) and name in table
+            if name == backend if is_named else unnamed:
+                found[rest if is_named else key] = value
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(SlurmOptions):
+class Request(BackendOptions):
     """The options of `launch` and `plan` that describe a job, as typed."""
 
     arguments: Annotated[

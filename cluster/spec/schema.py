@@ -7,7 +7,7 @@ import ipaddress
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -19,13 +19,15 @@ from pydantic import (
     NonNegativeInt,
     StringConstraints,
     ValidationError,
+    create_model,
 )
 
 from cluster.errors import UsageError
-from cluster.runtimes import RUNTIMES
-from cluster.spec import inventory, slurm
+from cluster.runtimes import ENGINES, RUNTIMES
+from cluster.spec import inventory
 from cluster.spec.defaults import ENV_NAME, mount
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Node
+from cluster.spec.traits import Table, Traits
 
 _Key = tuple[str | int, ...]
 
@@ -90,7 +92,6 @@ Name = Annotated[str, StringConstraints(pattern=inventory.NAME)]
 Text = Annotated[
     str, BeforeValidator(lambda value: "" if value is None else value, json_schema_input_type=str | float | bool | None)
 ]
-Options = Annotated[dict[str, Text], AfterValidator(slurm.checked)]
 EnvName = Annotated[str, StringConstraints(pattern=ENV_NAME)]
 Environment = dict[EnvName, Text]
 MountText = Annotated[str, AfterValidator(lambda text: mount(text, "/") and text)]
@@ -134,8 +135,7 @@ _NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json
 class File(Keys):
     """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
 
-    backend: Literal["ssh", "slurm"] = "ssh"
-    slurm: Options = {}
+    backend: str = "ssh"
     image: str = ""
     device: Device = "cuda"
     ssh_config: str = ""
@@ -146,15 +146,29 @@ class File(Keys):
     nodes: Annotated[
         dict[Name, Annotated[Machine, _NONE_IS_EMPTY]],
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
-        Field(min_length=1),
-    ]
+    ] = {}
+
+
+def sections(table: Table) -> dict[str, Any]:
+    """Return the sections of the backends in `table`, as fields for `pydantic.create_model`."""
+    kinds = {name: backend.section_type() for name, backend in table.items() if backend.section}
+    return {
+        name: (kind, Field(default_factory=kind if isinstance(kind, type) else dict)) for name, kind in kinds.items()
+    }
+
+
+def file_type(table: Table) -> type[File]:
+    """Return the model of cluster.yaml with the section of each backend in `table`."""
+    names = tuple(name for name, backend in table.items() if backend.machines != "here")
+    fields: dict[str, Any] = {**sections(table), "backend": (Literal[names], "ssh")}
+    return create_model("File", __base__=File, __doc__=File.__doc__, **fields)
 
 
 Keys_ = TypeVar("Keys_", bound=Keys)
 
 
-def json_schema(model: type[Keys] = File) -> dict[str, Any]:
-    """Return the JSON Schema of cluster.yaml, or of another file, for editors."""
+def json_schema(model: type[Keys]) -> dict[str, Any]:
+    """Return the JSON Schema of a file for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
 
 
@@ -236,14 +250,12 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     kind, given, context = error["type"], error["input"], error.get("ctx", {})
     raised = context.get("error")
     if isinstance(raised, UsageError):
-        return source.error(key, re.sub(r"^--(mount|slurm|nodes|grace) ", "", raised.message), raised.hint)
+        return source.error(key, re.sub(r"^--(mount|set|nodes|grace) ", "", raised.message), raised.hint)
     problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
     if kind == "extra_forbidden":
-        known = list((model if len(key) == 1 else Defaults if key[0] == "defaults" else Machine).model_fields)
+        known = list(_model_at(model, key[:-1]).model_fields)
         near = difflib.get_close_matches(str(key[-1]), known, 1)
         problem, hint = "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-    elif kind in ("missing", "too_short"):
-        problem, hint = "no node", "for example: nodes: [gpu-a, gpu-b]"
     elif kind in ("dict_type", "model_type"):
         problem, hint = f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}"
     elif kind == "tuple_type":
@@ -253,30 +265,44 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     return source.error(key, problem, hint)
 
 
-def read(text: str, path: str, cwd: str = "/") -> Inventory:
+def _model_at(model: type[BaseModel], key: Sequence[str | int]) -> type[BaseModel]:
+    """Return the model of the mapping at a key, for example of `nodes.gpu-a`."""
+    for word in key:
+        if isinstance(word, str) and word in model.model_fields:
+            inner = _models_in(model.model_fields[word].annotation)
+            model = inner[0] if inner else model
+    return model
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models in a type such as `dict[str, Machine]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _models_in(inner)]
+
+
+def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
     """Return the inventory of a cluster.yaml. Relative paths in it are relative to its folder.
 
-    `path` is the file's name for errors, relative to `cwd`. Raises one UsageError with every invalid key.
+    `path` is the file's name for errors, relative to `cwd`; `table` has the backends. Raises one UsageError with every
+    invalid key.
     """
     source = Source(text, path)
-    file = validate(File, source, "clusterctl init gpu-a gpu-b writes one")
-    if file.slurm and file.backend != "slurm":
-        hint = "set backend: slurm, with its login node as the only node"
-        raise source.error(("slurm",), "only backend slurm supports this key", hint)
-    runtimes = {file.defaults.runtime, *(machine.runtime for machine in file.nodes.values())}
-    if file.backend == "ssh":
-        for name in sorted(filter(None, runtimes)):
-            if not (RUNTIMES[name].engine or RUNTIMES[name].inside):
-                hint = "set backend: slurm, or runtime: docker"
-                raise source.error(("nodes",), f"runtime {name} needs backend slurm", hint)
-    if file.backend == "slurm" and len(file.nodes) > 1:
-        problem = "expected one node, the login node of the Slurm cluster"
-        raise source.error(("nodes",), problem, "Slurm chooses the nodes of a job")
+    file = validate(file_type(table), source, "clusterctl init gpu-a gpu-b writes one")
+    backend = table[file.backend]
+    for other in table.values():
+        if other is not backend and other.name in file.model_fields_set:
+            problem = f"only backend {other.name} supports this key"
+            raise source.error((other.name,), problem, f"set backend: {other.name}")
+    _check_nodes(file, backend, table, source)
     folder = posixpath.dirname(posixpath.join(cwd, path))
+    nodes = tuple(_node(name, machine, file, backend, source, folder) for name, machine in file.nodes.items())
+    section = getattr(file, backend.name) if backend.section else {}
     made = Inventory(
-        nodes=tuple(_node(name, machine, file, source, folder) for name, machine in file.nodes.items()),
-        backend=file.backend,
-        options=file.slurm,
+        nodes=nodes or (backend.login_node(file.image),),
+        backend=backend.name,
+        is_assigned=backend.machines == "assigned",
+        settings=section.model_dump(mode="json", exclude_defaults=True) if isinstance(section, BaseModel) else section,
         image=file.image,
         device=file.device,
         env=file.env,
@@ -288,13 +314,27 @@ def read(text: str, path: str, cwd: str = "/") -> Inventory:
     return made
 
 
-def _node(name: str, machine: Machine, file: File, source: Source, folder: str) -> Node:
+def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> None:
+    """Raise UsageError for nodes that do not fit the backend."""
+    for name in sorted({each.runtime for each in (file.defaults, *file.nodes.values()) if each.runtime}):
+        if not backend.fits(RUNTIMES[name]):
+            other = next(each.name for each in table.values() if each.machines != "here" and each.fits(RUNTIMES[name]))
+            hint = f"set backend: {other}, or runtime: {next(iter(ENGINES))}"
+            raise source.error(("nodes",), f"runtime {name} needs backend {other}", hint)
+    if backend.machines == "assigned" and len(file.nodes) > backend.has_login_node:
+        expected = "expected one node, the login node" if backend.has_login_node else "expected no node"
+        raise source.error(("nodes",), expected, f"{backend.name} chooses the nodes of a job")
+    if not file.nodes and (backend.machines == "listed" or backend.has_login_node):
+        raise source.error(("nodes",), "no node", "for example: nodes: [gpu-a, gpu-b]")
+
+
+def _node(name: str, machine: Machine, file: File, backend: Traits, source: Source, folder: str) -> Node:
     """Return a node with its own values, or those of `defaults`."""
     defaults = file.defaults
     values: dict[str, Any] = {
         "address": "",
         "login": name,
-        "runtime": "apptainer" if file.backend == "slurm" else "",
+        "runtime": backend.default_runtime,
         "ssh_config": file.ssh_config if file.ssh_config[:1] in ("", "~") else posixpath.join(folder, file.ssh_config),
         **defaults.model_dump(exclude_none=True, exclude={"user", "port"}),
         **machine.model_dump(exclude_none=True),

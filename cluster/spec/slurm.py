@@ -22,7 +22,7 @@ _NOT_TAKEN = (
     *("export", "get-user-env", "ignore-pbs", "input", "no-kill"),
     *("no-requeue", "signal", "test-only", "verbose", "wait"),
 )
-#: Options without a value, which --slurm does not take.
+#: Options without a value, which --set does not take.
 _FLAGS = ("overcommit", "spread-job", "use-min-nodes")
 #: The options of variables that have another name: SBATCH_TIMELIMIT is --time.
 _OPTIONS = {
@@ -77,27 +77,27 @@ _ENDS = {
     "CANCELLED": "cancelled with scancel",
     "TIMEOUT": "it reached its time limit (--time)",
     "NODE_FAIL": "its node failed",
-    "OUT_OF_MEMORY": "out of memory (--slurm mem=...)",
+    "OUT_OF_MEMORY": "out of memory (--set mem=...)",
 }
 CANCELLED = _ENDS["CANCELLED"]
 
 
-def checked(options: dict[str, str]) -> dict[str, str]:
+def checked(options: Mapping[str, str]) -> Mapping[str, str]:
     """Return the options for sbatch, by their long names. sbatch itself rejects unknown ones.
 
     Raises UsageError for an option that the launcher sets, and for a value that is empty or needs quotes.
     """
     for name, value in options.items():
         if name == "clusters":
-            raise UsageError(f"--slurm clusters={value}: {_ONE_CLUSTER}", "name a login node of that cluster")
+            raise UsageError(f"--set clusters={value}: {_ONE_CLUSTER}", "name a login node of that cluster")
         if name in _SET:
-            raise UsageError(f"--slurm {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
+            raise UsageError(f"--set {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
-            raise UsageError(f"--slurm {name}: not an option of sbatch", "use its long name: --slurm mem=32G")
+            raise UsageError(f"--set {name}: not an option of sbatch", "use its long name: --set mem=32G")
         if not value and name != "exclusive":
-            raise UsageError(f"--slurm {name}: it has no value", f"set one: --slurm {name}=...")
+            raise UsageError(f"--set {name}: it has no value", f"set one: --set {name}=...")
         if re.search(r"[\x00-\x1f\"'\\`$]", value):
-            raise UsageError(f"--slurm {name}={value!r}: it contains a quote, '$' or control character")
+            raise UsageError(f"--set {name}={value!r}: it contains a quote, '$' or control character")
     if options.get("time") and seconds(options["time"]) is None:
         raise UsageError(f"--time {options['time']!r}: not a time", "minutes, H:MM:SS or D-HH:MM:SS: --time 8:00:00")
     return options
@@ -106,7 +106,7 @@ def checked(options: dict[str, str]) -> dict[str, str]:
 def job_options(job: Job) -> dict[str, str]:
     """Return the job's options for sbatch, which include its GPUs."""
     assert job.queue is not None
-    given = dict(job.queue.options)
+    given = dict(job.queue.settings)
     if job.device == "cuda" and not {"gres", "gpus-per-node"} & {*given}:
         given["gpus-per-node"] = str(job.procs_per_node)
     return given
@@ -153,7 +153,7 @@ def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[st
             hint = f"to ignore it: unset {name} there"
             if option not in _FLAGS:
                 use = shlex.quote(f"{option}={value}" if value else option)
-                hint = f"to use it: --slurm {use}, or {option} under slurm in cluster.yaml; {hint}"
+                hint = f"to use it: --set {use}, or {option} under slurm in cluster.yaml; {hint}"
             wrong.append((f"{where}: {name}={value} is set, but the job has no option {option}", hint))
         elif program in ("SLURM", "SRUN", "PMI") and name not in _ONLY_PRINTED:
             ignored.append(f"{name}={value}")
@@ -283,7 +283,7 @@ def partitions(lines: Sequence[str]) -> dict[str, Partition]:
 def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tuple[str, str]]:
     """Return (message, hint) pairs that prevent a submission, from the output of agent/slurm_check.sh by key."""
     assert job.queue is not None
-    options = job.queue.options
+    options = job.queue.settings
     hints = {
         "no_program": ("{} not found", "set login in cluster.yaml to a login node of the Slurm cluster"),
         "down": ("Slurm does not answer: {}", "check it: scontrol ping"),
@@ -298,8 +298,8 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
     ]
     exported = options.get("export", "ALL").split(",")
     if job.secrets and "ALL" not in exported:
-        why = f"--slurm export={options['export']}: the job gets its secrets in its environment"
-        found.append((why, f"--slurm export=ALL,{options['export']}" if exported != ["NONE"] else "omit it"))
+        why = f"--set export={options['export']}: the job gets its secrets in its environment"
+        found.append((why, f"--set export=ALL,{options['export']}" if exported != ["NONE"] else "omit it"))
     if job.secrets and "stores_env" in has:
         why = "Slurm would store the secrets in its accounting database (AccountingStoreFlags has job_env)"
         found.append((f"{where}: {why}", "omit --env NAME, and let the program read a file that only you can read"))

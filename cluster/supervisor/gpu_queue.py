@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.agent import scripts
+from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
 from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node
 from cluster.spec.request import Request
@@ -110,8 +111,7 @@ def launch_in_turn(
         UsageError: The job cannot wait for GPUs.
     """
     job, backend, _ = launcher.resolve(request, inventory)
-    if backend == "slurm":
-        raise UsageError("--wait: Slurm has a queue of its own", "omit --wait")
+    BACKENDS[backend].refuse("--wait", BACKENDS)
     here = Node("this-machine", "", launcher.local_machine(request, backend).gpus)
     nodes = inventory.nodes if job.hosts and inventory else [here]
     if not all(node.gpus for node in nodes):

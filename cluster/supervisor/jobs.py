@@ -81,10 +81,15 @@ class Follower:
 
 
 def follow(
-    record: JobRecord, show: Display, patience_s: Callable[[JobView], float] = lambda _: job_state.RETURN_S
+    record: JobRecord,
+    show: Display,
+    patience_s: Callable[[JobView], float] = lambda _: job_state.RETURN_S,
+    *,
+    tends: bool = False,
 ) -> Follower:
     """Poll an attempt until it is done, failed, stalled or late for the rendezvous. Stop nothing.
 
+    The job's supervisor `tends` an attempt that waits for its machines.
     Timeouts exclude the time in which this process was suspended. `patience_s` returns how long a machine that does not
     answer may stay silent (see `fold`).
     """
@@ -97,6 +102,8 @@ def follow(
         now = clock()
         before = _unanswered(follower.view)
         try:
+            for text in BACKENDS[plan.backend].tend(record) if tends else ():
+                show.note(text)
             lines = follower.step(now, patience_s=patience_s(follower.view) if before else job_state.RETURN_S)
             unreachable = 0
         except UnreachableError:
@@ -190,7 +197,7 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
             # After `stop` the ranks may still be writing a checkpoint.
             failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
             problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
-            problems += monitor.collect(follower.plan)
+            problems += BACKENDS[follower.plan.backend].collect(follower.plan)
         finally:
             posted = _post_end(follower) if is_new else []
     problems += posted
@@ -253,7 +260,7 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
     try:
         cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
     finally:  # also if a machine is unreachable
-        problems = _await_supervisor(job_id, records) + monitor.collect(record.plan)
+        problems = _await_supervisor(job_id, records) + BACKENDS[record.plan.backend].collect(record.plan)
     record = records.load(job_id)
     return record, problems + _write_page(record)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.agent.app.node_agent.masking import stays_visible
-from cluster.backends import BACKENDS, SLURM
+from cluster.backends import BACKENDS
 from cluster.errors import (
     ClusterError,
     GpusHeldError,
@@ -44,24 +44,28 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     With an inventory, `auto` is the inventory's backend.
     """
     listed = inventory.backend if inventory is not None else ""
-    if inventory is not None and wanted in ("ssh", "slurm") and wanted != listed:
+    named = BACKENDS.get(wanted)
+    if inventory is not None and named and named.machines != "here" and wanted != listed:
         raise UsageError(
             f"--backend {wanted}: {inventory.path or 'the inventory'} has backend: {listed}",
             "omit --backend, or name another file: --inventory FILE",
         )
     if wanted == "auto" and inventory is not None:
         return listed, ""
-    if wanted == "ssh" and inventory is None:
-        raise UsageError("--backend ssh: no machines given", "clusterctl init gpu-a gpu-b, or --hosts gpu-a,gpu-b")
-    if wanted in BACKENDS:
+    if named and named.machines == "listed" and inventory is None:
+        hint = "clusterctl init gpu-a gpu-b, or --hosts gpu-a,gpu-b"
+        raise UsageError(f"--backend {wanted}: no machines given", hint)
+    if named:
         return wanted, ""
     if wanted not in ("auto", "here"):
         raise UsageError(f"--backend {wanted!r}: unknown backend", f"one of: auto, {', '.join(BACKENDS)}, here")
-    problem = BACKENDS["compose"].problem()
+    best, fallback, *_ = (backend for backend in BACKENDS.values() if backend.machines == "here")
+    problem = best.problem()
     if problem is None:
-        return "compose", ""
+        return best.name, ""
     why = problem[0].removeprefix("this machine: ")
-    return "local", f"no containers: the nodes are process groups here (--backend compose makes this an error): {why}"
+    how = f"the nodes are process groups here (--backend {best.name} makes this an error)"
+    return fallback.name, f"no containers: {how}: {why}"
 
 
 def resolve(
@@ -74,15 +78,15 @@ def resolve(
     chosen, note = choose_backend(request.backend, inventory)
     here = local_machine(request, chosen)
     here = here if gpus is None else replace(here, gpus=tuple(gpus))
-    job, notes = defaults.job(request, here, chosen, inventory)
+    job, notes = defaults.job(request, here, BACKENDS[chosen], BACKENDS, inventory)
     return job, chosen, [*([note] if note else []), *notes]
 
 
-def local_machine(request: Request, backend: str) -> Here:
-    """Return the properties of this machine that a job of this backend depends on."""
+def local_machine(request: Request, backend: str = "") -> Here:
+    """Return the properties of this machine that a job depends on, with a backend also the user of its containers."""
     return Here(
         cwd=str(Path.cwd()),
-        user=BACKENDS[backend].user(),
+        user=BACKENDS[backend].user() if backend else "",
         python=sys.executable,
         gpus=_visible_gpus() if request.device != "cpu" else (),
         variables=tuple(os.environ),
@@ -177,8 +181,7 @@ class Launcher:
                 self._reserve(record)
                 is_reserved = True
                 try:
-                    if code is not None:
-                        notes.append(self._send_workdir(code, record))
+                    notes += self._send_workdir(code, record)
                     self.start(record)
                 except GpusHeldError:  # by a job that took them after the check
                     self._forget(record)
@@ -219,8 +222,8 @@ class Launcher:
         plan, backend = record.plan, BACKENDS[record.plan.backend]
         if absent := ", ".join(name for name in plan.secrets if name not in self.secrets):
             raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
-        if plan.workdir and plan.attempt > 1 and (nodes := workdir.without_copy(plan, plan.nodes)):
-            self._send_workdir(workdir.scan(plan.workdir, record.withheld), record, nodes)
+        if plan.workdir and plan.attempt > 1:
+            self._send_workdir(workdir.scan(plan.workdir, record.withheld), record)
         _make_folder(plan)
         try:
             backend.submit(plan, self.secrets)
@@ -231,12 +234,12 @@ class Launcher:
             backend.cancel(plan, grace_s=0)
             raise LaunchError("the job was stopped while it started")
 
-    def launch_array(self, array: Sequence[Job], at_once: int) -> list[JobRecord]:
-        """Check and record jobs, and submit them as one Slurm job array. Raise ClusterError if none was submitted."""
+    def launch_array(self, array: Sequence[Job], backend: str, at_once: int) -> list[JobRecord]:
+        """Check and record jobs, and submit them as one job array. Raise ClusterError if none was submitted."""
         code = _check_sources(array[0], self.without)
-        plans, step = array_plan(array, at_once)
+        plans, step = array_plan(array, backend, at_once)
         for job, job_plan in zip(array, plans, strict=True):
-            SLURM.check(job, job_plan)
+            BACKENDS[backend].check(job, job_plan)
             _check_run_dir(job_plan)
         reserved: list[JobRecord] = []
         try:
@@ -244,10 +247,9 @@ class Launcher:
                 record = JobRecord(job_plan, time.time(), job, withheld=self.without)
                 self.records.reserve(record)
                 reserved.append(record)
-                if code is not None:
-                    self._send_workdir(code, record)
+                self._send_workdir(code, record)
                 _make_folder(record.plan)
-            SLURM.submit_array(plans, step, self.secrets)
+            BACKENDS[backend].submit_array(plans, step, self.secrets)
         except ClusterError as error:
             for record in reserved:
                 self.records.end(record.plan.job_id, "failed", error.message, error.exit_code)
@@ -258,22 +260,23 @@ class Launcher:
             raise
         return reserved
 
-    def _send_workdir(self, code: Mapping[str, int], record: JobRecord, nodes: Sequence[Node] = ()) -> str:
-        """Copy the working directory to nodes, by default all hosts of a job, its spares, or its Slurm cluster."""
-        job, others = record.job, sorted(self.records, key=lambda other: other.created_at, reverse=True)
+    def _send_workdir(self, sizes: Mapping[str, int] | None, record: JobRecord) -> list[str]:
+        """Copy the working directory with these files to the job's machines (None: they need none). Return notes."""
+        if sizes is None:
+            return []
+        others = sorted(self.records, key=lambda other: other.created_at, reverse=True)
         earlier = [
             other.plan.job_id
             for other in others
             if other.plan.workdir == record.plan.workdir and other.plan.job_id != record.plan.job_id
         ]
-        nodes = nodes or ((job.queue.login,) if job.queue else (*job.hosts, *job.spares))
-        return workdir.send(code, record.plan, nodes, earlier, self.report)
+        return BACKENDS[record.plan.backend].send_workdir(record.job, record.plan, sizes, earlier, self.report)
 
 
-def array_plan(array: Sequence[Job], at_once: int) -> tuple[list[Plan], Step]:
-    """Return the plans of a Slurm job array's jobs, and the step that submits it. Pure."""
-    plans = [plan(job, "slurm") for job in array]
-    return plans, SLURM.array(array[0], plans, at_once)
+def array_plan(array: Sequence[Job], backend: str, at_once: int) -> tuple[list[Plan], Step]:
+    """Return the plans of a job array's jobs, and the step that submits it. Pure."""
+    plans = [plan(job, backend) for job in array]
+    return plans, BACKENDS[backend].array(array[0], plans, at_once)
 
 
 def _check_sources(job: Job, without: Sequence[str]) -> dict[str, int] | None:

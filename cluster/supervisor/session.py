@@ -19,7 +19,7 @@ from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord, Node
-from cluster.transport import parallel, ssh_to
+from cluster.transport import parallel
 from cluster.transport.process import interruptible, started
 
 #: Connects its standard input and output to a port of the node.
@@ -61,8 +61,7 @@ def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = F
     Raises UsageError if the job or the node has ended.
     """
     _refuse_ended(record)
-    machine, words = BACKENDS[record.plan.backend].exec(record, node, argv, tty=tty)
-    return ssh_to(machine).command(words, tty=tty)
+    return BACKENDS[record.plan.backend].exec(record, node, argv, tty=tty)
 
 
 def _refuse_ended(record: JobRecord) -> None:

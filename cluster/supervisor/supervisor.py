@@ -62,7 +62,7 @@ class Supervisor:
         self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
         self.show = notes.Kept(self.show, self.record.plan)
         while True:
-            follower = jobs.follow(self.record, self.show, self._patience_s)
+            follower = jobs.follow(self.record, self.show, self._patience_s, tends=True)
             if self._has_ended(follower):
                 return follower, ""
             self._check_network(follower.view)

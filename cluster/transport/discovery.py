@@ -10,6 +10,7 @@ from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.runtimes import ENGINES
 from cluster.spec import addresses, defaults, inventory
 from cluster.spec.model import Gpu, Inventory, Node
+from cluster.spec.traits import Table, on_this_machine
 from cluster.transport import parallel, reach
 
 DEFAULT_FILE = "cluster.yaml"
@@ -37,7 +38,13 @@ class Found:
 
 
 def load(
-    path: str = "", hosts: str = "", hostfile: str = "", ssh_config: str = "", only: str = "", backend: str = "auto"
+    table: Table,
+    path: str = "",
+    hosts: str = "",
+    hostfile: str = "",
+    ssh_config: str = "",
+    only: str = "",
+    backend: str = "auto",
 ) -> Inventory | None:
     """Return the inventory of a cluster.yaml, of `a,b` or of a hostfile; by default of `cluster.yaml` in this folder.
 
@@ -48,7 +55,7 @@ def load(
     named = [option for option, value in given.items() if value]
     if len(named) > 1:
         raise UsageError(f"{' and '.join(named)} exclude each other", "use one of them")
-    if backend in defaults.ON_THIS_MACHINE:
+    if on_this_machine(backend, table):
         for option, value in {**given, "--ssh-config": ssh_config, "--only": only}.items():
             if value:
                 hint = "omit one of them"
@@ -66,7 +73,7 @@ def load(
     else:
         from cluster.spec import schema  # imports pydantic and yaml, which only cluster.yaml needs
 
-        found = schema.read(_text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, str(Path.cwd()))
+        found = schema.read(_text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd()))
     if ssh_config:
         absolute = str(Path.cwd() / Path(ssh_config).expanduser())
         found = replace(found, nodes=tuple(replace(node, ssh_config=absolute) for node in found.nodes))
@@ -79,7 +86,7 @@ def complete(found: Inventory) -> Inventory:
     """Return the inventory with missing values from the machines, in parallel. Raises the errors of `inspect`."""
     if inventory.is_complete(found):
         return found
-    wanted = replace(found, device="any") if found.backend == "slurm" else found  # a login node needs no GPU
+    wanted = replace(found, device="any") if found.is_assigned else found  # a login node needs no GPU
     return replace(found, nodes=tuple(each.node for each in inspect(wanted).values()))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.backends import BACKENDS
 from cluster.errors import ClusterError
 from cluster.spec import inventory, schema
 from cluster.transport import close_all, discovery
@@ -31,13 +32,13 @@ def machine(sshd, yaml):
     """The completed inventory of a cluster.yaml."""
     path = sshd.folder / "cluster.yaml"
     path.write_text(f"ssh_config: {sshd.config}\n{yaml}")
-    return discovery.complete(discovery.load(str(path)))
+    return discovery.complete(discovery.load(BACKENDS, str(path)))
 
 
 def test_init_writes_a_complete_file(sshd, clusterctl):
     text = clusterctl.expect(0, "init", "h0", "--ssh-config", str(sshd.config), "--run-dir", "~/it's here/runs")
     file = clusterctl.folder / "cluster.yaml"
-    made = schema.read(file.read_text(), "cluster.yaml")
+    made = schema.read(file.read_text(), "cluster.yaml", BACKENDS)
     assert inventory.is_complete(made)
     (node,) = made.nodes
     assert (node.name, node.login, node.ssh_config) == ("h0", "h0", str(sshd.config))
@@ -130,7 +131,7 @@ def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd
     clusterctl.expect(0, *arguments)
     file = (clusterctl.folder / "cluster.yaml").read_text()
     assert ": 2 x NVIDIA H200 MIG 1g.18gb, 1 x NVIDIA H200, " in file
-    made = schema.read(file, "cluster.yaml")
+    made = schema.read(file, "cluster.yaml", BACKENDS)
     assert (made.device, made.nodes[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
     nvidia_smi.install(sshd.bin(), [], broken=nvidia_smi.BROKEN)
     clusterctl.expect(3, *arguments, "-o", "x.yaml", has=f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.backends import BACKENDS
 from cluster.spec import schema
 
 pytestmark = pytest.mark.real
@@ -13,7 +14,7 @@ def test_the_address_is_the_one_of_the_common_network_and_the_engine_is_found(te
     code, text = clusterctl.run("init", *hosts, "--ssh-config", str(testbed.ssh_config))
     assert code == 0, text
     file = (clusterctl.folder / "cluster.yaml").read_text()
-    made = schema.read(file, "cluster.yaml")
+    made = schema.read(file, "cluster.yaml", BACKENDS)
     assert [node.address for node in made.nodes] == [host.address for host in testbed.hosts.values()]
     assert {node.runtime for node in made.nodes} == {"docker"}
     assert {node.run_dir for node in made.nodes} == {testbed["n0"].run("echo $HOME", user) + "/clusterctl/runs"}

@@ -250,7 +250,7 @@ def test_a_run_directory_that_is_not_shared_is_an_error(slurm, testbed):
         host.run("rm -rf /home/ada/runs")
     slurm.write(run_dir="/home/ada/runs")
     code, text = slurm.clusterctl.run(
-        "launch", "--nodes", "2", "--name", "mine", "--slurm", "nodelist=n1,n2", "--max-restarts", "0", timeout_s=200
+        "launch", "--nodes", "2", "--name", "mine", "--set", "nodelist=n1,n2", "--max-restarts", "0", timeout_s=200
     )
     assert code == 1, text
     assert "the run directory is not shared by all nodes: " in text
@@ -260,7 +260,7 @@ def test_a_port_in_use_on_the_first_node_is_an_error(slurm, testbed):
     slurm.login.run(f"rm -rf {HOME}/runs/port")
     holder = testbed["n1"].start("timeout 60 python3 -m http.server 29555")
     try:
-        options = ["--slurm", "nodelist=n1,n2", "--max-restarts", "0", "--master-port", "29555"]
+        options = ["--set", "nodelist=n1,n2", "--max-restarts", "0", "--master-port", "29555"]
         code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "port", *options, timeout_s=200)
     finally:
         holder.kill()
@@ -369,7 +369,7 @@ INHERITED = {
 
 def test_a_job_inherits_no_variable_of_the_login_node(slurm, profile):
     profile(**INHERITED)
-    slurm.launch("inherits", "--slurm", "mem=200M").until('"progress"')
+    slurm.launch("inherits", "--set", "mem=200M").until('"progress"')
     shown = slurm.login.run("scontrol show job --oneliner")
     assert "JobName=inherits " in shown, shown
     assert "Partition=gpu " in shown, shown
@@ -387,9 +387,7 @@ def test_a_job_submitted_by_hand_in_another_job_inherits_nothing_of_it(slurm):
     script = slurm.folder / "job.sbatch"
     folder = f"{HOME}/runs/inside"
     slurm.login.run(f"rm -rf {folder}")
-    code, text = slurm.clusterctl.run(
-        *slurm.words("plan", "inside", "-o", str(script), "--slurm", "mem=200M", epochs=1)
-    )
+    code, text = slurm.clusterctl.run(*slurm.words("plan", "inside", "-o", str(script), "--set", "mem=200M", epochs=1))
     assert code == 0, text
     code, text = slurm.clusterctl.run("plan", "--agent", "-o", str(slurm.folder / "agent.pyz"))
     assert code == 0, text
@@ -416,7 +414,7 @@ def refusing_srun(slurm):
 
 
 def test_a_job_whose_steps_srun_refuses_fails_with_its_message_before_the_rendezvous_timeout(slurm, refusing_srun):
-    code, text = slurm.launch("refused-step", "--slurm", "nodelist=n0,n1", "--max-restarts", "0").end()
+    code, text = slurm.launch("refused-step", "--set", "nodelist=n0,n1", "--max-restarts", "0").end()
     assert code == 1, text
     assert "node-0: exit 71: srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are " in text
     assert slurm.left() == ("", {})
@@ -427,7 +425,7 @@ def test_an_option_that_only_the_login_node_sets_is_refused(slurm, profile):
     slurm.login.run(f"rm -rf {HOME}/runs/account")
     code, text = slurm.clusterctl.run("launch", "--nodes", "2", "--name", "account")
     assert (code, "login: SBATCH_ACCOUNT=ml is set, but the job has no option account" in text) == (2, True), text
-    assert "hint: to use it: --slurm account=ml, or account under slurm in cluster.yaml" in text
+    assert "hint: to use it: --set account=ml, or account under slurm in cluster.yaml" in text
     assert slurm.login.try_run(f"ls {HOME}/runs/account")[0] != 0
 
 

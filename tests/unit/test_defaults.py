@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 import trainer.config
+from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
@@ -17,7 +18,7 @@ ON_CPU = "processes per node: 2, on the CPU over gloo"
 
 
 def job(here=LAPTOP, backend="compose", **request):
-    return defaults.job(Request(**request), here, backend)
+    return defaults.job(Request(**request), here, BACKENDS[backend], BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +214,13 @@ def test_an_invalid_option_is_named(request_, message):
         ("local", {"image": "trainer:0.1"}),
         ("local", {"mounts": ("/data",)}),
         ("local", {"nodes": "2:4"}),
-        ("local", {"slurm": ["mem=1G"]}),
+        ("local", {"settings": ["mem=1G"]}),
         ("local", {"spares": 1}),
     ],
 )
 def test_an_option_that_the_backend_does_not_support_is_an_error(backend, given):
     (option,) = given
-    with pytest.raises(UsageError, match=f"--{option.removesuffix('s')}"):
+    with pytest.raises(UsageError, match=f"--{option.removesuffix('s').replace('setting', 'set')}"):
         job(backend=backend, **given)
 
 

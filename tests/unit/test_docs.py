@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import cluster.cli.main
 import trainer.cli
+from cluster.backends import BACKENDS
 from cluster.spec import inventory, job_file, schema
 
 ROOT = Path(__file__).parents[2]
@@ -110,11 +111,11 @@ def test_its_cluster_yaml_is_valid_and_its_plans_are_made(page, tmp_path, monkey
     complete = False
     for language, text in blocks(page):
         if language == "yaml" and text.startswith("# cluster.yaml"):
-            made = schema.read(text, "cluster.yaml", str(tmp_path))
+            made = schema.read(text, "cluster.yaml", BACKENDS, str(tmp_path))
             Path("cluster.yaml").write_text(text)
             complete = inventory.is_complete(made)
         if language == "yaml" and text.startswith("# job.yaml"):
-            job_file.read(text, "job.yaml")
+            job_file.read(text, "job.yaml", BACKENDS)
         for words in commands(text) if language in SHELL else []:
             if words[:2] == ["clusterctl", "plan"] and "..." not in words and (complete or "--backend" in words):
                 result = CliRunner().invoke(cluster.cli.main.app, words[1:])
@@ -127,7 +128,7 @@ def test_each_line_of_a_job_file_in_a_table_is_valid():
     lines = [line for row in rows for line in re.findall(r"`(\w+: [^`]+)`", row)]
     assert len(lines) > 10
     for line in lines:
-        job_file.read(line, "job.yaml")
+        job_file.read(line, "job.yaml", BACKENDS)
 
 
 @pages

@@ -52,9 +52,9 @@ def test_the_trainer_with_its_data(to: str) -> None:
 
 @pytest.mark.parametrize("to", exporters.FORMATS)
 def test_what_is_not_taken_over_is_said(to: str) -> None:
-    left_out = {"spares": 1, "partition": "gpu", "slurm": ["mem=3G"], "run_root": "out", "stall_timeout_s": 9.0}
+    left_out = {"spares": 1, "partition": "gpu", "settings": ["mem=3G"], "run_root": "out", "stall_timeout_s": 9.0}
     said = task(to, nodes="2:4", **left_out)[1]
-    for option in ("--spares", "--slurm partition", "--slurm mem", "--run-dir", "--stall-timeout", "--nodes 2:4"):
+    for option in ("--spares", "--set partition", "--set mem", "--run-dir", "--stall-timeout", "--nodes 2:4"):
         assert f"not taken over: {option}" in said
     assert task(to, nodes="2:4")[0]["num_nodes" if to == "skypilot" else "nodes"] == 4
 

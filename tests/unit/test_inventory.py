@@ -1,5 +1,6 @@
 import pytest
 
+from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import inventory, schema
 from cluster.spec.model import Inventory, Mount, Node
@@ -9,7 +10,7 @@ HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "√ºn√
 
 
 def read(text, path="cluster.yaml"):
-    return schema.read(text, path, "/home/ann")
+    return schema.read(text, path, BACKENDS, "/home/ann")
 
 
 def refused(text):
@@ -101,7 +102,7 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ("nodes: [a]\ndefaults: {user: a b, port: 0}", "2: defaults.user: .*\n.*2: defaults.port: "),
         ("nodes: [a]\nmounts: ['/a:b']", "2: mounts.0: '/a:b': the target must be an absolute path"),
         ("slurm: {time: 10}\nnodes: [a]", "1: slurm: only backend slurm supports this key"),
-        ("nodes: [a, b]\nbackend: slurm", "1: nodes: expected one node, the login node of the Slurm cluster"),
+        ("nodes: [a, b]\nbackend: slurm", "1: nodes: expected one node, the login node"),
         ("nodes:\n  a: {runtime: apptainer}", "1: nodes: runtime apptainer needs backend slurm"),
         ("backend: slurm\nslurm: {array: 0-3}\nnodes: [a]", "2: slurm: array=...: clusterctl sets it"),
         ("defaults: {port: 22}\nnodes:\n  a: {login: 'fd00::5'}", "3: nodes.a: defaults.port cannot follow"),
@@ -176,13 +177,13 @@ def test_an_invalid_hostfile_is_an_error_with_its_line(text, message):
 
 def test_load_reads_the_file_in_the_folder_and_none_means_this_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert discovery.load() is None
+    assert discovery.load(BACKENDS) is None
     (tmp_path / "cluster.yaml").write_text("nodes: [a, b]")
-    assert [node.name for node in discovery.load().nodes] == ["a", "b"]
-    assert [node.name for node in discovery.load(hosts="c").nodes] == ["c"]
-    assert [node.name for node in discovery.load(only="b").nodes] == ["b"]
+    assert [node.name for node in discovery.load(BACKENDS).nodes] == ["a", "b"]
+    assert [node.name for node in discovery.load(BACKENDS, hosts="c").nodes] == ["c"]
+    assert [node.name for node in discovery.load(BACKENDS, only="b").nodes] == ["b"]
     with pytest.raises(UsageError, match="no node 'c'"):
-        discovery.load(only="a,c")
+        discovery.load(BACKENDS, only="a,c")
 
 
 def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
@@ -190,15 +191,15 @@ def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
     for option in ("path", "hostfile", "ssh_config"):
         arguments = {option: "nowhere", **({"hosts": "a"} if option == "ssh_config" else {})}
         with pytest.raises(UsageError, match=r"nowhere: No such file"):
-            discovery.load(**arguments)
+            discovery.load(BACKENDS, **arguments)
     (tmp_path / "cluster.yaml").write_text("ssh_config: nowhere\nnodes: [a]")
     with pytest.raises(UsageError, match=r"cluster\.yaml: ssh_config .*nowhere: No such file"):
-        discovery.load()
+        discovery.load(BACKENDS)
     with pytest.raises(UsageError, match="--hosts and --hostfile exclude each other"):
-        discovery.load(hosts="a", hostfile="b")
+        discovery.load(BACKENDS, hosts="a", hostfile="b")
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UsageError, match=r"--only: no cluster\.yaml"):
-        discovery.load(only="a")
+        discovery.load(BACKENDS, only="a")
 
 
 def test_nodes_are_chosen_by_name_or_label():
@@ -211,7 +212,7 @@ def test_nodes_are_chosen_by_name_or_label():
 
 
 def test_json_schema_has_the_keys_of_the_file():
-    found = schema.json_schema()
+    found = schema.json_schema(schema.file_type(BACKENDS))
     assert {"backend", "image", "nodes", "defaults", "slurm"} <= found["properties"].keys()
     assert {"login", "gpus", "run_dir", "runtime"} <= found["$defs"]["Machine"]["properties"].keys()
     assert found["$defs"]["Machine"]["properties"]["gpus"]["anyOf"][0] == {"minimum": 0, "type": "integer"}

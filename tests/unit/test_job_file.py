@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import cluster
 import cluster.cli.main
+from cluster.backends import BACKENDS
 from cluster.cli.options import ArrayOptions, NodeOptions
 from cluster.errors import UsageError
 from cluster.spec import job_file
@@ -37,15 +38,16 @@ def plan(*words):
 def test_every_option_that_describes_a_job_has_a_key():
     names = {each.name for group in (Request, NodeOptions, ArrayOptions) for each in fields(group)}
     keys = {job_file._PARAMETERS.get(key, key) for key in job_file.JobFile.model_fields}
-    # sbatch's options are keys of `slurm`
-    assert names - keys == {"partition", "account", "qos", "time_limit"}
+    # settings are keys of a backend's section
+    assert names - keys == {"partition", "account", "qos", "time_limit", "settings"}
     assert keys - names == {"secrets", "env_file"}
 
 
 def test_the_schema_describes_every_option():
-    properties = job_file.json_schema()["properties"]
+    properties = job_file.json_schema(BACKENDS)["properties"]
     assert properties["setup"]["description"].startswith("Shell commands that run once per node")
-    assert json.loads(clusterctl("plan", "--schema"))["properties"].keys() == job_file.JobFile.model_fields.keys()
+    described = json.loads(clusterctl("plan", "--schema"))["properties"]
+    assert described.keys() == job_file.file_type(BACKENDS).model_fields.keys()
 
 
 def test_a_file_gives_the_same_plan_as_the_options(folder):
@@ -104,7 +106,7 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
 )
 def test_a_wrong_file_is_one_error_with_line_and_key(text, message):
     with pytest.raises(UsageError) as refused:
-        job_file.read(text, "job.yaml")
+        job_file.read(text, "job.yaml", BACKENDS)
     assert refused.value.message.startswith(message)
 
 

@@ -65,7 +65,7 @@ def test_a_nodes_own_exit_status_has_precedence_over_slurms_state():
         ("TIMEOUT", "0:1", "lost", "it reached its time limit (--time)"),
         ("NODE_FAIL", "0:0", "lost", "its node failed"),
         ("PREEMPTED", "0:0", "lost", "Slurm ended it: PREEMPTED"),
-        ("OUT_OF_MEMORY", "0:125", "lost", "out of memory (--slurm mem=...)"),
+        ("OUT_OF_MEMORY", "0:125", "lost", "out of memory (--set mem=...)"),
         ("FAILED", "0:53", "exited", "the run directory is not shared by all nodes: missing on the first"),
         ("FAILED", "9:0", "exited", "the batch script exited with 9:0"),
         ("CANCELLED", "0:15", "exited", "cancelled with scancel"),
@@ -177,9 +177,9 @@ def slurm_cluster(clusterctl):
         (["launch", "--push"], "--push: no remote node of this job needs the image"),
         (["launch", "--spares", "1"], "--spares: --backend slurm does not support it"),
         (["launch", "--nodes", "2:4"], "--nodes 2:4: --backend slurm does not support it"),
-        (["launch", "--slurm", "nodes=3"], "--slurm nodes=...: clusterctl sets it"),
+        (["launch", "--set", "nodes=3"], "--set nodes=...: clusterctl sets it"),
         (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml has backend: slurm"),
-        (["launch", "-b", "local", "--partition", "gpu"], "--slurm partition: --backend local does not support it"),
+        (["launch", "-b", "local", "--partition", "gpu"], "--set partition: --backend local does not support it"),
         (["image", "push"], "cluster.yaml: apptainer runs a file on the shared disk, not a Docker image"),
     ],
 )
@@ -230,8 +230,8 @@ def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monke
     [
         ({}, {}, ""),
         ({"export": "ALL,X"}, {}, ""),
-        ({"export": "NONE"}, {}, "--slurm export=NONE: the job gets its secrets in its environment"),
-        ({"export": "A,B"}, {}, "--slurm export=A,B: the job gets its secrets in its environment"),
+        ({"export": "NONE"}, {}, "--set export=NONE: the job gets its secrets in its environment"),
+        ({"export": "A,B"}, {}, "--set export=A,B: the job gets its secrets in its environment"),
         ({}, {"stores_env": [""]}, "login: Slurm would store the secrets in its accounting database"),
     ],
 )
@@ -475,8 +475,8 @@ def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, 
 def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
     for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE="):
         ((_, hint),) = slurm.inherited(JOB, [variable], "login")[0]
-        word = shlex.split(re.match("to use it: --slurm (.*), or ", hint)[1])[0]
-        given = Request(slurm=[word]).for_sbatch()
+        word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
+        given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings())
         assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
     ((_, hint),) = slurm.inherited(JOB, ["SBATCH_OVERCOMMIT=1"], "login")[0]
     assert hint == "to ignore it: unset SBATCH_OVERCOMMIT there"
