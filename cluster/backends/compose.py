@@ -19,7 +19,8 @@ from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
+from cluster.runtimes.docker import DOCKER
+from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes
 from cluster.transport import Completed, LocalShell
 
 #: The mount target of the job's run root.
@@ -36,8 +37,8 @@ class ComposeBackend(Backend):
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
-        nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)])
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
+        nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)], DOCKER.name)
+        made = Plan(job, attempt, self.name, nodes, nodes[0].address, port)
         file = f"{made.attempt_dir}/compose.yaml"
         agent = f"{job.build}/cluster/agent/app" if job.build else f"{made.attempt_dir}/agent.pyz"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
@@ -48,15 +49,15 @@ class ComposeBackend(Backend):
         """Raise UsageError without an engine, compose or the image, and NameTakenError for a job of this name."""
         if problem := self.problem():
             raise UsageError(*problem)
-        if self._docker("image", "inspect", "--format", "{{.Id}}", plan.image).code:
+        if self._docker("image", "inspect", "--format", "{{.Id}}", plan.job.image).code:
             hint = "make image, in a clone of the repository; or name another: --image NAME"
-            raise UsageError(f"this machine: no image {plan.image}", hint)
+            raise UsageError(f"this machine: no image {plan.job.image}", hint)
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
         if job.gpus:
             gpus = Node("this machine", "", job.gpus)
-            words = ["docker", plan.image, "", plan.device, preflight.ids(gpus), "", "", "", "", ""]
+            words = ["docker", plan.job.image, "", plan.job.device, preflight.ids(gpus), "", "", "", "", ""]
             done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
             report = done.out.splitlines()
             preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
@@ -68,12 +69,12 @@ class ComposeBackend(Backend):
         """
         (step,) = plan.steps
         (text,) = step.files.values()
-        if plan.secrets or contract.IMAGE in text:
+        if plan.job.secrets or contract.IMAGE in text:
             import yaml
 
-            image_id = self._docker("image", "inspect", "--format", "{{.Id}}", plan.image).out.strip()
-            more = {name: _escaped(secrets[name]) for name in plan.secrets}
-            more |= {contract.IMAGE: f"{plan.image} {image_id}"}  # a name may get another image
+            image_id = self._docker("image", "inspect", "--format", "{{.Id}}", plan.job.image).out.strip()
+            more = {name: _escaped(secrets[name]) for name in plan.job.secrets}
+            more |= {contract.IMAGE: f"{plan.job.image} {image_id}"}  # a name may get another image
             document = yaml.safe_load(text)
             for service in document["services"].values():
                 service["environment"] |= more

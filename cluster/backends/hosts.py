@@ -15,7 +15,7 @@ from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.runtimes.base import Runtime
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes, plan_of
+from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes
 from cluster.transport import parallel, reach, ssh_to
 
 
@@ -28,7 +28,7 @@ class HostsBackend(Backend):
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
         nodes = job.hosts or local_nodes(job, ["127.0.0.1"] * job.nodes)
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=(nodes[0].address, port))
+        made = Plan(job, attempt, self.name, nodes, nodes[0].address, port)
         return replace(made, steps=tuple(script.step(job, made, rank) for rank in range(len(nodes))))
 
     def check(self, job: Job, plan: Plan) -> None:
@@ -95,7 +95,15 @@ class HostsBackend(Backend):
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
-        words = [node.runtime, plan.image, node.run_dir, plan.device, preflight.ids(node), plan.command[0], *step.needs]
+        words = [
+            node.runtime,
+            plan.job.image,
+            node.run_dir,
+            plan.job.device,
+            preflight.ids(node),
+            plan.job.python,
+            *step.needs,
+        ]
         peer = node.is_machine and node is not plan.nodes[0] and not alone
         words[6:6] = [
             plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",

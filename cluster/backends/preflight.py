@@ -21,13 +21,13 @@ def ids(node: Node) -> str:
 
 def versions(plan: Plan, runtime: str) -> str:
     """Return the command that prints the versions of torch and CUDA in the plan's image, or "" without GPUs."""
-    words = RUNTIMES[runtime].check(plan.image, plan.command[0], "-c", scripts.text("doctor/versions.py"))
-    return scripts.line(words) if plan.device == "cuda" else ""
+    words = RUNTIMES[runtime].check(plan.job.image, plan.job.python, "-c", scripts.text("doctor/versions.py"))
+    return scripts.line(words) if plan.job.device == "cuda" else ""
 
 
 def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
     """Return an error for each thing that a node lacks."""
-    where, python = node.display_name, plan.command[0]
+    where, python = node.display_name, plan.job.python
     found = []
     for line in report:
         word, _, text = line.partition(" ")
@@ -36,7 +36,7 @@ def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
         elif word == "run_dir":
             why = f"cannot write to the run directory {text} (no permission, or no space)"
             hint = f"run_dir of {where} in cluster.yaml"
-        elif word == "torch" and plan.says_ready:
+        elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in a clone of the repository: pip install '.[trainer]'"
         elif word == "no_runtime":
@@ -47,19 +47,19 @@ def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
                 hint = f"on {where}: sudo usermod -aG {node.runtime} $USER, then log in again"
         elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
             _, platform, machine = text.split()
-            why = f"{plan.image} is an image for {platform}, and the machine is {machine}"
+            why = f"{plan.job.image} is an image for {platform}, and the machine is {machine}"
             hint = f"build one there, or name one for {machine}: --image NAME"
         elif word == "no_way":
             why = f"cannot reach the master at {text}"
             hint = f"open its ports to {where}, or set another address in cluster.yaml: clusterctl doctor"
         elif word == "no_image":
-            why, hint = f"no image {plan.image}", f"clusterctl image push {where}   (or launch with --push)"
+            why, hint = f"no image {plan.job.image}", f"clusterctl image push {where}   (or launch with --push)"
         elif word == "missing":
             why, hint = f"{text} does not exist", node.hint_for_missing(text)
         else:
             continue
         found.append(UsageError(f"{where}: {why}", hint))
-    return found + (_gpu_problems(node, report) if plan.device == "cuda" else [])
+    return found + (_gpu_problems(node, report) if plan.job.device == "cuda" else [])
 
 
 def _gpu_problems(node: Node, report: Sequence[str]) -> list[UsageError]:
@@ -89,7 +89,7 @@ def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, Usa
     found = {}
     for name, image in images.items():
         if image != wanted:
-            why = f"its image {plan.image} is {short_id(image)}, that of {first} is {short_id(wanted)}"
+            why = f"its image {plan.job.image} is {short_id(image)}, that of {first} is {short_id(wanted)}"
             found[name] = UsageError(f"{name}: {why}", hint)
     return found
 

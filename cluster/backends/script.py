@@ -70,7 +70,7 @@ def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, st
 
 def secret_exports(plan: Plan, secrets: Mapping[str, str]) -> tuple[str, str]:
     """Return the number of lines, and the shell text, that export the secrets of a plan."""
-    exported = scripts.exports({name: secrets[name] for name in plan.secrets}) + "\n" if plan.secrets else ""
+    exported = scripts.exports({name: secrets[name] for name in plan.job.secrets}) + "\n" if plan.job.secrets else ""
     return str(exported.count("\n")), exported
 
 

@@ -19,7 +19,7 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Device, Job, JobRecord, Node, NodeStatus, Plan, Step, plan_of
+from cluster.spec.model import Device, Job, JobRecord, Node, NodeStatus, Plan, Step
 from cluster.transport import parallel, reach, ssh_to
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
@@ -67,7 +67,7 @@ class SlurmBackend(Backend):
         assert job.queue is not None
         login = job.queue.login
         nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
-        made = plan_of(job, self.name, nodes, attempt=attempt, master=("", job.port))
+        made = Plan(job, attempt, self.name, nodes, "", job.port)
         run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
         path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
         while end in node:
@@ -96,7 +96,7 @@ class SlurmBackend(Backend):
         (step,) = plan.steps
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
-        image = plan.image if RUNTIMES[login.runtime].image_is_file else ""
+        image = plan.job.image if RUNTIMES[login.runtime].image_is_file else ""
         words = [image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
         done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
         if done.code:
@@ -158,7 +158,7 @@ class SlurmBackend(Backend):
         """Submit the jobs with the script of `array`. Raises LaunchError with sbatch's message."""
         login = plans[0].nodes[0]
         for plan in plans:
-            self._send(replace(plan, secrets=()), {}, ["true"])
+            self._send(replace(plan, job=replace(plan.job, secrets=())), {}, ["true"])
         ((path, text),) = step.files.items()
         lines, exported = script.secret_exports(plans[0], secrets)
         folders = [plan.dir_on(login) for plan in plans]

@@ -40,16 +40,16 @@ _MOST_NODES = 16
 def header(plan: Plan) -> str:
     """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
     nodes = len(plan.nodes)
-    each = plan.world_size // nodes
+    each = plan.job.world_size // nodes
     size = f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
-    image = plan.image and f"image {plan.image}"
+    image = plan.job.image and f"image {plan.job.image}"
     attempt = f"attempt {plan.attempt}" if plan.attempt > 1 else ""
     return "   ".join(filter(None, (plan.job_id, size, plan.backend, image, attempt)))
 
 
 def joined(view: JobView, plan: Plan) -> str:
     """Format the end of the rendezvous: `2/2 nodes ready   world size 4   gloo   9.8 s`."""
-    ready = {"world_size": plan.world_size, "backend": "ready: the ranks started and the master is reachable"}
+    ready = {"world_size": plan.job.world_size, "backend": "ready: the ranks started and the master is reachable"}
     ready |= view.ready or {}
     words = (f"{view.ready_count}/{len(view.nodes)} nodes ready", f"world size {ready['world_size']}", ready["backend"])
     return "   ".join([*map(str, words), seconds(view.joined_after_s or 0.0)])

@@ -205,7 +205,7 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     cause = report.cause(view, verdict)
     if verdict == "late":
         joined = f"{view.ready_count} of {len(view.nodes)} nodes joined"
-        print_line(out, f"{plan.job_id}: {joined} in {plan.timeout_s:g} s", style=_ERROR)
+        print_line(out, f"{plan.job_id}: {joined} in {plan.job.timeout_s:g} s", style=_ERROR)
         cause = f"missing: {cause}"
     print_line(out, cause, style=_ERROR)
     if refusal and not (plan.attempt == 1 and refusal == restarts.NO_RESTARTS):

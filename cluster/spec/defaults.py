@@ -109,7 +109,7 @@ def job(
         # "./runs" stays relative: a compose file may be committed, so it must not contain this machine's paths.
         run_root=run_root if run_root.startswith("./") else _absolute(run_root or "runs", here.cwd),
         device=device,
-        image=_image(request, backend, inventory, queue),
+        image=_image(request, backend, inventory, hosts, queue),
         user=here.user if is_here and in_containers else "",
         python=request.python or ("python3" if in_containers is not False else here.python),
         workdir=workdir if request.command or in_containers is False else "",
@@ -364,8 +364,10 @@ def _pass_env(here: Here) -> tuple[str, ...]:
     return tuple(sorted(name for name in here.variables if name.startswith(beginnings) and "_IFNAME" not in name))
 
 
-def _image(request: Request, backend: Traits, inventory: Inventory | None, queue: Queue | None) -> str:
-    if backend.in_containers is False:
+def _image(
+    request: Request, backend: Traits, inventory: Inventory | None, hosts: Sequence[Node], queue: Queue | None
+) -> str:
+    if backend.in_containers is False or (hosts and all(RUNTIMES[node.runtime].inside for node in hosts)):
         return ""
     built = f"{_stem(_absolute(request.build, '/'))}:latest" if request.build else ""
     image = request.image or built or (inventory.image if inventory else "")

@@ -112,8 +112,9 @@ class Inventory:
 class Job:
     """A job: torchrun runs `command` on `nodes` nodes with `procs_per_node` processes each.
 
-    `run_root` has one folder per job. `says_ready`: the program writes the contract's events. `secrets` are names of
-    variables whose values no plan contains. The program runs in `workdir`; with `copies_workdir` each node has a copy
+    `run_root` has one folder per job; `image` is "" if no node runs in a container. `says_ready`: the program writes
+    the contract's events. `secrets` are names of variables whose values no plan contains. The program runs in
+    `workdir`; with `copies_workdir` each node has a copy
     of this machine's folder there. `setup` are shell commands that run before it on each node, in a virtual
     environment that all jobs with the same `setup_key` share ("": the job's own). Containers get the variables of the
     node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
@@ -204,24 +205,33 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """All files and commands of an attempt; equal jobs have equal plans. Each node gets a copy of `workdir`."""
+    """All files and commands of an attempt of `job`; equal jobs have equal plans.
 
-    job_id: str
+    The job is that of the attempt: after the loss of machines it may have fewer nodes than the job that was launched.
+    """
+
+    job: Job
     attempt: int
     backend: str
     nodes: tuple[Node, ...]
-    steps: tuple[Step, ...]
-    run_dir: str
     master_addr: str
     master_port: int
-    world_size: int
-    timeout_s: float
-    says_ready: bool
-    image: str = ""
-    command: tuple[str, ...] = ()
-    device: Device = "any"
-    secrets: tuple[str, ...] = ()
-    workdir: str = ""
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def job_id(self) -> str:
+        """The name of the job."""
+        return self.job.name
+
+    @property
+    def run_dir(self) -> str:
+        """The job's run directory on this machine."""
+        return f"{self.job.run_root}/{self.job.name}"
+
+    @property
+    def workdir(self) -> str:
+        """The folder of this machine of which each node has a copy, or ""."""
+        return self.job.workdir if self.job.copies_workdir else ""
 
     @property
     def attempt_dir(self) -> str:
@@ -317,32 +327,10 @@ class JobRecord:
     stop_grace_s: float = 0.0
 
 
-def plan_of(job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, master: tuple[str, int]) -> Plan:
-    """Return the plan for an attempt of the job on these nodes, without steps."""
-    return Plan(
-        job_id=job.name,
-        attempt=attempt,
-        backend=backend,
-        nodes=nodes,
-        steps=(),
-        run_dir=f"{job.run_root}/{job.name}",
-        master_addr=master[0],
-        master_port=master[1],
-        world_size=job.world_size,
-        timeout_s=job.timeout_s,
-        says_ready=job.says_ready,
-        image=job.image if backend == "compose" or any(node.runtime != "none" for node in nodes) else "",
-        command=(job.python, *job.command),
-        device=job.device,
-        secrets=job.secrets,
-        workdir=job.workdir if job.copies_workdir else "",
-    )
-
-
-def local_nodes(job: Job, addresses: Sequence[str]) -> tuple[Node, ...]:
+def local_nodes(job: Job, addresses: Sequence[str], runtime: str = "none") -> tuple[Node, ...]:
     """Return the nodes of a job on this machine: `node-0`, `node-1`, ..., each with its part of the GPUs."""
     per_node = job.procs_per_node
     return tuple(
-        Node(f"node-{rank}", address, job.gpus[rank * per_node : (rank + 1) * per_node])
+        Node(f"node-{rank}", address, job.gpus[rank * per_node : (rank + 1) * per_node], runtime=runtime)
         for rank, address in enumerate(addresses)
     )

@@ -85,7 +85,7 @@ class JobView:
 
 def start(plan: Plan, now: float) -> JobView:
     """Return the view before the first poll."""
-    return JobView([NodeView(node.name, since=now) for node in plan.nodes], plan.says_ready, now, timeout_from=now)
+    return JobView([NodeView(node.name, since=now) for node in plan.nodes], plan.job.says_ready, now, timeout_from=now)
 
 
 def fold(

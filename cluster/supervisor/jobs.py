@@ -111,7 +111,7 @@ def follow(
             if unreachable == _MAX_UNREACHABLE:
                 raise
             lines = []
-        verdict = job_state.judge(follower.view, now, plan.timeout_s, record.job.stall_timeout_s)
+        verdict = job_state.judge(follower.view, now, plan.job.timeout_s, record.job.stall_timeout_s)
         follower.verdict = verdict
         if verdict == "failed":
             if job_state.failing(follower.view)[0].phase != "lost":
@@ -182,7 +182,7 @@ def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, Job
     if record.outcome:
         return record.outcome, view
     states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
-    verdict = job_state.judge(view, now, plan.timeout_s)
+    verdict = job_state.judge(view, now, plan.job.timeout_s)
     return states.get(verdict, verdict), view
 
 

@@ -220,7 +220,7 @@ class Launcher:
     def start(self, record: JobRecord) -> None:
         """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""
         plan, backend = record.plan, BACKENDS[record.plan.backend]
-        if absent := ", ".join(name for name in plan.secrets if name not in self.secrets):
+        if absent := ", ".join(name for name in plan.job.secrets if name not in self.secrets):
             raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
         if plan.workdir and plan.attempt > 1:
             self._send_workdir(workdir.scan(plan.workdir, record.withheld), record)

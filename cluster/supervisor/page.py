@@ -124,9 +124,9 @@ def sections(
     begin = attempts[0].started_at
     ended = f" to {_clock(record.ended_at)}" if record.outcome else ""
     facts = [
-        ("command", f"<code>{escape(shlex.join(plan.command))}</code>"),
-        ("nodes", f"{count} x {plan.world_size // count} processes, {escape(plan.backend)}"),
-        ("image", escape(plan.image)),
+        ("command", f"<code>{escape(shlex.join([plan.job.python, *plan.job.command]))}</code>"),
+        ("nodes", f"{count} x {plan.job.world_size // count} processes, {escape(plan.backend)}"),
+        ("image", escape(plan.job.image)),
         ("duration", f"{_clock(begin)}{ended} ({seconds(max(0.0, now - begin))})"),
         ("commit", escape(record.commit)),
         ("files", f"<code>{escape(plan.run_dir)}</code>"),

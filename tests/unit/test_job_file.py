@@ -64,16 +64,16 @@ def test_options_override_keys_and_repeatable_ones_are_added(folder):
     (folder / "job.yaml").write_text("nodes: 2\ncommand: train.py --lr 1\nenv: {A: 1, B: 2}\nstall_timeout: 7\n")
     found = plan("job.yaml", "--nodes", "3", "-e", "B=3", "--", "--lr", "2")
     assert len(found["nodes"]) == 3
-    assert found["command"][1:] == ["train.py", "--lr", "1", "--lr", "2"]
+    assert found["job"]["command"] == ["train.py", "--lr", "1", "--lr", "2"]
     text = "".join(found["steps"][0]["files"].values())
     assert "A: 1" in text
     assert "B: 3" in text
-    assert plan("job.yaml", "--command", "other.py")["command"][1:] == ["other.py"]
+    assert plan("job.yaml", "--command", "other.py")["job"]["command"] == ["other.py"]
 
 
 def test_arguments_after_the_file_are_the_trainers(folder):
     (folder / "job.yaml").write_text("args: train --epochs 3\n")
-    assert plan("job.yaml", "--device", "cpu", "--", "--epochs", "5")["command"][1:] == [
+    assert plan("job.yaml", "--device", "cpu", "--", "--epochs", "5")["job"]["command"] == [
         *("-m", "trainer", "train", "--epochs", "3", "--epochs", "5", "--device", "cpu")
     ]
 

@@ -476,7 +476,7 @@ def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
     for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE="):
         ((_, hint),) = slurm.inherited(JOB, [variable], "login")[0]
         word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
-        given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings())
+        given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings("slurm", BACKENDS))
         assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
     ((_, hint),) = slurm.inherited(JOB, ["SBATCH_OVERCOMMIT=1"], "login")[0]
     assert hint == "to ignore it: unset SBATCH_OVERCOMMIT there"
