@@ -38,8 +38,11 @@ class SlurmBackend(Backend):
 
     name, machines = "slurm", "assigned"
     has_login_node = requeues = True
-    supports = frozenset({"--image", "--mount", "--set", "--array"})
-    refusals: ClassVar[Mapping[str, str]] = {"--wait": "Slurm has a queue of its own"}
+    supports = frozenset({"--image", "--mount", "--set", "--array", "image push"})
+    refusals: ClassVar[Mapping[str, str]] = {
+        "--wait": "Slurm has a queue of its own",
+        "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",
+    }
     section = "cluster.backends.slurm_section:Section"
     default_runtime = "apptainer"
     doctor = "cluster.doctor.slurm"

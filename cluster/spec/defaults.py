@@ -160,17 +160,13 @@ def _queue(request: Request, backend: Traits, table: Table, inventory: Inventory
 
 def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_range: bool) -> None:
     """Raise UsageError for an option that the backend does not support."""
-    given = {
-        "--spares": request.spares,
-        f"--nodes {request.nodes}": is_range,
-        **{f"--set {name}": True for name in request.given_settings(backend.name, table)},
-        "--image": request.image,
-        "--mount": request.mounts,
-        "--build": request.build,
-    }
-    for option, value in given.items():
-        if value:
-            backend.refuse(option, table)
+    if is_range:
+        backend.refuse("--nodes MIN:MAX", table, f"--nodes {request.nodes}")
+    for name in request.given_settings(backend.name, table):
+        backend.refuse("--set", table, f"--set {name}")
+    given = {"--spares": request.spares, "--image": request.image, "--mount": request.mounts, "--build": request.build}
+    for option in (option for option, value in given.items() if value):
+        backend.refuse(option, table)
     if request.spares < 0:
         raise UsageError(f"--spares {request.spares}: must be at least 0")
 

@@ -55,14 +55,15 @@ class Traits:
         module, _, name = self.section.partition(":")
         return getattr(importlib.import_module(module), name)
 
-    def refuse(self, option: str, table: Mapping[str, "Traits"]) -> None:
-        """Raise UsageError if it does not support an option, such as `--spares` or `--nodes 2:4`."""
-        kind = option.split()[0] if ":" not in option else "--nodes MIN:MAX"
-        if kind in self.supports:
+    def refuse(self, option: str, table: Mapping[str, "Traits"], given: str = "") -> None:
+        """Raise UsageError if it does not support an option; `given` is what the user typed, such as `--nodes 2:4`."""
+        if option in self.supports:
             return
-        others = [other.name for other in table.values() if kind in other.supports]
+        if why := self.refusals.get(option):
+            raise UsageError(f"{given or option}: {why}", "omit it")
+        others = [other.name for other in table.values() if option in other.supports]
         hint = f"omit it, or use --backend {others[0]}" if others else "omit it"
-        raise UsageError(f"{option}: {self.refusals.get(kind, f'--backend {self.name} does not support it')}", hint)
+        raise UsageError(f"{given or option}: --backend {self.name} does not support it", hint)
 
 
 #: All backends by name, in the order in which `--backend here` and the hints prefer them.

@@ -174,7 +174,7 @@ def slurm_cluster(clusterctl):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["launch", "--push"], "--push: no remote node of this job needs the image"),
+        (["launch", "--push"], "--push: the nodes of a Slurm cluster share one file"),
         (["launch", "--spares", "1"], "--spares: --backend slurm does not support it"),
         (["launch", "--nodes", "2:4"], "--nodes 2:4: --backend slurm does not support it"),
         (["launch", "--set", "nodes=3"], "--set nodes=...: clusterctl sets it"),
