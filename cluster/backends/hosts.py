@@ -95,15 +95,8 @@ class HostsBackend(Backend):
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
-        words = [
-            node.runtime,
-            plan.job.image,
-            node.run_dir,
-            plan.job.device,
-            preflight.ids(node),
-            plan.job.python,
-            *step.needs,
-        ]
+        engine, gpus = RUNTIMES[node.runtime].engine, preflight.ids(node)
+        words = [engine, plan.job.image, node.run_dir, plan.job.device, gpus, plan.job.python, *step.needs]
         peer = node.is_machine and node is not plan.nodes[0] and not alone
         words[6:6] = [
             plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",
