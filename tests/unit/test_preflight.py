@@ -37,7 +37,7 @@ def test_a_problem_has_the_nodes_name_and_a_hint(line, why, hint):
 
 
 def test_compatibility_libraries_of_the_image_make_an_older_driver_sufficient():
-    plan = replace(PLAN, device="cuda")
+    plan = replace(PLAN, job=replace(PLAN.job, device="cuda"))
     report = ["listed GPU 0: A (UUID: GPU-a)", "listed GPU 1: A (UUID: GPU-b)", "driver=535.183.01", "cuda=13.0"]
     (error,) = preflight.problems(plan, HOSTS[1], report)
     assert error.message == "b: driver 535.183.01 is too old: CUDA 13.0 needs 580 or newer"

@@ -28,7 +28,7 @@ def words_in(node):
 
 
 def compared_in_python(text):
-    """Yield each word that a Python program compares, looks up, or lists as a case or a key."""
+    """Yield each word that a Python program compares, uses as a key, or lists as a case or a key."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare):
             yield from words_in(node)
