@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2154,SC2034
 # exec and shell: enters a node's container and runs a command there. Arguments: the attempt's folder, the node,
-# the command. Above it, backends/script.py writes `runtime`, `enter` and `arguments` (the words before the command, before
-# and after the runtime's options) and the runtime's functions.
+# the command. Above it, backends/script.py writes `engine` (that keeps the container, or ""), `inside` (not empty without
+# a container), `enter` and `arguments` (the words before the command, before and after the runtime's options) and the
+# runtime's functions.
 fail() { echo "error: $node: $1" >&2; exit 71; }
 
 out=$1 node=$2
@@ -19,21 +20,20 @@ is_agent() {
     done
 } 2>/dev/null
 options=() site=()
-case $runtime in
-docker | podman) ;; # the engine finds the container by its name
-*)
+# An engine finds the container by its name.
+if [ -z "$engine" ]; then
     # The variables of the agent, whose pid is valid on the host. A container has a PATH of its own.
     names=()
     # After the agent's death its pid may be another process's, also a rank's.
     is_agent "$pid" "$out" "$node" || fail "its agent does not run on $(hostname)"
     while IFS= read -r -d '' variable; do
-        case $runtime:$variable in
-        none:*) export "${variable?}" 2>/dev/null ;;
-        *:PATH=* | *:LD_LIBRARY_PATH=* | *:HOME=*) ;;
+        case $inside:$variable in
+        yes:*) export "${variable?}" 2>/dev/null ;;
+        :PATH=* | :LD_LIBRARY_PATH=* | :HOME=*) ;;
         *) export "${variable?}" 2>/dev/null && names+=("${variable%%=*}") ;;
         esac
     done < "/proc/$pid/environ"
-    [ "$runtime" != none ] || cd -P -- "/proc/$pid/cwd" || exit 72
-    [ "$(type -t prepare_exec)" != function ] || prepare_exec ;;
-esac
+    [ -z "$inside" ] || cd -P -- "/proc/$pid/cwd" || exit 72
+    [ "$(type -t prepare_exec)" != function ] || prepare_exec
+fi
 exec "${enter[@]}" "${options[@]}" "${arguments[@]}" "$@"

@@ -24,9 +24,21 @@ def command(name: str, *words: str) -> list[str]:
     return ["bash", "-c", text("agent/common.sh", "agent/slurm_env.sh", f"agent/{name}.sh"), name, *words]
 
 
-def bash(name: str, *words: str) -> list[str]:
-    """Return the command that runs the script `name`, relative to the package `cluster`, with these arguments."""
-    return ["bash", "-c", text(name), name, *words]
+def bash(name: str, /, *words: str, **values: str | Sequence[str]) -> list[str]:
+    """Return the command that runs the script `name`, relative to the package `cluster`, with these arguments.
+
+    `values` are the script's variables.
+    """
+    return ["bash", "-c", variables(values) + text(name), name, *words]
+
+
+def variables(values: Mapping[str, str | Sequence[str]]) -> str:
+    """Return one line per variable that sets it to a text, or to an array of texts."""
+    lines = (
+        f"{name}={shlex.quote(value) if isinstance(value, str) else f'({line(value)})'}"
+        for name, value in values.items()
+    )
+    return "".join(f"{each}\n" for each in lines)
 
 
 @functools.cache

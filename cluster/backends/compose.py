@@ -19,6 +19,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
+from cluster.runtimes import DOCKER
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes, plan_of
 from cluster.transport import Completed, LocalShell
 
@@ -55,8 +56,8 @@ class ComposeBackend(Backend):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
         if job.gpus:
             gpus = Node("this machine", "", job.gpus)
-            words = ["docker", plan.image, "", plan.device, preflight.ids(gpus), "", "", "", "", ""]
-            done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, "docker")))
+            words = [DOCKER.name, plan.image, "", plan.device, preflight.ids(gpus), "", "", "", "", ""]
+            done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, DOCKER.name)))
             report = done.out.splitlines()
             preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
 

@@ -95,7 +95,8 @@ class HostsBackend(Backend):
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
-        words = [node.runtime, plan.image, node.run_dir, plan.device, preflight.ids(node), plan.command[0], *step.needs]
+        engine, gpus = RUNTIMES[node.runtime].engine, preflight.ids(node)
+        words = [engine, plan.image, node.run_dir, plan.device, gpus, plan.command[0], *step.needs]
         peer = node.is_machine and node is not plan.nodes[0] and not alone
         words[6:6] = [
             plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",

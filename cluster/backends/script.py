@@ -53,7 +53,7 @@ def render_in_batch(job: Job, plan: Plan, login: Node) -> str:
 
 def needs(job: Job, node: Node) -> tuple[str, ...]:
     """Return the paths that must exist on a node."""
-    return tuple(mount.source if node.runtime != "none" else mount.target for mount in _mounts(job, node))
+    return tuple(mount.source if node.in_container else mount.target for mount in _mounts(job, node))
 
 
 def _mounts(job: Job, node: Node) -> list[Mount]:
@@ -105,7 +105,8 @@ def _entry(words: Sequence[str]) -> str:
 def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
     """Return the command that runs `argv` in a running node's container, on its machine."""
     runtime = RUNTIMES[node.runtime]
-    text = f"runtime={runtime.name}\n" + _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
+    values = {"engine": runtime.engine, "inside": "yes" if runtime.inside else ""}
+    text = scripts.variables(values) + _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
     return ["bash", "-c", text, "exec", attempt_dir(plan, node), node.name, *in_setup(job, argv)]
 

@@ -15,7 +15,7 @@ import typer
 from cluster.cli.follow import console
 from cluster.cli.options import AsJson, Hostfile, SshConfig, flag
 from cluster.errors import UsageError
-from cluster.runtimes import ENGINES
+from cluster.runtimes import BARE, ENGINES
 from cluster.spec.inventory import DATA_DIR, RUN_DIR
 from cluster.spec.model import Device
 from cluster.spec.request import argument
@@ -76,7 +76,7 @@ def init(
         raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
     for option, value, values in (
         ("--device", device, ("auto", "cuda", "cpu", "any")),
-        ("--runtime", runtime, ("auto", *ENGINES, "none")),
+        ("--runtime", runtime, ("auto", *ENGINES, BARE.name)),
     ):
         if value not in values:
             raise UsageError(f"{option} {value!r}", f"one of: {', '.join(values)}")

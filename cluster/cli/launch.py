@@ -83,7 +83,7 @@ def launch(
         return
     job, chosen, notes = launcher.resolve(request, machines)
     starter = launcher.Launcher(records, secret_values(job.secrets, in_file), without)
-    in_containers = [node for node in (*job.hosts, *job.spares) if node.runtime != "none"]
+    in_containers = [node for node in (*job.hosts, *job.spares) if node.in_container]
     if request.build:
         from cluster.images import engine
 

@@ -9,6 +9,7 @@ from cluster.agent import scripts
 from cluster.doctor import engine, machine, network, slurm
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
 from cluster.errors import ClusterError, UnreachableError, UsageError
+from cluster.runtimes import DOCKER
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Node
 from cluster.transport import LocalShell, reach
@@ -87,7 +88,7 @@ def examine(
 def _examine_machines(
     inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], jobs: frozenset[str], say: Say
 ) -> list[Finding]:
-    known = tuple(replace(node, runtime=node.runtime or "docker") for node in inventory.nodes)
+    known = tuple(replace(node, runtime=node.runtime or DOCKER.name) for node in inventory.nodes)
     say(f"probing {len(known)} nodes")
     seen, findings = _probe_all(replace(inventory, nodes=known), image, jobs)
     findings += judge({name: check for name, check in CHECKS.items() if name not in skip}, seen)
@@ -111,7 +112,7 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
     addresses = list(dict.fromkeys(node.address for node in inventory.nodes if node.address))
     image_id = ""
     with suppress(ClusterError):  # this machine may have no docker
-        here = LocalShell().run(["docker", "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
+        here = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
         image_id = "" if here.code else here.out.strip()
     findings, facts, clock_s = [], {}, {}
     results = each(inventory.nodes, lambda node: _probe(node, image, addresses))

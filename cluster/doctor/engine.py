@@ -21,12 +21,12 @@ def probe_words(node: Node, image: str) -> list[str]:
 def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the runtime is installed, its engine runs, and the user may use it."""
     kind, version = node.runtime, facts.text("engine_version")
-    if kind == "none":
+    if not node.in_container:
         if facts.text("torch"):
-            return Verdict("ok", f"none: python3 {facts.text('python')} with torch")
+            return Verdict("ok", f"{kind}: python3 {facts.text('python')} with torch")
         missing = "torch" if facts.text("python") else "python3"
         fix = f"{typed_on(node, facts, 'python3 -m pip install torch')}, or in cluster.yaml: runtime: docker"
-        return Verdict("failure", f"{missing} is not installed (runtime: none)", fix)
+        return Verdict("failure", f"{missing} is not installed (runtime: {kind})", fix)
     if not facts.has(kind):
         fix = f"install it ({ENGINES[kind].page}), then: clusterctl doctor"
         return Verdict("failure", f"{kind} is not installed", fix)
@@ -34,7 +34,7 @@ def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
         return _no_answer(node, facts, " ".join(facts.every("engine_says")))
     if "rootless" not in facts.text("engine_security"):
         return Verdict("ok", f"{kind} {version}")
-    if kind == "docker" and len(seen.nodes) > 1:
+    if ENGINES[kind].rootless_network and len(seen.nodes) > 1:
         why = f"{kind} {version}, rootless: --network host is RootlessKit's network, peers may not reach the containers"
         return Verdict("warning", why, f"in cluster.yaml, {node.name}: runtime: podman")
     return Verdict("ok", f"{kind} {version}, rootless")
@@ -70,7 +70,7 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
         here = ", ".join(map(str, listed))
         why = f"no GPU {', '.join(map(str, absent))}: the node has {here}"
         return Verdict("failure", why, f"in cluster.yaml, {node.name}: gpus: [{here}]")
-    if node.runtime != "none" and not facts.has("nvidia-ctk") and "nvidia" not in facts.text("engine_runtimes"):
+    if node.in_container and not facts.has("nvidia-ctk") and "nvidia" not in facts.text("engine_runtimes"):
         page = "https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/"
         why = f"containers cannot use GPUs: the NVIDIA Container Toolkit is not installed ({page})"
         install = typed_on(node, facts, "apt-get install nvidia-container-toolkit", root=True)
@@ -100,7 +100,7 @@ def _compared(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
 
 def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that every node has the same image, equal to this machine's if it has one."""
-    if node.runtime == "none" or not facts.text("engine_version"):
+    if not (node.in_container and facts.text("engine_version")):
         return None
     ids = (seen.facts[each.name].text("image_id") for each in seen.nodes)
     wanted = seen.image_id or usual(each for each in ids if each)
@@ -129,7 +129,7 @@ def architecture(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
 
 def versions(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that the image has torch, and that the node's driver supports its CUDA."""
-    if not facts.text("python") or (node.runtime == "none" and not facts.text("torch")):
+    if not facts.text("python") or not (node.in_container or facts.text("torch")):
         return None  # the checks of the runtime and the image report it
     if not facts.text("torch"):
         why = f"no torch in {seen.image}, which has python {facts.text('python')}"

@@ -165,7 +165,7 @@ def measure_link(seen: NodeFacts) -> list[Finding]:
         try:
             done = reach(node).run(argv, stdin=scripts.text("doctor/all_reduce.py"), timeout_s=_ALL_REDUCE_TIMEOUT_S)
         except UnreachableError:
-            if node.runtime != "none":
+            if node.in_container:
                 reach(node).run([node.runtime, "rm", "-f", name])
             raise
         if done.code:

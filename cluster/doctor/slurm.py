@@ -60,7 +60,7 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     assert job.queue is not None
     name = job.queue.login.name
     wrong = slurm.problems(job, site, name)
-    if job.queue.login.runtime != "none" and not job.image:
+    if job.queue.login.in_container and not job.image:
         hint = f"{RUNTIMES[job.queue.login.runtime].image_from}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
     if wrong:

@@ -72,7 +72,7 @@ class Layers:
             program: tuple[str, ...] = (sys.executable, "-c", text, here.root, here.driver)
         else:  # the permission to use the engine is enough
             mount = f"type=bind,source={here.root},target=/engine,readonly"
-            run = ("docker", "run", "--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
+            run = (here.program, "run", "--rm", "--init", "--network", "none", "--user", "0:0", "--mount", mount)
             program = (*run, "--entrypoint", "python3", here.id, "-c", text, "/engine", here.driver)
         answer = reach(HERE).run([*program, "image", here.id, *chains], timeout_s=120)
         if answer.code:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
-from cluster.runtimes import ARCHITECTURES
+from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, RUNTIMES
 from cluster.spec.model import Node
 from cluster.transport import reach
 from cluster.transport.process import started
@@ -47,12 +47,12 @@ class Engine:
     @property
     def takes_zstd(self) -> bool:
         """Whether the engine unpacks zstd. Every engine unpacks gzip."""
-        return self.program == "podman" or self.version >= (23,)
+        return self.version >= ENGINES[self.program].zstd_since
 
 
 def inspect(node: Node, image: str) -> Engine:
     """Return the facts of the node's engine. Raise UnreachableError if it does not answer."""
-    answer = reach(node).run(_script("inspect", node, image), timeout_s=120)
+    answer = reach(node).run(_script("inspect", node, image=image), timeout_s=120)
     if answer.code:
         raise _no_answer(node, answer.last_line)
     held = [tuple(json.loads(layers) or ()) for layers in answer.by_word.get("layers", ())]
@@ -85,7 +85,7 @@ def local(image: str) -> Engine:
 
 def make_folder(node: Node) -> str:
     """Create the node's folder for the files of a push, and return it. Raise ClusterError."""
-    answer = reach(node).run(_script("folder", node, ""))
+    answer = reach(node).run(_script("folder", node))
     if answer.code == _NO_RSYNC:
         raise no_rsync(node.name)
     if answer.code:
@@ -99,7 +99,7 @@ def load(node: Node, image: str, files: Sequence[str], manifest: str, config: st
 
     Without a `manifest` the file is an archive; else the files are layers, and `config` is the configuration (JSON).
     """
-    done = reach(node).run(_script("load", node, image, manifest, *files), stdin=config, timeout_s=3600)
+    done = reach(node).run(_script("load", node, *files, image=image, manifest=manifest), stdin=config, timeout_s=3600)
     if done.code:
         raise LaunchError(f"{node.name}: the image cannot be loaded: {done.last_line}", f"on {node.name}: docker info")
     return _full(done.out.strip())
@@ -110,7 +110,7 @@ def build(folder: str, image: str) -> None:
     if not Path(folder, "Dockerfile").is_file():
         raise UsageError(f"--build {folder}: no Dockerfile", f"expected at {Path(folder, 'Dockerfile').absolute()}")
     try:
-        with started(["docker", "build", "--tag", image, folder], stdout=sys.stderr) as process:
+        with started([DOCKER.name, "build", "--tag", image, folder], stdout=sys.stderr) as process:
             code = process.wait()
     except UnreachableError as error:
         raise UsageError(f"--build {folder}: {error.message}", "install Docker, or use --image") from error
@@ -118,12 +118,13 @@ def build(folder: str, image: str) -> None:
         raise LaunchError(f"--build {folder}: docker build failed with exit code {code}")
 
 
-def _script(operation: str, node: Node, image: str, *files: str) -> list[str]:
-    if node.runtime == "none" and node is not HERE:
-        hint = "to use an image, in cluster.yaml: runtime: docker"
-        raise UsageError(f"{node.name}: runtime: none, jobs run without an image", hint)
-    program = "" if node.runtime == "none" else node.runtime  # with "" engine.sh chooses one
-    return scripts.bash("images/engine.sh", operation, program, image, *files)
+def _script(operation: str, node: Node, *files: str, **values: str) -> list[str]:
+    known = [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]  # engine.sh chooses one
+    if node is not HERE and node.runtime and not RUNTIMES[node.runtime].engine:
+        hint = RUNTIMES[node.runtime].image_from or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
+        raise UsageError(f"{node.name}: runtime {node.runtime} has no engine that keeps images", hint)
+    engines = [word for engine in known for word in (engine.name, *engine.image_facts)]
+    return scripts.bash("images/engine.sh", operation, *files, engines=engines, **values)
 
 
 def _no_answer(node: Node, message: str) -> ClusterError:

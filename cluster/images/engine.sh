@@ -1,29 +1,19 @@
-# shellcheck shell=bash
-# Operations of a container engine. An empty ENGINE means docker, else podman.
-#   inspect ENGINE IMAGE  print lines `NAME VALUE` with the facts of the engine, the image, and the layers of all images
-#   folder ENGINE         create the folder for received files and print its path; exit with 4 without rsync
-#   load ENGINE IMAGE MANIFEST FILE...  load the image and print its id. If MANIFEST is "", FILE is an archive; else the input
-#       is the image's configuration and each FILE is a layer. The files are removed, and those of broken pushes after a
-#       day. The folder stays: another push may be about to write into it.
-engine=$2
-[ -n "$engine" ] || { engine=docker; command -v docker >/dev/null || ! command -v podman >/dev/null || engine=podman; }
+# shellcheck shell=bash disable=SC2154
+# Operations of the first installed engine of `engines`, which has its name and the Go templates for its facts.
+#   inspect  print lines `NAME VALUE` with the facts of the engine, of `image`, and the layers of all images
+#   folder   create the folder for received files and print its path; exit with 4 without rsync
+#   load FILE...  load `image` and print its id. If `manifest` is "", FILE is an archive; else the input is the image's
+#       configuration and each FILE is a layer. The files are removed, and those of broken pushes after a day. The folder
+#       stays: another push may be about to write into it.
+for ((at = 0; at < ${#engines[@]}; at += 3)); do ! command -v "${engines[at]}" >/dev/null || break; done
+engine=${engines[at]:-${engines[0]}}
 command -v "$engine" >/dev/null || { echo "no program $engine" >&2; exit 127; }
 
 inspect() {
-    local root
     echo "engine $engine"
-    if [ "$engine" = docker ]; then
-        docker version --format 'version {{.Server.Version}}' || exit 3
-        docker info --format 'platform {{.OSType}}/{{.Architecture}}' || exit 3
-        docker info --format 'driver {{.Driver}} {{json .DriverStatus}}' || exit 3
-        root=$(docker info --format '{{.DockerRootDir}}') || exit 3
-    else
-        podman version --format 'version {{.Client.Version}}' || exit 3
-        podman info --format 'platform {{.Host.OS}}/{{.Host.Arch}}' || exit 3
-        root=$(podman info --format '{{.Store.GraphRoot}}') || exit 3
-    fi
-    echo "root $root"
-    "$engine" image inspect --format 'image {{.Id}} {{.Size}} {{json .RootFS.Layers}}' "$1" 2>/dev/null
+    "$engine" version --format "${engines[at + 1]}" || exit 3
+    "$engine" info --format "${engines[at + 2]}" || exit 3
+    "$engine" image inspect --format 'image {{.Id}} {{.Size}} {{json .RootFS.Layers}}' "$image" 2>/dev/null
     "$engine" image ls --all --quiet --no-trunc | sort -u |
         xargs -r "$engine" image inspect --format 'layers {{json .RootFS.Layers}}' 2>/dev/null
     exit 0
@@ -36,8 +26,7 @@ enter_cache() {
 }
 
 load() {
-    local image=$1 manifest=$2 before now file files=()
-    shift 2
+    local before now file files=()
     set -e -o pipefail
     enter_cache
     # One load at a time. A missing file was loaded by another push.
@@ -63,7 +52,7 @@ load() {
 count_names() { "$engine" image inspect --format '{{len .RepoTags}}' "$1"; }
 
 case $1 in
-inspect) inspect "$3" ;;
+inspect) inspect ;;
 folder) command -v rsync >/dev/null || exit 4; enter_cache && pwd ;;
-load) load "${@:3}" ;;
+load) load "${@:2}" ;;
 esac

@@ -5,13 +5,15 @@ The interface is in base.py. A runtime without an engine works on the backend sl
 
 from cluster.runtimes.apptainer import ApptainerRuntime
 from cluster.runtimes.base import BareRuntime, Runtime
-from cluster.runtimes.docker import DOCKER, PODMAN, ContainerRuntime
+from cluster.runtimes.docker import ContainerRuntime, DockerRuntime, PodmanRuntime
 from cluster.runtimes.enroot import EnrootRuntime
 from cluster.runtimes.pyxis import PyxisRuntime
 
+#: The runtime of a machine without an engine, and the engine of this machine for `compose` and `docker build`.
+BARE, DOCKER = BareRuntime(), DockerRuntime()
 #: Every runtime by its name in cluster.yaml.
 RUNTIMES: dict[str, Runtime] = {
-    each.name: each for each in (BareRuntime(), DOCKER, PODMAN, ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
+    each.name: each for each in (BARE, DOCKER, PodmanRuntime(), ApptainerRuntime(), PyxisRuntime(), EnrootRuntime())
 }
 #: The runtimes whose engine keeps images and containers, in the order in which `clusterctl init` tries them.
 ENGINES: dict[str, ContainerRuntime] = {

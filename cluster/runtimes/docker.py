@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,28 +16,29 @@ if TYPE_CHECKING:
 
 
 class ContainerRuntime(Runtime):
-    """An engine with Docker's command line. The engines differ in their Go templates and in the options for GPUs."""
+    """An engine with Docker's command line; the engines differ in their Go templates and in a few options.
+
+    `page` says how to install it. `info` is the template of `info` for the facts `engine_version=`, `engine_security=`
+    and others, `image_facts` are those of `version` and `info` for images/engine.sh, `label` is that of `ps` for a
+    container's label CLUSTER_JOB_ID. `options` are more options of `run`. Since version `zstd_since` it unpacks zstd.
+    `rootless_network`: without root its network is its own, so that peers may not reach the containers.
+    """
 
     script = "runtimes/docker.sh"
-
-    def __init__(self, program: str, page: str, *, info: Sequence[str], label: str, gpu: str = "") -> None:
-        """`info` is for `info --format`, `label` for `ps --format`; `gpu` is the device of a GPU, {} its id."""
-        self.name = self.engine = program
-        #: The page that says how to install it.
-        self.page = page
-        #: The Go template of the facts `engine_version=`, `engine_security=` and others, one per line.
-        self.info = '{{"\\n"}}'.join(info)
-        #: The Go template of a container's label CLUSTER_JOB_ID.
-        self.label = label
-        self._gpu = gpu
+    page: str
+    info: str
+    image_facts: tuple[str, str]
+    label: str
+    options: tuple[str, ...] = ()
+    zstd_since: tuple[int, ...] = ()
+    rootless_network = False
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `docker run --network host --ipc host ...`; it forwards signals to the agent."""
         words = [self.name, "run", "--rm", "--init", scripts.OPTIONS]
         words += ["--stop-timeout", str(math.ceil(job.grace_s))]
         words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
-        words += ["--network", "host", "--ipc", "host"]
-        words += ["--pull", "never", "--log-driver", "none"] if self.name == "docker" else ["--pull", "never"]
+        words += ["--network", "host", "--ipc", "host", "--pull", "never", *self.options]
         if job.device != "cpu" and node.gpus:
             words += self.gpu_words(node.gpus)
         for mount in mounts:
@@ -61,27 +63,49 @@ class ContainerRuntime(Runtime):
         """Return ids from 0: a container numbers its GPUs from 0."""
         return tuple(range(len(node.gpus)))
 
+    @abstractmethod
     def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
         """Return the options that give a container these GPUs of the host."""
-        if self._gpu:
-            return [word for gpu in gpus for word in ("--device", self._gpu.format(gpu))]
-        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in gpus) + '"']  # the quotes are docker's CSV
 
 
-DOCKER = ContainerRuntime(
-    "docker",
-    "https://docs.docker.com/engine/install/",
-    info=(
+def _lines(*parts: str) -> str:
+    return '{{"\\n"}}'.join(parts)
+
+
+class DockerRuntime(ContainerRuntime):
+    """Docker Engine."""
+
+    name = engine = "docker"
+    page = "https://docs.docker.com/engine/install/"
+    info = _lines(
         "engine_version={{.ServerVersion}}",
         "engine_security={{.SecurityOptions}}",
         "engine_runtimes={{range $name, $_ := .Runtimes}}{{$name}} {{end}}",
-    ),
-    label='{{.Label "CLUSTER_JOB_ID"}}',
-)
-PODMAN = ContainerRuntime(
-    "podman",
-    "https://podman.io/docs/installation",
-    info=("engine_version={{.Version.Version}}", "engine_security={{if .Host.Security.Rootless}}rootless{{end}}"),
-    label='{{index .Labels "CLUSTER_JOB_ID"}}',
-    gpu="nvidia.com/gpu={}",
-)
+    )
+    _driver, _root = "driver {{.Driver}} {{json .DriverStatus}}", "root {{.DockerRootDir}}"
+    image_facts = ("version {{.Server.Version}}", _lines("platform {{.OSType}}/{{.Architecture}}", _driver, _root))
+    label = '{{.Label "CLUSTER_JOB_ID"}}'
+    options = ("--log-driver", "none")
+    zstd_since = (23,)
+    rootless_network = True
+
+    def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
+        """Return `--gpus`."""
+        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in gpus) + '"']  # the quotes are docker's CSV
+
+
+class PodmanRuntime(ContainerRuntime):
+    """Podman, with the GPUs as CDI devices."""
+
+    name = engine = "podman"
+    page = "https://podman.io/docs/installation"
+    info = _lines(
+        "engine_version={{.Version.Version}}", "engine_security={{if .Host.Security.Rootless}}rootless{{end}}"
+    )
+    _root = "root {{.Store.GraphRoot}}"
+    image_facts = ("version {{.Client.Version}}", _lines("platform {{.Host.OS}}/{{.Host.Arch}}", _root))
+    label = '{{index .Labels "CLUSTER_JOB_ID"}}'
+
+    def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
+        """Return `--device` for each GPU."""
+        return [word for gpu in gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]

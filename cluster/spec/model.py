@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from cluster import contract
 from cluster.errors import UsageError
+from cluster.runtimes import RUNTIMES
 
 Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
@@ -66,13 +67,18 @@ class Node:
         """The machine's name in messages."""
         return self.name if self.is_machine else "this machine"
 
+    @property
+    def in_container(self) -> bool:
+        """Whether programs run in a container there; also while the runtime is not known ("")."""
+        return not (self.runtime and RUNTIMES[self.runtime].inside)
+
     def mirror(self, path: str) -> str:
         """Return the path on the node of the copy of an absolute path of this machine; the same on this machine."""
         return f"{self.data_dir}{path}" if self.login else path
 
     def hint_for_missing(self, path: str) -> str:
         """Return a hint on how to copy a missing path to this node; "" if the launcher cannot."""
-        if self.runtime == "none" and self.login:
+        if self.login and not self.in_container:
             return "without a container nothing is mounted: provide the same path there, on a shared disk or with rsync"
         return f"clusterctl sync {path.removeprefix(self.data_dir)}" if self.login and self.data_dir else ""
 
@@ -326,7 +332,7 @@ def plan_of(job: Job, backend: str, nodes: tuple[Node, ...], *, attempt: int, ma
         world_size=job.world_size,
         timeout_s=job.timeout_s,
         says_ready=job.says_ready,
-        image=job.image if backend == "compose" or any(node.runtime != "none" for node in nodes) else "",
+        image=job.image if backend == "compose" or any(node.in_container for node in nodes) else "",
         command=(job.python, *job.command),
         device=job.device,
         secrets=job.secrets,

@@ -292,7 +292,7 @@ def check_files(job: Job) -> None:
     machines = (job.queue.login,) if job.queue and job.queue.login.login else job.hosts
     if any(node.login for node in machines):
         rsync.require_rsync()
-    nodes = [node for node in machines if node.runtime != "none"]
+    nodes = [node for node in machines if node.in_container]
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
 

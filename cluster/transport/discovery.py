@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UsageError
-from cluster.runtimes import ENGINES
+from cluster.runtimes import BARE, DOCKER, ENGINES
 from cluster.spec import addresses, defaults, inventory
 from cluster.spec.model import Gpu, Inventory, Node
 from cluster.transport import parallel, reach
@@ -86,11 +86,11 @@ def complete(found: Inventory) -> Inventory:
 def inspect(given: Inventory) -> dict[str, Found]:
     """Return the facts of every machine by node name; given values stay. Raises one ClusterError for all that fail."""
     found = parallel.all_of(given.nodes, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
-    without = [name for name, each in found.items() if each.node.runtime == "none"]
+    without = [name for name, each in found.items() if not each.node.in_container]
     if without and len(without) < len(found):
-        engine = next(each.node.runtime for each in found.values() if each.node.runtime != "none")
+        engine = next(each.node.runtime for each in found.values() if each.node.in_container)
         why = "\n       ".join(f"{name}: {found[name].engine}" for name in without)
-        hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime none for all"
+        hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime {BARE.name} for all"
         raise LaunchError(why, hint)
     if all(node.address for node in given.nodes):
         return found
@@ -116,7 +116,7 @@ def _inspect(node: Node, *, needs_gpus: bool) -> Found:
         raise LaunchError(f"{node.name}: `ip addr` fails: {fields['addresses'].strip() or 'none'}", hint)
     gpus, notes = _gpus(node, fields, needed=needs_gpus)
     runtime, engine = _runtime(node, fields)
-    if runtime == "none" and not node.runtime:
+    if runtime == BARE.name and not node.runtime:
         notes.append(f"{engine}: jobs run without a container, with the python3 of the machine")
     if reached := reach(node).note:
         notes.append(reached)
@@ -145,18 +145,18 @@ def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[
 
 
 def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:
-    """Return the first engine that answers, or none, and a description."""
+    """Return the first engine that answers, or no engine, and a description."""
     installed = [name for name in ENGINES if name in fields]
     for name in installed:
         if match := re.search(r"(?m)^engine_version=(\d\S*)\nengine_security=(.*)", fields[name]):
             return name, f"{name} {match[1]}{' rootless' if 'rootless' in match[2] else ''}"
-    if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", fields.get("docker", "")):
-        hint = f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime none"
+    if not node.runtime and re.search(r"(?i)permission denied.* (socket|daemon)", fields.get(DOCKER.name, "")):
+        hint = f"there: sudo usermod -aG docker {fields['user']} (then log in again), or --runtime {BARE.name}"
         raise LaunchError(f"{node.name}: {fields['user']} may not use its Docker Engine", hint)
     for name in installed:
         words = [line for line in fields[name].splitlines() if line.strip() and not line.startswith("engine_")]
-        return "none", f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
-    return "none", f"neither {' nor '.join(ENGINES)} is installed"
+        return BARE.name, f"{name} does not answer ({words[-1].strip() if words else 'silent for 10 s'})"
+    return BARE.name, f"neither {' nor '.join(ENGINES)} is installed"
 
 
 def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:

@@ -182,7 +182,7 @@ def test_nodes_that_share_a_home_use_separate_folders(tmp_path):
             (tmp_path / host / name).write_text(f"#!/bin/sh\n{text}\n")
             (tmp_path / host / name).chmod(0o755)
         env = {"HOME": str(tmp_path), "PATH": f"{tmp_path / host}:{os.environ['PATH']}"}
-        argv = ["bash", "-c", scripts.text("images/engine.sh"), "engine", "folder", "docker"]
+        argv = scripts.bash("images/engine.sh", "folder", engines=["docker", "", ""])
         done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
         folder = tmp_path / ".cache" / "clusterctl" / f"layers-{host}"
         assert done.stdout == f"{folder}\n"

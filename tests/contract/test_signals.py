@@ -27,9 +27,7 @@ sleep {seconds}
 DOCKER = """#!/bin/sh
 case "$*" in
 "version"*) echo version 27.5.1 ;;
-"info --format platform"*) echo platform linux/x86_64 ;;
-"info --format driver"*) echo driver vfs [] ;;
-"info"*) echo /var/lib/docker ;;
+"info"*) printf 'platform linux/x86_64\\ndriver vfs []\\nroot /var/lib/docker\\n' ;;
 "image inspect"*) {image} ;;
 "save"* | "build"*) touch {begun}; sleep {seconds} ;;
 esac

@@ -106,7 +106,7 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
 @pytest.mark.parametrize(("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"])
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
-    words = ["none", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", "", ""]
+    words = ["", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", "", ""]
     text = f"ulimit -f {limit}; trap '' XFSZ\n{scripts.text('agent/common.sh', 'agent/check.sh')}"
     done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in lines]
