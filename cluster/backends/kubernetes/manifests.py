@@ -18,7 +18,7 @@ from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Mount, Plan, Step, plan_of
+from cluster.spec.model import Job, Mount, Plan, Step
 
 Document = dict[str, Any]
 
@@ -49,7 +49,7 @@ def plan(job: Job, *, attempt: int, port: int) -> Plan:
     assert job.queue is not None
     options = options_of(job)
     nodes = tuple(replace(job.queue.login, name=f"node-{rank}") for rank in range(job.nodes))
-    made = plan_of(job, "kubernetes", nodes, attempt=attempt, master=(master(job, attempt), port))
+    made = Plan(job, attempt, "kubernetes", nodes, master(job, attempt), port)
     file = f"{made.attempt_dir}/pods.yaml"
     head = comment(job, options, attempt=attempt)
     text = render(documents(job, options, attempt=attempt, port=port), head)
@@ -59,7 +59,7 @@ def plan(job: Job, *, attempt: int, port: int) -> Plan:
 def options_of(job: Job) -> Options:
     """Return the section `kubernetes` of a job."""
     assert job.queue is not None
-    return Options.model_validate(dict(job.queue.options))
+    return Options.model_validate(dict(job.queue.settings))
 
 
 def kubectl(options: Options) -> tuple[str, ...]:
