@@ -3,12 +3,25 @@
 import abc
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from cluster.agent import scripts
 from cluster.backends import monitor
-from cluster.errors import ClusterError
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step
+from cluster.errors import ClusterError, UnreachableError
+from cluster.runtimes import ENGINES
+from cluster.spec.model import Inventory, Job, JobRecord, Node, NodeStatus, Plan, Step
 from cluster.spec.traits import Traits
-from cluster.transport import files, workdir
+from cluster.transport import files, parallel, reach, workdir
+
+
+@dataclass(frozen=True)
+class FoundJob:
+    """What a job has on one machine; `runs` while a node of it runs, so that it is no orphan."""
+
+    where: str
+    job: str
+    runs: bool
+    counts: Mapping[str, int]
 
 
 class Backend(Traits, abc.ABC):
@@ -36,13 +49,16 @@ class Backend(Traits, abc.ABC):
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start all nodes, or stop the started ones and raise LaunchError; `secrets` are the values by name."""
 
-    def send_workdir(
-        self, job: Job, plan: Plan, sizes: Mapping[str, int], earlier: Sequence[str], report: files.Report
+    def send_files(
+        self, job: Job, plan: Plan, sizes: Mapping[str, int] | None, earlier: Sequence[str], report: files.Report
     ) -> list[str]:
         """Copy the working directory to the machines that lack it, before an attempt. Return sentences for the user.
 
-        `sizes` are its files; `earlier` are jobs whose copies may have the same ones. Raises ClusterError.
+        `sizes` are its files (None: the nodes need no copy); `earlier` are jobs whose copies may have the same ones.
+        Raises ClusterError.
         """
+        if sizes is None:
+            return []
         if plan.attempt > 1:
             nodes = workdir.without_copy(plan, plan.nodes)
         else:
@@ -86,6 +102,16 @@ class Backend(Traits, abc.ABC):
         """Submit the jobs of an array. Raises LaunchError."""
         raise NotImplementedError
 
+    def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
+        """Return the jobs that have something on each machine, found without records, or why it does not answer."""
+        found = parallel.each(inventory.nodes, _jobs_on)
+        return {node.display_name: found[node.name] for node in inventory.nodes}
+
+    def remove(self, inventory: Inventory, found: FoundJob) -> None:
+        """Remove what a job has on a machine. Raises ClusterError."""
+        node = next(node for node in inventory.nodes if node.display_name == found.where)
+        monitor.stop(node, found.job, 0, tuple(ENGINES), timeout_s=60)
+
     def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""
         return {}
@@ -101,3 +127,23 @@ class Backend(Traits, abc.ABC):
     def user(self) -> str:
         """Return the UID:GID in a container that is this user on the host."""
         return f"{os.getuid()}:{os.getgid()}"
+
+
+def _jobs_on(node: Node) -> list[FoundJob]:
+    """Return the jobs with a process or a container on a machine."""
+    done = reach(node).run(scripts.command("orphans", *ENGINES), timeout_s=60)
+    if done.code:
+        raise UnreachableError(f"{node.display_name}: {done.last_line}")
+    kinds: dict[str, list[str]] = {}
+    for line in done.out.splitlines():
+        kind, job, _ = line.split(" ", 2)
+        kinds.setdefault(job, []).append(kind)
+    return [
+        FoundJob(
+            node.display_name,
+            job,
+            "script" in found,
+            {"processes": found.count("process"), "containers": found.count("container")},
+        )
+        for job, found in sorted(kinds.items())
+    ]

@@ -1,29 +1,18 @@
 """`clusterctl gc`: finds orphans of dead jobs on the machines, and removes them."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.agent import scripts
 from cluster.cli.follow import console
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
-from cluster.errors import ClusterError, UnreachableError
-from cluster.runtimes import ENGINES
-from cluster.spec.model import Node
+from cluster.errors import ClusterError
+from cluster.spec.model import Inventory, Node
 from cluster.spec.request import option
 
-
-@dataclass(frozen=True)
-class Orphan:
-    """A job on one machine; `runs` while its node script runs, so that it is no orphan."""
-
-    node: str
-    job: str
-    runs: bool
-    processes: int
-    containers: int
+if TYPE_CHECKING:
+    from cluster.backends.base import FoundJob
 
 
 @takes_options
@@ -40,56 +29,41 @@ def gc(
     It finds containers by their label and processes by their environment, so it needs no record of the job.
     It lists a job whose node script still runs, but removes it only with --job.
     """
-    from cluster.backends import monitor
-    from cluster.transport import parallel
+    from cluster.backends import BACKENDS
 
-    machines = inventory.load(complete=False)
-    nodes = machines.nodes if machines else (Node("this machine", "127.0.0.1"),)
+    machines = inventory.load(complete=False) or Inventory((Node("this machine", "127.0.0.1"),))
+    backend = BACKENDS[machines.backend]
     out = console(quiet=as_json)
-    found = parallel.each(nodes, _orphans)
     failed: list[ClusterError] = []
     rows = []
-    for node in nodes:
-        present = found[node.name]
-        if isinstance(present, ClusterError):
-            failed.append(present)
+    present = backend.jobs_on(machines)
+    for found in present.values():
+        if isinstance(found, ClusterError):
+            failed.append(found)
         else:
-            rows += [(node, each) for each in present if not job or each.job == job]
-    for _, each in rows:
+            rows += [each for each in found if not job or each.job == job]
+    for each in rows:
         state = "is running" if each.runs else "is orphaned"
-        parts = f"processes: {each.processes}, containers: {each.containers}"
-        out.print(f"{each.node}: {each.job} {state}: {parts}", markup=False)
-    removable = [(node, each) for node, each in rows if not each.runs or job]
+        parts = ", ".join(f"{what}: {count}" for what, count in each.counts.items())
+        out.print(f"{each.where}: {each.job} {state}: {parts}", markup=False)
+    removable = [each for each in rows if not each.runs or job]
     confirmed = bool(removable) and (yes or (not as_json and typer.confirm(f"remove {len(removable)} of them?")))
     removed = []
-    for node, each in removable if confirmed else []:
+    for each in removable if confirmed else []:
         try:
-            monitor.stop(node, each.job, 0, tuple(ENGINES), timeout_s=60)
+            backend.remove(machines, each)
         except ClusterError as error:
             failed.append(error)
             continue
         removed.append(each)
-        out.print(f"{each.node}: removed {each.job}", markup=False)
+        out.print(f"{each.where}: removed {each.job}", markup=False)
     if as_json:
-        print(json.dumps([{**asdict(each), "removed": each in removed} for _, each in rows], indent=1))
+        print(json.dumps([_as_json(each, each in removed) for each in rows], indent=1))
     if not rows and not failed:
-        out.print("no orphans on " + ", ".join(node.name for node in nodes), markup=False)
+        out.print("no orphans on " + ", ".join(present), markup=False)
     if failed:
         raise failed[0]
 
 
-def _orphans(node: Node) -> list[Orphan]:
-    """Return the jobs with a process or container on a machine, found without records."""
-    from cluster.transport import reach
-
-    done = reach(node).run(scripts.command("orphans", *ENGINES), timeout_s=60)
-    if done.code:
-        raise UnreachableError(f"{node.display_name}: {done.last_line}")
-    kinds: dict[str, list[str]] = {}
-    for line in done.out.splitlines():
-        kind, job, _ = line.split(" ", 2)
-        kinds.setdefault(job, []).append(kind)
-    return [
-        Orphan(node.display_name, job, "script" in found, found.count("process"), found.count("container"))
-        for job, found in sorted(kinds.items())
-    ]
+def _as_json(found: FoundJob, is_removed: bool) -> dict[str, object]:
+    return {"node": found.where, "job": found.job, "runs": found.runs, **found.counts, "removed": is_removed}

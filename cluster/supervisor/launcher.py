@@ -181,7 +181,7 @@ class Launcher:
                 self._reserve(record)
                 is_reserved = True
                 try:
-                    notes += self._send_workdir(code, record)
+                    notes += self._send_files(code, record)
                     self.start(record)
                 except GpusHeldError:  # by a job that took them after the check
                     self._forget(record)
@@ -222,8 +222,8 @@ class Launcher:
         plan, backend = record.plan, BACKENDS[record.plan.backend]
         if absent := ", ".join(name for name in plan.job.secrets if name not in self.secrets):
             raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
-        if plan.workdir and plan.attempt > 1:
-            self._send_workdir(workdir.scan(plan.workdir, record.withheld), record)
+        if plan.attempt > 1:
+            self._send_files(workdir.scan(plan.workdir, record.withheld) if plan.workdir else None, record)
         _make_folder(plan)
         try:
             backend.submit(plan, self.secrets)
@@ -247,7 +247,7 @@ class Launcher:
                 record = JobRecord(job_plan, time.time(), job, withheld=self.without)
                 self.records.reserve(record)
                 reserved.append(record)
-                self._send_workdir(code, record)
+                self._send_files(code, record)
                 _make_folder(record.plan)
             BACKENDS[backend].submit_array(plans, step, self.secrets)
         except ClusterError as error:
@@ -260,17 +260,15 @@ class Launcher:
             raise
         return reserved
 
-    def _send_workdir(self, sizes: Mapping[str, int] | None, record: JobRecord) -> list[str]:
+    def _send_files(self, sizes: Mapping[str, int] | None, record: JobRecord) -> list[str]:
         """Copy the working directory with these files to the job's machines (None: they need none). Return notes."""
-        if sizes is None:
-            return []
         others = sorted(self.records, key=lambda other: other.created_at, reverse=True)
         earlier = [
             other.plan.job_id
             for other in others
             if other.plan.workdir == record.plan.workdir and other.plan.job_id != record.plan.job_id
         ]
-        return BACKENDS[record.plan.backend].send_workdir(record.job, record.plan, sizes, earlier, self.report)
+        return BACKENDS[record.plan.backend].send_files(record.job, record.plan, sizes, earlier, self.report)
 
 
 def array_plan(array: Sequence[Job], backend: str, at_once: int) -> tuple[list[Plan], Step]:
