@@ -1,0 +1,1 @@
+"""Backend kubernetes: one pod per node."""
