@@ -15,6 +15,8 @@ SETUP_DIR = "CLUSTER_SETUP_DIR"
 IMAGE = "CLUSTER_IMAGE"
 GLOBAL_WORLD_SIZE = "CLUSTER_WORLD_SIZE"
 GRACE = "CLUSTER_GRACE"
+RENDEZVOUS_TIMEOUT = "CLUSTER_RENDEZVOUS_TIMEOUT"
+HOLD = "CLUSTER_HOLD"
 
 EVENT_MARK = "::cluster "
 
@@ -44,3 +46,5 @@ GRACE_MARGIN_S = 10.0
 MAX_GRACE_S = 65535.0
 #: The file in an attempt's folder with the seconds of `stop --grace`, which replace those of the job.
 GRACE_FILE = "grace"
+#: The ending of the file NODE.collected in an attempt's folder: the launcher has copied the node's files.
+COLLECTED_ENDING = ".collected"

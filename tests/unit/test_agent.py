@@ -331,6 +331,167 @@ def test_the_ranks_end_after_the_nodes_script_has_died(tmp_path, monkeypatch):
     assert (code, "script outside of the container has died" in out) == (143, True)
 
 
+def status_when(node, is_wanted):
+    """Wait until the node's status is as wanted, and return it."""
+    until = time.time() + 60
+    while not (node.path("node-0.json").exists() and is_wanted(node.status())):
+        assert time.time() < until, node.lines()
+        time.sleep(0.02)
+    return node.status()
+
+
+def has_exited(status):
+    return status["phase"] == "exited"
+
+
+@pytest.mark.parametrize("how", ["collected", "SIGTERM", "time"])
+def test_a_held_container_ends_when_its_files_are_collected(tmp_path, how):
+    hold_s = "0.5" if how == "time" else "600"
+    node = Node(tmp_path, "sys.exit(3)", ranks=1, CLUSTER_HOLD=hold_s)
+    status = status_when(node, has_exited)
+    assert status["exit_code"] == 3
+    if how != "time":
+        node.process.send_signal(signal.SIGINT)  # it stops ranks, and there are none left
+        with pytest.raises(subprocess.TimeoutExpired):
+            node.process.wait(1.5)
+    if how == "collected":
+        node.path("node-0.collected").touch()
+    elif how == "SIGTERM":
+        node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 3
+
+
+@pytest.mark.parametrize("phase", ["setup", "name", "running"])
+def test_a_container_that_got_sigterm_is_not_held(tmp_path, phase):
+    """The engine counts its own grace from then on."""
+    variables = {"CLUSTER_HOLD": "600"}
+    if phase == "setup":
+        variables.update(setup_variables(tmp_path, "echo started; sleep 100"))
+    elif phase == "name":
+        variables.update(PET_MASTER_ADDR="no.such.invalid", CLUSTER_RENDEZVOUS_TIMEOUT="600")
+    node = Node(tmp_path, "print('started', flush=True)\ntime.sleep(60)", ranks=1, **variables)
+    if phase == "name":
+        status_when(node, lambda status: "joining" in status["events"])
+    else:
+        node.wait_for("setup: started" if phase == "setup" else "started")
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == (143 if phase == "running" else EXIT_NODE)
+
+
+@pytest.mark.parametrize("cause", ["the port", "SIGINT"])
+def test_a_container_is_held_also_after_a_failed_start_and_a_stop_of_the_launcher(tmp_path, cause):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        variables = {"PET_MASTER_PORT": str(server.getsockname()[1])} if cause == "the port" else {}
+        program = "print('started', flush=True)\ntime.sleep(60)"
+        node = Node(tmp_path, program, ranks=1, CLUSTER_HOLD="600", **variables)
+        if cause == "SIGINT":
+            node.wait_for("started")
+            node.process.send_signal(signal.SIGINT)
+        code = status_when(node, has_exited)["exit_code"]
+        with pytest.raises(subprocess.TimeoutExpired):
+            node.process.wait(1.5)
+        node.path("node-0.collected").touch()
+        assert node.end()[0] == code == (143 if cause == "SIGINT" else EXIT_NODE)
+
+
+def test_ranks_start_once_the_name_of_the_master_resolves(tmp_path, monkeypatch):
+    """In the test's agent a name resolves if a file has it, as in the DNS of a cluster that does not know a new pod."""
+    resolve = f"open({str(tmp_path / 'dns')!r}).read()\n                socket.getaddrinfo('127.0.0.1'"
+    change_agent(monkeypatch, tmp_path, "agent.py", "socket.getaddrinfo(self._settings.master", resolve)
+    variables = {"PET_MASTER_ADDR": "job-0.job", "CLUSTER_RENDEZVOUS_TIMEOUT": "600"}
+    node = Node(tmp_path, "print('started')", ranks=1, **variables)
+    event = status_when(node, lambda status: "joining" in status["events"])["events"]["joining"]
+    assert (event["reachable"], event["listening"], event["why"]) == (False, False, "No such file or directory")
+    before = status_when(node, lambda status: True)["heartbeat"]
+    assert status_when(node, lambda status: status["heartbeat"] > before)["phase"] == "starting"
+    assert "started" not in node.lines()
+    (tmp_path / "dns").touch()
+    code, out, _ = node.end()
+    assert (code, out) == (0, "started\n")
+
+
+def test_a_master_whose_name_never_resolves_is_the_nodes_failure(tmp_path):
+    variables = {"PET_MASTER_ADDR": "no.such.invalid", "CLUSTER_RENDEZVOUS_TIMEOUT": "1.5"}
+    code, out, status = Node(tmp_path, "print('started')", ranks=1, **variables).end()
+    error = status["failure"]["error"]
+    assert (code, "started" in out) == (EXIT_NODE, False)
+    assert re.fullmatch(r"the name no\.such\.invalid does not resolve after 1\.5 s: .+", error)
+
+
+NEWER = "attempt-10"  # as text, it is less than attempt-9
+
+
+def of_attempt_9(tmp_path, monkeypatch, program):
+    """Start ranks as attempt 9, after an attempt 10 that does not run any more."""
+    fast_agent(monkeypatch, tmp_path)
+    (tmp_path / NEWER).mkdir()
+    (tmp_path / NEWER / "node-0.json").write_text("{}")
+    node = Node(tmp_path, program, CLUSTER_ATTEMPT="9")
+    node.path = lambda name: tmp_path / "attempt-9" / name
+    node.wait_for("ready", "[1] ready")
+    return node
+
+
+def heartbeats(node, number):
+    """Wait for so many heartbeats, at each of which the agent checks for a newer attempt."""
+    for _ in range(number):
+        last = node.status()["heartbeat"]
+        status_when(node, lambda status, last=last: status["heartbeat"] > last)
+
+
+#: Ranks that would write a checkpoint after SIGTERM, which takes a second.
+SAVES = """
+def save(*_):
+    print('saving', flush=True)
+    time.sleep(1)
+    print('saved', flush=True)
+    sys.exit(75)
+
+for number in (signal.SIGTERM, signal.SIGUSR2):
+    signal.signal(number, save)
+print('ready', flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("newer", [f"{NEWER}/node-0.json", f"{NEWER}/node-1.json", "attempt-11/node-0.json"])
+def test_the_ranks_are_killed_at_once_when_an_agent_of_a_newer_attempt_runs(tmp_path, monkeypatch, newer):
+    node = of_attempt_9(tmp_path, monkeypatch, SAVES)
+    heartbeats(node, 2)
+    path = tmp_path / newer
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"phase": "starting"}')
+    code, out, status = node.end()
+    why = f"attempt {path.parent.name[8:]} of this job has started"
+    assert (code, status["exit_code"], status["reason"], status["failure"]) == (137, 137, why, None)
+    assert f"agent: {why}: stopping the ranks" in node.lines()
+    assert "saving" not in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_ranks_that_write_their_last_checkpoint_may_finish_it(tmp_path, monkeypatch, number):
+    node = of_attempt_9(tmp_path, monkeypatch, SAVES)
+    node.process.send_signal(number)
+    node.wait_for("saving", "[1] saving")
+    (tmp_path / NEWER / "node-0.json").write_text('{"phase": "starting"}')
+    code, _, _ = node.end()
+    assert (code, "saved" in node.lines(), "[1] saved" in node.lines()) == (75, True, True)
+
+
+def test_neither_an_older_attempt_nor_a_folder_without_an_agent_stops_the_ranks(tmp_path, monkeypatch):
+    """The launcher makes the folder of Slurm's next attempt while the ranks may still write their checkpoint."""
+    node = of_attempt_9(tmp_path, monkeypatch, SAVES)
+    for folder, name in (("attempt-2", "node-0.json"), (NEWER, "node-0.log"), ("attempt-x", "node-0.json")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text("{}")
+    (tmp_path / "attempt-11").mkdir()
+    heartbeats(node, 3)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 75
+
+
 def test_a_port_in_use_is_the_nodes_failure_and_starts_no_rank(tmp_path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

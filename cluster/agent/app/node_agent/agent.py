@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import pkgutil
 import shutil
@@ -16,9 +17,11 @@ import threading
 import time
 from typing import Mapping
 
+from .fence import Fence
 from .output import Log, Status
 from .ranks import LIBC, Rank, exit_code, first_failure, signal_name
 from .settings import (
+    COLLECTED_ENDING,
     EVENT_MARK,
     EXIT_NODE,
     EXIT_RUN_DIR,
@@ -52,13 +55,24 @@ class Agent:
         self._ranks: list[Rank] = []
         self._ended = threading.Event()
         self._checkpoint_requested = False
+        self._checkpoint_requested_at = -math.inf
         self._stopping_since: float | None = None
+        self._terminated = False
+        self._fence = Fence(settings)
+        self._fenced = False
         self._grace_s = settings.grace_s()
         self._stop_reason = ""
         self._memory_kills = count_memory_kills()
         self._script, self._script_changed = "", time.monotonic()
 
     def run(self, command: list[str], environment: dict[str, str], hooks: str) -> int:
+        """Run the node, hold its container if the launcher asks for that, and return the node's exit code."""
+        code = self._run(command, environment, hooks)
+        if not self._terminated and not self._fenced:
+            hold(self._settings)
+        return code
+
+    def _run(self, command: list[str], environment: dict[str, str], hooks: str) -> int:
         """Run the setup, start the ranks, and wait for their end; return the node's exit code."""
         error = ""
         if environment.get("CLUSTER_SETUP"):
@@ -68,9 +82,10 @@ class Agent:
                 error = setup.run()
             except OSError as failed:
                 error = "setup: {}: {}".format(failed.filename, failed.strerror)
+            self._terminated = setup.terminated
             if command[0] == sys.executable:
                 command = [setup.python, *command[1:]]
-        error = error or self._start(command, environment, hooks)
+        error = error or self._wait_for_master() or self._start(command, environment, hooks)
         if error:
             self._log.message("error: " + error)
             failure = {"rank": None, "time": round(time.time(), 3), "error": error, "secondary": False}
@@ -93,6 +108,7 @@ class Agent:
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
                 self._status.write(usage=usage.sample())
                 stall.check(usage)
+                self._obey_fence()
         return self._finish()
 
     def _start(self, command: list[str], environment: Mapping[str, str], hooks: str) -> str:
@@ -122,10 +138,43 @@ class Agent:
         if number == signal.SIGCHLD:
             self._reap()
         elif number == signal.SIGUSR2:
-            self._checkpoint_requested = True
+            self._checkpoint_requested, self._checkpoint_requested_at = True, time.monotonic()
             self._send(signal.SIGUSR2)
         else:
+            self._terminated = self._terminated or number == signal.SIGTERM
             self._stop(self._settings.grace_s(), signal_name(number) + " received")
+
+    def _obey_fence(self) -> None:
+        """Kill the ranks if a newer attempt of the job runs, unless they have been asked to end with a checkpoint."""
+        saving = time.monotonic() - self._checkpoint_requested_at <= self._settings.grace_s()
+        if self._stopping_since is not None or saving:
+            return
+        newer = self._fence.newer_attempt()
+        if newer:
+            self._fenced = True
+            self._stop(0.0, "attempt %d of this job has started" % newer, signals=False)
+            self._send(signal.SIGKILL)
+
+    def _wait_for_master(self) -> str:
+        """Wait until the name of the master resolves, if the launcher asks for that; return why it does not, or "".
+
+        The DNS of Kubernetes learns the name of a pod some time after the pods have started.
+        """
+        if not self._settings.rendezvous_timeout_s:
+            return ""
+        search = MasterSearch(self._settings, self._log, self._status)
+        until = time.monotonic() + self._settings.rendezvous_timeout_s
+        while not search.found.is_set():
+            received = signal.sigtimedwait(SIGNALS - {signal.SIGCHLD}, 0.05)
+            if received is not None and received.si_signo in SIGNALS:
+                self._terminated = received.si_signo == signal.SIGTERM
+                return "stopped while it waited for the name of the master"
+            if time.monotonic() > until:
+                timeout = "%g s" % self._settings.rendezvous_timeout_s
+                return "the name {} does not resolve after {}: {}".format(self._settings.master, timeout, search.why)
+            if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
+                self._status.write()
+        return ""
 
     def _reap(self) -> None:
         """Store the exit codes of ranks that have ended; after a failure stop the other ranks."""
@@ -193,9 +242,57 @@ class Agent:
         self._status.write(reason=self._stop_reason, **fields)
 
 
+class MasterSearch:
+    """Resolves the master's name in a thread, because an answer of the DNS may take longer than a heartbeat.
+
+    `found` is set once the name resolves. Until then `why` is the last error.
+    """
+
+    def __init__(self, settings: Settings, log: Log, status: Status) -> None:
+        self.found = threading.Event()
+        self.why = "no answer from the DNS"
+        self._settings, self._log, self._status = settings, log, status
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        reported = ""
+        while True:
+            try:
+                socket.getaddrinfo(self._settings.master, self._settings.port)
+            except OSError as error:
+                self.why = error.strerror or str(error)
+            else:
+                self.found.set()
+                return
+            if self.why != reported:
+                reported = self.why
+                report_joining(self._settings, self._log, self._status, reachable=False, listening=False, why=self.why)
+            time.sleep(0.5)
+
+
+def report_joining(settings: Settings, log: Log, status: Status, *, reachable: bool, listening: bool, why: str) -> None:
+    """Write the event `joining`: whether the master's port can be reached, and why not."""
+    where = "%s:%d" % (settings.master, settings.port)
+    event = {"event": "joining", "time": round(time.time(), 3), "node": settings.node_rank, "master": where}
+    event.update(reachable=reachable, listening=listening, why=log.masked(why))
+    status.record(event)
+    log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
+
+
+def hold(settings: Settings) -> None:
+    """Keep the container for `settings.hold_s`, until its files are collected, or until SIGTERM.
+
+    Where the files of a container disappear with it, the launcher copies them in this time.
+    """
+    until = time.monotonic() + settings.hold_s
+    while time.monotonic() < until and not os.path.exists(settings.path(COLLECTED_ENDING)):
+        received = signal.sigtimedwait(SIGNALS, 0.5)
+        if received is not None and received.si_signo == signal.SIGTERM:
+            return
+
+
 def watch_master(settings: Settings, log: Log, status: Status, ended: threading.Event) -> None:
     """Report whether the master's port is reachable, and why not, until it accepts a connection."""
-    where = "%s:%d" % (settings.master, settings.port)
     started, last = time.monotonic(), None
     while not ended.is_set():
         waited_s = time.monotonic() - started
@@ -211,10 +308,7 @@ def watch_master(settings: Settings, log: Log, status: Status, ended: threading.
             reachable, why = False, error.strerror or str(error)
         if last != (reachable, listening, why) and (reachable or waited_s > UNREACHABLE_AFTER_S):
             last = (reachable, listening, why)
-            event = {"event": "joining", "time": round(time.time(), 3), "node": settings.node_rank, "master": where}
-            event.update(reachable=reachable, listening=listening, why=log.masked(why))
-            status.record(event)
-            log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
+            report_joining(settings, log, status, reachable=reachable, listening=listening, why=why)
         if listening:
             return
         ended.wait(0.5)

@@ -19,6 +19,7 @@ HEARTBEAT_S = 2.0
 STOP_GRACE_S = 120.0
 GRACE_MARGIN_S = 10.0
 GRACE_FILE = "grace"
+COLLECTED_ENDING = ".collected"
 #: Blocked in all threads: the main loop receives them one at a time, without the races of a handler.
 SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
 
@@ -34,6 +35,8 @@ class Settings:
             self.port = int(environment["PET_MASTER_PORT"])
             self.nodes_on_host = int(environment.get("CLUSTER_NODES_ON_HOST") or 1)
             self._grace_s = float(environment.get("CLUSTER_GRACE") or STOP_GRACE_S)
+            self.hold_s = float(environment.get("CLUSTER_HOLD") or 0)
+            self.rendezvous_timeout_s = float(environment.get("CLUSTER_RENDEZVOUS_TIMEOUT") or 0)
             self.master = environment["PET_MASTER_ADDR"]
             self.job = environment["CLUSTER_JOB_ID"]
             self.attempt = environment["CLUSTER_ATTEMPT"]
