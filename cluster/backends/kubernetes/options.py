@@ -131,7 +131,7 @@ class Volume(Keys):
 
     path: AbsolutePath = Field(description="Path in the containers.")
     claim: ObjectName | None = Field(default=None, description="PersistentVolumeClaim to mount, for example with data.")
-    host_path: AbsolutePath | None = Field(default=None, description="File or folder of the machine to mount.")
+    host_path: AbsolutePath | None = Field(default=None, description="Folder of the machine to mount.")
     empty_dir: Quantity | None = Field(
         default=None,
         description="Size limit, such as 50Gi, of an empty folder on the machine's disk. It lives as long as the pod.",

@@ -1,0 +1,377 @@
+"""The manifest of an attempt: its agent, a Service by which the pods find each other, and one pod per node. Pure.
+
+It works without the launcher (`kubectl create -f FILE`), unless the pods need files or secrets of this machine: then
+the comment at its top has the commands that send them.
+"""
+
+import base64
+import math
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster import contract
+from cluster.agent import scripts
+from cluster.backends import script
+from cluster.backends.kubernetes.options import Options, SecurityContext
+from cluster.errors import UsageError
+from cluster.spec.model import Job, Mount, Plan, Step, plan_of
+
+Document = dict[str, Any]
+
+#: The labels of all objects of a job, of those of an attempt, and of a node's pod.
+MANAGED_BY, JOB_LABEL = "app.kubernetes.io/managed-by", "clusterctl/job"
+ATTEMPT_LABEL, RANK_LABEL = "clusterctl/attempt", "clusterctl/rank"
+#: The folder of the jobs' run directories in the containers.
+RUNS = "/runs"
+#: The container of a node's ranks, and the init container that waits for files of the launching machine.
+NODE_CONTAINER, FILES_CONTAINER = "node", "files"
+#: The volume of those files, where the init container has it, and the file that says that all have arrived.
+INPUTS_VOLUME, INPUTS = "inputs", "/inputs"
+COMPLETE = f"{INPUTS}/.complete"
+
+_AGENT_FOLDER = "/clusterctl"
+_AGENT = f"{_AGENT_FOLDER}/agent.pyz"
+#: Seconds for which a container stays after its ranks have ended, so that the launcher can copy its files, by whether
+#: they would otherwise be lost.
+_HOLD_S = {True: 600, False: 120}
+#: Without the trap, a shell with process ID 1 ignores SIGTERM.
+_WAIT = f"trap 'exit 143' TERM; until [ -e {COMPLETE} ]; do sleep 0.2; done"
+_QUEUE_LABEL, _GROUP_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"
+_GROUP_COUNT, _GROUP_RETRIES = "kueue.x-k8s.io/pod-group-total-count", "kueue.x-k8s.io/retriable-in-group"
+
+
+def plan(job: Job, *, attempt: int, port: int) -> Plan:
+    """Return a plan with one step: the manifest, and the command that creates its objects. Raises UsageError."""
+    assert job.queue is not None
+    options = options_of(job)
+    nodes = tuple(replace(job.queue.login, name=f"node-{rank}") for rank in range(job.nodes))
+    made = plan_of(job, "kubernetes", nodes, attempt=attempt, master=(master(job, attempt), port))
+    file = f"{made.attempt_dir}/pods.yaml"
+    head = comment(job, options, attempt=attempt)
+    text = render(documents(job, options, attempt=attempt, port=port), head)
+    return replace(made, steps=(Step("kubernetes", {file: text}, (*kubectl(options), "create", "-f", file)),))
+
+
+def options_of(job: Job) -> Options:
+    """Return the section `kubernetes` of a job."""
+    assert job.queue is not None
+    return Options.model_validate(dict(job.queue.options))
+
+
+def kubectl(options: Options) -> tuple[str, ...]:
+    """Return the beginning of a command of kubectl, with the context and the namespace of the job."""
+    context = [f"--context={options.context}"] if options.context else []
+    namespace = [f"--namespace={options.namespace}"] if options.namespace else []
+    return ("kubectl", *context, *namespace)
+
+
+def documents(job: Job, options: Options, *, attempt: int, port: int) -> list[Document]:
+    """Return the objects of an attempt, in the order in which they are created. Raises UsageError."""
+    if job.name.endswith("-"):
+        raise UsageError(f"--name {job.name}: names of Kubernetes end with a letter or digit", "omit the last '-'")
+    service = _object("Service", service_name(job, attempt), options, labels(job, attempt))
+    service["spec"] = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # the ranks need the names before they are ready
+        "selector": {JOB_LABEL: job.name, ATTEMPT_LABEL: str(attempt)},
+        "ports": [{"name": "rendezvous", "port": port}],
+    }
+    agent = _object("ConfigMap", f"{job.name}-agent", options, labels(job))
+    # in lines, as kubectl itself prints it
+    agent["binaryData"] = {"agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"}
+    return [agent, service, *(_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes))]
+
+
+def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
+    """Return the Secret with the values of the job's secrets, to which the pods refer. No plan contains it."""
+    made = _object("Secret", f"{job.name}-secrets", options, labels(job))
+    data = {name: base64.b64encode(values[name].encode(errors="surrogateescape")).decode() for name in job.secrets}
+    return {**made, "type": "Opaque", "data": data}
+
+
+def labels(job: Job, attempt: int = 0) -> dict[str, str]:
+    """Return the labels by which the objects of a job are found, or those of one attempt."""
+    found = {MANAGED_BY: "clusterctl", JOB_LABEL: job.name}
+    return {**found, ATTEMPT_LABEL: str(attempt)} if attempt else found
+
+
+def pod_name(job: Job, attempt: int, rank: int) -> str:
+    """Return the name of a node's pod, which is also its host name."""
+    return f"{job.name}-a{attempt}-{rank}"
+
+
+def service_name(job: Job, attempt: int) -> str:
+    """Return the name of an attempt's Service. Unlike that of a job or pod, it cannot begin with a digit."""
+    return f"{'' if job.name[0].isalpha() else 'job-'}{job.name}-a{attempt}"
+
+
+def master(job: Job, attempt: int) -> str:
+    """Return the name that all pods of an attempt resolve to the address of the first."""
+    return f"{pod_name(job, attempt, 0)}.{service_name(job, attempt)}"
+
+
+def inputs(job: Job) -> tuple[Mount, ...]:
+    """Return the files and folders of this machine that the launcher copies to the pods."""
+    workdir = (Mount(job.workdir, job.workdir, read_only=False),) if job.copies_workdir else ()
+    return (*workdir, *(mount for mount in job.mounts if mount.synced))
+
+
+def input_path(mount: Mount) -> str:
+    """Return where the volume has a file or folder of this machine: at its path here, without the first '/'."""
+    return mount.source.strip("/") or "."
+
+
+def render(made: Sequence[Document], head: Sequence[str] = ()) -> str:
+    """Return the objects as YAML, in block style as a person would write it, after the lines of a comment."""
+    lines = "".join(f"# {_printable(line)}\n" for line in head)
+    return lines + "".join(f"---\n{_yaml(document)}" for document in made)
+
+
+def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
+    """Return what to do by hand besides `kubectl create -f`: the commands that `clusterctl launch` runs instead."""
+    command = shlex.join(kubectl(options))
+    lines = [f"{job.nodes} nodes x {job.procs_per_node} processes on Kubernetes. Written by `clusterctl plan`."]
+    if job.secrets:
+        lines.append(f"The pods need a Secret with {', '.join(job.secrets)}; FILE has lines NAME=VALUE:")
+        lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
+    if inputs(job):
+        paths = shlex.join(input_path(mount) for mount in inputs(job))
+        pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
+        lines.append("The pods wait for files of this machine. Once their init containers run:")
+        lines.append(f"  for pod in {pods}; do")
+        lines.append(f"    tar -C / -c -- {paths} | {command} exec -i $pod -c {FILES_CONTAINER} -- tar -C {INPUTS} -x")
+        lines.append(f"    {command} exec $pod -c {FILES_CONTAINER} -- touch {COMPLETE}")
+        lines.append("  done")
+    return lines
+
+
+def _object(kind: str, name: str, options: Options, found_by: Mapping[str, str]) -> Document:
+    metadata: Document = {"name": name, "labels": {**options.labels, **found_by}}
+    metadata |= {"annotations": dict(options.annotations)} if options.annotations else {}
+    return {"apiVersion": "v1", "kind": kind, "metadata": metadata}
+
+
+def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> Document:
+    name, service = pod_name(job, attempt, rank), service_name(job, attempt)
+    made = _object("Pod", name, options, {**labels(job, attempt), RANK_LABEL: str(rank)})
+    if options.kueue_queue:
+        made["metadata"]["labels"] |= {_QUEUE_LABEL: options.kueue_queue, _GROUP_LABEL: service}
+        group = {_GROUP_COUNT: str(job.nodes), _GROUP_RETRIES: "false"}
+        made["metadata"]["annotations"] = {**made["metadata"].get("annotations", {}), **group}
+    volumes, mounts = _volumes(job, options)
+    spec: Document = {
+        "restartPolicy": "Never",
+        "hostname": name,
+        "subdomain": service,
+        **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if options.host_network else {}),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "serviceAccountName": options.service_account,
+        "priorityClassName": options.priority_class,
+        "runtimeClassName": options.runtime_class,
+        "imagePullSecrets": [{"name": secret} for secret in options.image_pull_secrets],
+        "nodeSelector": dict(options.node_selector),
+        "tolerations": _tolerations(job, options),
+        "securityContext": _pod_security(options.security_context),
+        "terminationGracePeriodSeconds": math.ceil(job.grace_s + contract.GRACE_MARGIN_S),
+        "initContainers": [_files_container(job, options)] if inputs(job) else [],
+        "containers": [_node_container(job, options, rank, mounts, attempt=attempt, port=port)],
+        "volumes": volumes,
+    }
+    return {**made, "spec": _given(spec)}
+
+
+def _node_container(
+    job: Job, options: Options, rank: int, mounts: Sequence[Document], *, attempt: int, port: int
+) -> Document:
+    # With the machine's network, a declared port keeps two masters with the same port off one machine.
+    ports = [{"containerPort": port}] if options.host_network and rank == 0 else []
+    container: Document = {
+        "name": NODE_CONTAINER,
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        # not `command`: the entrypoint of the image stays, as with Docker
+        "args": [_literal(word) for word in (job.python, _AGENT, *job.command)],
+        "workingDir": job.workdir,
+        "ports": ports,
+        "env": _environment(job, options, rank, attempt=attempt, port=port),
+        "resources": _resources(job, options, with_devices=True),
+        "securityContext": _container_security(options.security_context, ["IPC_LOCK"] if options.devices else []),
+        "volumeMounts": list(mounts),
+    }
+    return _given(container)
+
+
+def _files_container(job: Job, options: Options) -> Document:
+    container: Document = {
+        "name": FILES_CONTAINER,
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": ["sh", "-c", _WAIT],
+        "resources": _resources(job, options, with_devices=False),
+        "securityContext": _container_security(
+            options.security_context.model_copy(update={"privileged": None, "add_capabilities": ()}), []
+        ),
+        "volumeMounts": [{"name": INPUTS_VOLUME, "mountPath": INPUTS}],
+    }
+    return _given(container)
+
+
+def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> list[Document]:
+    """Return the variables of a node. `job.env` does not override the contract's."""
+    gpus = range(job.procs_per_node if job.device == "cuda" else 0)  # a container numbers its GPUs from 0
+    values = {
+        **job.env,
+        contract.NODE: f"node-{rank}",
+        "PET_NODE_RANK": str(rank),
+        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)),
+        contract.NODES_ON_HOST: "1",
+        contract.RENDEZVOUS_TIMEOUT: f"{job.timeout_s:g}",
+        contract.HOLD: str(_HOLD_S[not options.runs.is_persistent]),
+        **script.gpu_environment(job, gpus),
+    }
+    plain = [{"name": name, "value": _literal(value)} for name, value in values.items()]
+    refer = [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}}
+        for name in job.secrets
+    ]
+    return [*plain, *refer]
+
+
+def _resources(job: Job, options: Options, *, with_devices: bool) -> Document:
+    limits = dict(options.limits)
+    if with_devices:
+        limits |= {name: str(count) for name, count in options.devices.items()}
+        limits |= {options.gpu_resource: str(job.procs_per_node)} if job.device == "cuda" else {}
+    return _given({"requests": dict(options.requests), "limits": limits})
+
+
+def _tolerations(job: Job, options: Options) -> list[Document]:
+    """Return the section's tolerations, and those of the taint that keeps other pods off machines with GPUs."""
+    made: list[Document] = []
+    if job.device == "cuda":
+        taints = dict.fromkeys([f"{options.gpu_resource.partition('/')[0]}/gpu", options.gpu_resource])
+        made = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
+    for each in options.tolerations:
+        operator = each.operator or ("Equal" if each.value else "Exists")
+        fields: Document = {"key": each.key, "operator": operator, "value": each.value, "effect": each.effect}
+        made.append(_given({**fields, "tolerationSeconds": each.seconds}))
+    return made
+
+
+def _volumes(job: Job, options: Options) -> tuple[list[Document], list[Document]]:
+    """Return the volumes of a pod, and where its node's container mounts them.
+
+    A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
+    """
+    runs = options.runs
+    memory = {"medium": "Memory", **({"sizeLimit": options.shared_memory} if options.shared_memory else {})}
+    wanted: list[tuple[str, Document, Document]] = [
+        ("agent", {"configMap": {"name": f"{job.name}-agent"}}, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
+        ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
+        ("runs", _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
+    ]
+    for each in options.volumes:
+        mount = {"mountPath": each.path, "subPath": each.sub_path, "readOnly": each.read_only or None}
+        wanted.append(("", _source(each.claim, each.host_path, each.empty_dir), mount))
+    wanted += [
+        ("", _source(None, mount.source), {"mountPath": mount.target, "readOnly": mount.read_only or None})
+        for mount in job.mounts
+        if not mount.synced
+    ]
+    wanted += [
+        (
+            INPUTS_VOLUME,
+            {"emptyDir": {}},
+            {"mountPath": mount.target, "subPath": input_path(mount), "readOnly": mount.read_only or None},
+        )
+        for mount in inputs(job)
+    ]
+    volumes: list[Document] = []
+    mounts: list[Document] = []
+    for name, source, mount in wanted:
+        made = {"name": name or f"volume-{len(volumes) - 2}", **source}
+        # each empty folder is another one
+        same = [each for each in volumes if each == made or ("emptyDir" not in source and each == {**each, **source})]
+        if not same:
+            volumes.append(made)
+        mounts.append(_given({"name": (same or [made])[0]["name"], **mount}))
+    _refuse_twice([mount["mountPath"] for mount in mounts])
+    return volumes, mounts
+
+
+def _source(claim: str | None, host_path: str | None, size: str | None = None) -> Document:
+    if claim:
+        return {"persistentVolumeClaim": {"claimName": claim}}
+    if host_path:  # the type, because a missing folder is an error and not a new one
+        return {"hostPath": {"path": host_path, "type": "Directory"}}
+    return {"emptyDir": {"sizeLimit": size} if size else {}}
+
+
+def _refuse_twice(paths: Sequence[str]) -> None:
+    for path in paths:
+        if paths.count(path) > 1:
+            why = f"{path} would be mounted twice in the containers"
+            raise UsageError(
+                why, "choose another path: --mount SOURCE:PATH, or volumes under kubernetes in cluster.yaml"
+            )
+
+
+def _pod_security(security: SecurityContext) -> Document:
+    profile = {"type": security.seccomp_profile} if security.seccomp_profile else {}
+    fields = {
+        "runAsUser": security.run_as_user,
+        "runAsGroup": security.run_as_group,
+        "runAsNonRoot": security.run_as_non_root,
+        "fsGroup": security.fs_group,
+        "supplementalGroups": list(security.supplemental_groups),
+        "seccompProfile": profile,
+    }
+    return _given(fields)
+
+
+def _container_security(security: SecurityContext, needed: Sequence[str]) -> Document:
+    added = list(dict.fromkeys([*needed, *security.add_capabilities]))
+    fields = {
+        "privileged": security.privileged,
+        "allowPrivilegeEscalation": security.allow_privilege_escalation,
+        "capabilities": _given({"add": added, "drop": list(security.drop_capabilities)}),
+    }
+    return _given(fields)
+
+
+def _given(fields: Document) -> Document:
+    """Return the fields without those that are empty or None."""
+    return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
+
+
+def _literal(text: str) -> str:
+    """Return a text that Kubernetes passes on as it is: it replaces $(NAME) by a variable, and $$ by $."""
+    return text.replace("$", "$$")
+
+
+def _printable(line: str) -> str:
+    """Return a line without characters that would end a comment in YAML."""
+    return "".join(each if each.isprintable() else "?" for each in line)
+
+
+def _yaml(document: Document) -> str:
+    import yaml  # importing it takes longer than importing all backends, and only a manifest needs it
+
+    class Dumper(yaml.SafeDumper):
+        """Quotes what Go's YAML, which kubectl uses, may read as another type (1e-3, y), and shows lines as lines."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        is_word = re.fullmatch(r"[A-Za-z/][^\n]*", value) and len(value) > 1
+        style = None if is_word else "|" if "\n" in value else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return str(yaml.dump(document, Dumper=Dumper, sort_keys=False, width=2**20, allow_unicode=True))
