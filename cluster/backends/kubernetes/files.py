@@ -1,0 +1,264 @@
+"""Files of a job's pods: tar archives through `kubectl exec`, here and there written and read by Python.
+
+A container that runs a job has Python, but not always tar or rsync. The end of a stream proves nothing, since kubectl
+also ends with 0 if the kubelet dies: each archive ends with a member END.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cluster.agent import scripts
+from cluster.backends.kubernetes.kubectl import Kubectl
+from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.transport.rsync import EXCLUDED, PREFIX
+
+#: Where the volume with the files of the launching machine is mounted in the init container, and what says that all are
+#: there.
+INPUTS = "/inputs"
+COMPLETE = f"{INPUTS}/.complete"
+#: The init container that waits for them.
+RECEIVER = "files"
+_CHUNK = 1 << 20
+#: How long kubectl may take to end once its stream has ended.
+_END_S = 30.0
+_AGAIN = "repeat the command: it fetches only what is missing"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files that travel: those of the folder `source`, or that file, as `target` below INPUTS; or a kept archive."""
+
+    source: str
+    target: str = ""
+    is_archive: bool = False
+
+    @property
+    def size(self) -> int:
+        """The bytes of its files."""
+        return sum((_time_and_size(Path(path)) or (0, 0))[1] for path, _ in self._each())
+
+    def add_to(self, archive: tarfile.TarFile) -> None:
+        """Add its files to an archive. Raises LaunchError for a file that cannot be read."""
+        if not self.is_archive:
+            for path, name in self._each():
+                _add(archive, path, name)
+            return
+        try:
+            with tarfile.open(self.source) as kept:
+                for member in kept:
+                    archive.addfile(member, kept.extractfile(member) if member.isreg() else None)
+        except FileNotFoundError as error:
+            raise LaunchError(f"this machine: {self.source} does not exist any more") from error
+
+    def _each(self) -> Iterator[tuple[str, str]]:
+        """Yield path and name in the archive of each file, link and folder."""
+        if not Path(self.source).is_dir():
+            yield self.source, self.target
+            return
+        for where, folders, names in os.walk(self.source):
+            folders[:] = sorted(name for name in folders if name not in EXCLUDED)
+            below = os.path.normpath(f"{self.target}/{os.path.relpath(where, self.source)}")
+            yield where, below
+            links = [name for name in folders if Path(where, name).is_symlink()]
+            yield from ((f"{where}/{name}", f"{below}/{name}") for name in sorted((*links, *names)))
+
+
+def keep(folder: str, names: Iterable[str], target: str, file: Path) -> Part:
+    """Write files of a folder to an archive, as they are now. Raises LaunchError for a file that cannot be read."""
+    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as archive:
+        _add(archive, folder, target)
+        for name in names:
+            _add(archive, f"{folder}/{name}", f"{target}/{name}")
+    return Part(str(file), is_archive=True)
+
+
+def send(kubectl: Kubectl, pod: str, python: str, parts: Sequence[Part], sent: Callable[[int], None]) -> int:
+    """Unpack files into the waiting init container of a pod, which then ends. Return their number.
+
+    `sent` is called with the bytes so far. Raises ClusterError; the container then still waits.
+    """
+    argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/unpack.py"), INPUTS, COMPLETE]
+    with kubectl.piped(pod, argv, container=RECEIVER) as process:
+        with suppress(BrokenPipeError):  # what it says of the reason comes below
+            counted = _Counted(process.stdin, sent)
+            with tarfile.open(fileobj=counted, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+                for part in parts:
+                    part.add_to(archive)
+                archive.addfile(tarfile.TarInfo("END"))
+            process.stdin.close()
+        answer = process.stdout.read().decode(errors="replace")
+        error = process.end(_END_S)
+    found = re.search(r"^unpacked (\d+) True$", answer, re.MULTILINE)
+    if not found:
+        raise error or UnreachableError(f"{pod}: the connection broke while files were sent")
+    return int(found[1])
+
+
+def fetch(
+    kubectl: Kubectl,
+    pod: str,
+    python: str,
+    source: str,
+    target: str,
+    *,
+    excluded: Sequence[str] = (),
+    since: float = 0.0,
+    compare: str = "",
+) -> int:
+    """Copy the files of a pod's folder that differ here in size or time to the folder `target`; return their number.
+
+    The patterns of `excluded` match names at any depth, or paths if they begin with `/`. Files that have not changed
+    since the Unix time `since`, or that are the same in the folder `compare`, are not copied either. No local file is
+    removed. A folder that does not exist there is no error. Raises ClusterError; the files that are complete are kept.
+    """
+    top = Path(target)
+    asked = {"folder": source, "excluded": [*excluded, *EXCLUDED], "have": _have(top), "since": since}
+    argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/pack.py")]
+    count, complete, errors = 0, False, []
+    with kubectl.piped(pod, argv) as process:
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(asked).encode() + b"\n")
+                process.stdin.close()
+            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                for member in archive:
+                    if member.name == "END":
+                        complete = True
+                    elif member.name == "ERROR":
+                        errors.append(_content(archive, member).read().decode(errors="replace"))
+                    elif not (compare and _is_same(Path(compare, member.name), member)):
+                        if _is_inside(member, top):
+                            _write(archive, member, top)
+                            count += 1
+                        else:
+                            errors.append(f"{member.name} leads out of the folder")
+            while process.stdout.read(_CHUNK):  # the padding of the archive
+                pass
+        except tarfile.TarError:
+            complete = False
+        except OSError as error:
+            why = f"this machine: {error.filename or target} cannot be written: {error.strerror}"
+            raise ClusterError(why) from error
+        error_there = process.end(_END_S)
+    if not complete:
+        raise error_there or UnreachableError(f"{pod}: the connection broke while {source} was fetched", _AGAIN)
+    if errors:
+        more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+        raise ClusterError(f"{pod}: {source} was not copied completely: {errors[0]}{more}")
+    return count
+
+
+def _have(top: Path) -> dict[str, list[int]]:
+    """Return size and time of the files below a folder, by path."""
+    paths = [Path(where, name) for where, _, names in os.walk(top) for name in names]
+    found = {path.relative_to(top).as_posix(): _time_and_size(path) for path in paths}
+    return {name: [about[1], about[0]] for name, about in found.items() if about is not None}
+
+
+def _time_and_size(path: Path) -> tuple[int, int] | None:
+    """Return the time in nanoseconds and the size of a file, None if there is none."""
+    with suppress(OSError):
+        about = path.lstat()
+        return about.st_mtime_ns, about.st_size
+    return None
+
+
+def _is_same(path: Path, member: tarfile.TarInfo) -> bool:
+    """Return whether a file here has the time and size of a member, or a link its target."""
+    if member.issym():
+        return path.is_symlink() and str(path.readlink()) == member.linkname
+    return _time_and_size(path) == (_time_ns(member), member.size)
+
+
+def _time_ns(member: tarfile.TarInfo) -> int:
+    whole, _, rest = str(member.pax_headers.get("mtime", member.mtime)).partition(".")
+    return int(whole) * 10**9 + int(f"{rest:0<9}"[:9])
+
+
+def _is_inside(member: tarfile.TarInfo, top: Path) -> bool:
+    """Return whether a member is a file below `top`, or a link to one there.
+
+    A job decides what its archive contains, so neither names nor links are trusted. `tarfile.data_filter` does the
+    same, but not every patch release of Python 3.10 and 3.11 has it, and it does not replace files as a whole.
+    """
+    path = top / member.name
+    parent, root = path.parent.resolve(), top.resolve()
+    if member.issym() and not (parent / member.linkname).resolve().is_relative_to(root):
+        return False
+    return (member.isreg() or member.issym()) and ".." not in path.parts and parent.is_relative_to(root)
+
+
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, top: Path) -> None:
+    """Write a member below `top`, and give it its name only when it is complete."""
+    path = top / member.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    time_ns = _time_ns(member)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
+        partial = Path(folder, "file")
+        if member.issym():
+            partial.symlink_to(member.linkname)
+        else:
+            with partial.open("wb") as file:
+                content = _content(archive, member)
+                while chunk := content.read(_CHUNK):
+                    file.write(chunk)
+            partial.chmod(member.mode & 0o777 | 0o600)
+        os.utime(partial, ns=(time_ns, time_ns), follow_symlinks=False)
+        partial.replace(path)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+    content = archive.extractfile(member)
+    assert content is not None  # of a regular file
+    return content
+
+
+def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
+    """Add a file, link or folder of this machine, readable by every user: pods may run as another one."""
+    try:
+        member = archive.gettarinfo(path, name)
+    except FileNotFoundError:  # another program removes files
+        return
+    except OSError as error:
+        raise LaunchError(f"this machine: {path} cannot be read: {error.strerror}") from error
+    if member is None or not (member.isfile() or member.isdir() or member.issym() or member.islnk()):
+        return
+    if member.islnk():  # a second name of a file: its content travels again
+        member.type, member.linkname, member.size = tarfile.REGTYPE, "", Path(path).stat().st_size
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mode |= 0o777 if member.isdir() else 0o666
+    if not member.isfile():
+        archive.addfile(member)
+        return
+    try:
+        with Path(path).open("rb") as file:
+            archive.addfile(member, file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # also if it has become shorter
+        raise LaunchError(f"this machine: {path} cannot be read: {error.strerror or error}") from error
+
+
+class _Counted(io.RawIOBase):
+    """A pipe that counts what is written."""
+
+    def __init__(self, pipe: IO[bytes], sent: Callable[[int], None]) -> None:
+        self._pipe, self._sent, self._bytes = pipe, sent, 0
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        self._pipe.write(data)
+        self._bytes += len(data)
+        self._sent(self._bytes)
+        return len(data)

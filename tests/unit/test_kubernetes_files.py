@@ -1,0 +1,153 @@
+"""Files of pods: tar archives through a process. A program in the place of kubectl runs the command on this machine."""
+
+import os
+import sys
+import tarfile
+
+import pytest
+
+from cluster.backends.kubernetes import files
+from cluster.backends.kubernetes.kubectl import Kubectl
+from cluster.errors import ClusterError, UnreachableError
+
+#: Runs what follows `--`; the volume is a folder here. With CUT, the stream ends after that many bytes, the code is 0.
+PROGRAM = """#!{python}
+import os, subprocess, sys
+words = [word.replace("/inputs", {inputs!r}) for word in sys.argv[sys.argv.index("--") + 1 :]]
+cut = os.environ.get("CUT")
+if cut is None:
+    os.execvp(words[0], words)
+out = subprocess.run(words, stdin=sys.stdin, stdout=subprocess.PIPE).stdout
+sys.stdout.buffer.write(out[: int(cut)])
+"""
+
+
+@pytest.fixture
+def kubectl(tmp_path, monkeypatch):
+    folder, inputs = tmp_path / "bin", tmp_path / "inputs"
+    folder.mkdir()
+    inputs.mkdir()
+    program = folder / "kubectl"
+    program.write_text(PROGRAM.format(python=sys.executable, inputs=str(inputs)))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return Kubectl()
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder with a file, a link, a file in a folder, and names that mean something to the archives."""
+    folder = tmp_path / "source"
+    (folder / "below").mkdir(parents=True)
+    (folder / "below" / "a.txt").write_text("a")
+    (folder / "END").write_text("end")
+    (folder / "ERROR").write_text("error")
+    (folder / "link").symlink_to("below/a.txt")
+    (folder / "large").write_bytes(os.urandom(200_000))
+    return folder
+
+
+def tree(folder):
+    return {
+        str(path.relative_to(folder)): path.readlink() if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def fetch(kubectl, source, target, **options):
+    return files.fetch(kubectl, "pod", sys.executable, str(source), str(target), **options)
+
+
+def send(kubectl, parts, sent=lambda _: None):
+    return files.send(kubectl, "pod", sys.executable, parts, sent)
+
+
+def test_a_fetched_folder_is_the_same_and_is_not_fetched_twice(kubectl, source, tmp_path):
+    assert fetch(kubectl, source, tmp_path / "here") == 5
+    assert tree(tmp_path / "here") == tree(source)
+    times = [(folder / "large").stat().st_mtime_ns for folder in (source, tmp_path / "here")]
+    assert times[0] == times[1]
+    assert fetch(kubectl, source, tmp_path / "here") == 0
+    (source / "below" / "a.txt").write_text("b")
+    assert fetch(kubectl, source, tmp_path / "here") == 1
+    assert (tmp_path / "here" / "below" / "a.txt").read_text() == "b"
+
+
+def test_excluded_files_are_not_fetched(kubectl, source, tmp_path):
+    (source / "attempt-1").mkdir()
+    (source / "attempt-1" / "grace").write_text("3")
+    (source / "node.tmp").write_text("")
+    fetch(kubectl, source, tmp_path / "here", excluded=("*.tmp", "/below", "/attempt-*/grace"))
+    assert set(tree(tmp_path / "here")) == {"END", "ERROR", "large", "link"}
+
+
+def test_only_what_differs_from_the_folder_that_was_sent_comes_back(kubectl, source, tmp_path):
+    sent = tmp_path / "sent"
+    fetch(kubectl, source, sent)
+    (source / "new.txt").write_text("new")
+    assert fetch(kubectl, source, tmp_path / "here", compare=str(sent)) == 1
+    assert set(tree(tmp_path / "here")) == {"new.txt"}
+    changed_at = (source / "new.txt").stat().st_ctime
+    assert fetch(kubectl, source, tmp_path / "since", since=changed_at + 1) == 0
+
+
+def test_a_stream_that_ends_early_is_an_error_though_kubectl_ends_with_zero(kubectl, source, tmp_path, monkeypatch):
+    for cut in (0, 512, 100_000, 204_800):
+        monkeypatch.setenv("CUT", str(cut))
+        with pytest.raises(UnreachableError, match="connection broke"):
+            fetch(kubectl, source, tmp_path / "here")
+    kept = tree(tmp_path / "here")
+    assert kept.items() <= tree(source).items()  # only complete files
+    monkeypatch.delenv("CUT")
+    fetch(kubectl, source, tmp_path / "here")
+    assert tree(tmp_path / "here") == tree(source)
+
+
+def test_links_that_lead_out_are_left_out_and_named(kubectl, source, tmp_path):
+    (source / "below" / "out").symlink_to("/etc/hostname")
+    with pytest.raises(ClusterError, match="below/out leads out of the folder"):
+        fetch(kubectl, source, tmp_path / "here")
+    assert set(tree(tmp_path / "here")) == {"END", "ERROR", "large", "link", "below/a.txt"}
+
+
+def test_an_archive_cannot_write_elsewhere(tmp_path):
+    top = tmp_path / "top"
+    top.mkdir()
+    (top / "away").symlink_to(tmp_path)
+    names = {"fine": True, "../x": False, "/etc/x": False, "a/../../x": False, "away/x": False}
+    assert {name: files._is_inside(tarfile.TarInfo(name), top) for name in names} == names
+    device = tarfile.TarInfo("device")
+    device.type = tarfile.CHRTYPE
+    assert not files._is_inside(device, top)
+
+
+def test_a_folder_that_does_not_exist_has_no_files(kubectl, tmp_path):
+    assert fetch(kubectl, tmp_path / "nothing", tmp_path / "here") == 0
+
+
+def test_sent_files_arrive_as_they_were_kept(kubectl, source, tmp_path):
+    before = tree(source)
+    kept = files.keep(str(source), ["below/a.txt", "END"], "code", tmp_path / "kept.tar")
+    (source / "END").write_text("changed")
+    counts = []
+    assert send(
+        kubectl, [kept, files.Part(str(source), "data"), files.Part(str(source / "large"), "one")], counts.append
+    )
+    inputs = tmp_path / "inputs"
+    assert tree(inputs / "code") == {name: before[name] for name in ("below/a.txt", "END")}
+    assert tree(inputs / "data") == tree(source)
+    assert (inputs / "one").read_bytes() == before["large"]
+    assert (inputs / ".complete").exists()
+    assert counts == sorted(counts)
+    assert counts[-1] > 2 * len(before["large"])
+    assert send(kubectl, [kept])  # again, after a connection that broke
+
+
+def test_files_that_cannot_be_sent_leave_the_container_waiting(kubectl, source, tmp_path, monkeypatch):
+    with pytest.raises(ClusterError, match=r"kept\.tar"):
+        send(kubectl, [files.Part(str(tmp_path / "kept.tar"), is_archive=True)])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match="kubectl is not installed"):
+        send(kubectl, [files.Part(str(source), "data")])
+    assert not (tmp_path / "inputs" / ".complete").exists()
