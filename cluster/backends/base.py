@@ -4,10 +4,11 @@ import abc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.agent import scripts
 from cluster.backends import monitor
-from cluster.errors import ClusterError, UnreachableError
+from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import ENGINES
 from cluster.spec.model import Inventory, Job, JobRecord, Node, NodeStatus, Plan, Step
 from cluster.spec.traits import Traits
@@ -123,6 +124,13 @@ class Backend(Traits, abc.ABC):
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine cannot run jobs of the backend, as (message, hint), or None."""
         return None
+
+    def discover(self) -> tuple[Mapping[str, Any], list[str]]:
+        """Return its section for the cluster that this machine reaches, and sentences on what was found.
+
+        Raises ClusterError.
+        """
+        raise UsageError(f"--backend {self.name}: nothing to find", "name the machines: clusterctl init gpu-a gpu-b")
 
     def user(self) -> str:
         """Return the UID:GID in a container that is this user on the host."""

@@ -18,11 +18,12 @@ from cluster.errors import UsageError
 from cluster.runtimes import BARE, ENGINES
 from cluster.spec.inventory import DATA_DIR, RUN_DIR
 from cluster.spec.model import Device
-from cluster.spec.request import argument
+from cluster.spec.request import argument, option
 
 if TYPE_CHECKING:
     from cluster.transport.discovery import Found
 
+_DEVICES = ("auto", "cuda", "cpu", "any")
 NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
 
 
@@ -49,6 +50,12 @@ def init(
     data_dir: Annotated[
         str, typer.Option(help="On the nodes: the target of `sync`; '~/' is the home directory there.")
     ] = DATA_DIR,
+    backend: Annotated[
+        str,
+        option(
+            "--backend", "-b", metavar="kubernetes", help="Instead of machines: the cluster that this machine reaches."
+        ),
+    ] = "",
     as_json: AsJson = False,
     schema_only: Annotated[bool, flag("Print the JSON Schema of the file, for editors.", "--schema")] = False,
 ) -> None:
@@ -68,27 +75,29 @@ def init(
     from cluster.cli.display import PLAIN
     from cluster.transport import discovery
 
+    if backend and (hosts or hostfile):
+        raise UsageError("--backend and machines exclude each other", "omit one of them")
     if hosts and hostfile:
         raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
+    path = Path(output)
+    if backend:
+        _of_cluster(backend, _writable(path, output, force=force), device, as_json=as_json)
+        return
     given = None
     if hosts or hostfile:
         given = discovery.load(BACKENDS, hosts=",".join(hosts), hostfile=hostfile, ssh_config=ssh_config)
     if given is None:
         raise UsageError("init: no machines given", "for example: clusterctl init gpu-a ann@gpu-b:2222")
-    for option, value, values in (
-        ("--device", device, ("auto", "cuda", "cpu", "any")),
+    for name, value, values in (
+        ("--device", device, _DEVICES),
         ("--runtime", runtime, ("auto", *ENGINES, BARE.name)),
     ):
         if value not in values:
-            raise UsageError(f"{option} {value!r}", f"one of: {', '.join(values)}")
-    for option, folder in (("--run-dir", run_dir), ("--data-dir", data_dir)):
+            raise UsageError(f"{name} {value!r}", f"one of: {', '.join(values)}")
+    for name, folder in (("--run-dir", run_dir), ("--data-dir", data_dir)):
         if not folder.startswith(("/", "~/")) or "\0" in folder:
-            raise UsageError(f"{option} {folder!r}: not an absolute path", f"for example: {option} /data/runs")
-    path = Path(output)
-    if path.exists() and not path.is_file():  # for example /dev/null, which the file would replace
-        raise UsageError(f"{output} is not a regular file", "to write another: -o FILE")
-    if path.exists() and not force:
-        raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
+            raise UsageError(f"{name} {folder!r}: not an absolute path", f"for example: {name} /data/runs")
+    _writable(path, output, force=force)
     options = {"run_dir": os.path.normpath(run_dir), "data_dir": os.path.normpath(data_dir)}
     options["runtime"] = "" if runtime == "auto" else runtime
     wanted = replace(
@@ -126,6 +135,37 @@ def init(
         for note in each.notes:
             out.print(f"{name}: {note}", style="yellow", markup=False, soft_wrap=True)
     out.print(f"wrote {output}; next: clusterctl doctor", markup=False, soft_wrap=True)
+
+
+def _writable(path: Path, output: str, *, force: bool) -> Path:
+    """Return the path of the file to write. Raises UsageError if another file would be lost."""
+    if path.exists() and not path.is_file():  # for example /dev/null, which the file would replace
+        raise UsageError(f"{output} is not a regular file", "to write another: -o FILE")
+    if path.exists() and not force:
+        raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
+    return path
+
+
+def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None:
+    """Write the cluster.yaml of the cluster that a backend reaches from this machine."""
+    from cluster.backends import BACKENDS
+    from cluster.spec import schema
+
+    if backend not in BACKENDS:
+        known = ", ".join(name for name, each in BACKENDS.items() if each.machines == "assigned")
+        raise UsageError(f"--backend {backend!r}: unknown backend", f"one of: {known}")
+    if device not in _DEVICES:
+        raise UsageError(f"--device {device!r}", f"one of: {', '.join(_DEVICES)}")
+    settings, notes = BACKENDS[backend].discover()
+    chosen = device if device != "auto" else "cuda" if "gpu_resource" in settings else "cpu"
+    head = f"# Found by: clusterctl init --backend {backend}\n# All keys: docs/reference/configuration.md\n"
+    _write(path, head + schema.yaml_text({"backend": backend, "device": chosen, backend: settings}))
+    if as_json:
+        print(json.dumps({"file": str(path), "device": chosen, "settings": settings, "notes": notes}))
+        return
+    out = console()
+    for note in (*notes, f"wrote {path}; next: clusterctl doctor"):
+        out.print(note, markup=False, soft_wrap=True)
 
 
 def _gpus(each: Found) -> str:

@@ -13,8 +13,8 @@ from cluster.doctor import engine, machine, network
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
-from cluster.spec.defaults import DEFAULT_IMAGE
-from cluster.spec.model import Inventory, Node
+from cluster.spec.defaults import DEFAULT_IMAGE, auto_port
+from cluster.spec.model import Inventory, Job, Node, Queue
 from cluster.transport import LocalShell, reach
 from cluster.transport.parallel import each
 
@@ -40,6 +40,8 @@ CHECKS: dict[str, Check] = {
 }
 #: All checks in the order of the report. --skip accepts all except the login.
 ORDER = ("login", *CHECKS, "data", "reachable", "link")
+#: The checks of a cluster of which no machine is known.
+_LAUNCH = ("login", "launch")
 #: The all-reduce is not tried if one of these checks fails.
 _NEEDED_FOR_LINK = ("address", "names", "runtime", "image", "architecture", "versions", "reachable")
 
@@ -73,7 +75,7 @@ def examine(
     start = time.monotonic()
     own = BACKENDS[inventory.backend].doctor
     scheduler: Any = importlib.import_module(own) if own else None
-    order = scheduler.ORDER if scheduler else ORDER
+    order = scheduler.ORDER if scheduler else _LAUNCH if inventory.is_assigned else ORDER
     for check in skip:
         if check not in order[1:]:
             raise UsageError(f"--skip {check!r}: unknown check", f"one of: {', '.join(order[1:])}")
@@ -83,11 +85,34 @@ def examine(
     if scheduler:
         findings = scheduler.examine(inventory, image, data, nodes, gpus, say)
         names = tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
+    elif inventory.is_assigned:
+        say("checking the cluster")
+        findings = _examine_launch(inventory, image or DEFAULT_IMAGE, nodes, gpus)
     else:
         findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
     findings = [finding for finding in findings if finding.check not in skip]
     findings.sort(key=lambda finding: order.index(finding.check))
     return Report(tuple(findings), names, time.monotonic() - start)
+
+
+def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> list[Finding]:
+    """Return the findings of the preflight check of a job on a cluster, of which no machine is known."""
+    backend, where = BACKENDS[inventory.backend], inventory.backend
+    queue = Queue(inventory.nodes[0], inventory.settings)
+    job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
+    try:
+        backend.check(job, backend.plan(job, attempt=1, port=auto_port(job.name)))
+        notes = backend.notes(job)
+    except UnreachableError as error:
+        return [Finding("login", where, "failure", error.message, error.hint or "clusterctl doctor")]
+    except ClusterError as error:
+        why = [line.strip() for line in error.message.splitlines()]
+        fixes = [line.strip() for line in error.hint.splitlines()]
+        # one hint for all problems, or one for each
+        each = fixes if len(fixes) == len(why) else ["; ".join(fixes)] * len(why)
+        return [Finding("launch", where, "failure", *pair) for pair in zip(why, each, strict=True)]
+    found = [Finding("launch", where, "ok", f"a job on {nodes} nodes with {gpus} GPUs each would be accepted")]
+    return found + [Finding("launch", where, "warning", note) for note in notes]
 
 
 def _examine_machines(

@@ -1,0 +1,65 @@
+"""What `clusterctl init` finds in a cluster: context and namespace, the resource of its GPUs, a volume for results."""
+
+import json
+from typing import Any
+
+from cluster.backends.kubernetes.kubectl import Kubectl
+from cluster.errors import ClusterError, UsageError
+
+#: The resources of GPUs that device plugins provide: whole GPUs, or MIG slices.
+_GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "nvidia.com/mig-")
+
+
+def settings() -> tuple[dict[str, Any], list[str]]:
+    """Return the section `kubernetes` for the current context of the kubeconfig, and what was found, as sentences.
+
+    Raises UsageError without a kubeconfig, UnreachableError if the API server does not answer.
+    """
+    client = Kubectl()
+    view = json.loads(client.text("config", "view", "--minify", "--output=json"))
+    contexts = view.get("contexts") or []
+    if not contexts:
+        hint = "choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
+        raise UsageError("the kubeconfig has no current context", hint)
+    context, namespace = contexts[0]["name"], contexts[0]["context"].get("namespace") or "default"
+    client.text("get", "pods", "--output=name")  # the cluster answers, and accepts the user
+    found: dict[str, Any] = {"context": context, "namespace": namespace}
+    resource, notes = _gpus(client)
+    if resource:
+        found["gpu_resource"] = resource
+    claims, more = _shared_claims(client)
+    if len(claims) == 1:
+        found["runs"] = {"claim": claims[0]}
+    return found, [f"context {context}, namespace {namespace}", *notes, *more]
+
+
+def _gpus(client: Kubectl) -> tuple[str, list[str]]:
+    """Return the most frequent resource of GPUs, and sentences."""
+    try:
+        nodes = client.get("nodes")
+    except ClusterError as error:
+        return "", [f"GPUs: not known, because the nodes cannot be listed ({error.message}); set gpu_resource"]
+    counts: dict[str, list[int]] = {}
+    for node in nodes:
+        for name, number in node["status"].get("allocatable", {}).items():
+            if name.startswith(_GPUS) and str(number).isdigit() and int(number):
+                counts.setdefault(name, []).append(int(number))
+    if not counts:
+        return "", [f"{len(nodes)} nodes, none with a GPU that pods may use"]
+    best = max(counts, key=lambda name: sum(counts[name]))
+    lines = [f"{sum(each)} x {name} on {len(each)} of {len(nodes)} nodes" for name, each in counts.items()]
+    return best, lines
+
+
+def _shared_claims(client: Kubectl) -> tuple[list[str], list[str]]:
+    """Return the PersistentVolumeClaims that several pods can write at once, and sentences."""
+    try:
+        claims = client.get("persistentvolumeclaims")
+    except ClusterError as error:
+        return [], [f"volumes: not known ({error.message}); set runs: {{claim: NAME}}"]
+    shared = [each["metadata"]["name"] for each in claims if "ReadWriteMany" in each["spec"].get("accessModes", ())]
+    if not shared:
+        return [], ["no PersistentVolumeClaim that all pods can mount: checkpoints disappear with their pod"]
+    if len(shared) > 1:
+        return shared, [f"choose one for checkpoints and results: runs: {{claim: NAME}}, of {', '.join(shared)}"]
+    return shared, [f"checkpoints and results are kept in the PersistentVolumeClaim {shared[0]}"]
