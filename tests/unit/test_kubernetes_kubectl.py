@@ -79,7 +79,7 @@ ERRORS = [
         "API server does not answer: net/http: request canceled",
     ),
     ("Unable to connect to the server: dial tcp: lookup api.x on 1.1.1.1:53: no such host", UnreachableError, "host"),
-    ("error: something that nobody has seen yet", ClusterError, "kubectl: something that nobody has seen yet"),
+    ("error: something unknown", ClusterError, "kubectl: something unknown"),
 ]
 
 

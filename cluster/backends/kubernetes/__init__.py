@@ -1,1 +1,477 @@
-"""Backend kubernetes: one pod per node."""
+"""Backend kubernetes: one pod per node, and a headless Service by which the pods find the first one.
+
+kubectl is the client, with the user's kubeconfig. A job's objects have labels, by which all of them are found without
+a record. Nothing is installed in the cluster, and no rights on its machines are needed.
+"""
+
+import base64
+import json
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from cluster.agent import scripts
+from cluster.backends import monitor, script
+from cluster.backends.base import Backend
+from cluster.backends.kubernetes import files, kubectl, manifests, pods, preflight, waiting
+from cluster.backends.kubernetes.kubectl import Kubectl, NodeSilentError, NotFoundError, QuotaError
+from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, INPUTS_VOLUME, JOB_LABEL, MANAGED_BY, RANK_LABEL
+from cluster.backends.kubernetes.retries import Retries, is_half_started
+from cluster.backends.monitor import NodeMonitor, NodeStatuses
+from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
+from cluster.spec.model import WORKDIR, Job, JobRecord, Node, NodeStatus, Plan
+from cluster.transport import Completed, parallel
+from cluster.transport.files import Report
+from cluster.transport.process import interruptible
+
+#: The label of the launcher, and those of a job and of its attempt.
+OURS = f"{MANAGED_BY}=clusterctl"
+#: The files on this machine with what the pods get: the working directory as it was at the launch, and what is where.
+_INPUTS_TAR, _INPUTS = "inputs.tar", "inputs.json"
+#: Time for Kubernetes to remove a pod after its grace period.
+_REMOVAL_S = 60.0
+_SEND_TRIES = 3
+#: An agent whose ranks have ended ends at once. Others get this time, in seconds, before Kubernetes kills them.
+_DELETE_GRACE_S = 5
+#: Time for an agent to end its ranks after their grace.
+_STOP_MARGIN_S = 5.0
+_DELETE_POLL_S = 0.3
+#: Time for Kubernetes to see that a container has ended.
+_END_S = 4.0
+#: The kinds of an attempt's objects.
+_ATTEMPT_KINDS = "pods,services"
+
+
+@dataclass
+class _Attempt:
+    """What this process knows of an attempt."""
+
+    watches: list[pods.PodWatch]
+    states: list[waiting.PodState] = field(default_factory=list)
+    polled_at: float = -math.inf
+    statuses: NodeStatuses = field(default_factory=dict)
+    retries: Retries = field(default_factory=Retries)
+    transfers: dict[str, "_Transfer"] = field(default_factory=dict)
+    #: What could not be collected before the pods were deleted; None: nothing was collected yet.
+    collected: list[str] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass
+class _Transfer:
+    """The files on their way to one pod."""
+
+    total: int
+    sent: int = 0
+    tries: int = 0
+    error: ClusterError | None = None
+    is_done: bool = False
+    thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def start(self, client: Kubectl, pod: str, python: str, parts: Sequence[files.Part]) -> None:
+        """Send in a thread, because the other nodes of a job must be watched in that time."""
+
+        def count(sent: int) -> None:
+            self.sent = sent
+
+        def send() -> None:
+            try:
+                files.send(client, pod, python, parts, count)
+                self.is_done = True
+            except ClusterError as error:
+                self.error = error
+
+        self.tries += 1
+        self.thread = threading.Thread(target=send, daemon=True)
+        self.thread.start()
+
+
+class KubernetesBackend(Backend):
+    """One pod per node, in the namespace of a kubeconfig's context."""
+
+    name = "kubernetes"
+
+    def __init__(self) -> None:
+        self._monitor = NodeMonitor(lambda plan, _: self._poll(plan), silent_is_lost=False)
+        self._attempts: dict[tuple[str, int], _Attempt] = {}
+        self._skipped: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
+        """One step: the manifest, and the command that creates its objects."""
+        return manifests.plan(job, attempt=attempt, port=port)
+
+    def check(self, job: Job, plan: Plan) -> None:
+        """Check rights, names, GPUs and quota, and let the server check the manifest. Create nothing.
+
+        Raises UsageError, NameTakenError or GpusHeldError; UnreachableError if the API server does not answer.
+        """
+        if found := self.problem():
+            raise UsageError(*found)
+        needs = preflight.Needs(plan.job_id, plan.attempt == 1, _pods(plan), _text(plan), secrets=bool(plan.secrets))
+        self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
+
+    def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
+        """Create the objects of the attempt. If one is refused, delete the others and raise.
+
+        Raises GpusHeldError for an exhausted quota, else LaunchError. A later attempt waits for its quota instead: its
+        job has been running.
+        """
+        client = _client(plan)
+        with self._lock:
+            self._attempts[plan.job_id, plan.attempt] = attempt = _attempt(plan)
+        try:
+            if plan.attempt > 1:  # an attempt that could not be cleaned up may have left them
+                client.delete("configmaps,secrets", f"--selector={_selector(plan, all_attempts=True)}")
+            client.create(_as_text([*_secret(plan, secrets), *_documents(plan)]))
+        except QuotaError as error:
+            if plan.attempt == 1:
+                self._delete(plan, client, _kinds(plan), all_attempts=True)
+                raise
+            self._delete(plan, client, "pods")
+            attempt.retries.give_up(error.message)
+        except ClusterError as error:
+            self._delete(plan, client, _kinds(plan), all_attempts=True)
+            if isinstance(error, NameTakenError | UnreachableError):
+                raise
+            raise LaunchError(f"kubernetes: {error.message}", error.hint) from error
+
+    def send_files(self, job: Job, plan: Plan, code: Mapping[str, int] | None, report: Report) -> list[str]:
+        """Keep the working directory as it is now. `tend` sends it, and the mounted files, once a pod has a machine.
+
+        `code` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
+        """
+        targets = _input_targets(plan)
+        parts = [files.Part(mount.source, targets[mount.target]) for mount in job.mounts if mount.target in targets]
+        folder = Path(plan.run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if code is not None and plan.workdir in targets:
+                parts.append(files.keep(plan.workdir, code, targets[plan.workdir], folder / _INPUTS_TAR))
+            if parts:
+                (folder / _INPUTS).write_text(json.dumps([asdict(part) for part in parts]) + "\n")
+        except OSError as error:
+            raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
+        return []
+
+    def tend(self, record: JobRecord) -> list[str]:
+        """Send files to the pods that wait for them, and give up an attempt of which only a part finds a machine.
+
+        The job's supervisor calls this before each poll. Returns sentences for the user.
+        """
+        plan, options = record.plan, manifests.options_of(record.job)
+        attempt, client = self._known(plan), _client(plan)
+        self._send_inputs(plan, attempt, client)
+        retries = attempt.retries
+        if retries.is_waiting:
+            return self._try_again(plan, attempt, client)
+        half_s = retries.note(is_half_started(attempt.states))
+        if options.kueue_queue or half_s <= options.half_started_s:
+            return []
+        with_machine = sum(bool(state.host) for state in attempt.states)
+        waits = next(state.status.detail for state in attempt.states if state.wants_room)
+        self._delete(plan, client, "pods")
+        wait_s = retries.give_up(f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s")
+        return [
+            f"only {with_machine} of {len(attempt.states)} pods found a machine ({waits}): gave it back to other jobs; "
+            f"try {retries.tries + 1} in {wait_s:.0f} s"
+        ]
+
+    def observe(self, plan: Plan) -> Sequence[NodeStatus]:
+        """Return statuses from the pods and their agents' files. Append to copies of the logs."""
+        return self._monitor.statuses(plan)
+
+    def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
+        """Stop the ranks, collect the results, and delete the job's objects, or only those of the attempt.
+
+        Raises ClusterError if objects remain. Pods on machines that do not answer are deleted by force: their
+        containers end when the machine returns, or by themselves, because a newer attempt runs.
+        """
+        client, attempt = _client(plan), self._known(plan)
+        attempt.retries.due_at = None
+        listed = self._list(plan, client, all_attempts=not only_attempt)
+        running = [pod for pod in listed if waiting.observed("", pod).runs]
+        silent = self._stop_ranks(plan, client, running, grace_s)
+        own = [pod for pod in running if pod["metadata"]["labels"].get(ATTEMPT_LABEL) == str(plan.attempt)]
+        if own and not only_attempt and plan.nodes:
+            attempt.collected = self._collect(plan, client, skip=silent)
+        self._release(plan, client, [pod for pod in running if pod["metadata"]["name"] not in silent])
+        if silent:
+            client.delete("pods", *silent, force=True)
+        self._delete(plan, client, _ATTEMPT_KINDS if only_attempt else _kinds(plan), all_attempts=not only_attempt)
+
+    def exec(  # type: ignore[override]
+        self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool
+    ) -> list[str]:
+        """Return `kubectl exec`. Raises UsageError if the node's container does not run."""
+        plan, client = record.plan, _client(record.plan)
+        rank = [each.name for each in plan.nodes].index(node.name)
+        name = pods.pod_name(plan, rank)
+        try:
+            (pod,) = client.get("pods", name)
+        except NotFoundError as error:
+            raise UsageError(f"{node.name}: its pod {name} does not exist") from error
+        state = waiting.observed(node.name, pod)
+        if not state.runs:
+            raise UsageError(f"{node.name}: its container does not run: {state.status.detail or state.status.phase}")
+        return client.exec_argv(name, script.in_setup(record.job, argv), tty=tty)
+
+    def collect(self, plan: Plan) -> list[str]:
+        """Copy the results to the plan's run directory; return a sentence for each failure.
+
+        The files of pods can be read only while their containers exist, so `cancel` has done it before it deleted them.
+        """
+        attempt = self._known(plan)
+        if attempt.collected is not None:
+            return attempt.collected
+        try:
+            return self._collect(plan, _client(plan), skip=())
+        except ClusterError as error:
+            return [f"not copied: {error.message}"]
+
+    def notes(self, job: Job) -> list[str]:
+        """Return sentences about lost files, and about checks that were skipped."""
+        where = (
+            ""
+            if manifests.options_of(job).runs.is_persistent
+            else "runs: names no volume, so a pod that is lost loses its files"
+        )
+        return [*filter(None, [where]), *self._skipped.get(job.name, ())]
+
+    def problem(self) -> tuple[str, str] | None:
+        """Return why this machine has no kubectl, as (message, hint), or None."""
+        return kubectl.problem()
+
+    def _known(self, plan: Plan) -> _Attempt:
+        """Return what this process knows of the plan's attempt."""
+        with self._lock:
+            return self._attempts.setdefault((plan.job_id, plan.attempt), _attempt(plan))
+
+    def _poll(self, plan: Plan) -> NodeStatuses:
+        """Poll the pods, at most once per interval, and their agents."""
+        attempt = self._known(plan)
+        with attempt.lock:
+            if attempt.retries.is_waiting:
+                detail = attempt.retries.detail
+                return {node.name: NodeStatus(node.name, "pending", detail=detail) for node in plan.nodes}
+            if time.monotonic() - attempt.polled_at >= pods.INTERVAL_S:
+                statuses, attempt.states = pods.poll(_client(plan), attempt.watches, _selector(plan))
+                attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
+                attempt.polled_at = time.monotonic()
+            return attempt.statuses
+
+    def _with_transfer(self, attempt: _Attempt, status: NodeStatus) -> NodeStatus:
+        """Add how far the files are on their way to the node; a node that cannot get them has ended."""
+        transfer = attempt.transfers.get(status.node)
+        if transfer is None or transfer.is_done or status.phase != "pending":
+            return status
+        if transfer.error is not None and transfer.tries >= _SEND_TRIES:
+            return replace(status, phase="exited", exit_code=1, detail=f"its files: {transfer.error.message}")
+        return replace(status, detail=f"receives its files: {decimal(transfer.sent)} of {decimal(transfer.total)}")
+
+    def _send_inputs(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> None:
+        """Start the transfers to the pods whose init container waits for files."""
+        for watch, state in zip(attempt.watches, attempt.states, strict=False):
+            transfer = attempt.transfers.get(watch.name)
+            if not state.receives or (transfer and (transfer.is_running or transfer.tries >= _SEND_TRIES)):
+                continue
+            parts = _kept_parts(plan)
+            transfer = transfer or _Transfer(sum(part.size for part in parts))
+            attempt.transfers[watch.name] = transfer
+            transfer.start(client, watch.pod, plan.command[0], parts)
+
+    def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
+        """Create the pods of the attempt again, if it is time."""
+        retries = attempt.retries
+        if retries.due_at is None or retries.clock() < retries.due_at:
+            return []
+        try:
+            client.create(_as_text(_pods(plan)))
+        except QuotaError as error:
+            self._delete(plan, client, "pods")
+            retries.give_up(error.message)
+            return []
+        with attempt.lock:
+            retries.due_at, attempt.polled_at, attempt.transfers = None, -math.inf, {}
+            attempt.watches = _attempt(plan).watches
+        return [f"try {retries.tries + 1}: created the pods again"]
+
+    def _list(self, plan: Plan, client: Kubectl, *, all_attempts: bool) -> list[Mapping[str, Any]]:
+        return list(client.get("pods", f"--selector={_selector(plan, all_attempts=all_attempts)}"))
+
+    def _stop_ranks(
+        self, plan: Plan, client: Kubectl, running: Sequence[Mapping[str, Any]], grace_s: float
+    ) -> set[str]:
+        """Ask the agents to stop their ranks, and wait for that. Return the pods whose machines do not answer."""
+        silent = {watch.pod for watch in self._known(plan).watches if watch.is_silent}
+        text = scripts.text("backends/kubernetes/in_pod/stop.py")
+        asked = [Node(pod["metadata"]["name"], "") for pod in running if pod["metadata"]["name"] not in silent]
+
+        labels = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in running}
+
+        def stop(pod: Node) -> None:
+            attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
+            node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
+            client.exec(pod.name, [plan.command[0], "-c", text, node, str(math.ceil(grace_s))])
+
+        if not asked or grace_s == 0:
+            return silent
+        results = parallel.each(asked, stop)
+        silent |= {name for name, error in results.items() if isinstance(error, NodeSilentError)}
+        clock = monitor.AwakeClock()
+        until = clock() + grace_s + _STOP_MARGIN_S
+        left = [watch for watch in self._known(plan).watches if watch.pod in results and watch.pod not in silent]
+        while left and clock() < until:
+            for watch in left:
+                watch.start(client)
+            for watch in left:
+                watch.wait(time.monotonic() + 1)
+            left = [
+                each for each in left if each.error is None and (each.answer is None or each.answer.phase != "exited")
+            ]
+            time.sleep(0.1)
+        return silent
+
+    def _release(self, plan: Plan, client: Kubectl, running: Sequence[Mapping[str, Any]]) -> None:
+        """Let the agents end, since the pod of a container that has ended is deleted at once."""
+        self._run_in(plan, client, running, "release")
+        until = time.monotonic() + _END_S
+        while running and time.monotonic() < until:
+            time.sleep(_DELETE_POLL_S)
+            listed = self._list(plan, client, all_attempts=True)
+            running = [pod for pod in listed if waiting.observed("", pod).runs]
+
+    def _run_in(
+        self, plan: Plan, client: Kubectl, running: Sequence[Mapping[str, Any]], script: str, *words: str
+    ) -> dict[str, Completed | ClusterError]:
+        """Run a program of `in_pod` for the node of each pod; return the results by the names of the pods."""
+        labels = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in running}
+        text = scripts.text(f"backends/kubernetes/in_pod/{script}.py")
+
+        def run(pod: Node) -> Completed:
+            attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
+            node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
+            return client.exec(pod.name, [plan.command[0], "-c", text, node, *words])
+
+        return parallel.each([Node(name, "") for name in labels], run)
+
+    def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
+        """Copy the results from the first pod that answers, of the others only the ranks' logs."""
+        listed = {pod["metadata"]["name"]: pod for pod in self._list(plan, client, all_attempts=False)}
+        ranks = {pods.pod_name(plan, rank): node for rank, node in enumerate(plan.nodes)}
+        states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
+        readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
+        if not readable:
+            return ["not copied: no container of the job runs any more, so its files cannot be read"]
+        folder, python = plan.dir_on(plan.nodes[0]), plan.command[0]
+
+        def copy(pod: Node) -> None:
+            logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod.name].name}"
+            fetch = partial(files.fetch, client, pod.name, python)
+            if pod.name != readable[0]:
+                fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}")
+                return
+            fetch(folder, plan.run_dir, excluded=(*monitor._STATE, f"/{WORKDIR}"))
+            if plan.workdir:
+                since = states[pod.name].started_at
+                fetch(plan.workdir, f"{plan.run_dir}/{WORKDIR}", since=since, compare=plan.workdir)
+
+        copied = interruptible(lambda: parallel.each([Node(name, "") for name in readable], copy))
+        failures = [f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)]
+        if readable[0] != next(iter(ranks)):
+            failures.append(f"the results here are those of {ranks[readable[0]].name}")
+        return failures
+
+    def _delete(self, plan: Plan, client: Kubectl, kinds: str, *, all_attempts: bool = False) -> None:
+        """Delete objects, and wait until the pods are gone; by force those whose machine does not end them."""
+        selector = f"--selector={_selector(plan, all_attempts=all_attempts)}"
+        client.delete(kinds, selector, grace_s=_DELETE_GRACE_S)
+        clock = monitor.AwakeClock()
+        until = clock() + _REMOVAL_S
+        while left := self._list(plan, client, all_attempts=all_attempts):
+            names = [pod["metadata"]["name"] for pod in left]
+            lost = [pod["metadata"]["name"] for pod in left if waiting.observed("", pod).host_is_silent]
+            if lost:
+                client.delete("pods", *lost, force=True)
+            elif clock() > until:
+                hint = f"kubectl delete pods {' '.join(names)} --grace-period=0 --force"
+                raise ClusterError(f"kubernetes: the pods {', '.join(names)} of {plan.job_id} do not end", hint)
+            time.sleep(_DELETE_POLL_S)
+
+
+def _attempt(plan: Plan) -> _Attempt:
+    return _Attempt([pods.PodWatch(plan, rank) for rank in range(len(plan.nodes))])
+
+
+def _client(plan: Plan) -> Kubectl:
+    """Return the client with context and namespace of the plan's command."""
+    words = dict(word.removeprefix("--").partition("=")[::2] for word in plan.steps[0].argv if word.startswith("--"))
+    return Kubectl(words.get("context", ""), words.get("namespace", ""))
+
+
+def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
+    """Return the label selector of the objects of a job, or only of those of the plan's attempt."""
+    job = f"{OURS},{JOB_LABEL}={plan.job_id}"
+    return job if all_attempts else f"{job},{ATTEMPT_LABEL}={plan.attempt}"
+
+
+def _kinds(plan: Plan) -> str:
+    """Return the kinds of a job's objects. A user without secrets needs no right to delete them."""
+    return f"{_ATTEMPT_KINDS},configmaps" + (",secrets" if plan.secrets else "")
+
+
+def _text(plan: Plan) -> str:
+    (text,) = plan.steps[0].files.values()
+    return text
+
+
+def _documents(plan: Plan) -> list[dict[str, Any]]:
+    import yaml  # importing it takes longer than importing all backends
+
+    return [document for document in yaml.safe_load_all(_text(plan)) if document]
+
+
+def _pods(plan: Plan) -> list[dict[str, Any]]:
+    return [document for document in _documents(plan) if document["kind"] == "Pod"]
+
+
+def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
+    """Return a manifest; JSON is YAML, too."""
+    return "".join(f"---\n{json.dumps(document)}\n" for document in documents)
+
+
+def _secret(plan: Plan, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the Secret with the values of the plan's secrets, which no plan contains."""
+    if not plan.secrets:
+        return []
+    agent = next(each for each in _documents(plan) if each["kind"] == "ConfigMap")
+    metadata = {**agent["metadata"], "name": f"{plan.job_id}-secrets"}
+    values = {name: secrets[name].encode(errors="surrogateescape") for name in plan.secrets}
+    data = {name: base64.b64encode(value).decode() for name, value in values.items()}
+    return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}]
+
+
+def _input_targets(plan: Plan) -> dict[str, str]:
+    """Return where the pods expect files of this machine: the folder in the volume, by the path in the container."""
+    mounts = _pods(plan)[0]["spec"]["containers"][0].get("volumeMounts", ())
+    return {each["mountPath"]: each.get("subPath", "") for each in mounts if each["name"] == INPUTS_VOLUME}
+
+
+def _kept_parts(plan: Plan) -> list[files.Part]:
+    """Return what `send_files` has kept for the pods."""
+    try:
+        return [files.Part(**part) for part in json.loads(Path(plan.run_dir, _INPUTS).read_text())]
+    except (OSError, ValueError, TypeError):
+        return []

@@ -52,7 +52,7 @@ class _Rule(NamedTuple):
 
 
 _LOG_IN = "log in to the cluster again, then try: kubectl auth whoami"
-#: The first that is found decides. `{all}` is the last line of kubectl's output.
+#: The first that is found decides. `{all}` is kubectl's own sentence.
 _RULES = (
     _Rule(
         r'context "?([^"\n]+?)"? does not exist|context was not found for specified context: (\S+)',
@@ -141,12 +141,12 @@ def error_of(stderr: str, code: int = 1) -> ClusterError:
     # kubectl logs its retries (E0101 ...) before the reason, and warnings of the server
     lines = [line.strip() for line in stderr.splitlines() if not re.match(r"[EWI]\d{4} |Warning: |\s*$", line)]
     text = "\n".join(lines) or stderr.strip()
-    last = _PREFIX.sub("", lines[-1]) if lines else f"kubectl: exit {code}"
+    first = _PREFIX.sub("", lines[0]) if lines else f"kubectl: exit {code}"
     for rule in _RULES:
         if found := re.search(rule.pattern, text):
             groups = [group for group in found.groups() if group is not None]
-            return rule.kind(rule.message.format(*groups, all=last), rule.hint.format(*groups))
-    return ClusterError(f"kubectl: {last}")
+            return rule.kind(rule.message.format(*groups, all=first), rule.hint.format(*groups))
+    return ClusterError(f"kubectl: {first}")
 
 
 @dataclass(frozen=True)

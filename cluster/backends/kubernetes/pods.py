@@ -1,0 +1,207 @@
+"""Polls the pods of an attempt: what Kubernetes says of each, then what the agent in each says.
+
+One request lists all pods. Each agent is polled in a thread of its own, so that a machine that hangs delays no other.
+"""
+
+import base64
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster import contract
+from cluster.agent import scripts
+from cluster.backends import logs, monitor
+from cluster.backends.kubernetes import waiting
+from cluster.backends.kubernetes.kubectl import Kubectl, NotFoundError
+from cluster.errors import ClusterError
+from cluster.spec.model import NodeStatus, Plan
+
+#: The least time between two requests for the list of pods.
+INTERVAL_S = 1.0
+#: How long a poll waits for the agents that have not answered; their threads continue.
+_WAIT_S = 2.0
+#: Limit of a poll of one agent, and of one that did not answer the last time.
+_TIMEOUT_S, _SILENT_TIMEOUT_S = 15.0, 4.0
+#: How often the last part of the log of a container that has ended is asked for.
+_LOG_TRIES = 3
+
+
+class PodWatch:
+    """What is known of one node's pod: its agent's answers, and how long it has been silent."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.name, self.pod = plan.nodes[rank].name, pod_name(plan, rank)
+        #: The last answer of its agent, None before the first.
+        self.answer: NodeStatus | None = None
+        self.error: ClusterError | None = None
+        #: The last description of the pod, and its machine.
+        self.uid, self.host = "", ""
+        self.is_complete = False
+        self._plan = plan
+        self._clock = monitor.AwakeClock()
+        self._answered_at = self._polled_at = self._clock()
+        self._heartbeat = (0.0, self._clock())
+        self._thread: threading.Thread | None = None
+        self._log_tries = 0
+
+    @property
+    def silent_s(self) -> float:
+        """The awake seconds since the agent last answered a poll; 0 while it answers."""
+        return self._clock() - self._answered_at if self.error is not None else 0.0
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the machine of the pod has not answered for so long that it counts as lost."""
+        return self.silent_s > monitor.LOST_AFTER_S
+
+    def start(self, kubectl: Kubectl) -> None:
+        """Start a poll of the agent, unless one is running."""
+        if self._thread is None or not self._thread.is_alive():
+            if self.error is None:
+                self._answered_at = self._clock()  # time between two polls is no silence
+            self._thread = threading.Thread(target=self._run, args=(kubectl,), daemon=True)
+            self._thread.start()
+
+    def wait(self, until: float) -> None:
+        """Wait for the poll that is running, until a time of `time.monotonic`."""
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+
+    def status(self, state: waiting.PodState) -> NodeStatus:
+        """Return the node's status while its container runs, by its agent's last answer."""
+        status = replace(self.answer or NodeStatus(self.name, "starting"), where=state.host)
+        if status.phase in ("exited", "lost"):
+            return status
+        if self.error is not None and self.silent_s > 2 * INTERVAL_S:
+            why = f"its machine {state.host} has not answered for {self.silent_s:.0f} s: {self.error.message}"
+            if state.host_is_silent and self.is_silent:  # Kubernetes says so, too
+                return NodeStatus(self.name, "lost", detail=f"its machine {state.host} is lost: it is NotReady")
+            if self.is_silent:
+                return NodeStatus(self.name, "lost", detail=why, silent=why)
+            return replace(status, silent=why)
+        frozen_s = self._polled_at - self._heartbeat[1]
+        if self.answer is not None and frozen_s > monitor.HEARTBEAT_TIMEOUT_S:
+            return NodeStatus(self.name, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")
+        return status
+
+    def complete_log(self, kubectl: Kubectl) -> None:
+        """Append what is missing of the log of a container that has ended."""
+        if self.is_complete or self._log_tries == _LOG_TRIES:
+            return
+        self._log_tries += 1
+        try:
+            text = kubectl.text("logs", self.pod, "--container=node")
+        except NotFoundError:
+            self.is_complete = True
+            return
+        except ClusterError:
+            return
+        copy = self._copy
+        lines = copy.read_bytes().splitlines(keepends=True) if copy.exists() else []
+        # The container's output is the log without events.
+        shown = b"".join(line for line in lines if contract.EVENT_MARK.encode() not in line)[-4096:]
+        whole = text.encode()
+        rest = whole[whole.find(shown) + len(shown) :] if shown in whole else whole
+        logs.append(copy, copy.stat().st_size if copy.exists() else 0, rest)
+        self.is_complete = True
+
+    def explained(self, status: NodeStatus) -> NodeStatus:
+        """Return the status of a container that ended before its agent said anything, with the last line it printed."""
+        if status.phase != "exited" or not status.exit_code or self.answer is not None or not self._copy.exists():
+            return status
+        lines = [line for line in self._copy.read_text(errors="replace").splitlines() if line.strip()]
+        return replace(status, detail=f"{status.detail}: {lines[-1]}") if lines else status
+
+    @property
+    def _copy(self) -> Path:
+        return Path(self._plan.attempt_dir, f"{self.name}.log")
+
+    def _run(self, kubectl: Kubectl) -> None:
+        try:
+            answer = self._ask(kubectl)
+        except ClusterError as error:
+            self.error = error
+            return
+        self._polled_at = self._answered_at = self._clock()
+        if answer.heartbeat != self._heartbeat[0]:
+            self._heartbeat = (answer.heartbeat, self._polled_at)
+        self.answer, self.error = answer, None
+
+    def _ask(self, kubectl: Kubectl) -> NodeStatus:
+        at = self._copy.stat().st_size if self._copy.exists() else 0
+        name = f"{self._plan.dir_on(self._plan.nodes[0])}/attempt-{self._plan.attempt}/{self.name}"
+        script = scripts.text("backends/kubernetes/in_pod/poll.py")
+        words = [self._plan.command[0], "-c", script, name, str(at), str(monitor.LOG_CHUNK)]
+        done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
+        try:
+            found: Mapping[str, Any] = json.loads(done.out)
+            agent, chunk = monitor.fields(found["status"]), base64.b64decode(found["log"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ClusterError(f"its container did not answer: {done.last_line}") from error
+        with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
+            logs.append(self._copy, at, chunk)
+        if len(chunk) == monitor.LOG_CHUNK:  # a node counts as exited once its whole log has been fetched
+            return NodeStatus(self.name, "starting", events=monitor.events(agent))
+        status = monitor.status(self.name, agent)
+        self.is_complete = status.phase == "exited"
+        return status
+
+
+def pod_name(plan: Plan, rank: int) -> str:
+    """Return the name of a rank's pod."""
+    return f"{plan.job_id}-a{plan.attempt}-{rank}"
+
+
+def poll(
+    kubectl: Kubectl, watches: Sequence[PodWatch], selector: str
+) -> tuple[list[NodeStatus], list[waiting.PodState]]:
+    """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
+    listed = {pod["metadata"]["name"]: pod for pod in kubectl.get("pods", f"--selector={selector}")}
+    found: list[Mapping[str, Any] | None] = [listed.get(watch.pod) for watch in watches]
+    events: list[Mapping[str, Any]] = []
+    missing = [watch for watch, pod in zip(watches, found, strict=True) if pod is None and watch.uid]
+    if missing or any(pod is not None and waiting.needs_events(pod) for pod in found):
+        with contextlib.suppress(ClusterError):  # without that right a reason is missing, and nothing else
+            events = list(kubectl.get("events", "--field-selector=involvedObject.kind=Pod"))
+    states = []
+    for watch, pod in zip(watches, found, strict=True):
+        if pod is None:
+            states.append(waiting.PodState(waiting.gone(watch.name, _about(events, watch.uid))))
+            continue
+        watch.uid = pod["metadata"]["uid"]
+        states.append(waiting.observed(watch.name, pod, _about(events, watch.uid)))
+    running = [watch for watch, state in zip(watches, states, strict=True) if state.runs]
+    for watch in running:
+        watch.start(kubectl)
+    until = time.monotonic() + _WAIT_S
+    for watch in running:
+        watch.wait(until)
+    statuses = []
+    for watch, state in zip(watches, states, strict=True):
+        if state.runs:
+            statuses.append(watch.status(state))
+        elif watch.answer is not None and watch.answer.phase == "exited":
+            statuses.append(replace(watch.answer, where=state.host))  # the agent knew more than the pod does
+        else:
+            if state.status.phase in ("exited", "lost"):
+                watch.complete_log(kubectl)
+            statuses.append(watch.explained(state.status))
+    return [_if_deleted(status, state) for status, state in zip(statuses, states, strict=True)], states
+
+
+def _if_deleted(status: NodeStatus, state: waiting.PodState) -> NodeStatus:
+    """Return the status of a node whose pod is being deleted: how its ranks end follows from that."""
+    if not state.deleted or status.phase == "lost" or (status.phase == "exited" and not status.exit_code):
+        return status
+    if status.phase == "exited":
+        return NodeStatus(status.node, "lost", detail=state.deleted, where=state.host)
+    return replace(status, detail=state.deleted)
+
+
+def _about(events: Sequence[Mapping[str, Any]], uid: str) -> list[Mapping[str, Any]]:
+    return [event for event in events if uid and event["involvedObject"].get("uid") == uid]

@@ -1,0 +1,57 @@
+"""Jobs of which only some pods found a machine: they give it back, and try again later.
+
+Without gang scheduling, two jobs can each hold half of the GPUs and wait for the other half for ever.
+"""
+
+import random
+import threading
+from dataclasses import dataclass, field
+
+from cluster.backends.kubernetes.waiting import PodState
+from cluster.backends.monitor import AwakeClock
+
+#: The shortest and the longest time before another try, in seconds.
+_SHORTEST_S, _LONGEST_S = 5.0, 60.0
+
+
+def is_half_started(states: list[PodState]) -> bool:
+    """Return whether some pods have a machine while others wait for free resources."""
+    return any(state.host for state in states) and any(state.wants_room for state in states)
+
+
+@dataclass
+class Retries:
+    """How long an attempt has been half started, and when its pods are created again."""
+
+    half_since: float | None = None
+    tries: int = 0
+    due_at: float | None = None
+    why: str = ""
+    clock: AwakeClock = field(default_factory=AwakeClock)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def note(self, half_started: bool) -> float:
+        """Note the state of the pods; return for how many awake seconds the attempt has been half started."""
+        if not half_started:
+            self.half_since = None
+            return 0.0
+        self.half_since = self.half_since if self.half_since is not None else self.clock()
+        return self.clock() - self.half_since
+
+    def give_up(self, why: str) -> float:
+        """Plan the next try at a random time, so that two jobs do not meet again; return the seconds until then."""
+        self.tries += 1
+        wait_s = random.uniform(_SHORTEST_S, min(_LONGEST_S, _SHORTEST_S * 2**self.tries))
+        self.half_since, self.due_at, self.why = None, self.clock() + wait_s, why
+        return wait_s
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the pods do not exist at present, because the next try is later."""
+        return self.due_at is not None
+
+    @property
+    def detail(self) -> str:
+        """What a node waits for in that time."""
+        left_s = max(0.0, (self.due_at or 0.0) - self.clock())
+        return f"{self.why}; tries again in {left_s:.0f} s"

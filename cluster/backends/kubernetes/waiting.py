@@ -1,0 +1,297 @@
+"""What a pod says about its node: phase, exit code, and a sentence about why it waits or how it ended. Pure."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from cluster import contract
+from cluster.spec.model import NodeStatus
+
+Document = Mapping[str, Any]
+
+#: A container image that could not be pulled so often will not come: the registry is wrong, or it cannot be reached.
+PULL_TRIES = 3
+#: A registry's words for an image that does not exist, or that it does not give to this cluster.
+_NO_IMAGE = re.compile(
+    r"not found|manifest unknown|denied|unauthorized|no basic auth|authentication required|does not exist|no match for",
+    re.IGNORECASE,
+)
+#: Words in the events of a volume that does not come by waiting: what the pod names does not exist, or is not one.
+_NO_VOLUME = re.compile(r"not found|type check failed|doesn't exist|does not exist|references non-existent|forbidden")
+#: The API's words that say nothing to the reader: gRPC's frame, and the second half of newer schedulers' messages.
+_NOISE = re.compile(
+    r"rpc error: code = \w+ desc = |Error response from daemon: |failed to pull and unpack image \S+: | preemption: .*"
+    r"|failed to create \w+ for container: |failed to create shim task: |OCI runtime create failed: "
+    r"|runc create failed: |unable to start container process: |: unknown$"
+)
+
+
+@dataclass(frozen=True)
+class PodState:
+    """A node's status by its pod alone.
+
+    `runs`: the agent in its container can be asked, and knows better. `is_final`: waiting does not help. `host` is the
+    machine ("": none yet). `host_is_silent`: Kubernetes has not heard from that machine. `wants_room`: the scheduler
+    finds no machine with enough free resources. `receives`: its init container waits for files. `started_at` is a Unix
+    time by the machine's clock. `deleted`: why Kubernetes or somebody else ends the pod ("": it does not).
+    """
+
+    status: NodeStatus
+    runs: bool = False
+    is_final: bool = False
+    host: str = ""
+    host_is_silent: bool = False
+    wants_room: bool = False
+    receives: bool = False
+    started_at: float = 0.0
+    deleted: str = ""
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a container waits: the reason as the kubelet calls it, a sentence for it, and whether it mends itself.
+
+    `{message}` are the kubelet's words. `is_final` is asked with those words, and how often it has been tried.
+    """
+
+    sentence: str
+    is_final: Callable[[str, int], bool] = lambda message, tries: False
+
+
+def _always(message: str, tries: int) -> bool:
+    return True
+
+
+def _no_image(message: str, tries: int) -> bool:
+    return tries >= PULL_TRIES or bool(_NO_IMAGE.search(message))
+
+
+_IMAGE = "the container image {image} cannot be pulled: {message}"
+_WAITING = {
+    "InvalidImageName": _Reason("{image} is not the name of a container image: {message}", _always),
+    "ErrImageNeverPull": _Reason("the container image {image} is not on the machine, and may not be pulled", _always),
+    "ErrImagePull": _Reason(_IMAGE, _no_image),
+    "ImagePullBackOff": _Reason(_IMAGE, _no_image),
+    "ImageInspectError": _Reason("the container image {image} cannot be read: {message}", _always),
+    "CreateContainerConfigError": _Reason("its container cannot be configured: {message}", _always),
+    "CreateContainerError": _Reason("its container cannot be created: {message}", _always),
+    "RunContainerError": _Reason("its container cannot be started: {message}", _always),
+}
+#: Events that explain why a container is still being created.
+_CREATING = {
+    "FailedMount": _Reason("a volume cannot be mounted: {message}", lambda text, _: bool(_NO_VOLUME.search(text))),
+    "FailedAttachVolume": _Reason("a volume cannot be attached: {message}"),
+    "FailedCreatePodSandBox": _Reason("its network cannot be set up: {message}"),
+}
+#: How a pod ended that its container does not explain.
+_ENDED = {
+    "DeadlineExceeded": "it ran longer than activeDeadlineSeconds allows",
+    "Evicted": "it was evicted",
+    "Preempting": "it was preempted",
+    "Shutdown": "its machine was shut down",
+    "NodeShutdown": "its machine was shut down",
+    "Terminated": "its machine was shut down",
+    "NodeLost": "its machine was lost",
+    "NodeAffinity": "its machine does not fit its node selector",
+    "UnexpectedAdmissionError": "its machine refused it",
+}
+#: Reasons of the condition DisruptionTarget (Kubernetes 1.26), which says who deleted a pod, and events before that.
+_DELETED = {
+    "PreemptionByScheduler": "it was preempted by a pod with a higher priority",
+    "Preempted": "it was preempted",
+    "DeletionByTaintManager": "Kubernetes deleted it because of a taint of its machine",
+    "TaintManagerEviction": "Kubernetes deleted it because of a taint of its machine",
+    "EvictionByEvictionAPI": "it was evicted, for example because its machine is drained",
+    "DeletionByPodGC": "Kubernetes deleted it because its machine is gone",
+    "TerminationByKubelet": "its machine ended it to free resources",
+    "Evicted": "it was evicted",
+}
+#: Reasons why a container waits that only events explain ("": none yet).
+_NEED_EVENTS = ("", "ContainerCreating", "ErrImagePull", "ImagePullBackOff")
+_OUT_OF_MEMORY = "its container ran out of memory: raise its memory limit, or use smaller batches"
+
+
+def observed(node: str, pod: Document, events: Sequence[Document] = ()) -> PodState:
+    """Return the state of a node by its pod, as `kubectl get` prints it, and the events about that pod.
+
+    `needs_events` says which pods need them.
+    """
+    state = _observed(node, pod, events)
+    if "deletionTimestamp" not in pod["metadata"]:
+        return state
+    return replace(state, deleted=_deletion(events) or "its pod was deleted")
+
+
+def _observed(node: str, pod: Document, events: Sequence[Document]) -> PodState:
+    phase = pod["status"].get("phase", "Pending")
+    host = pod["spec"].get("nodeName", "")
+    if phase in ("Succeeded", "Failed"):
+        return PodState(_ended(node, pod), host=host)
+    if phase == "Running" and (ended := _terminated(pod)):  # the pod's phase follows
+        return PodState(_exited(node, ended, host), host=host)
+    if phase == "Running" and "running" in _container(pod).get("state", {}):
+        started_at = seconds(_container(pod)["state"]["running"].get("startedAt")) or 0.0
+        silent, status = _host_is_silent(pod), NodeStatus(node, "starting", where=host)
+        return PodState(status, runs=True, host=host, host_is_silent=silent, started_at=started_at)
+    if phase == "Unknown":
+        return PodState(NodeStatus(node, "pending", where=host), host=host, host_is_silent=True)
+    return _waiting(node, pod, events, host)
+
+
+def gone(node: str, events: Sequence[Document] = ()) -> NodeStatus:
+    """Return the status of a node whose pod does not exist any more; `events` are those about the pod."""
+    return NodeStatus(node, "lost", detail=_deletion(events) or "its pod was deleted")
+
+
+def _deletion(events: Sequence[Document]) -> str:
+    """Return why Kubernetes deletes a pod, by its events; "" if they do not say."""
+    for event in reversed(events):
+        if event.get("reason") in _DELETED:
+            return _with(_DELETED[event["reason"]], event.get("message", ""))
+    return ""
+
+
+def needs_events(pod: Document) -> bool:
+    """Return whether only the events of a pod can say why it waits, or why it is deleted."""
+    if "deletionTimestamp" in pod["metadata"]:
+        return True
+    if pod["status"].get("phase", "Pending") != "Pending" or not pod["spec"].get("nodeName"):
+        return False
+    reasons = [_reason(each) for each in _containers(pod)]
+    return not reasons or any(reason in _NEED_EVENTS for reason in reasons)
+
+
+def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) -> PodState:
+    scheduled = _condition(pod, "PodScheduled")
+    if scheduled.get("status") == "False":
+        return _unscheduled(node, scheduled)
+    image = pod["spec"]["containers"][0].get("image", "")
+    for container in _containers(pod):
+        waiting = container.get("state", {}).get("waiting", {})
+        if reason := _WAITING.get(waiting.get("reason", "")):
+            message, tries = waiting.get("message", ""), 1
+            if "Image" in waiting["reason"] and (pulls := _events(events, "Failed", "Failed to pull image")):
+                message, tries = _last(pulls), _count(pulls)  # ImagePullBackOff does not repeat the reason
+            return _state(node, reason, host, image=image, message=message, tries=tries)
+        if "terminated" in container.get("state", {}) and container["state"]["terminated"].get("exitCode"):
+            return PodState(_exited(node, container["state"]["terminated"], host), host=host)
+    if any("running" in each.get("state", {}) for each in pod["status"].get("initContainerStatuses", ())):
+        return PodState(NodeStatus(node, "pending", detail="waits for its files", where=host), host=host, receives=True)
+    for name, reason in _CREATING.items():
+        if found := _events(events, name):
+            return _state(node, reason, host, image=image, message=_last(found), tries=_count(found))
+    detail = "its container is being created" if host else "waits for the scheduler"
+    if _events(events, "Pulling") and not _events(events, "Pulled"):
+        detail = f"pulls the container image {image}"
+    return PodState(NodeStatus(node, "pending", detail=detail, where=host), host=host)
+
+
+def _state(node: str, reason: _Reason, host: str, *, image: str, message: str, tries: int) -> PodState:
+    text = _NOISE.sub("", message).strip() or "no reason was given"
+    sentence, is_final = reason.sentence.format(image=image, message=text), reason.is_final(message, tries)
+    if is_final:  # the same request would fail again
+        return PodState(_refused(node, sentence, host), is_final=True, host=host)
+    return PodState(NodeStatus(node, "pending", detail=sentence, where=host), host=host)
+
+
+def _refused(node: str, sentence: str, host: str = "") -> NodeStatus:
+    return NodeStatus(node, "exited", contract.EXIT_BAD_INPUT, sentence, where=host)
+
+
+def _unscheduled(node: str, condition: Document) -> PodState:
+    message = _NOISE.sub("", condition.get("message", "")).strip().rstrip(".")
+    if condition.get("reason") == "SchedulingGated":
+        return PodState(NodeStatus(node, "pending", detail="waits in its queue until all pods of the job fit"))
+    if re.search(r'persistentvolumeclaim "[^"]+" not found', message):
+        found = re.search(r'persistentvolumeclaim "([^"]+)"', message)
+        assert found
+        sentence = f"the namespace has no PersistentVolumeClaim {found[1]}"
+        return PodState(_refused(node, sentence), is_final=True)
+    wants_room = "Insufficient" in message or "Too many pods" in message
+    return PodState(NodeStatus(node, "pending", detail=f"no machine is free: {message}"), wants_room=wants_room)
+
+
+def _ended(node: str, pod: Document) -> NodeStatus:
+    host, status = pod["spec"].get("nodeName", ""), pod["status"]
+    why = status.get("reason", "")
+    if target := _condition(pod, "DisruptionTarget"):
+        sentence = _DELETED.get(target.get("reason", ""), "Kubernetes ended it")
+        return NodeStatus(node, "lost", detail=_with(sentence, target.get("message", "")), where=host)
+    if why in _ENDED or why.startswith("OutOf"):
+        sentence = _ENDED.get(why, f"its machine has no room for it ({why})")
+        return NodeStatus(node, "lost", detail=_with(sentence, status.get("message", "")), where=host)
+    if ended := _terminated(pod):
+        return _exited(node, ended, host)
+    if status.get("phase") == "Succeeded":
+        return NodeStatus(node, "exited", 0, where=host)
+    return NodeStatus(node, "lost", detail=_with("its pod has failed", status.get("message", "") or why), where=host)
+
+
+def _terminated(pod: Document) -> Document | None:
+    """Return how the node's container, or an init container that failed, ended."""
+    for container in (_container(pod), *pod["status"].get("initContainerStatuses", ())):
+        ended: Document | None = container.get("state", {}).get("terminated")
+        if ended and (container.get("name") == "node" or ended.get("exitCode")):
+            return ended
+    return None
+
+
+def _exited(node: str, ended: Document, host: str) -> NodeStatus:
+    code, reason = int(ended.get("exitCode", 0)), ended.get("reason", "")
+    message = _NOISE.sub("", ended.get("message", "")).strip()
+    detail = ""
+    if reason == "OOMKilled":
+        detail = _OUT_OF_MEMORY
+    elif reason in ("ContainerCannotRun", "StartError"):
+        detail = _with("its command cannot be started", message)
+    elif code == 137:
+        detail = "its container was killed (SIGKILL)"
+    elif code:
+        detail = message or f"its container ended with exit code {code}"
+    return NodeStatus(node, "exited", code, detail, seconds(ended.get("finishedAt")), where=host)
+
+
+def seconds(text: str | None) -> float | None:
+    """Return a time of the API as seconds since 1970, None for none."""
+    return datetime.fromisoformat(f"{text[:19]}+00:00").timestamp() if text else None
+
+
+def _host_is_silent(pod: Document) -> bool:
+    """Return whether Kubernetes has marked the pod of a silent machine: its containers count as ready, it does not."""
+    ready, containers = _condition(pod, "Ready"), _condition(pod, "ContainersReady")
+    return ready.get("status") == "False" and containers.get("status") == "True"
+
+
+def _condition(pod: Document, kind: str) -> Document:
+    return next((each for each in pod["status"].get("conditions", ()) if each["type"] == kind), {})
+
+
+def _containers(pod: Document) -> list[Document]:
+    return [*pod["status"].get("initContainerStatuses", ()), *pod["status"].get("containerStatuses", ())]
+
+
+def _container(pod: Document) -> Document:
+    return next((each for each in pod["status"].get("containerStatuses", ()) if each.get("name") == "node"), {})
+
+
+def _reason(container: Document) -> str:
+    return str(container.get("state", {}).get("waiting", {}).get("reason", ""))
+
+
+def _events(events: Sequence[Document], reason: str, begin: str = "") -> list[Document]:
+    return [each for each in events if each.get("reason") == reason and str(each.get("message", "")).startswith(begin)]
+
+
+def _last(events: Sequence[Document]) -> str:
+    message = str(max(events, key=lambda event: event.get("lastTimestamp") or "").get("message", ""))
+    return re.sub(r'^Failed to pull image "[^"]*": |^MountVolume\.\w+ failed for volume ("[^"]*") : ', r"\1 ", message)
+
+
+def _count(events: Sequence[Document]) -> int:
+    return sum(int(each.get("count") or 1) for each in events)
+
+
+def _with(sentence: str, message: str) -> str:
+    return f"{sentence}: {message.strip().rstrip('.')}" if message.strip() else sentence
