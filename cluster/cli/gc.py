@@ -1,5 +1,7 @@
 """`clusterctl gc`: finds orphans of dead jobs on the machines, and removes them."""
 
+from __future__ import annotations
+
 import json
 from typing import TYPE_CHECKING, Annotated
 

@@ -10,27 +10,34 @@ import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.filesize import decimal
 
 from cluster.agent import scripts
 from cluster.backends import monitor, script
-from cluster.backends.base import Backend
-from cluster.backends.kubernetes import files, kubectl, manifests, pods, preflight, waiting
-from cluster.backends.kubernetes.kubectl import Kubectl, NodeSilentError, NotFoundError, QuotaError
+from cluster.backends.base import Backend, FoundJob
+from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, waiting
+from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
 from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, INPUTS_VOLUME, JOB_LABEL, MANAGED_BY, RANK_LABEL
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
-from cluster.spec.model import WORKDIR, Job, JobRecord, Node, NodeStatus, Plan
+from cluster.spec.model import WORKDIR, Inventory, Job, JobRecord, Node, NodeStatus, Plan
 from cluster.transport import Completed, parallel
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible
 
+#: Why there is no `image push`, and what to do instead.
+_NO_PUSH = (
+    "the machines of a cluster get images from a registry (docker push REGISTRY/NAME, then --image REGISTRY/NAME), "
+    "and those of one on this machine by: kind load docker-image NAME, minikube image load NAME, or "
+    "docker save NAME | sudo k3s ctr images import -"
+)
 #: The label of the launcher, and those of a job and of its attempt.
 OURS = f"{MANAGED_BY}=clusterctl"
 #: The files on this machine with what the pods get: the working directory as it was at the launch, and what is where.
@@ -101,13 +108,40 @@ class _Transfer:
 class KubernetesBackend(Backend):
     """One pod per node, in the namespace of a kubeconfig's context."""
 
-    name = "kubernetes"
+    name, machines, in_containers = "kubernetes", "assigned", True
+    supports = frozenset({"--image", "--mount", "--set"})
+    refusals: ClassVar[Mapping[str, str]] = {
+        "--spares": "Kubernetes gives a restarted job another machine for a lost one",
+        "--nodes MIN:MAX": "Kubernetes gives a job all of its nodes, or it waits",
+        "--wait": "the pods of a job wait in the cluster until GPUs are free",
+        "--array": "Kubernetes has no job arrays: launch a job for each line",
+        "--build": _NO_PUSH,
+        "--push": _NO_PUSH,
+        "image push": _NO_PUSH,
+    }
+    section = "cluster.backends.kubernetes.options:Options"
 
     def __init__(self) -> None:
         self._monitor = NodeMonitor(lambda plan, _: self._poll(plan), silent_is_lost=False)
         self._attempts: dict[tuple[str, int], _Attempt] = {}
         self._skipped: dict[str, list[str]] = {}
         self._lock = threading.Lock()
+
+    def login_node(self, image: str) -> Node:
+        """Return what all nodes of a job have in common: they have no login, and these folders in their pods."""
+        return Node("kubernetes", "", run_dir=manifests.RUNS, data_dir=manifests.INPUTS)
+
+    def settings(self, listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
+        """Return the section with the settings of the command line. Raise UsageError for an invalid one."""
+        return manifests.settings(listed, given)
+
+    def folders(self, settings: Mapping[str, Any]) -> Sequence[str]:
+        """Return the folders of the pods' volumes."""
+        return (manifests.RUNS, *(volume["path"] for volume in settings.get("volumes", ())))
+
+    def discover(self) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the section for the current context of the kubeconfig, and sentences on what was found."""
+        return discover.settings()
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the manifest, and the command that creates its objects."""
@@ -120,7 +154,9 @@ class KubernetesBackend(Backend):
         """
         if found := self.problem():
             raise UsageError(*found)
-        needs = preflight.Needs(plan.job_id, plan.attempt == 1, _pods(plan), _text(plan), secrets=bool(plan.secrets))
+        needs = preflight.Needs(
+            plan.job_id, plan.attempt == 1, _pods(plan), _text(plan), secrets=bool(plan.job.secrets)
+        )
         self._skipped[plan.job_id] = preflight.check(_client(plan), needs)
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
@@ -148,18 +184,20 @@ class KubernetesBackend(Backend):
                 raise
             raise LaunchError(f"kubernetes: {error.message}", error.hint) from error
 
-    def send_files(self, job: Job, plan: Plan, code: Mapping[str, int] | None, report: Report) -> list[str]:
+    def send_files(
+        self, job: Job, plan: Plan, sizes: Mapping[str, int] | None, earlier: Sequence[str], report: Report
+    ) -> list[str]:
         """Keep the working directory as it is now. `tend` sends it, and the mounted files, once a pod has a machine.
 
-        `code` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
+        `sizes` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
         """
         targets = _input_targets(plan)
         parts = [files.Part(mount.source, targets[mount.target]) for mount in job.mounts if mount.target in targets]
         folder = Path(plan.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if code is not None and plan.workdir in targets:
-                parts.append(files.keep(plan.workdir, code, targets[plan.workdir], folder / _INPUTS_TAR))
+            if sizes is not None and plan.workdir in targets:
+                parts.append(files.keep(plan.workdir, sizes, targets[plan.workdir], folder / _INPUTS_TAR))
             if parts:
                 (folder / _INPUTS).write_text(json.dumps([asdict(part) for part in parts]) + "\n")
         except OSError as error:
@@ -212,9 +250,7 @@ class KubernetesBackend(Backend):
             client.delete("pods", *silent, force=True)
         self._delete(plan, client, _ATTEMPT_KINDS if only_attempt else _kinds(plan), all_attempts=not only_attempt)
 
-    def exec(  # type: ignore[override]
-        self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool
-    ) -> list[str]:
+    def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `kubectl exec`. Raises UsageError if the node's container does not run."""
         plan, client = record.plan, _client(record.plan)
         rank = [each.name for each in plan.nodes].index(node.name)
@@ -249,6 +285,31 @@ class KubernetesBackend(Backend):
             else "runs: names no volume, so a pod that is lost loses its files"
         )
         return [*filter(None, [where]), *self._skipped.get(job.name, ())]
+
+    def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
+        """Return the jobs that have objects in the namespace."""
+        client = _client_of(inventory.settings)
+        try:
+            objects = client.get("pods,services,configmaps", f"--selector={OURS}")
+        except ClusterError as error:
+            return {self.name: error}
+        of_job: dict[str, list[Mapping[str, Any]]] = {}
+        for each in objects:
+            of_job.setdefault(each["metadata"]["labels"].get(JOB_LABEL, "?"), []).append(each)
+        found = []
+        for job, its in sorted(of_job.items()):
+            own_pods = [each for each in its if each["kind"] == "Pod"]
+            runs = any(each["status"].get("phase") in ("Pending", "Running") for each in own_pods)
+            counts = {"pods": len(own_pods), "other objects": len(its) - len(own_pods)}
+            found.append(FoundJob(self.name, job, runs, counts))
+        return {self.name: list(found)}
+
+    def remove(self, inventory: Inventory, found: FoundJob) -> None:
+        """Delete the objects of a job. Raises ClusterError."""
+        client, selector = _client_of(inventory.settings), f"--selector={OURS},{JOB_LABEL}={found.job}"
+        client.delete(f"{_ATTEMPT_KINDS},configmaps", selector, grace_s=0)
+        with suppress(ForbiddenError):  # a job without secrets needs no right to delete them
+            client.delete("secrets", selector)
 
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine has no kubectl, as (message, hint), or None."""
@@ -290,7 +351,7 @@ class KubernetesBackend(Backend):
             parts = _kept_parts(plan)
             transfer = transfer or _Transfer(sum(part.size for part in parts))
             attempt.transfers[watch.name] = transfer
-            transfer.start(client, watch.pod, plan.command[0], parts)
+            transfer.start(client, watch.pod, plan.job.python, parts)
 
     def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
         """Create the pods of the attempt again, if it is time."""
@@ -324,7 +385,7 @@ class KubernetesBackend(Backend):
         def stop(pod: Node) -> None:
             attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
             node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
-            client.exec(pod.name, [plan.command[0], "-c", text, node, str(math.ceil(grace_s))])
+            client.exec(pod.name, [plan.job.python, "-c", text, node, str(math.ceil(grace_s))])
 
         if not asked or grace_s == 0:
             return silent
@@ -363,7 +424,7 @@ class KubernetesBackend(Backend):
         def run(pod: Node) -> Completed:
             attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
             node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
-            return client.exec(pod.name, [plan.command[0], "-c", text, node, *words])
+            return client.exec(pod.name, [plan.job.python, "-c", text, node, *words])
 
         return parallel.each([Node(name, "") for name in labels], run)
 
@@ -375,7 +436,7 @@ class KubernetesBackend(Backend):
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
         if not readable:
             return ["not copied: no container of the job runs any more, so its files cannot be read"]
-        folder, python = plan.dir_on(plan.nodes[0]), plan.command[0]
+        folder, python = plan.dir_on(plan.nodes[0]), plan.job.python
 
         def copy(pod: Node) -> None:
             logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod.name].name}"
@@ -416,9 +477,13 @@ def _attempt(plan: Plan) -> _Attempt:
 
 
 def _client(plan: Plan) -> Kubectl:
-    """Return the client with context and namespace of the plan's command."""
-    words = dict(word.removeprefix("--").partition("=")[::2] for word in plan.steps[0].argv if word.startswith("--"))
-    return Kubectl(words.get("context", ""), words.get("namespace", ""))
+    """Return the client with context and namespace of the plan's job."""
+    assert plan.job.queue is not None
+    return _client_of(plan.job.queue.settings)
+
+
+def _client_of(settings: Mapping[str, Any]) -> Kubectl:
+    return Kubectl(settings.get("context", ""), settings.get("namespace", ""))
 
 
 def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
@@ -429,7 +494,7 @@ def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
 
 def _kinds(plan: Plan) -> str:
     """Return the kinds of a job's objects. A user without secrets needs no right to delete them."""
-    return f"{_ATTEMPT_KINDS},configmaps" + (",secrets" if plan.secrets else "")
+    return f"{_ATTEMPT_KINDS},configmaps" + (",secrets" if plan.job.secrets else "")
 
 
 def _text(plan: Plan) -> str:
@@ -454,11 +519,11 @@ def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _secret(plan: Plan, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the Secret with the values of the plan's secrets, which no plan contains."""
-    if not plan.secrets:
+    if not plan.job.secrets:
         return []
     agent = next(each for each in _documents(plan) if each["kind"] == "ConfigMap")
     metadata = {**agent["metadata"], "name": f"{plan.job_id}-secrets"}
-    values = {name: secrets[name].encode(errors="surrogateescape") for name in plan.secrets}
+    values = {name: secrets[name].encode(errors="surrogateescape") for name in plan.job.secrets}
     data = {name: base64.b64encode(value).decode() for name, value in values.items()}
     return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}]
 

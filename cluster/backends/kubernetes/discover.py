@@ -38,7 +38,8 @@ def _gpus(client: Kubectl) -> tuple[str, list[str]]:
     try:
         nodes = client.get("nodes")
     except ClusterError as error:
-        return "", [f"GPUs: not known, because the nodes cannot be listed ({error.message}); set gpu_resource"]
+        why = f"{error.message}; if the cluster has none: device: cpu"
+        return _GPUS[0], [f"GPUs: {_GPUS[0]}, unless you name another gpu_resource: {why}"]
     counts: dict[str, list[int]] = {}
     for node in nodes:
         for name, number in node["status"].get("allocatable", {}).items():

@@ -38,6 +38,8 @@ _AGENT = f"{_AGENT_FOLDER}/agent.pyz"
 #: Seconds for which a container stays after its ranks have ended, so that the launcher can copy its files, by whether
 #: they would otherwise be lost.
 _HOLD_S = {True: 600, False: 120}
+#: The settings that are mappings: `limits.memory` is a key in one of them.
+_NESTED = ("runs", "requests", "limits", "devices", "node_selector", "security_context", "labels", "annotations")
 #: Without the trap, a shell with process ID 1 ignores SIGTERM.
 _WAIT = f"trap 'exit 143' TERM; until [ -e {COMPLETE} ]; do sleep 0.2; done"
 _QUEUE_LABEL, _GROUP_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"
@@ -54,6 +56,38 @@ def plan(job: Job, *, attempt: int, port: int) -> Plan:
     head = comment(job, options, attempt=attempt)
     text = render(documents(job, options, attempt=attempt, port=port), head)
     return replace(made, steps=(Step("kubernetes", {file: text}, (*kubectl(options), "create", "-f", file)),))
+
+
+def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the section `kubernetes` with the settings of the command line, by keys such as `limits.memory`.
+
+    Their values are YAML. Raises UsageError for an invalid one.
+    """
+    import yaml
+    from pydantic import ValidationError
+
+    merged: dict[str, Any] = dict(listed)
+    for key, text in given.items():
+        try:
+            value = yaml.load(text, yaml.BaseLoader)  # texts stay texts, as in cluster.yaml
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {key}={text}: not YAML", "quote it as for a shell") from error
+        *outer, last = key.split(".", 1) if key.partition(".")[0] in _NESTED else [key]
+        inner = merged
+        for word in outer:
+            inner[word] = inner = dict(inner.get(word) or {})
+        inner[last] = value
+    try:
+        made = Options.model_validate(merged)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raised, where = first.get("ctx", {}).get("error"), ".".join(map(str, first["loc"]))
+        known = ", ".join(Options.model_fields)
+        if isinstance(raised, UsageError):
+            raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
+        hint = f"one of: {known}" if first["type"] == "extra_forbidden" else ""
+        raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}", hint) from None
+    return made.model_dump(mode="json", exclude_defaults=True)
 
 
 def options_of(job: Job) -> Options:

@@ -136,7 +136,7 @@ class PodWatch:
         at = self._copy.stat().st_size if self._copy.exists() else 0
         name = f"{self._plan.dir_on(self._plan.nodes[0])}/attempt-{self._plan.attempt}/{self.name}"
         script = scripts.text("backends/kubernetes/in_pod/poll.py")
-        words = [self._plan.command[0], "-c", script, name, str(at), str(monitor.LOG_CHUNK)]
+        words = [self._plan.job.python, "-c", script, name, str(at), str(monitor.LOG_CHUNK)]
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
             found: Mapping[str, Any] = json.loads(done.out)
