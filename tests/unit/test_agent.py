@@ -69,7 +69,11 @@ class Node:
     def end(self):
         """Return the exit code, the console output, and the status file."""
         with self.process:
-            out, _ = self.process.communicate(timeout=120)
+            try:
+                out, _ = self.process.communicate(timeout=120)
+            except BaseException:
+                self.process.kill()  # or leaving the block would wait for it
+                raise
         with self.errors:
             self.errors.seek(0)
             assert self.errors.read() == ""

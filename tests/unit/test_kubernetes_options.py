@@ -53,7 +53,7 @@ def test_a_section_is_the_same_after_it_has_been_stored_as_json():
         ("{requests: {memory: 32 gi}}", "requests.memory", "expected a number and a unit"),
         ("{limits: {cpu: -1}}", "limits.cpu", "expected a number and a unit"),
         ("{limits: {cpu: 1, nvidia.com/gpu: 1}}", "", "--gpus"),
-        ("{requests: {cpu: 4}, limits: {cpu: 3500m}}", "", "cpu 4 is more than its limit 3500m"),
+        ("{requests: {cpu: 10}, limits: {cpu: 3500m}}", "", "cpu 10 is more than its limit 3500m"),
         ("{gpu_resource: gpu}", "gpu_resource", "such as nvidia.com/gpu"),
         ("{devices: {rdma/hca: 0}}", "devices.rdma/hca", "greater than 0"),
         ("{devices: {nvidia.com/gpu: 1}}", "", "--gpus"),
