@@ -262,7 +262,7 @@ class Launcher:
 
     def _send_files(self, sizes: Mapping[str, int] | None, record: JobRecord) -> list[str]:
         """Copy the working directory with these files to the job's machines (None: they need none). Return notes."""
-        others = sorted(self.records, key=lambda other: other.created_at, reverse=True)
+        others = sorted(self.records, key=lambda other: other.created_at, reverse=True) if sizes else []
         earlier = [
             other.plan.job_id
             for other in others

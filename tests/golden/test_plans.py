@@ -1,6 +1,7 @@
 """Whole rendered plans compared with files; `make golden` rewrites them, and the diff is the review."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -46,6 +47,7 @@ PLANS = (
     "slurm-none-foreign",
     "slurm-pyxis-cuda",
     "slurm-enroot-cuda",
+    "kubernetes-cuda",
 )
 STATIC = ("agent/node.sh", "agent/slurm_env.sh", "agent/batch.sh", "agent/slurm_node.sh", "runtimes/docker.sh")
 
@@ -86,6 +88,10 @@ def plan(case):
         queue = Queue(login, {"partition": "gpu", "time": "8:00:00", "comment": "it is mine"})
         job = replace(job, image="/shared/ann/trainer.sif", queue=queue, secrets=("TOKEN",), max_restarts=3)
         job = replace(job, copies_workdir=bool(job.workdir))
+    if backend == "kubernetes":
+        section = {"namespace": "vision", "runs": {"claim": "runs"}, "volumes": [{"claim": "data", "path": "/data"}]}
+        queue = Queue(BACKENDS[backend].login_node(""), section)
+        job = replace(job, image="registry.example.com/trainer:0.1", gpus=(), queue=queue, secrets=("TOKEN",))
     return BACKENDS[backend].plan(job, attempt=1, port=29500)
 
 
@@ -96,6 +102,7 @@ def test_plan(case):
         for step in plan(case).steps
         for path, file in step.files.items()
     )
+    text = re.sub(r"(agent\.pyz: \|\n)(    .*\n)+", r"\1    # ---- the agent\n", text)
     for name in STATIC:
         text = text.replace(resources.text(name), f"# ---- {name}\n")
     golden = HERE / f"{case}.txt"

@@ -108,7 +108,12 @@ def mounted(pod, path, container=None):
 
 def test_what_the_pods_need_is_created_before_them():
     found = [(each["kind"], each["metadata"]["name"]) for each in objects(job(), attempt=12)]
-    names = [("ConfigMap", "digits-agent"), ("Service", "digits-a12"), ("Pod", "digits-a12-0"), ("Pod", "digits-a12-1")]
+    names = [
+        ("ConfigMap", "digits-a12-agent"),
+        ("Service", "digits-a12"),
+        ("Pod", "digits-a12-0"),
+        ("Pod", "digits-a12-1"),
+    ]
     assert found == names
 
 
@@ -126,13 +131,13 @@ def test_the_plan_has_the_manifest_and_its_command():
 def test_all_objects_are_found_by_their_labels_and_an_attempts_by_its_own():
     ours = {"app.kubernetes.io/managed-by": "clusterctl", "clusterctl/job": "digits"}
     section = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
-    agent, *rest = objects(job(section), attempt=3)
+    agent, *rest = made = objects(job(section), attempt=3)
     secret = manifests.secret(job(section), manifests.options_of(job(section)), {})
-    assert agent["metadata"]["labels"] == secret["metadata"]["labels"] == {**ours, "team": "a"}
+    assert secret["metadata"]["labels"] == {**ours, "team": "a"}
     service, *of_ranks = [each["metadata"]["labels"] for each in rest]
-    assert service == {**ours, "team": "a", "clusterctl/attempt": "3"}
+    assert service == agent["metadata"]["labels"] == {**ours, "team": "a", "clusterctl/attempt": "3"}
     assert of_ranks == [{**service, "clusterctl/rank": rank} for rank in ("0", "1")]
-    assert {each["metadata"]["annotations"]["note"] for each in (agent, *rest)} == {"b"}
+    assert {each["metadata"]["annotations"]["note"] for each in made} == {"b"}
 
 
 def test_the_service_gives_every_pod_a_name_before_it_is_ready():

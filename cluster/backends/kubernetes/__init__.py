@@ -53,7 +53,7 @@ _DELETE_POLL_S = 0.3
 #: Time for Kubernetes to see that a container has ended.
 _END_S = 4.0
 #: The kinds of an attempt's objects.
-_ATTEMPT_KINDS = "pods,services"
+_ATTEMPT_KINDS = "pods,services,configmaps"
 
 
 @dataclass
@@ -169,9 +169,10 @@ class KubernetesBackend(Backend):
         with self._lock:
             self._attempts[plan.job_id, plan.attempt] = attempt = _attempt(plan)
         try:
-            if plan.attempt > 1:  # an attempt that could not be cleaned up may have left them
-                client.delete("configmaps,secrets", f"--selector={_selector(plan, all_attempts=True)}")
-            client.create(_as_text([*_secret(plan, secrets), *_documents(plan)]))
+            if plan.attempt > 1 and plan.job.secrets:  # an attempt that could not be cleaned up may have left it
+                client.delete("secrets", f"--selector={_selector(plan, all_attempts=True)}")
+            own = [manifests.secret(plan.job, manifests.options_of(plan.job), secrets)] if plan.job.secrets else []
+            client.create(_as_text([*own, *_documents(plan)]))
         except QuotaError as error:
             if plan.attempt == 1:
                 self._delete(plan, client, _kinds(plan), all_attempts=True)
@@ -290,7 +291,7 @@ class KubernetesBackend(Backend):
         """Return the jobs that have objects in the namespace."""
         client = _client_of(inventory.settings)
         try:
-            objects = client.get("pods,services,configmaps", f"--selector={OURS}")
+            objects = client.get(_ATTEMPT_KINDS, f"--selector={OURS}")
         except ClusterError as error:
             return {self.name: error}
         of_job: dict[str, list[Mapping[str, Any]]] = {}
@@ -307,7 +308,7 @@ class KubernetesBackend(Backend):
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Delete the objects of a job. Raises ClusterError."""
         client, selector = _client_of(inventory.settings), f"--selector={OURS},{JOB_LABEL}={found.job}"
-        client.delete(f"{_ATTEMPT_KINDS},configmaps", selector, grace_s=0)
+        client.delete(_ATTEMPT_KINDS, selector, grace_s=0)
         with suppress(ForbiddenError):  # a job without secrets needs no right to delete them
             client.delete("secrets", selector)
 
@@ -494,7 +495,7 @@ def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
 
 def _kinds(plan: Plan) -> str:
     """Return the kinds of a job's objects. A user without secrets needs no right to delete them."""
-    return f"{_ATTEMPT_KINDS},configmaps" + (",secrets" if plan.job.secrets else "")
+    return _ATTEMPT_KINDS + (",secrets" if plan.job.secrets else "")
 
 
 def _text(plan: Plan) -> str:
@@ -515,17 +516,6 @@ def _pods(plan: Plan) -> list[dict[str, Any]]:
 def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
     """Return a manifest; JSON is YAML, too."""
     return "".join(f"---\n{json.dumps(document)}\n" for document in documents)
-
-
-def _secret(plan: Plan, secrets: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the Secret with the values of the plan's secrets, which no plan contains."""
-    if not plan.job.secrets:
-        return []
-    agent = next(each for each in _documents(plan) if each["kind"] == "ConfigMap")
-    metadata = {**agent["metadata"], "name": f"{plan.job_id}-secrets"}
-    values = {name: secrets[name].encode(errors="surrogateescape") for name in plan.job.secrets}
-    data = {name: base64.b64encode(value).decode() for name, value in values.items()}
-    return [{"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "data": data}]
 
 
 def _input_targets(plan: Plan) -> dict[str, str]:

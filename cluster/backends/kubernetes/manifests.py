@@ -114,7 +114,7 @@ def documents(job: Job, options: Options, *, attempt: int, port: int) -> list[Do
         "selector": {JOB_LABEL: job.name, ATTEMPT_LABEL: str(attempt)},
         "ports": [{"name": "rendezvous", "port": port}],
     }
-    agent = _object("ConfigMap", f"{job.name}-agent", options, labels(job))
+    agent = _object("ConfigMap", agent_name(job, attempt), options, labels(job, attempt))
     # in lines, as kubectl itself prints it
     agent["binaryData"] = {"agent.pyz": textwrap.fill(base64.b64encode(scripts.archive()).decode(), 120) + "\n"}
     return [agent, service, *(_pod(job, options, rank, attempt=attempt, port=port) for rank in range(job.nodes))]
@@ -136,6 +136,11 @@ def labels(job: Job, attempt: int = 0) -> dict[str, str]:
 def pod_name(job: Job, attempt: int, rank: int) -> str:
     """Return the name of a node's pod, which is also its host name."""
     return f"{job.name}-a{attempt}-{rank}"
+
+
+def agent_name(job: Job, attempt: int) -> str:
+    """Return the name of an attempt's ConfigMap. Each has its own: kubelets cache one that is created anew."""
+    return f"{job.name}-a{attempt}-agent"
 
 
 def service_name(job: Job, attempt: int) -> str:
@@ -196,7 +201,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         made["metadata"]["labels"] |= {_QUEUE_LABEL: options.kueue_queue, _GROUP_LABEL: service}
         group = {_GROUP_COUNT: str(job.nodes), _GROUP_RETRIES: "false"}
         made["metadata"]["annotations"] = {**made["metadata"].get("annotations", {}), **group}
-    volumes, mounts = _volumes(job, options)
+    volumes, mounts = _volumes(job, options, attempt)
     spec: Document = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -297,7 +302,7 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
     return made
 
 
-def _volumes(job: Job, options: Options) -> tuple[list[Document], list[Document]]:
+def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], list[Document]]:
     """Return the volumes of a pod, and where its node's container mounts them.
 
     A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
@@ -305,7 +310,7 @@ def _volumes(job: Job, options: Options) -> tuple[list[Document], list[Document]
     runs = options.runs
     memory = {"medium": "Memory", **({"sizeLimit": options.shared_memory} if options.shared_memory else {})}
     wanted: list[tuple[str, Document, Document]] = [
-        ("agent", {"configMap": {"name": f"{job.name}-agent"}}, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
+        ("agent", {"configMap": {"name": agent_name(job, attempt)}}, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
         ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
         ("runs", _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
     ]
