@@ -53,7 +53,7 @@ def init(
     backend: Annotated[
         str,
         option(
-            "--backend", "-b", metavar="kubernetes", help="Instead of machines: the cluster that this machine reaches."
+            "--backend", "-b", metavar="NAME", help="kubernetes: instead of machines, the cluster of your kubeconfig."
         ),
     ] = "",
     as_json: AsJson = False,
