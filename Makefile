@@ -7,10 +7,11 @@ GPUS ?= 2
 export BASE_IMAGE CI DEVICE ENGINE PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help run venv image engine check test test-fast test-gpu test-real testbed testbed-down docs golden lock dist clean
+.PHONY: help run venv image engine check test test-fast test-gpu test-real test-kubernetes testbed testbed-kubernetes \
+	testbed-down docs golden lock dist clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' Makefile | expand -t 27
 
 run: venv  ## train a detector on 2 nodes x 2 processes on this machine (ARGS="..." for clusterctl launch)
 	@if packaging/engine.sh --check; then packaging/image.sh $(IMAGE) || \
@@ -47,6 +48,9 @@ test-fast: venv  ## unit and golden tests without the slow ones, while you edit 
 test-real: venv  ## start the testbed and run the tests on its three hosts
 	@packaging/test.sh $(IMAGE) real
 
+test-kubernetes: venv  ## start Kubernetes on the testbed and run the tests on it
+	@packaging/test.sh $(IMAGE) kubernetes
+
 test-gpu: venv  ## the tests on the GPUs of this machine (DEVICE=cpu: a rehearsal without one)
 	$(BIN)/python -m pytest -n 4 --dist worksteal -rP -m gpu tests/gpu $(ARGS)
 
@@ -54,6 +58,9 @@ testbed:  ## start three hosts on this machine: n0, n1, n2 with sshd, Docker Eng
 	@testbed/up.sh
 	@packaging/image.sh $(IMAGE)
 	@testbed/image.sh $(IMAGE)
+
+testbed-kubernetes: testbed  ## start Kubernetes on the three hosts (the first time, it is built: 10 minutes)
+	@testbed/kubernetes/up.sh
 
 testbed-down:  ## remove the three hosts and their data (ARGS=--image: their container image too)
 	@testbed/down.sh $(ARGS)

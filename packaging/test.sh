@@ -3,6 +3,7 @@
 #
 #   packaging/test.sh IMAGE          all tests except those on the testbed; builds the container image IMAGE
 #   packaging/test.sh IMAGE real     the tests on the three hosts of the testbed
+#   packaging/test.sh IMAGE kubernetes     the tests on Kubernetes on these hosts
 #
 # Without a Docker Engine, the tests that need one are listed but not run; with CI=true, that is a failure. ENGINE=no
 # skips them.
@@ -62,7 +63,7 @@ install_trackers() {
     packages='import sysconfig; print(sysconfig.get_path("purelib"))'
     .venv/bin/python -c "$packages" >"$(.make/trackers/bin/python -c "$packages")/venv.pth"
 }
-[ "${CI:-}" != true ] || [ "${2:-}" = real ] || install_trackers
+[ "${CI:-}" != true ] || [ -n "${2:-}" ] || install_trackers
 
 missing=
 if [ "${ENGINE:-yes}" = no ]; then
@@ -73,16 +74,17 @@ else
     "$HERE/image.sh" "$IMAGE"
 fi
 
-if [ "${2:-}" != real ]; then
+if [ -z "${2:-}" ]; then
     test_on_another_python
-    $PYTEST -n 3 --dist worksteal -m "not real and not gpu${missing:+ and not engine}" --durations 10
+    $PYTEST -n 3 --dist worksteal -m "not real and not kubernetes and not gpu${missing:+ and not engine}" --durations 10
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
-    list_tests_not_run "$missing" real
+    list_tests_not_run "$missing" "$2"
 else
     # CI removes a testbed that it started; outside CI it stays up for the next run.
     [ "${CI:-}" != true ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
     testbed/up.sh
     testbed/image.sh "$IMAGE"
-    $PYTEST -m real --durations 10
+    [ "$2" != kubernetes ] || testbed/kubernetes/up.sh
+    $PYTEST -m "$2" --durations 10 "tests/$2"
 fi
