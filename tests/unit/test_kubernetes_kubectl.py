@@ -65,7 +65,7 @@ ERRORS = [
     (
         "Error from server: error dialing backend: dial tcp 172.30.0.11:10250: connect: connection refused",
         NodeSilentError,
-        "kubelet of its node does not answer",
+        "its kubelet does not answer: dial tcp",
     ),
     (
         "The connection to the server 172.30.0.1:6443 was refused - did you specify the right host or port?",

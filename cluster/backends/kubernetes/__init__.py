@@ -436,7 +436,8 @@ class KubernetesBackend(Backend):
         states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
         if not readable:
-            return ["not copied: no container of the job runs any more, so its files cannot be read"]
+            why = "their machines do not answer" if skip else "no container of the job runs any more"
+            return [f"not copied: the files of the pods cannot be read, because {why}"]
         folder, python = plan.dir_on(plan.nodes[0]), plan.job.python
 
         def copy(pod: Node) -> None:

@@ -121,7 +121,7 @@ _RULES = (
     _Rule(
         r"error dialing backend|unable to upgrade connection|:10250\b.*(?:refused|timeout|no route)|proxy error from",
         NodeSilentError,
-        "the kubelet of its node does not answer: {all}",
+        "its kubelet does not answer: {all}",
     ),
     _Rule(
         r"was refused|connection refused|timeout|deadline exceeded|no such host|no route to host|Unable to connect"
@@ -132,7 +132,8 @@ _RULES = (
     ),
 )
 _PREFIX = re.compile(
-    r"^(?:error: |Error from server(?: \(\w+\))?: |error when creating \S+: |Unable to connect to the server: )+"
+    r"^(?:error: |Error from server(?: \(\w+\))?: |error when creating \S+: |Unable to connect to the server: "
+    r"|error dialing backend: )+"
 )
 
 
@@ -208,7 +209,7 @@ class Kubectl:
         try:
             done = self._run(words[len(self.argv()) :], "", timeout_s)
         except UnreachableError as error:
-            raise NodeSilentError(f"the kubelet of its node did not answer within {timeout_s:g} s") from error
+            raise NodeSilentError(f"its kubelet did not answer within {timeout_s:g} s") from error
         if done.code and re.search(r"^(error: |Error from server|Unable to connect|E\d{4} )", done.err, re.MULTILINE):
             raise error_of(done.err, done.code)
         return done
