@@ -4,7 +4,6 @@ kubectl is the client, with the user's kubeconfig. A job's objects have labels, 
 a record. Nothing is installed in the cluster, and no rights on its machines are needed.
 """
 
-import base64
 import json
 import math
 import threading
