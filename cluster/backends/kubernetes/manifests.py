@@ -139,7 +139,7 @@ def pod_name(job: Job, attempt: int, rank: int) -> str:
 
 
 def agent_name(job: Job, attempt: int) -> str:
-    """Return the name of an attempt's ConfigMap. Each has its own: kubelets cache one that is created anew."""
+    """Return the name of an attempt's ConfigMap. Each has its own: kubelets cache one of the same name."""
     return f"{job.name}-a{attempt}-agent"
 
 
