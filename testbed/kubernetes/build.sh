@@ -2,7 +2,7 @@
 # Build Kubernetes from Debian 12's source package, once per machine, and print the folder of the programs.
 #
 # The build runs in a container, which is removed with the compiler, the source and Go's cache. Nothing is installed on
-# this machine. It takes 8 CPU minutes, 4 GB of memory and, for the time of the build, 3 GB of disk space.
+# this machine. It takes 8 CPU minutes.
 set -eu
 
 KUBERNETES=$(cd "$(dirname "$0")" && pwd)

@@ -64,7 +64,6 @@ share() {
     rm -rf "${SHARED:?}/bin"
     mkdir -p $SHARED/bin $SHARED/kubeconfig $SHARED/runs
     cp -r $BIN/{kubelet,kube-proxy,pause,cni} "$SELF/socat" $SHARED/bin/
-    cp "$SELF"/{node.sh,service.sh} $SHARED/
     chmod 700 $SHARED/kubeconfig
     local host
     for host in "$@"; do cp "$ETC/${host%=*}.kubeconfig" $SHARED/kubeconfig/; done

@@ -12,9 +12,11 @@ for host in $HOSTS; do
         running) ;;
         *) "$HERE/fault.sh" heal "$host" ;;
     esac
-    if docker exec "$(container "$host")" test -e /shared/kubernetes/node.sh; then on_node "$host" down & fi
+    if docker exec "$(container "$host")" test -d /shared/kubernetes; then
+        send_scripts "$host"
+        on_node "$host" down
+    fi
 done
-wait
 for host in $HOSTS; do
     if [ -n "$(state_of "$host")" ]; then docker exec "$(container "$host")" rm -rf --one-file-system /shared/kubernetes; fi
 done

@@ -90,7 +90,8 @@ down() {
     local service tunable
     for service in kube-proxy kubelet; do stop_service $service; done
     docker ps --all --quiet --filter label=io.kubernetes.pod.namespace | xargs --no-run-if-empty docker rm --force >/dev/null
-    awk '$2 ~ "^/var/lib/kubelet/" { print $2 }' /proc/mounts | tac | xargs --no-run-if-empty -d '\n' -n 1 umount
+    # Lazy, because a process of a pod may end later than its container.
+    awk '$2 ~ "^/var/lib/kubelet(/|$)" { print $2 }' /proc/mounts | tac | xargs --no-run-if-empty -d '\n' -n 1 umount --lazy
     for tunable in "${TUNABLES[@]}"; do
         if mountpoint -q "/proc/sys/${tunable%=*}"; then umount "/proc/sys/${tunable%=*}"; fi
     done
@@ -100,7 +101,7 @@ down() {
     sysctl -q net.ipv4.conf.all.route_localnet=0
     if [ -L /dev/kmsg ]; then rm /dev/kmsg; fi
     docker image rm --force $PAUSE >/dev/null 2>&1 || true
-    rm -rf --one-file-system $RUN /var/lib/kubelet /var/lib/cni /etc/cni /var/log/{pods,containers} "$(log_of kubelet)" "$(log_of kube-proxy)"
+    rm -rf --one-file-system $RUN /var/lib/{kubelet,dockershim,cni} /etc/cni /var/log/{pods,containers} "$(log_of kubelet)" "$(log_of kube-proxy)"
 }
 
 answers() {

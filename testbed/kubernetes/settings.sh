@@ -17,6 +17,9 @@ GPUS=2                         # per node, simulated
 kubectl() { "$FILES/kubectl" --kubeconfig "$FILES/admin.kubeconfig" --cache-dir "$FILES/cache" --request-timeout 20s "$@"; }
 on_control() { docker exec "$CONTROL" /opt/testbed/control.sh "$@"; }
 on_node() { host=$1; shift; docker exec "$(container "$host")" /shared/kubernetes/node.sh "$@"; }
+# Put this checkout's scripts into the folder that all hosts share.
+send_scripts() { tar -C "$KUBERNETES" -c node.sh service.sh | docker exec --interactive "$(container "$1")" tar -x -C /shared/kubernetes; }
+
 is_running() { [ "$(docker container inspect --format '{{.State.Status}}' "$1" 2>/dev/null)" = running ]; }
 
 # Copy the kubeconfigs out of the control plane's container, so that each checkout can use the cluster.

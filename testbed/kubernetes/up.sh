@@ -15,7 +15,7 @@ start_control() {
     run_node --detach --init --name "$CONTROL" --hostname control --network "$NAME" --ip "$CONTROL_ADDRESS" \
         --volume "$BINARIES:/opt/kubernetes:ro" --entrypoint sleep "$NODE_IMAGE" infinity >/dev/null
     docker exec "$CONTROL" mkdir /opt/testbed
-    tar -C "$KUBERNETES" -c control.sh service.sh node.sh dns.py gpus.py socat | docker exec --interactive "$CONTROL" tar -x -C /opt/testbed
+    tar -C "$KUBERNETES" -c control.sh service.sh dns.py gpus.py socat | docker exec --interactive "$CONTROL" tar -x -C /opt/testbed
     # shellcheck disable=SC2046
     on_control up "$CONTROL_ADDRESS" $(addresses)
 }
@@ -23,6 +23,7 @@ start_control() {
 start_nodes() {
     number=0
     for host in $HOSTS; do
+        send_scripts "$host"
         # shellcheck disable=SC2046
         on_node "$host" up "$(address "$host")" "$number" "$CONTROL_ADDRESS" $(addresses)
         number=$((number + 1))

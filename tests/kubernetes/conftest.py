@@ -11,6 +11,7 @@ from cluster.spec.defaults import DEFAULT_IMAGE
 from tests.conftest import wait_until
 from tests.real.conftest import TESTBED, script
 
+NAME = os.environ.get("TESTBED_NAME", "clusterctl-testbed")  # as in testbed/settings.sh
 OURS = "app.kubernetes.io/managed-by=clusterctl"
 KINDS = "pods,services,configmaps,secrets,persistentvolumeclaims,jobs"
 

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.spec.defaults import DEFAULT_IMAGE
 from tests.conftest import wait_until
-from tests.kubernetes.conftest import OURS
+from tests.kubernetes.conftest import NAME, OURS
+from tests.real.conftest import script
 
 pytestmark = pytest.mark.kubernetes
 
@@ -64,7 +65,7 @@ def create(kubectl):
 
     yield create
     for kind, name in created:
-        kubectl("delete", kind, name, "--ignore-not-found", user="ada")
+        kubectl("delete", kind, name, "--ignore-not-found", user="ada", timeout_s=120)
 
 
 @pytest.fixture
@@ -93,8 +94,9 @@ def test_three_nodes_are_ready_with_two_gpus_each(kubectl):
     assert {node["status"]["nodeInfo"]["kubeletVersion"] for node in nodes} == {"v1.20.2"}
 
 
-def test_a_user_may_start_pods_only_in_the_own_namespace(kubectl, create):
+def test_a_user_may_start_pods_only_in_the_own_namespace(kubectl, create, phase):
     create(pod("mine", "true"))
+    assert wait_until(lambda: phase("mine") == "Succeeded", 60)
     code, text = kubectl.attempt(
         "create", "--filename", "-", "--namespace", "bob", user="ada", text=json.dumps(pod("mine", "true"))
     )
@@ -234,13 +236,14 @@ def test_a_frozen_api_server_does_not_answer(kubectl, fault):
     assert kubectl("get", "pods", user="ada") == "No resources found in ada namespace."
 
 
-def test_a_quota_refuses_a_pod_that_wants_more(kubectl, create, fault):
+def test_a_quota_refuses_a_pod_that_wants_more(kubectl, create, phase, fault):
     fault("quota", "ada", "1")
     wants = json.dumps(pod("greedy", "true", gpus=2))
     code, text = kubectl.attempt("create", "--filename", "-", user="ada", text=wants)
     assert (code, "exceeded quota: testbed-fault" in text) == (1, True), text
     fault("no-quota", "ada")
     create(pod("greedy", "true", gpus=2))
+    assert wait_until(lambda: phase("greedy") == "Succeeded", 60)
 
 
 def test_pods_wait_for_gpus_that_do_not_exist_or_are_in_use(kubectl, create, phase, fault):
@@ -253,3 +256,25 @@ def test_pods_wait_for_gpus_that_do_not_exist_or_are_in_use(kubectl, create, pha
     fault("free", "n2")
     assert wait_until(lambda: phase("waiter") == "Succeeded", 90)
     assert kubectl("get", "pod", "waiter", "--output", "jsonpath={.spec.nodeName}", user="ada") == "n2"
+
+
+def test_down_removes_every_trace_from_the_hosts_and_up_starts_again(kubectl, create, phase):
+    create(pod("sleeper", "sleep", "1000", node="n0"))
+    assert wait_until(lambda: phase("sleeper") == "Running", 60)
+    traces = (
+        "iptables-save; ip route; ip link; cut -d ' ' -f 2 /proc/mounts; ps -eo args; docker ps --all; docker images;"
+        "ls -d /shared/* /var/lib/* /etc/* /var/log/* /dev/* /run/*; sysctl net.ipv4.conf.all.route_localnet"
+    )
+    script("kubernetes/down.sh")
+    try:
+        found = {
+            host: subprocess.run(
+                ["docker", "exec", f"{NAME}-{host}", "sh", "-c", traces], capture_output=True, text=True, check=True
+            ).stdout
+            for host in ("n0", "n1", "n2")
+        }
+    finally:
+        script("kubernetes/up.sh")
+    words = r".*(?:KUBE|kube|cni0|/cni|dockershim|10\.244\.|kmsg|pause|proc/sys/vm|sleeper|route_localnet = 1).*"
+    assert [re.findall(words, text) for text in found.values()] == [[], [], []]
+    assert kubectl("get", "pods", "--all-namespaces") == "No resources found"
