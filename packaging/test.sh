@@ -75,8 +75,18 @@ else
 fi
 
 if [ -z "${2:-}" ]; then
-    test_on_another_python
-    $PYTEST -n 3 --dist worksteal -m "not real and not kubernetes and not gpu${missing:+ and not engine}" --durations 10
+    # Most contract tests wait for processes, and most unit tests compute: side by side they use the cores best.
+    chosen="not real and not kubernetes and not gpu${missing:+ and not engine}"
+    mkdir -p .make
+    $PYTEST -n 3 --dist worksteal -m "$chosen" --durations 10 tests/contract tests/engine >.make/contract.log 2>&1 &
+    contract=$!
+    trap 'kill "$contract"; exit 130' INT TERM  # a process in the background ignores Ctrl-C
+    failed=
+    test_on_another_python || failed=yes
+    $PYTEST -n 2 --dist worksteal -m "$chosen" --durations 10 tests/unit tests/golden || failed=yes
+    wait "$contract" || failed=yes
+    cat .make/contract.log
+    [ -z "$failed" ] || exit 1
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
     list_tests_not_run "$missing" "$2"
