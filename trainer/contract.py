@@ -48,3 +48,11 @@ MAX_GRACE_S = 65535.0
 GRACE_FILE = "grace"
 #: The ending of the file NODE.collected in an attempt's folder: the launcher has copied the node's files.
 COLLECTED_ENDING = ".collected"
+
+#: The trainer's files in a run directory: its newest checkpoint, and the one before, for the case that it is damaged.
+#: The launcher copies them to a job's new machines.
+LAST_CHECKPOINT, PREVIOUS_CHECKPOINT = "last.pt", "previous.pt"
+#: The trainer's options whose value is a file or folder if it contains a '/': the launcher brings it to the nodes.
+INPUT_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
+#: The built-in data sets of the trainer: after --data they win over a folder of the same name.
+DATA_SETS = ("digits", "cifar10", "cifar100")

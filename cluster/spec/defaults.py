@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, cast
 
-from cluster.contract import STOP_GRACE_S
+from cluster import contract
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
@@ -23,12 +23,6 @@ DEFAULT_STALL_TIMEOUT_S = 300.0
 
 #: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
 _AUTO_PORTS = range(20000, 30000)
-#: Trainer options whose value is a local file if it contains a '/'.
-_FILE_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
-#: The checkpoint beside last.pt, which the trainer resumes from if that is damaged.
-_BEFORE_LAST = "previous.pt"
-#: Built-in data sets of the trainer. After --data they win over a folder of the same name.
-DATA_SETS = ("digits", "cifar10", "cifar100")
 #: Variables that change what pip and uv install.
 _INSTALLER_VARIABLES = ("PIP_", "UV_")
 #: The files and folders that a requirements file includes.
@@ -129,7 +123,7 @@ def job(
         queue=queue,
         min_nodes=fewest,
         max_restarts=restarts if request.max_restarts is None else request.max_restarts,
-        grace_s=seconds(request.grace, "--grace") if request.grace else STOP_GRACE_S,
+        grace_s=seconds(request.grace, "--grace") if request.grace else contract.STOP_GRACE_S,
         stall_timeout_s=stall_timeout_s if request.stall_timeout_s is None else request.stall_timeout_s,
     )
     return (new if request.name else replace(new, name=default_name(new))), notes
@@ -222,17 +216,17 @@ def _arguments(
     words: list[str] = []
     for word in request.arguments:  # `--data=x` is two words
         option, mark, value = word.partition("=")
-        words += [option, value] if mark and option in _FILE_OPTIONS else [word]
+        words += [option, value] if mark and option in contract.INPUT_OPTIONS else [word]
     arguments: list[str] = []
     paths: list[str] = []
     for argument in words:
         path = _absolute(argument, here.cwd)
         is_mounted = any(f"{argument}/".startswith(f"{each}/") for each in there)
-        folder_of_data = arguments[-1:] == ["--data"] and argument not in DATA_SETS and here.is_folder(path)
+        folder_of_data = arguments[-1:] == ["--data"] and argument not in contract.DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
             paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
             argument = path
-        elif "/" in argument and arguments and arguments[-1] in _FILE_OPTIONS and not is_mounted:
+        elif "/" in argument and arguments and arguments[-1] in contract.INPUT_OPTIONS and not is_mounted:
             raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
         arguments.append(argument)
     paths = list(dict.fromkeys(paths))
@@ -245,7 +239,7 @@ def _needed_by(option: str, path: str, here: Here) -> list[str]:
     """Return the paths that the trainer also reads if the value of an option is the file `path`."""
     if option == "--data" and path.endswith((".yaml", ".yml")):
         return _data_folders(path, here)
-    before = str(PurePosixPath(path).with_name(_BEFORE_LAST))
+    before = str(PurePosixPath(path).with_name(contract.PREVIOUS_CHECKPOINT))
     return [before] if option == "--resume" and before != path and here.exists(before) else []
 
 

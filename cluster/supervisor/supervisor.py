@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from cluster import contract
 from cluster.backends import BACKENDS, monitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.spec import defaults
@@ -22,8 +23,6 @@ from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
 from cluster.transport import files, parallel, reach
 
-#: The trainer's newest checkpoint, in the run directory.
-_CHECKPOINT = "last.pt"
 _RETURN_POLL_S = 3.0
 #: How many polls of the record between two polls of the nodes, while another process restarts the job.
 _STATE_EVERY = 10
@@ -218,7 +217,7 @@ class Supervisor:
         source = max((node for node in retired if node.name in found), key=lambda node: found[node.name])
         not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")
         files.collect(source, plan.dir_on(source), plan.run_dir, not_checkpoint)
-        files.send(plan.nodes[0], Path(plan.run_dir, _CHECKPOINT), plan.dir_on(plan.nodes[0]))
+        files.send(plan.nodes[0], Path(plan.run_dir, contract.LAST_CHECKPOINT), plan.dir_on(plan.nodes[0]))
         self.show.note(f"copied the newest checkpoint from {source.name} to {plan.nodes[0].name}")
 
     def _cancel(self, lost: Sequence[str]) -> None:
@@ -304,7 +303,7 @@ def _checkpoint_times(nodes: Sequence[Node], plan: Plan) -> tuple[dict[str, int]
     """Return the time of the newest checkpoint of each node that has one, and the nodes that do not answer."""
     stat = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
     found = parallel.each(
-        nodes, lambda node: reach(node).run([*stat, f"{plan.dir_on(node)}/{_CHECKPOINT}"], timeout_s=8).out
+        nodes, lambda node: reach(node).run([*stat, f"{plan.dir_on(node)}/{contract.LAST_CHECKPOINT}"], timeout_s=8).out
     )
     times = {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
     return times, [name for name, out in found.items() if isinstance(out, ClusterError)]

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 import trainer.config
+from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import defaults
@@ -148,7 +149,7 @@ def test_a_wrong_grace_is_an_error(text):
 
 def test_the_data_sets_are_those_of_the_trainer():
     names = {name for presets in trainer.config.PRESETS.values() for name in presets}
-    assert {*defaults.DATA_SETS, ""} == names
+    assert {*contract.DATA_SETS, ""} == names
 
 
 def test_a_foreign_program_gets_the_current_folder_and_writes_no_events():

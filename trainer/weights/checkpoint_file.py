@@ -19,7 +19,7 @@ from trainer.errors import TrainerError
 from trainer.weights import download, official
 
 FORMAT = 1
-LAST, PREVIOUS = "last.pt", "previous.pt"
+LAST, PREVIOUS = contract.LAST_CHECKPOINT, contract.PREVIOUS_CHECKPOINT
 KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
 
 
