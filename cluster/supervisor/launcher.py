@@ -59,7 +59,7 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
         return wanted, ""
     if wanted not in ("auto", "here"):
         raise UsageError(f"--backend {wanted!r}: unknown backend", f"one of: auto, {', '.join(BACKENDS)}, here")
-    best, fallback, *_ = (backend for backend in BACKENDS.values() if backend.machines == "here")
+    best, fallback = itertools.islice((each for each in BACKENDS.values() if each.machines == "here"), 2)
     problem = best.problem()
     if problem is None:
         return best.name, ""

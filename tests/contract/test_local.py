@@ -124,7 +124,7 @@ def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
     [
         (["launch", "--nodes", "0"], "--nodes 0"),
         ([*LOCAL, "--device", "cuda"], "GPUs on this machine: 0"),
-        (["launch", "--backend", "kubernetes"], "one of: auto, local, ssh, compose"),
+        (["launch", "--backend", "nomad"], "one of: auto, compose, local, ssh"),
         (["attach", "nothing"], "no job 'nothing'"),
         ([*LOCAL, "--name", "UPPER"], "lower-case letters"),
         ([*LOCAL, "--command", "nothere.py --lr 1"], "has no nothere.py\nhint: another folder: --workdir DIR"),

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -53,6 +54,8 @@ _DELETE_POLL_S = 0.3
 _END_S = 4.0
 #: The kinds of an attempt's objects.
 _ATTEMPT_KINDS = "pods,services,configmaps"
+#: The kinds of all objects of jobs.
+_ALL_KINDS = ("pods", "services", "configmaps", "secrets")
 
 
 @dataclass
@@ -167,20 +170,24 @@ class KubernetesBackend(Backend):
         client = _client(plan)
         with self._lock:
             self._attempts[plan.job_id, plan.attempt] = attempt = _attempt(plan)
+        secret: list[str] = []
         try:
-            if plan.attempt > 1 and plan.job.secrets:  # an attempt that could not be cleaned up may have left it
-                client.delete("secrets", f"--selector={_selector(plan, all_attempts=True)}")
-            own = [manifests.secret(plan.job, manifests.options_of(plan.job), secrets)] if plan.job.secrets else []
-            client.create(_as_text([*own, *_documents(plan)]))
-        except QuotaError as error:
-            if plan.attempt == 1:
-                self._delete(plan, client, _kinds(plan), all_attempts=True)
-                raise
-            self._delete(plan, client, "pods")
-            attempt.retries.give_up(error.message)
+            if plan.job.secrets:  # apart from the others, because a later try cannot create it again
+                if plan.attempt > 1:  # an attempt that could not be cleaned up may have left it
+                    client.delete("secrets", _selector(plan, all_attempts=True))
+                values = manifests.secret(plan.job, manifests.options_of(plan.job), secrets)
+                secret = client.create(_as_text([values]))
+            client.create(_as_text(_documents(plan)))
         except ClusterError as error:
-            self._delete(plan, client, _kinds(plan), all_attempts=True)
-            if isinstance(error, NameTakenError | UnreachableError):
+            if isinstance(error, QuotaError) and plan.attempt > 1:
+                attempt.retries.give_up(error.message, kinds=("ConfigMap", "Service", "Pod"))
+                return
+            with suppress(ClusterError):
+                if secret:
+                    client.delete(*secret)
+                if isinstance(error, UnreachableError):  # what exists is unknown
+                    client.delete(_kinds(plan), _selector(plan, all_attempts=True))
+            if isinstance(error, QuotaError | NameTakenError | UnreachableError):
                 raise
             raise LaunchError(f"kubernetes: {error.message}", error.hint) from error
 
@@ -220,8 +227,9 @@ class KubernetesBackend(Backend):
             return []
         with_machine = sum(bool(state.host) for state in attempt.states)
         waits = next(state.status.detail for state in attempt.states if state.wants_room)
-        self._delete(plan, client, "pods")
-        wait_s = retries.give_up(f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s")
+        with attempt.lock:  # no poll may see that the pods are gone
+            _delete(client, "pods", _selector(plan))
+            wait_s = retries.give_up(f"{with_machine} of {len(attempt.states)} pods had a machine for {half_s:.0f} s")
         return [
             f"only {with_machine} of {len(attempt.states)} pods found a machine ({waits}): gave it back to other jobs; "
             f"try {retries.tries + 1} in {wait_s:.0f} s"
@@ -239,16 +247,18 @@ class KubernetesBackend(Backend):
         """
         client, attempt = _client(plan), self._known(plan)
         attempt.retries.due_at = None
-        listed = self._list(plan, client, all_attempts=not only_attempt)
+        listed = client.get("pods", _selector(plan, all_attempts=not only_attempt))
         running = [pod for pod in listed if waiting.observed("", pod).runs]
-        silent = self._stop_ranks(plan, client, running, grace_s)
+        silent, is_stopped = self._stop_ranks(plan, client, running, grace_s)
         own = [pod for pod in running if pod["metadata"]["labels"].get(ATTEMPT_LABEL) == str(plan.attempt)]
         if own and not only_attempt and plan.nodes:
             attempt.collected = self._collect(plan, client, skip=silent)
         self._release(plan, client, [pod for pod in running if pod["metadata"]["name"] not in silent])
         if silent:
             client.delete("pods", *silent, force=True)
-        self._delete(plan, client, _ATTEMPT_KINDS if only_attempt else _kinds(plan), all_attempts=not only_attempt)
+        kinds = _ATTEMPT_KINDS if only_attempt else _kinds(plan)
+        delete_s = _DELETE_GRACE_S if is_stopped else max(_DELETE_GRACE_S, math.ceil(grace_s))
+        _delete(client, kinds, _selector(plan, all_attempts=not only_attempt), delete_s)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `kubectl exec`. Raises UsageError if the node's container does not run."""
@@ -290,26 +300,26 @@ class KubernetesBackend(Backend):
         """Return the jobs that have objects in the namespace."""
         client = _client_of(inventory.settings)
         try:
-            objects = client.get(_ATTEMPT_KINDS, f"--selector={OURS}")
+            pods = client.get("pods", f"--selector={OURS}")
+            of_job: dict[str, list[str]] = {}
+            for kind in _ALL_KINDS:
+                for job in _jobs_with(client, kind):
+                    of_job.setdefault(job, []).append(kind)
         except ClusterError as error:
             return {self.name: error}
-        of_job: dict[str, list[Mapping[str, Any]]] = {}
-        for each in objects:
-            of_job.setdefault(each["metadata"]["labels"].get(JOB_LABEL, "?"), []).append(each)
-        found = []
-        for job, its in sorted(of_job.items()):
-            own_pods = [each for each in its if each["kind"] == "Pod"]
-            runs = any(each["status"].get("phase") in ("Pending", "Running") for each in own_pods)
-            counts = {"pods": len(own_pods), "other objects": len(its) - len(own_pods)}
-            found.append(FoundJob(self.name, job, runs, counts))
-        return {self.name: list(found)}
+        running = {
+            pod["metadata"]["labels"].get(JOB_LABEL, "")
+            for pod in pods
+            if pod["status"].get("phase") in ("Pending", "Running")
+        }
+        found = [FoundJob(self.name, job, job in running, Counter(kinds)) for job, kinds in sorted(of_job.items())]
+        return {self.name: found}
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
-        """Delete the objects of a job. Raises ClusterError."""
-        client, selector = _client_of(inventory.settings), f"--selector={OURS},{JOB_LABEL}={found.job}"
-        client.delete(_ATTEMPT_KINDS, selector, grace_s=0)
-        with suppress(ForbiddenError):  # a job without secrets needs no right to delete them
-            client.delete("secrets", selector)
+        """Delete everything of a job, and wait for its end. Raises ClusterError."""
+        client = _client_of(inventory.settings)
+        kinds = [kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"]
+        _delete(client, ",".join(kinds) or "pods", _job_selector(found.job))
 
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine has no kubectl, as (message, hint), or None."""
@@ -359,51 +369,40 @@ class KubernetesBackend(Backend):
         if retries.due_at is None or retries.clock() < retries.due_at:
             return []
         try:
-            client.create(_as_text(_pods(plan)))
+            client.create(_as_text([each for each in _documents(plan) if each["kind"] in retries.kinds]))
         except QuotaError as error:
-            self._delete(plan, client, "pods")
-            retries.give_up(error.message)
+            retries.give_up(error.message, kinds=retries.kinds)
             return []
         with attempt.lock:
             retries.due_at, attempt.polled_at, attempt.transfers = None, -math.inf, {}
-            attempt.watches = _attempt(plan).watches
+            attempt.watches = [pods.PodWatch(plan, rank, is_again=True) for rank in range(len(plan.nodes))]
         return [f"try {retries.tries + 1}: created the pods again"]
-
-    def _list(self, plan: Plan, client: Kubectl, *, all_attempts: bool) -> list[Mapping[str, Any]]:
-        return list(client.get("pods", f"--selector={_selector(plan, all_attempts=all_attempts)}"))
 
     def _stop_ranks(
         self, plan: Plan, client: Kubectl, running: Sequence[Mapping[str, Any]], grace_s: float
-    ) -> set[str]:
-        """Ask the agents to stop their ranks, and wait for that. Return the pods whose machines do not answer."""
+    ) -> tuple[set[str], bool]:
+        """Ask the agents to stop their ranks, and wait for that.
+
+        Return the pods whose machines do not answer, and whether the ranks of all others have ended.
+        """
         silent = {watch.pod for watch in self._known(plan).watches if watch.is_silent}
-        text = scripts.text("backends/kubernetes/in_pod/stop.py")
-        asked = [Node(pod["metadata"]["name"], "") for pod in running if pod["metadata"]["name"] not in silent]
-
-        labels = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in running}
-
-        def stop(pod: Node) -> None:
-            attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
-            node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
-            client.exec(pod.name, [plan.job.python, "-c", text, node, str(math.ceil(grace_s))])
-
+        asked = [pod for pod in running if pod["metadata"]["name"] not in silent]
         if not asked or grace_s == 0:
-            return silent
-        results = parallel.each(asked, stop)
+            return silent, True
+        results = self._run_in(plan, client, asked, "stop", str(math.ceil(grace_s)))
         silent |= {name for name, error in results.items() if isinstance(error, NodeSilentError)}
         clock = monitor.AwakeClock()
         until = clock() + grace_s + _STOP_MARGIN_S
         left = [watch for watch in self._known(plan).watches if watch.pod in results and watch.pod not in silent]
-        while left and clock() < until:
+        is_asked = all(isinstance(done, Completed) and not done.code for done in results.values())
+        while left and is_asked and clock() < until:
             for watch in left:
                 watch.start(client)
             for watch in left:
                 watch.wait(time.monotonic() + 1)
-            left = [
-                each for each in left if each.error is None and (each.answer is None or each.answer.phase != "exited")
-            ]
-            time.sleep(0.1)
-        return silent
+            left = [watch for watch in left if not watch.has_ended]
+            time.sleep(_DELETE_POLL_S)
+        return silent, not left
 
     def _release(self, plan: Plan, client: Kubectl, running: Sequence[Mapping[str, Any]]) -> None:
         """Let the agents end, since the pod of a container that has ended is deleted at once."""
@@ -411,7 +410,7 @@ class KubernetesBackend(Backend):
         until = time.monotonic() + _END_S
         while running and time.monotonic() < until:
             time.sleep(_DELETE_POLL_S)
-            listed = self._list(plan, client, all_attempts=True)
+            listed = client.get("pods", _selector(plan, all_attempts=True))
             running = [pod for pod in listed if waiting.observed("", pod).runs]
 
     def _run_in(
@@ -430,7 +429,7 @@ class KubernetesBackend(Backend):
 
     def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
         """Copy the results from the first pod that answers, of the others only the ranks' logs."""
-        listed = {pod["metadata"]["name"]: pod for pod in self._list(plan, client, all_attempts=False)}
+        listed = {pod["metadata"]["name"]: pod for pod in client.get("pods", _selector(plan, all_attempts=False))}
         ranks = {pods.pod_name(plan, rank): node for rank, node in enumerate(plan.nodes)}
         states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
@@ -456,21 +455,21 @@ class KubernetesBackend(Backend):
             failures.append(f"the results here are those of {ranks[readable[0]].name}")
         return failures
 
-    def _delete(self, plan: Plan, client: Kubectl, kinds: str, *, all_attempts: bool = False) -> None:
-        """Delete objects, and wait until the pods are gone; by force those whose machine does not end them."""
-        selector = f"--selector={_selector(plan, all_attempts=all_attempts)}"
-        client.delete(kinds, selector, grace_s=_DELETE_GRACE_S)
-        clock = monitor.AwakeClock()
-        until = clock() + _REMOVAL_S
-        while left := self._list(plan, client, all_attempts=all_attempts):
-            names = [pod["metadata"]["name"] for pod in left]
-            lost = [pod["metadata"]["name"] for pod in left if waiting.observed("", pod).host_is_silent]
-            if lost:
-                client.delete("pods", *lost, force=True)
-            elif clock() > until:
-                hint = f"kubectl delete pods {' '.join(names)} --grace-period=0 --force"
-                raise ClusterError(f"kubernetes: the pods {', '.join(names)} of {plan.job_id} do not end", hint)
-            time.sleep(_DELETE_POLL_S)
+
+def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_GRACE_S) -> None:
+    """Delete objects, and wait until the pods are gone; by force those whose machine does not end them."""
+    client.delete(kinds, selector, grace_s=grace_s)
+    clock = monitor.AwakeClock()
+    until = clock() + grace_s + _REMOVAL_S
+    while left := client.get("pods", selector):
+        names = [pod["metadata"]["name"] for pod in left]
+        lost = [pod["metadata"]["name"] for pod in left if waiting.observed("", pod).host_is_silent]
+        if lost:
+            client.delete("pods", *lost, force=True)
+        elif clock() > until:
+            hint = f"kubectl delete pods {' '.join(names)} --grace-period=0 --force"
+            raise ClusterError(f"kubernetes: these pods do not end: {', '.join(names)}", hint)
+        time.sleep(_DELETE_POLL_S)
 
 
 def _attempt(plan: Plan) -> _Attempt:
@@ -488,9 +487,22 @@ def _client_of(settings: Mapping[str, Any]) -> Kubectl:
 
 
 def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
-    """Return the label selector of the objects of a job, or only of those of the plan's attempt."""
-    job = f"{OURS},{JOB_LABEL}={plan.job_id}"
+    """Return the option that selects the objects of a job, or only those of the plan's attempt."""
+    job = _job_selector(plan.job_id)
     return job if all_attempts else f"{job},{ATTEMPT_LABEL}={plan.attempt}"
+
+
+def _jobs_with(client: Kubectl, kind: str) -> list[str]:
+    """Return the job of each object of a kind; none of a kind that the user may not list, such as Secrets."""
+    columns = f'--output=jsonpath={{range .items[*]}}{{.metadata.labels.{JOB_LABEL}}}{{"\\n"}}{{end}}'
+    try:
+        return client.text("get", kind, f"--selector={OURS}", columns).splitlines()
+    except ForbiddenError:
+        return []
+
+
+def _job_selector(job: str) -> str:
+    return f"--selector={OURS},{JOB_LABEL}={job}"
 
 
 def _kinds(plan: Plan) -> str:

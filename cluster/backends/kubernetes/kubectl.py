@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from cluster.transport.process import started
 
 #: Timeout of one request to the API server, and of a call, which may make several.
 REQUEST_S, CALL_S = 10, 25.0
+#: Time for objects to disappear that were created a moment ago.
+_GONE_S = 60.0
 #: What to do about a missing right.
 RIGHTS_HINT = "ask for that right; the page Kubernetes of the documentation has the Role that a job needs"
 #: How `kubectl get` prints an object of the API.
@@ -182,10 +185,24 @@ class Kubectl:
     def create(self, text: str, *, dry_run: bool = False) -> list[str]:
         """Create the objects of a manifest and return their names, `pod/x`; with `dry_run` the server only checks it.
 
-        Raises the error of the first that was refused; others may exist then.
+        If one is refused, deletes the others and raises the error. After an UnreachableError some may exist.
         """
         words = ["--dry-run=server"] if dry_run else []
-        return self.text("create", *words, "--filename=-", "--output=name", stdin=text, timeout_s=60).split()
+        done = self.run("create", *words, "--filename=-", "--output=name", stdin=text, timeout_s=60)
+        if done.code and not dry_run:
+            self._delete_again(done.out.split())
+        if done.code:
+            raise error_of(done.err, done.code)
+        return done.out.split()
+
+    def _delete_again(self, created: Sequence[str]) -> None:
+        """Delete what has just been created, and wait until it is gone."""
+        until = time.monotonic() + _GONE_S
+        if created:
+            self.delete(*created, grace_s=1)
+        while created and time.monotonic() < until:
+            created = self.text("get", *created, "--ignore-not-found", "--output=name").split()
+            time.sleep(0.3)
 
     def delete(self, *words: str, grace_s: int | None = None, force: bool = False) -> None:
         """Delete objects, and do not wait for their end. Those that do not exist are no error."""

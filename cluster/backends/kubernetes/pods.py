@@ -34,7 +34,8 @@ _LOG_TRIES = 3
 class PodWatch:
     """What is known of one node's pod: its agent's answers, and how long it has been silent."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
+        """`is_again`: an earlier pod of this name was given up. Without a volume its log is not continued."""
         self.name, self.pod = plan.nodes[rank].name, pod_name(plan, rank)
         #: The last answer of its agent, None before the first.
         self.answer: NodeStatus | None = None
@@ -43,6 +44,8 @@ class PodWatch:
         self.uid, self.host = "", ""
         self.is_complete = False
         self._plan = plan
+        #: Where the log of this pod begins in the copy.
+        self._begin = self._copied if is_again and not _has_volume(plan) else 0
         self._clock = monitor.AwakeClock()
         self._answered_at = self._polled_at = self._clock()
         self._heartbeat = (0.0, self._clock())
@@ -58,6 +61,11 @@ class PodWatch:
     def is_silent(self) -> bool:
         """Whether the machine of the pod has not answered for so long that it counts as lost."""
         return self.silent_s > monitor.LOST_AFTER_S
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its ranks have ended, or its container can no longer be asked."""
+        return self.error is not None or (self.answer is not None and self.answer.phase == "exited")
 
     def start(self, kubectl: Kubectl) -> None:
         """Start a poll of the agent, unless one is running."""
@@ -102,12 +110,12 @@ class PodWatch:
         except ClusterError:
             return
         copy = self._copy
-        lines = copy.read_bytes().splitlines(keepends=True) if copy.exists() else []
+        lines = copy.read_bytes()[self._begin :].splitlines(keepends=True) if copy.exists() else []
         # The container's output is the log without events.
         shown = b"".join(line for line in lines if contract.EVENT_MARK.encode() not in line)[-4096:]
         whole = text.encode()
         rest = whole[whole.find(shown) + len(shown) :] if shown in whole else whole
-        logs.append(copy, copy.stat().st_size if copy.exists() else 0, rest)
+        logs.append(copy, self._copied, rest)
         self.is_complete = True
 
     def explained(self, status: NodeStatus) -> NodeStatus:
@@ -121,6 +129,11 @@ class PodWatch:
     def _copy(self) -> Path:
         return Path(self._plan.attempt_dir, f"{self.name}.log")
 
+    @property
+    def _copied(self) -> int:
+        """The size of the copy of its log."""
+        return self._copy.stat().st_size if self._copy.exists() else 0
+
     def _run(self, kubectl: Kubectl) -> None:
         try:
             answer = self._ask(kubectl)
@@ -133,10 +146,10 @@ class PodWatch:
         self.answer, self.error = answer, None
 
     def _ask(self, kubectl: Kubectl) -> NodeStatus:
-        at = self._copy.stat().st_size if self._copy.exists() else 0
+        at = self._copied
         name = f"{self._plan.dir_on(self._plan.nodes[0])}/attempt-{self._plan.attempt}/{self.name}"
         script = scripts.text("backends/kubernetes/in_pod/poll.py")
-        words = [self._plan.job.python, "-c", script, name, str(at), str(monitor.LOG_CHUNK)]
+        words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(monitor.LOG_CHUNK)]
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
             found: Mapping[str, Any] = json.loads(done.out)
@@ -152,6 +165,15 @@ class PodWatch:
         return status
 
 
+def _has_volume(plan: Plan) -> bool:
+    """Return whether the run directories of the pods are in a volume that outlives them."""
+    import yaml
+
+    documents = [each for each in yaml.safe_load_all(next(iter(plan.steps[0].files.values()))) if each]
+    volumes = next(each["spec"]["volumes"] for each in documents if each["kind"] == "Pod")
+    return not any(volume["name"] == "runs" and "emptyDir" in volume for volume in volumes)
+
+
 def pod_name(plan: Plan, rank: int) -> str:
     """Return the name of a rank's pod."""
     return f"{plan.job_id}-a{plan.attempt}-{rank}"
@@ -161,7 +183,7 @@ def poll(
     kubectl: Kubectl, watches: Sequence[PodWatch], selector: str
 ) -> tuple[list[NodeStatus], list[waiting.PodState]]:
     """Return the status of each node, and the state of its pod. Raises ClusterError if there is no list of pods."""
-    listed = {pod["metadata"]["name"]: pod for pod in kubectl.get("pods", f"--selector={selector}")}
+    listed = {pod["metadata"]["name"]: pod for pod in kubectl.get("pods", selector)}
     found: list[Mapping[str, Any] | None] = [listed.get(watch.pod) for watch in watches]
     events: list[Mapping[str, Any]] = []
     missing = [watch for watch, pod in zip(watches, found, strict=True) if pod is None and watch.uid]

@@ -133,7 +133,7 @@ def _refuse_absent(kubectl: Kubectl) -> None:
         try:
             kubectl.get("namespace", kubectl.namespace)
         except ForbiddenError:
-            return  # Forbidden: whether the namespace exists is not known
+            return  # a namespace that does not exist cannot be distinguished from one that may not be read
         except NotFoundError as error:
             hint = f"namespace: {_IN_CLUSTER_YAML}, or: kubectl create namespace {kubectl.namespace}"
             raise UsageError(f"the cluster has no namespace {kubectl.namespace}", hint) from error

@@ -27,6 +27,8 @@ class Retries:
     tries: int = 0
     due_at: float | None = None
     why: str = ""
+    #: The kinds of objects to create then.
+    kinds: tuple[str, ...] = ("Pod",)
     clock: AwakeClock = field(default_factory=AwakeClock)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -38,11 +40,11 @@ class Retries:
         self.half_since = self.half_since if self.half_since is not None else self.clock()
         return self.clock() - self.half_since
 
-    def give_up(self, why: str) -> float:
+    def give_up(self, why: str, kinds: tuple[str, ...] = ("Pod",)) -> float:
         """Plan the next try at a random time, so that two jobs do not meet again; return the seconds until then."""
         self.tries += 1
         wait_s = random.uniform(_SHORTEST_S, min(_LONGEST_S, _SHORTEST_S * 2**self.tries))
-        self.half_since, self.due_at, self.why = None, self.clock() + wait_s, why
+        self.half_since, self.due_at, self.why, self.kinds = None, self.clock() + wait_s, why, kinds
         return wait_s
 
     @property

@@ -35,7 +35,7 @@ class PodState:
     `runs`: the agent in its container can be asked, and knows better. `is_final`: waiting does not help. `host` is the
     machine ("": none yet). `host_is_silent`: Kubernetes has not heard from that machine. `wants_room`: the scheduler
     finds no machine with enough free resources. `receives`: its init container waits for files. `started_at` is a Unix
-    time by the machine's clock. `deleted`: why the pod is being deleted ("": it does not).
+    time by the machine's clock. `deleted`: why Kubernetes or a user ends the pod ("": it does not).
     """
 
     status: NodeStatus
