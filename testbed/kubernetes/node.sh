@@ -101,7 +101,8 @@ down() {
     sysctl -q net.ipv4.conf.all.route_localnet=0
     if [ -L /dev/kmsg ]; then rm /dev/kmsg; fi
     docker image rm --force $PAUSE >/dev/null 2>&1 || true
-    rm -rf --one-file-system $RUN /var/lib/{kubelet,dockershim,cni} /etc/cni /var/log/{pods,containers} "$(log_of kubelet)" "$(log_of kube-proxy)"
+    rm -rf --one-file-system $RUN /run/{kubelet,kube-proxy}.pid /run/dockershim.sock /var/lib/{kubelet,dockershim,cni} /etc/cni \
+        /var/log/{pods,containers} "$(log_of kubelet)" "$(log_of kube-proxy)"
 }
 
 answers() {
