@@ -1,20 +1,25 @@
 """Detector families: networks that find boxes, with their losses. A family is a file here and a line in FAMILIES."""
 
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.config import Hyp
+from trainer.config import Hyp, Settings, family_of
+from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.models.yolo import load_cfg
 
-# Prefix of --cfg (PREFIX:MODEL), and the module with the function `build`, which is imported when needed. The family
-# without a prefix has model files.
-FAMILIES = {"": "trainer.detectors.yolo", "torchvision": "trainer.detectors.torchvision_nets"}
+# A family's name, with which --cfg begins (torchvision:MODEL), and the module with its function `build`,
+# which is imported when needed. The family without a name has model files. The defaults of a family's options are in
+# config/presets.py.
+FAMILIES = {
+    "": "trainer.detectors.yolo",
+    "torchvision": "trainer.detectors.torchvision_nets",
+}
 
 
 @dataclass(frozen=True)
@@ -59,16 +64,30 @@ class Parts:
     least_side: int = 64  # pixels of the smallest image that the model takes
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
+    on_meta: bool = True  # whether the meta device can run the model, which reads no values
+    backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
+    # Values of settings that the model cannot be trained with.
+    unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
+    decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
     # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
     fit: Callable[..., tuple[dict[str, Any], str]] | None = None
 
+    def check(self, settings: Settings, where: str) -> None:
+        """Raise TrainerError for settings that the family does not support; `where` names the model."""
+        for name, values in self.unsupported.items():
+            if (value := getattr(settings, name)) in values:
+                raise TrainerError(
+                    f"{option_of(name)} {value}: {where} cannot be trained with it", f"leave {option_of(name)} out"
+                )
+        if settings.hyp.backbone_lr != 1 and not self.backbone:
+            raise TrainerError(f"--hyp: backbone_lr has no effect on {where}", "leave it out")
+
 
 def read_cfg(cfg: str) -> dict[str, Any]:
-    """Return the description of --cfg: PREFIX:MODEL of a family, else a model file or the import path of a function."""
-    prefix, _, model = cfg.partition(":")
-    if prefix and prefix in FAMILIES:
-        return {prefix: model}
-    return load_cfg(cfg)
+    """Return the description of --cfg: a family's model, else a model file or the import path of a function."""
+    family, model = family_of(cfg)
+    return {family: model} if family else load_cfg(cfg)
 
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:

@@ -22,7 +22,7 @@ from trainer.data.detection_loader import check_imgsz
 from trainer.data.paint import letterbox
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
-from trainer.models.yolo import Yolo, fuse
+from trainer.models.yolo import fuse
 from trainer.tasks.detector import load_trained
 from trainer.weights import checkpoint_file, download
 
@@ -48,15 +48,13 @@ class Exported:
 class Decoded(nn.Module):
     """A detector with decoded outputs: images (b, 3, h, w) in 0..1 -> boxes (b, n, 4) xyxy px, scores (b, n, nc)."""
 
-    def __init__(self, model: Yolo) -> None:
+    def __init__(self, model: nn.Module, decode: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._decode = model, decode
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all candidates before thresholds and NMS; score = objectness * class probability."""
-        decoded = self.model.detect.decode(self.model(images))
-        centre, half = decoded[..., :2], decoded[..., 2:4] / 2
-        return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
+        """Return all candidates before thresholds and NMS."""
+        return self._decode(self.model, self.model(images))
 
 
 def export(
@@ -77,8 +75,8 @@ def export(
     if batch < 1:
         raise TrainerError(f"--batch is {batch}, it must be 1 or more")
     trained = load_trained(weights, cfg)
-    if not isinstance(trained.model, Yolo):
-        raise TrainerError(f"{weights}: only models of model files are exported", "use trainer predict or val")
+    if not trained.parts.decode:
+        raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")
     side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
@@ -86,7 +84,7 @@ def export(
         file = Path(file.name)  # of a downloaded checkpoint: in the current folder
     path = Path(out) if out else file.with_suffix(f".{kind}")
     _check_replaceable(path, image)
-    decoded = Decoded(fuse(trained.model.eval())).eval().requires_grad_(False)
+    decoded = Decoded(fuse(trained.model.eval()), trained.parts.decode).eval().requires_grad_(False)
     images = torch.from_numpy(_images(image, side)).repeat(batch, 1, 1, 1)
     metadata = {"names": json.dumps(trained.names), "imgsz": str(side), "stride": str(stride)}
     try:
