@@ -14,7 +14,7 @@ def info(
     cfg: Annotated[
         str,
         typer.Option(
-            help="Detector: a model file (yolov5n.yaml, s, m, l, x, or a path to your own), or torchvision:MODEL."
+            help="Detector: a model file (yolov5n.yaml, s, m, l, x, or a path to your own), dfine-n, torchvision:MODEL."
         ),
     ] = "yolov5n.yaml",
     imgsz: Annotated[int, typer.Option("--imgsz", "--img", help="Side of the image in pixels, for the GFLOPs.")] = 640,
@@ -44,8 +44,7 @@ def info(
     nc = int(content.get("nc", COCO))
     parts = build(content, nc=nc, where=cfg, hyp=Hyp(), imgsz=imgsz)
     check_imgsz(imgsz, parts.stride)
-    device = "meta" if parts.on_meta else "cpu"  # only shapes are needed
-    model: Any = parts.model.to(device)
+    model: Any = parts.model.to("meta")  # only shapes are needed
     named = getattr(model, "parts", None) or list(model.named_children())
     strides = model.detect.strides if hasattr(model, "detect") else [parts.stride]
     sources = [{"from": list(row.sources)} for row in getattr(model, "rows", ())] or [{}] * len(named)
@@ -54,7 +53,7 @@ def info(
         for n, ((name, layer), source) in enumerate(zip(named, sources, strict=True))
     ]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(torch.empty(1, 3, imgsz, imgsz, device=device))
+        model.eval()(torch.empty(1, 3, imgsz, imgsz, device="meta"))
     flops, whole = counter.get_total_flops(), parameters(model)
     cost = {"parameters": whole, "fused_parameters": parameters(fuse(model)), "flops": flops}
     cost["gradient_bytes"] = 4 * whole  # fp32

@@ -134,11 +134,33 @@ PRESETS: dict[str, dict[str, Preset]] = {
 }
 TASKS = tuple(PRESETS)
 
+# As D-FINE and RT-DETRv2 train (Peng et al. 2024, Lv et al. 2024), at a constant rate. Their backbones are pretrained.
+_QUERIES = Hyp(
+    lr0=2e-4,
+    lrf=1.0,
+    momentum=0.9,
+    weight_decay=1e-4,
+    backbone_lr=0.1,
+    clip_norm=0.1,
+    nbs=0.0,
+    ema_tau=1000.0,
+    warmup_epochs=1.0,
+    warmup_bias_lr=0.0,
+    mosaic=0.0,
+)
+# From random weights: all layers learn at one rate.
+_DIGIT_QUERIES = replace(
+    _QUERIES, lr0=1e-3, backbone_lr=1.0, ema_tau=150.0, hsv_h=0.0, hsv_s=0.2, hsv_v=0.2, scale=0.2, fliplr=0.0
+)
 _TORCHVISION = Hyp(
     lr0=1e-4, momentum=0.9, weight_decay=0.05, nbs=0.0, warmup_epochs=1.0, warmup_bias_lr=0.0, mosaic=0.0
 )
 # Of families of detectors that do not train as YOLOv5 does, by data set.
 FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
+    "dfine": {
+        "": Preset(imgsz=640, batch=32, epochs=72, optimizer="AdamW", hyp=_QUERIES),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
+    },
     "torchvision": {
         "": Preset(imgsz=640, batch=16, epochs=50, optimizer="AdamW", hyp=_TORCHVISION, schedule="cosine"),
         DIGITS: Preset(
@@ -153,7 +175,7 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
 
 
 def family_of(cfg: str) -> tuple[str, str]:
-    """Return the family and the model that --cfg names, such as ("torchvision", MODEL); ("", cfg) for a model file."""
+    """Return the family and the model that --cfg names, such as ("dfine", "n"); ("", cfg) for a model file."""
     family, _, model = re.sub("[:-]", " ", cfg, count=1).partition(" ")
     return (family, model) if family in FAMILY_PRESETS else ("", cfg)
 

@@ -3,6 +3,7 @@
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,14 +13,19 @@ from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.models.yolo import load_cfg
+from trainer.weights import checkpoint_file
 
-# A family's name, with which --cfg begins (torchvision:MODEL), and the module with its function `build`,
+# A family's name, with which --cfg begins (torchvision:MODEL, dfine-SIZE), and the module with its function `build`,
 # which is imported when needed. The family without a name has model files. The defaults of a family's options are in
 # config/presets.py.
 FAMILIES = {
     "": "trainer.detectors.yolo",
     "torchvision": "trainer.detectors.torchvision_nets",
+    "dfine": "trainer.detectors.dfine",
 }
+
+
+EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "clusterctl[transformers]")  # by package
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,12 @@ class Parts:
     least_side: int = 64  # pixels of the smallest image that the model takes
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
-    on_meta: bool = True  # whether the meta device can run the model, which reads no values
     backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
     # Values of settings that the model cannot be trained with.
     unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
     decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    exports_any_size: bool = True  # whether an exported file can take images of any number and size
     # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
     fit: Callable[..., tuple[dict[str, Any], str]] | None = None
 
@@ -93,5 +99,31 @@ def read_cfg(cfg: str) -> dict[str, Any]:
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build the detector of a description for `nc` classes; errors name its origin `where`."""
     family = next((name for name in FAMILIES if name and name in cfg), "")
-    made: Parts = pkgutil.resolve_name(f"{FAMILIES[family]}:build")(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
+    made: Parts = _import(f"{FAMILIES[family]}:build", where)(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
     return made
+
+
+def load_weights(weights: str) -> dict[str, Any]:
+    """Load a checkpoint, or a snapshot of the Hugging Face hub: its folder, or hf://OWNER/NAME@COMMIT."""
+    folder = Path(weights)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise TrainerError(
+            f"--weights {weights}: a folder without config.json",
+            "give the folder of a snapshot of the Hugging Face hub, or the file of a checkpoint, such as best.pt in it",
+        )
+    if folder.is_dir() or weights.startswith("hf://"):
+        loaded: dict[str, Any] = _import("trainer.detectors.transformers_nets:load_snapshot", weights)(weights)
+        return loaded
+    return checkpoint_file.load(weights)
+
+
+def _import(path: str, where: str) -> Any:
+    """Import an object of a family; TrainerError if its package is not installed."""
+    try:
+        return pkgutil.resolve_name(path)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise TrainerError(
+            f"{where}: requires the package {error.name}", f"pip install '{EXTRAS[error.name]}'"
+        ) from None

@@ -77,6 +77,8 @@ def export(
     trained = load_trained(weights, cfg)
     if not trained.parts.decode:
         raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")
+    if dynamic and not trained.parts.exports_any_size:
+        raise TrainerError(f"--dynamic: {weights}: this family's files take images of one size", "leave --dynamic out")
     side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)

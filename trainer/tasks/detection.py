@@ -15,7 +15,7 @@ from trainer.data.dataset import Dataset, NoImages
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
 from trainer.data.registry import Split, open_datasets
-from trainer.detectors import Detections, Limits, build, read_cfg
+from trainer.detectors import Detections, Limits, build, load_weights, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.metrics import BoxMAP, BoxScores
@@ -45,7 +45,7 @@ class Detection(Task):
             if getattr(s.hyp, key) != getattr(Hyp(), key):
                 raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
         self._resumed = checkpoint_file.resumed(s.resume) if s.weights or s.cfg else None
-        self._weights = checkpoint_file.load(s.weights) if s.weights and not self._resumed else None
+        self._weights = load_weights(s.weights) if s.weights and not self._resumed else None
         if self._weights:
             checkpoint_file.check_task(self._weights, "detect", s.weights)
             self._check_family(self._weights["cfg"])
