@@ -138,13 +138,13 @@ def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(cfg: str) -> None
 @each_family
 def test_queries_are_ranked_without_suppression(cfg: str) -> None:
     parts = family(cfg)
-    box = torch.tensor([10.0, 20.0, 30.0, 50.0])
+    boxes = torch.tensor([[10.0, 20.0, 30.0, 50.0], [11.0, 20.0, 30.0, 50.0], [12.0, 20.0, 30.0, 50.0]])
     logits = torch.tensor([[[-9.0, 2.0, -9.0], [1.0, 3.0, -9.0], [-9.0, -9.0, -9.0]]])
-    outputs = {"logits": logits, "boxes": box.repeat(1, 3, 1)}
+    outputs = {"logits": logits, "boxes": boxes[None]}
     (found,) = parts.postprocess(parts.model, outputs, Limits(confidence=0.1))
     assert found.classes.tolist() == [1, 1, 0]
     assert found.scores.tolist() == pytest.approx(torch.tensor([3.0, 2.0, 1.0]).sigmoid().tolist())
-    assert found.boxes.tolist() == [box.tolist()] * 3
+    assert found.boxes.tolist() == boxes[[1, 0, 1]].tolist()
     (found,) = parts.postprocess(parts.model, outputs, Limits(confidence=0.1, classes=(0,), most=1))
     assert found.classes.tolist() == [0]
 

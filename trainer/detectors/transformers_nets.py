@@ -75,21 +75,6 @@ class Network(nn.Module):
         return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes * sides}
 
 
-class Matcher(nn.Module):
-    """The library's matching of queries and boxes, also for a batch without boxes."""
-
-    def __init__(self, own: nn.Module) -> None:
-        super().__init__()
-        self._own = own
-
-    def forward(self, outputs: dict[str, Any], labels: Labels) -> list[tuple[Tensor, Tensor]]:
-        """Return the numbers of the matched queries, and of their boxes, for each image."""
-        if any(len(each["boxes"]) for each in labels):
-            return self._own(outputs, labels)  # type: ignore[no-any-return]
-        none = torch.zeros(0, dtype=torch.int64)
-        return [(none, none)] * len(labels)
-
-
 class QueryLoss(Criterion):
     """A loss of transformers, RTDetrLoss or a subclass of it, with the boxes of all ranks as its divisor.
 
@@ -100,7 +85,6 @@ class QueryLoss(Criterion):
 
     def __init__(self, loss: Any, config: Any) -> None:
         super().__init__([1.0] * len(self.terms))  # the library applies its own weights
-        loss.matcher = Matcher(loss.matcher)
         self.loss, self._config = loss, config
 
     def assigner(self, model: Any, /) -> Any:
