@@ -75,6 +75,7 @@ class Parts:
     unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
     decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    has_ranked_rows: bool = False  # whether rounding can swap rows of `decode`, which are in the order of scores
     exports_any_size: bool = True  # whether an exported file can take images of any number and size
     # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
     fit: Callable[..., tuple[dict[str, Any], str]] | None = None

@@ -200,6 +200,7 @@ def parts_of(net: Any, loss: QueryLoss) -> Parts:
         can_compile=False,  # the matching runs on the CPU
         backbone="net.backbone.",
         decode=decode,
+        has_ranked_rows=True,
         exports_any_size=False,  # the number of queries depends on it
         unsupported={"parallel": ("dp", "pipeline")},  # the network needs the targets, and its layers cannot be cut
     )

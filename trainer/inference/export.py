@@ -94,10 +94,12 @@ def export(
             temporary = Path(folder, path.name)
             write = _onnx if kind == "onnx" else _torchscript
             run = write(decoded, images, temporary, dynamic, stride, metadata)
-            found = [_compare(decoded, run, images)]
+            swaps = trained.parts.has_ranked_rows
+            found = [_compare(decoded, run, images, swaps)]
             if dynamic:  # a shape other than that of the export
                 more = images.repeat(2, 1, 1, 1)[: batch + 1]
-                found.append(_compare(decoded, run, nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)))
+                other = nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)
+                found.append(_compare(decoded, run, other, swaps))
             box, score = (max(each) for each in zip(*found, strict=True))
             # `not <=` also rejects NaN.
             if not (box <= BOX_TOLERANCE * side and score <= SCORE_TOLERANCE):
@@ -139,12 +141,29 @@ def _images(image: str, side: int) -> Any:
     return np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]).astype(np.float32) / 255
 
 
-def _compare(model: Decoded, run: Run, images: Tensor) -> tuple[float, float]:
-    """Return the largest differences of boxes (pixels) and scores between the model and its file."""
+def _compare(model: Decoded, run: Run, images: Tensor, swaps: bool) -> tuple[float, float]:
+    """Return the largest differences of boxes (pixels) and scores between the model and its file.
+
+    With `swaps` the rows of an image may be in another order; each is then compared with the one most like it.
+    """
     with torch.inference_mode():
-        expected = model(images)
-    box, score = (float(np.abs(a.numpy() - b).max()) for a, b in zip(expected, run(images), strict=True))
+        expected = [values.numpy() for values in model(images)]
+    found = list(run(images))
+    if swaps:
+        order = [_most_alike(*rows) for rows in zip(*expected, *found, strict=True)]
+        found = [np.stack([rows[k] for rows, k in zip(values, order, strict=True)]) for values in found]
+    box, score = (float(np.abs(a - b).max()) for a, b in zip(expected, found, strict=True))
     return box, score
+
+
+def _most_alike(boxes: Any, scores: Any, other_boxes: Any, other_scores: Any) -> Any:
+    """Return the numbers of the other rows, (n,), in the order of the rows that they are most like, one to one."""
+    from scipy.optimize import linear_sum_assignment
+    from scipy.spatial.distance import cdist
+
+    # A pixel counts as much as a thousandth of a score.
+    rows, others = (np.column_stack((b / 1000, s)) for b, s in ((boxes, scores), (other_boxes, other_scores)))
+    return linear_sum_assignment(cdist(rows, others))[1]
 
 
 def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]) -> Run:
