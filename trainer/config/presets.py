@@ -161,6 +161,10 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
         "": Preset(imgsz=640, batch=32, epochs=72, optimizer="AdamW", hyp=_QUERIES),
         DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
     },
+    "rtdetrv2": {
+        "": Preset(imgsz=640, batch=16, epochs=72, optimizer="AdamW", hyp=replace(_QUERIES, lr0=1e-4, ema_tau=2000.0)),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
+    },
     "torchvision": {
         "": Preset(imgsz=640, batch=16, epochs=50, optimizer="AdamW", hyp=_TORCHVISION, schedule="cosine"),
         DIGITS: Preset(

@@ -22,6 +22,7 @@ FAMILIES = {
     "": "trainer.detectors.yolo",
     "torchvision": "trainer.detectors.torchvision_nets",
     "dfine": "trainer.detectors.dfine",
+    "rtdetrv2": "trainer.detectors.rtdetrv2",
 }
 
 
