@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -115,3 +116,11 @@ def test_bad_hyp_files(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_one_number_freezes_the_first_layers_and_several_freeze_these(text: str, expected: tuple[int, ...]) -> None:
     assert layers(text) == expected
+
+
+def test_a_family_has_its_own_preset_also_for_the_digits() -> None:
+    own = Settings(cfg="torchvision:retinanet_resnet18_fpn")
+    assert (own.hyp.lr0, own.hyp.warmup_epochs, own.batch, own.epochs) == (0.0005, 0.5, 16, 8)
+    assert Settings(cfg="torchvision:retinanet_resnet18_fpn", data="x.yaml").optimizer == "AdamW"
+    assert Settings(cfg="yolov5n.yaml") == dataclasses.replace(Settings(), cfg="yolov5n.yaml")
+    assert Settings(cfg="torchvision:x", task="classify").hyp == Settings(task="classify").hyp

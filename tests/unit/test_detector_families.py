@@ -1,10 +1,13 @@
 """Detector families other than the YOLO networks."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from trainer.config import Hyp
-from trainer.detectors import Limits, Parts, build, read_cfg
+from trainer.detectors import FAMILIES, Limits, Parts, build, load_weights, read_cfg
 from trainer.errors import TrainerError
 
 LABELS = torch.tensor([[0, 1, 0.4, 0.4, 0.5, 0.4], [0, 2, 0.7, 0.3, 0.5, 0.5], [1, 0, 0.5, 0.6, 0.9, 0.8]])
@@ -39,3 +42,24 @@ def test_an_unknown_model_is_named_with_those_that_exist() -> None:
     with pytest.raises(TrainerError, match="no detector 'fcos'") as error:
         build(read_cfg("torchvision:fcos"), nc=3, where="--cfg torchvision:fcos", hyp=Hyp(), imgsz=64)
     assert "torchvision:retinanet_resnet50_fpn" in error.value.hint
+
+
+def test_a_family_without_its_package_is_one_error_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in (*FAMILIES.values(), "trainer.detectors.transformers_nets"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for package in ("transformers", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(TrainerError, match="dfine-n: requires the package") as error:
+        build(read_cfg("dfine-n"), nc=3, where="dfine-n", hyp=Hyp(), imgsz=64)
+    assert error.value.hint == "pip install 'clusterctl[transformers]'"
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrainerError, match="requires the package"):
+        load_weights(str(tmp_path))
+
+
+def test_a_folder_that_is_no_snapshot_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match=r"a folder without config\.json") as error:
+        load_weights(str(tmp_path))
+    assert "best.pt" in error.value.hint

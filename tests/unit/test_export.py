@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.trainer_process import TINY
+from trainer.detectors.yolo import decode
 from trainer.errors import TrainerError
 from trainer.inference.export import Decoded, export
 from trainer.models.yolo import build_yolo, load_cfg
@@ -42,7 +43,7 @@ def expected(best: Path, images: torch.Tensor) -> tuple[Any, Any]:
     model = build_yolo(content["cfg"], nc=len(NAMES))
     checkpoint_file.transfer(model, content["ema"], "")
     with torch.no_grad():
-        boxes, scores = Decoded(model).eval()(images)
+        boxes, scores = Decoded(model, decode).eval()(images)
     return boxes.numpy(), scores.numpy()
 
 

@@ -1,7 +1,9 @@
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
+from torch import nn
 
 from trainer.config import Hyp
 from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, float_state, parameter_groups, set_rates
@@ -70,6 +72,21 @@ def test_only_weights_decay_and_biases_come_first(name: str, kind: type[torch.op
         assert all(g["nesterov"] and g["momentum"] == 0.85 for g in groups)
     else:
         assert all(g["betas"] == (0.937, 0.999) for g in groups)
+
+
+def test_a_backbone_has_groups_with_a_share_of_the_rate() -> None:
+    model = nn.Sequential(
+        OrderedDict(backbone=nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), head=nn.Linear(4, 2))
+    )
+    groups = parameter_groups(model, "backbone.")
+    assert groups == [
+        *(["head.bias"], [], ["head.weight"]),
+        *(["backbone.0.bias", "backbone.1.bias"], ["backbone.1.weight"], ["backbone.0.weight"]),
+    ]
+    optimizer = build_optimizer(model, "AdamW", Hyp(backbone_lr=0.1, nbs=0.0), 20, groups)
+    set_rates(optimizer, Rates(1, 0.5, 0.02, 0.9))
+    assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([0.5, 0.02, 0.02, 0.05, 0.002, 0.002])
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0, 0, 5e-4] * 2
 
 
 def test_ema_decay_table() -> None:

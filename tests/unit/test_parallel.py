@@ -26,7 +26,7 @@ from tests.unit.test_resume import content
 from tests.unit.trainer_process import TINY, Ended, call, ranks, run, start, wait
 from tests.unit.yolo_folder import squares
 from trainer.bench.processes import request_of
-from trainer.config import Settings, preset_for
+from trainer.config import Hyp, Settings, preset_for
 from trainer.distributed import comm
 from trainer.distributed.comm import World
 from trainer.distributed.cut import part, split, trace
@@ -34,7 +34,6 @@ from trainer.distributed.data_parallel import Ddp, Dp, Outputs
 from trainer.distributed.fsdp import blocks, full_tensor
 from trainer.distributed.strategy import Conditions
 from trainer.distributed.sync_batch_norm import synchronise
-from trainer.engine.optim import CLIP_NORM
 from trainer.engine.step import NetworkWithLoss
 from trainer.engine.timing import StepTimer
 from trainer.errors import TrainerError
@@ -107,7 +106,7 @@ def test_gradients_are_clipped_to_a_joint_norm_of_ten() -> None:
     a.grad, b.grad = torch.tensor([30.0, 0.0]), torch.tensor([40.0])
     strategy = Ddp(settings(), World(), CPU)
     scaler, optimizer = torch.amp.GradScaler("cpu", enabled=False), torch.optim.SGD([a, b])
-    assert strategy.clip(scaler, optimizer, [a, b], CLIP_NORM) == 50
+    assert strategy.clip(scaler, optimizer, [a, b], Hyp().clip_norm) == 50
     assert a.grad.tolist() == pytest.approx([6, 0], rel=1e-5)
     assert b.grad.tolist() == pytest.approx([8], rel=1e-5)
 

@@ -14,7 +14,6 @@ from trainer.bench.processes import request_of, run_here
 from trainer.config import Settings
 from trainer.distributed import comm
 from trainer.engine.events import Events
-from trainer.engine.optim import CLIP_NORM
 from trainer.engine.trainer import Trainer
 from trainer.errors import TrainerError
 
@@ -97,6 +96,7 @@ def record(settings: Settings, steps: int, wide: bool, threads: int) -> list[Ste
         training.model.double()
         training.model.register_forward_pre_hook(lambda _, images: (images[0].double(),))
     comm.join(world, device)
+    training.task.criterion().without_noise()
     training.start()
     gradients: list[Tensor] = []
 
@@ -105,7 +105,7 @@ def record(settings: Settings, steps: int, wide: bool, threads: int) -> list[Ste
         grads = {name: p.grad for name, p in training.local_model.named_parameters() if p.grad is not None}
         whole = training.strategy.gather(grads)
         flat = [whole[name].flatten() for group in training.update.groups for name in group if name in whole]
-        unclipped = (training.update.grad_norm.double().cpu() / CLIP_NORM).clamp(min=1)
+        unclipped = (training.update.grad_norm.double().cpu() / settings.hyp.clip_norm).clamp(min=1)
         gradients.append(torch.cat(flat).double().cpu() * unclipped)
 
     training.update.optimizer.register_step_pre_hook(record_gradient)

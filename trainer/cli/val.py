@@ -28,11 +28,11 @@ def val(context: typer.Context, *, json: bool, **options: Any) -> None:
             f"--task {options['split']}: expected train, val or test; --task is another name of --split, as in YOLOv5",
             "omit it: the weights contain the task",
         )
+    from trainer.detectors import load_weights
     from trainer.inference.score import Scored, score
     from trainer.inference.validate import Validation, validate
-    from trainer.weights import checkpoint_file
 
-    content = checkpoint_file.load(options["weights"])
+    content = load_weights(options["weights"])
     kind = content.get("task", "detect")
     result: Validation | Scored | None
     if kind == "detect":

@@ -1,6 +1,7 @@
 """Hyper-parameters, and the presets with the defaults of each task and dataset."""
 
 import math
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ class Hyp:
     warmup_epochs: float = 3.0
     warmup_momentum: float = 0.8
     warmup_bias_lr: float = 0.1
+    backbone_lr: float = 1.0  # the backbone's learning rate as a share of the others', in families that have one
+    clip_norm: float = 10.0  # largest norm of the gradients of a step
     box: float = 0.05  # gain of the box loss
     cls: float = 0.5  # gain of the class loss
     cls_pw: float = 1.0  # weight of positives in the class BCE
@@ -131,10 +134,60 @@ PRESETS: dict[str, dict[str, Preset]] = {
 }
 TASKS = tuple(PRESETS)
 
+# As D-FINE and RT-DETRv2 train (Peng et al. 2024, Lv et al. 2024), at a constant rate. Their backbones are pretrained.
+_QUERIES = Hyp(
+    lr0=2e-4,
+    lrf=1.0,
+    momentum=0.9,
+    weight_decay=1e-4,
+    backbone_lr=0.1,
+    clip_norm=0.1,
+    nbs=0.0,
+    ema_tau=1000.0,
+    warmup_epochs=1.0,
+    warmup_bias_lr=0.0,
+    mosaic=0.0,
+)
+# From random weights: all layers learn at one rate.
+_DIGIT_QUERIES = replace(
+    _QUERIES, lr0=1e-3, backbone_lr=1.0, ema_tau=150.0, hsv_h=0.0, hsv_s=0.2, hsv_v=0.2, scale=0.2, fliplr=0.0
+)
+_TORCHVISION = Hyp(
+    lr0=1e-4, momentum=0.9, weight_decay=0.05, nbs=0.0, warmup_epochs=1.0, warmup_bias_lr=0.0, mosaic=0.0
+)
+# Of families of detectors that do not train as YOLOv5 does, by data set.
+FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
+    "dfine": {
+        "": Preset(imgsz=640, batch=32, epochs=72, optimizer="AdamW", hyp=_QUERIES),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
+    },
+    "rtdetrv2": {
+        "": Preset(imgsz=640, batch=16, epochs=72, optimizer="AdamW", hyp=replace(_QUERIES, lr0=1e-4, ema_tau=2000.0)),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
+    },
+    "torchvision": {
+        "": Preset(imgsz=640, batch=16, epochs=50, optimizer="AdamW", hyp=_TORCHVISION, schedule="cosine"),
+        DIGITS: Preset(
+            imgsz=128,
+            batch=16,
+            epochs=8,
+            optimizer="AdamW",
+            hyp=replace(_DIGITS, lr0=5e-4, warmup_epochs=0.5, warmup_bias_lr=0.0, nbs=0.0),
+        ),
+    },
+}
 
-def preset_for(data: str, task: str = "detect") -> Preset:
-    """Return the preset for a task and a data set's name or path."""
-    return PRESETS[task].get(data, PRESETS[task][""])
+
+def family_of(cfg: str) -> tuple[str, str]:
+    """Return the family and the model that --cfg names, such as ("dfine", "n"); ("", cfg) for a model file."""
+    family, _, model = re.sub("[:-]", " ", cfg, count=1).partition(" ")
+    return (family, model) if family in FAMILY_PRESETS else ("", cfg)
+
+
+def preset_for(data: str, task: str = "detect", cfg: str = "") -> Preset:
+    """Return the preset for a task, a data set's name or path, and --cfg."""
+    presets = FAMILY_PRESETS.get(family_of(cfg)[0], PRESETS[task]) if task == "detect" else PRESETS[task]
+    return presets.get(data, presets[""])
 
 
 def load_hyp(path: str, base: Hyp) -> Hyp:

@@ -221,7 +221,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_declared(self)
-        preset = preset_for(self.data, self.task)
+        preset = preset_for(self.data, self.task, self.cfg)
         for name in PRESET_NAMES:
             if getattr(self, name) is PRESET:
                 object.__setattr__(self, name, getattr(preset, name))

@@ -1,20 +1,32 @@
 """Detector families: networks that find boxes, with their losses. A family is a file here and a line in FAMILIES."""
 
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.config import Hyp
+from trainer.config import Hyp, Settings, family_of
+from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.models.yolo import load_cfg
+from trainer.weights import checkpoint_file
 
-# Prefix of --cfg (PREFIX:MODEL), and the module with the function `build`, which is imported when needed. The family
-# without a prefix has model files.
-FAMILIES = {"": "trainer.detectors.yolo", "torchvision": "trainer.detectors.torchvision_nets"}
+# A family's name, with which --cfg begins (torchvision:MODEL, dfine-SIZE), and the module with its function `build`,
+# which is imported when needed. The family without a name has model files. The defaults of a family's options are in
+# config/presets.py.
+FAMILIES = {
+    "": "trainer.detectors.yolo",
+    "torchvision": "trainer.detectors.torchvision_nets",
+    "dfine": "trainer.detectors.dfine",
+    "rtdetrv2": "trainer.detectors.rtdetrv2",
+}
+
+
+EXTRAS = dict.fromkeys(("transformers", "huggingface_hub"), "clusterctl[transformers]")  # by package
 
 
 @dataclass(frozen=True)
@@ -59,20 +71,61 @@ class Parts:
     least_side: int = 64  # pixels of the smallest image that the model takes
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
+    backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
+    # Values of settings that the model cannot be trained with.
+    unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
+    decode: Callable[[Any, Any], tuple[Tensor, Tensor]] | None = None
+    has_ranked_rows: bool = False  # whether rounding can swap rows of `decode`, which are in the order of scores
+    exports_any_size: bool = True  # whether an exported file can take images of any number and size
     # Fits the untrained model to the data: (model, cfg, data set, and its keywords) -> the new cfg and a message.
     fit: Callable[..., tuple[dict[str, Any], str]] | None = None
 
+    def check(self, settings: Settings, where: str) -> None:
+        """Raise TrainerError for settings that the family does not support; `where` names the model."""
+        for name, values in self.unsupported.items():
+            if (value := getattr(settings, name)) in values:
+                raise TrainerError(
+                    f"{option_of(name)} {value}: {where} cannot be trained with it", f"leave {option_of(name)} out"
+                )
+        if settings.hyp.backbone_lr != 1 and not self.backbone:
+            raise TrainerError(f"--hyp: backbone_lr has no effect on {where}", "leave it out")
+
 
 def read_cfg(cfg: str) -> dict[str, Any]:
-    """Return the description of --cfg: PREFIX:MODEL of a family, else a model file or the import path of a function."""
-    prefix, _, model = cfg.partition(":")
-    if prefix and prefix in FAMILIES:
-        return {prefix: model}
-    return load_cfg(cfg)
+    """Return the description of --cfg: a family's model, else a model file or the import path of a function."""
+    family, model = family_of(cfg)
+    return {family: model} if family else load_cfg(cfg)
 
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build the detector of a description for `nc` classes; errors name its origin `where`."""
     family = next((name for name in FAMILIES if name and name in cfg), "")
-    made: Parts = pkgutil.resolve_name(f"{FAMILIES[family]}:build")(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
+    made: Parts = _import(f"{FAMILIES[family]}:build", where)(cfg, nc=nc, where=where, hyp=hyp, imgsz=imgsz)
     return made
+
+
+def load_weights(weights: str) -> dict[str, Any]:
+    """Load a checkpoint, or a snapshot of the Hugging Face hub: its folder, or hf://OWNER/NAME@COMMIT."""
+    folder = Path(weights)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise TrainerError(
+            f"--weights {weights}: a folder without config.json",
+            "give the folder of a snapshot of the Hugging Face hub, or the file of a checkpoint, such as best.pt in it",
+        )
+    if folder.is_dir() or weights.startswith("hf://"):
+        loaded: dict[str, Any] = _import("trainer.detectors.transformers_nets:load_snapshot", weights)(weights)
+        return loaded
+    return checkpoint_file.load(weights)
+
+
+def _import(path: str, where: str) -> Any:
+    """Import an object of a family; TrainerError if its package is not installed."""
+    try:
+        return pkgutil.resolve_name(path)
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise TrainerError(
+            f"{where}: requires the package {error.name}", f"pip install '{EXTRAS[error.name]}'"
+        ) from None

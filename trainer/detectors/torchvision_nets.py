@@ -34,7 +34,9 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
         )
     else:
         net = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=nc)
-    return Parts(Network(net), RetinaNetLoss(net), postprocess, can_compile=False)
+    return Parts(
+        Network(net), RetinaNetLoss(net), postprocess, can_compile=False, unsupported={"parallel": ("pipeline",)}
+    )
 
 
 class Network(Classifier):

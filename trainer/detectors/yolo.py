@@ -27,9 +27,16 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
     head, stride = model.detect, max(model.detect.strides)
     if isinstance(head, Detect):
         loss = DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz)
-        return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors)
+        return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors, decode=decode)
     aligned = AlignedLoss(head.strides, head.bins, hyp)
-    return Parts(model, aligned, postprocess, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS)
+    return Parts(model, aligned, postprocess, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS, decode=decode)
+
+
+def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return all boxes (b, n, 4) xyxy px, and their scores (b, n, nc): objectness * class probability."""
+    decoded = model.detect.decode(outputs)
+    centre, half = decoded[..., :2], decoded[..., 2:4] / 2
+    return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
 
 
 def postprocess(model: Any, outputs: list[Tensor], limits: Limits) -> list[Detections]:

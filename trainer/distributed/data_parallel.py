@@ -144,4 +144,4 @@ class Outputs(nn.Module):
 
     def forward(self, images: Tensor) -> Any:
         """Return the network's outputs; each GPU's thread needs the context of the precision."""
-        return self.whole.outputs(images)
+        return self.whole.outputs(images, {})

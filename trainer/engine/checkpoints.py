@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import contract
-from trainer.config import Settings
+from trainer.config import Hyp, Settings
 from trainer.config.settings import option_of
 from trainer.distributed import comm
 from trainer.errors import TrainerError
@@ -108,7 +108,9 @@ def check_same(content: Mapping[str, Any], settings: Settings, data: str, cfg: M
             f"--data {settings.data} has other images or labels than when the checkpoint was written",
             "restore them, or start a new run from its weights with --weights",
         )
-    saved, now = content["settings"], dataclasses.asdict(settings)
+    saved, now = dict(content["settings"]), dataclasses.asdict(settings)
+    if isinstance(saved.get("hyp"), dict):
+        saved["hyp"] = {**dataclasses.asdict(Hyp()), **saved["hyp"]}  # of a version with fewer hyper-parameters
     for name in sorted(saved.keys() & now.keys() - FREE - _PER_MACHINE):
         _compare(name, now[name], saved[name])
     fitted = {"anchors": None}  # the checkpoint's may be fitted to the data set

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch.optim import Optimizer
 
 from trainer.config.presets import Hyp, gathered, nominal_batch
 
-CLIP_NORM = 10.0
 EMA_DECAY = 0.9999
+KINDS = ("biases", "scales", "weights")  # of parameters; scales are the weights of norms
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,18 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
-    """Create SGD (nesterov), Adam or AdamW over three groups of parameter names: biases, norm weights, other weights.
+    """Create SGD (nesterov), Adam or AdamW over the groups of parameter names that `parameter_groups` returns.
 
-    Only the third has weight decay, scaled by the images per optimizer step over the nominal batch.
+    Only weights other than those of norms decay, by `weight_decay` times the images per optimizer step over the
+    nominal batch. A backbone's groups carry the factor of their learning rate.
     """
     named = dict(model.named_parameters())
-    biases, scales, weights = ([named[name] for name in group] for group in groups)
     decay = hyp.weight_decay * batch * gathered(hyp, batch) / nominal_batch(hyp, batch)
-    decays = zip((biases, scales, weights), (0.0, 0.0, decay), strict=True)
-    options = [{"params": parameters, "weight_decay": rate} for parameters, rate in decays]
+    options: list[dict[str, Any]] = []
+    for k, group in enumerate(groups):
+        factor = {"lr_factor": hyp.backbone_lr} if k >= len(KINDS) else {}
+        decays = decay if KINDS[k % len(KINDS)] == "weights" else 0.0
+        options.append({"params": [named[name] for name in group], "weight_decay": decays, **factor})
     # Fused: one kernel for all tensors instead of a Python loop. Fused SGD does not support shards.
     is_sharded = any(isinstance(p, DTensor) for p in named.values())
     if name == "SGD":
@@ -106,30 +110,34 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: S
             options, lr=hyp.lr0, momentum=hyp.momentum, nesterov=hyp.momentum > 0, fused=not is_sharded
         )
         # If fp16's scaler skips the first step, the fused kernel starts from uninitialized memory.
-        for parameter in (*biases, *scales, *weights):
+        for parameter in (parameter for group in options for parameter in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     kind = torch.optim.Adam if name == "Adam" else torch.optim.AdamW
     return kind(options, lr=hyp.lr0, betas=(hyp.momentum, 0.999), fused=True)
 
 
-def parameter_groups(model: nn.Module) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a model's biases, norm weights, and other weights."""
+def parameter_groups(model: nn.Module, backbone: str = "") -> list[list[str]]:
+    """Return the names of a model's biases, norm weights, and other weights: KINDS.
+
+    With `backbone`, the prefix of its parameters' names, these three groups are the rest of the model's, and the
+    backbone's follow.
+    """
     norms = tuple(v for v in nn.__dict__.values() if isinstance(v, type) and "Norm" in v.__name__)
-    biases: list[str] = []
-    scales: list[str] = []
-    weights: list[str] = []
+    groups: list[list[str]] = [[] for _ in range(2 * len(KINDS) if backbone else len(KINDS))]
     for path, module in model.named_modules():
         for key, _ in module.named_parameters(recurse=False):
-            group = biases if key == "bias" else scales if isinstance(module, norms) else weights
-            group.append(f"{path}.{key}" if path else key)
-    return biases, scales, weights
+            name = f"{path}.{key}" if path else key
+            kind = KINDS.index("biases" if key == "bias" else "scales" if isinstance(module, norms) else "weights")
+            groups[kind + len(KINDS) * (bool(backbone) and name.startswith(backbone))].append(name)
+    return groups
 
 
 def set_rates(optimizer: Optimizer, rates: Rates) -> None:
-    """Set a step's learning rates and momentum in the three groups; the first holds the biases."""
-    for i, group in enumerate(optimizer.param_groups):
-        group["lr"] = rates.lr_bias if i == 0 else rates.lr
+    """Set a step's learning rates and momentum in the groups of `parameter_groups`."""
+    for k, group in enumerate(optimizer.param_groups):
+        lr = rates.lr_bias if KINDS[k % len(KINDS)] == "biases" else rates.lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)
         if "momentum" in group:
             group["momentum"] = rates.momentum
 

@@ -42,10 +42,10 @@ class NetworkWithLoss(nn.Module):
         self.network, self.criterion, self.autocast = network, criterion, autocast
         self.run_eagerly()
 
-    def outputs(self, images: Tensor) -> Any:
+    def outputs(self, images: Tensor, targets: Targets) -> Any:
         """Return the network's raw outputs for images as `as_input` takes them."""
         with self.autocast():
-            return self.network(self.inputs(images))
+            return self.criterion.outputs_of(self.network, self.inputs(images), targets)
 
     def forward(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
         """Return the sums and counts of this rank's images: see `Criterion`."""
@@ -54,7 +54,7 @@ class NetworkWithLoss(nn.Module):
         return self._compute(images, targets)
 
     def _eager(self, images: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        sums, counts = self.criterion(self.outputs(images), targets)
+        sums, counts = self.criterion(self.outputs(images, targets), targets)
         return sums, counts
 
     def loss(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +62,7 @@ class NetworkWithLoss(nn.Module):
         return self._loss(sums, counts)
 
     def _eager_loss(self, sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        terms = mean_terms(sums, counts, self.criterion.gains)
+        terms = mean_terms(sums, self.criterion.divisors(counts), self.criterion.gains)
         return terms.detach(), terms.sum() * self.criterion.weight(counts[0].float())
 
     def compile_with(self, mode: str, dynamic: bool | None) -> None:
@@ -160,5 +160,5 @@ class TrainStep:
 
 
 def mean_terms(sums: Tensor, counts: Tensor, gains: Tensor) -> Tensor:
-    """Return the loss terms (t,) float32 from sums (t, d), counts of all ranks (d,), and gains (t,)."""
+    """Return the loss terms (t,) float32 from sums (t, d), counts (d,) to divide by, and gains (t,)."""
     return (sums / counts.clamp(min=1).float()).sum(1) * gains

@@ -130,7 +130,7 @@ class Trainer:
             self.display.print(report)
         self.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._state_names = list(self.model.state_dict())
-        groups = parameter_groups(self.model)
+        groups = parameter_groups(self.model, task.backbone)
         criterion = task.criterion().to(self.device)
         self._whole = NetworkWithLoss(self.model, criterion, self.autocast)
         share = len(task.train_set) // self.train_loader.steps // self.strategy.share[1]

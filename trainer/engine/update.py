@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trainer.config import Settings
 from trainer.distributed import comm
 from trainer.distributed.strategy import Strategy
-from trainer.engine.optim import CLIP_NORM, Ema, Rates, Schedule, build_optimizer, set_rates
+from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, set_rates
 
 SCALED_GRADIENTS = torch.float16  # its small gradients underflow, so the loss is scaled up
 Groups = Sequence[Sequence[str]]  # the parameter names of each group of the optimizer
@@ -44,6 +44,7 @@ class WeightUpdate:
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == SCALED_GRADIENTS)
         self.ema = Ema(self.model, settings.hyp.ema_tau, strategy.average)
         self.grad_norm = torch.zeros((), device=device)  # of the last update, before clipping
+        self._clip_norm = settings.hyp.clip_norm
         self._in_graphs = in_graphs
         self._kept: list[Tensor] = []  # gradients of earlier steps that the graphs made
         self.zero_gradients()
@@ -59,7 +60,7 @@ class WeightUpdate:
             for parameter, gradient in zip(self._trained(), self._kept, strict=True):
                 parameter.grad = gradient
         set_rates(self.optimizer, rates)
-        self.grad_norm = strategy.clip(self.scaler, self.optimizer, self.parameters, CLIP_NORM)
+        self.grad_norm = strategy.clip(self.scaler, self.optimizer, self.parameters, self._clip_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.zero_gradients()

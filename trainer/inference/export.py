@@ -22,7 +22,7 @@ from trainer.data.detection_loader import check_imgsz
 from trainer.data.paint import letterbox
 from trainer.data.registry import open_dataset
 from trainer.errors import TrainerError
-from trainer.models.yolo import Yolo, fuse
+from trainer.models.yolo import fuse
 from trainer.tasks.detector import load_trained
 from trainer.weights import checkpoint_file, download
 
@@ -48,15 +48,13 @@ class Exported:
 class Decoded(nn.Module):
     """A detector with decoded outputs: images (b, 3, h, w) in 0..1 -> boxes (b, n, 4) xyxy px, scores (b, n, nc)."""
 
-    def __init__(self, model: Yolo) -> None:
+    def __init__(self, model: nn.Module, decode: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._decode = model, decode
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all candidates before thresholds and NMS; score = objectness * class probability."""
-        decoded = self.model.detect.decode(self.model(images))
-        centre, half = decoded[..., :2], decoded[..., 2:4] / 2
-        return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
+        """Return all candidates before thresholds and NMS."""
+        return self._decode(self.model, self.model(images))
 
 
 def export(
@@ -77,8 +75,10 @@ def export(
     if batch < 1:
         raise TrainerError(f"--batch is {batch}, it must be 1 or more")
     trained = load_trained(weights, cfg)
-    if not isinstance(trained.model, Yolo):
-        raise TrainerError(f"{weights}: only models of model files are exported", "use trainer predict or val")
+    if not trained.parts.decode:
+        raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")
+    if dynamic and not trained.parts.exports_any_size:
+        raise TrainerError(f"--dynamic: {weights}: this family's files take images of one size", "leave --dynamic out")
     side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
@@ -86,7 +86,7 @@ def export(
         file = Path(file.name)  # of a downloaded checkpoint: in the current folder
     path = Path(out) if out else file.with_suffix(f".{kind}")
     _check_replaceable(path, image)
-    decoded = Decoded(fuse(trained.model.eval())).eval().requires_grad_(False)
+    decoded = Decoded(fuse(trained.model.eval()), trained.parts.decode).eval().requires_grad_(False)
     images = torch.from_numpy(_images(image, side)).repeat(batch, 1, 1, 1)
     metadata = {"names": json.dumps(trained.names), "imgsz": str(side), "stride": str(stride)}
     try:
@@ -94,10 +94,12 @@ def export(
             temporary = Path(folder, path.name)
             write = _onnx if kind == "onnx" else _torchscript
             run = write(decoded, images, temporary, dynamic, stride, metadata)
-            found = [_compare(decoded, run, images)]
+            swaps = trained.parts.has_ranked_rows
+            found = [_compare(decoded, run, images, swaps)]
             if dynamic:  # a shape other than that of the export
                 more = images.repeat(2, 1, 1, 1)[: batch + 1]
-                found.append(_compare(decoded, run, nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)))
+                other = nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)
+                found.append(_compare(decoded, run, other, swaps))
             box, score = (max(each) for each in zip(*found, strict=True))
             # `not <=` also rejects NaN.
             if not (box <= BOX_TOLERANCE * side and score <= SCORE_TOLERANCE):
@@ -139,12 +141,29 @@ def _images(image: str, side: int) -> Any:
     return np.ascontiguousarray(canvas.transpose(2, 0, 1)[None]).astype(np.float32) / 255
 
 
-def _compare(model: Decoded, run: Run, images: Tensor) -> tuple[float, float]:
-    """Return the largest differences of boxes (pixels) and scores between the model and its file."""
+def _compare(model: Decoded, run: Run, images: Tensor, swaps: bool) -> tuple[float, float]:
+    """Return the largest differences of boxes (pixels) and scores between the model and its file.
+
+    With `swaps` the rows of an image may be in another order; each is then compared with the one most like it.
+    """
     with torch.inference_mode():
-        expected = model(images)
-    box, score = (float(np.abs(a.numpy() - b).max()) for a, b in zip(expected, run(images), strict=True))
+        expected = [values.numpy() for values in model(images)]
+    found = list(run(images))
+    if swaps:
+        order = [_most_alike(*rows) for rows in zip(*expected, *found, strict=True)]
+        found = [np.stack([rows[k] for rows, k in zip(values, order, strict=True)]) for values in found]
+    box, score = (float(np.abs(a - b).max()) for a, b in zip(expected, found, strict=True))
     return box, score
+
+
+def _most_alike(boxes: Any, scores: Any, other_boxes: Any, other_scores: Any) -> Any:
+    """Return the numbers of the other rows, (n,), in the order of the rows that they are most like, one to one."""
+    from scipy.optimize import linear_sum_assignment
+    from scipy.spatial.distance import cdist
+
+    # A pixel counts as much as a thousandth of a score.
+    rows, others = (np.column_stack((b / 1000, s)) for b, s in ((boxes, scores), (other_boxes, other_scores)))
+    return linear_sum_assignment(cdist(rows, others))[1]
 
 
 def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]) -> Run:

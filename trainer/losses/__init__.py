@@ -36,10 +36,26 @@ class Criterion(nn.Module, ABC):
     def forward(self, outputs: Any, targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return this rank's sums (t, d) float32 with gradients, and its counts (d,) float64.
 
-        The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / counts[d]`, with the counts of all ranks.
+        The loss is the sum over t of `gains[t] * sum over d of sums[t, d] / divisors[d]`, where `divisors` makes the
+        divisors from the counts of all ranks.
         Every output of the network takes part, if only with a zero, so that no parameter is without a gradient. The
         shapes of the result and of everything on the way depend on the shapes of the arguments alone.
         """
+
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+        """Run the network on a training batch; a network that learns from noisy copies of the targets gets them here.
+
+        `images` are float (b, 3, h, w) in 0..1.
+        """
+        return network(images)
+
+    def divisors(self, counts: Tensor, /) -> Tensor:
+        """Return what the sums are divided by, (d,), from the counts of all ranks (d,)."""
+        return counts
+
+    def without_noise(self) -> None:
+        """Draw no random numbers from now on: each rank draws its own, which `trainer verify` could not compare."""
+        return
 
     def assigner(self, model: Any, /) -> Callable[..., dict[str, Tensor]]:
         """Return what makes the targets of a detector's batch in a dataloader worker, for the model as it is now.

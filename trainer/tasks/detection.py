@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Hyp, Settings
+from trainer.config import FAMILY_PRESETS, Hyp, Settings, family_of
 from trainer.config.imports import is_import_path
 from trainer.data.dataset import Dataset, NoImages
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
 from trainer.data.device_painter import choose_painter
 from trainer.data.registry import Split, open_datasets
-from trainer.detectors import Detections, Limits, build, read_cfg
+from trainer.detectors import Detections, Limits, build, load_weights, read_cfg
 from trainer.errors import TrainerError
 from trainer.losses import Criterion
 from trainer.metrics import BoxMAP, BoxScores
@@ -45,9 +45,10 @@ class Detection(Task):
             if getattr(s.hyp, key) != getattr(Hyp(), key):
                 raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
         self._resumed = checkpoint_file.resumed(s.resume) if s.weights or s.cfg else None
-        self._weights = checkpoint_file.load(s.weights) if s.weights and not self._resumed else None
+        self._weights = load_weights(s.weights) if s.weights and not self._resumed else None
         if self._weights:
             checkpoint_file.check_task(self._weights, "detect", s.weights)
+            self._check_family(self._weights["cfg"])
         self._where = s.cfg or s.weights or DEFAULT_CFG
         self.cfg = self._read_cfg()
         how: dict[str, Any] = {"imgsz": s.imgsz, "single_cls": s.single_cls, "allow_bad_labels": s.allow_bad_labels}
@@ -57,6 +58,17 @@ class Detection(Task):
         found = [fault for split in (self.train_set, self.val_set) for fault in getattr(split, "faults", ())]
         self.left_out = list(dict.fromkeys(found))  # both splits have the warnings of their common folders
         self.names = self.train_set.names
+
+    def _check_family(self, cfg: Mapping[str, Any]) -> None:
+        """Raise TrainerError if --cfg does not name the family of the weights: its preset needs it."""
+        s, family = self._settings, next((name for name in FAMILY_PRESETS if name in cfg), "")
+        if family and family_of(s.cfg)[0] != family:
+            model = cfg[family] if isinstance(cfg[family], str) else "..."
+            name = f"{family}{':' if family == 'torchvision' else '-'}{model}"
+            what = f"--weights {s.weights}: of {family}, and " + (
+                f"--cfg is {s.cfg}" if s.cfg else "--cfg is not given"
+            )
+            raise TrainerError(what, f"add --cfg {name}, which has the defaults for training it")
 
     def _read_cfg(self) -> dict[str, Any]:
         """Return the model of --cfg, else of the weights; of a resumed run whose --cfg is gone, its checkpoint's."""
@@ -75,14 +87,17 @@ class Detection(Task):
         """Return the network for the classes of the data, with the matching tensors of --weights."""
         s = self._settings
         self._parts = build(self.cfg, nc=len(self.names), where=self._where, hyp=s.hyp, imgsz=s.imgsz)
+        self._parts.check(s, self._where)
         model, self.terms = self._parts.model, self._parts.criterion.terms
         self.stride, self.least_side = self._parts.stride, self._parts.least_side
-        self.can_compile = self._parts.can_compile
+        self.can_compile, self.backbone = self._parts.can_compile, self._parts.backbone
         if self._weights:
             taken, kept = self._weights["ema"], other_anchors(model, self._weights["ema"]) if s.cfg else ()
             fit, of = checkpoint_file.transfer(model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
             anchors = f"; the anchors are those of {self._where}" if kept else ""
-            say(f"weights from {s.weights}: {fit}/{of} tensors{anchors}")
+            before, now = len(self._weights["names"]), len(self.names)
+            head = f"; a new head for {now} classes instead of {before}" if before != now else ""
+            say(f"weights from {s.weights}: {fit}/{of} tensors{anchors}{head}")
         return model
 
     def fit(self, model: Any) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import PRECISIONS, Hyp
-from trainer.detectors import Detections, Limits, Parts, build, read_cfg
+from trainer.detectors import Detections, Limits, Parts, build, load_weights, read_cfg
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.models.precision import as_input, native_bf16, pick_dtype, set_tf32
@@ -90,7 +90,7 @@ def load_trained(weights: str, cfg: str = "") -> Trained:
 
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
     """
-    content = checkpoint_file.load(weights)
+    content = load_weights(weights)
     hint = "predict and export are for boxes; trainer val takes all weights"
     checkpoint_file.check_task(content, "detect", weights, hint)
     names = list(content["names"])

@@ -47,7 +47,7 @@ _BOXES_ONLY = (
 )
 # Hyper-parameters with an effect on all models of torchvision.
 _COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
-_COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr")
+_COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr", "clip_norm")
 _SHOWN_IMAGES, _SHOWN_MASKS = 12, 9  # validation images in the plot of predictions
 _MAGNITUDES = 30  # the strongest of torchvision's 31
 

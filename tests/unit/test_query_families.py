@@ -1,0 +1,336 @@
+"""The detector families of transformers."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if not importlib.util.find_spec("transformers"):
+    assert os.environ.get("CI") != "true", "CI needs the package transformers"
+    pytest.skip("needs the package transformers", allow_module_level=True)
+
+import transformers
+
+from tests.unit.settings import settings as small
+from tests.unit.test_resume import assert_same, content, kill_after, steps
+from tests.unit.trainer_process import ranks, start, wait
+from tests.unit.yolo_folder import squares
+from trainer.config import Hyp, Settings
+from trainer.detectors import Limits, Parts, build, load_weights, read_cfg
+from trainer.detectors.transformers_nets import labels_of
+from trainer.engine.optim import parameter_groups
+from trainer.engine.step import mean_terms
+from trainer.errors import TrainerError
+from trainer.inference.export import NEEDED, export
+from trainer.tasks import open_task
+from trainer.weights import checkpoint_file
+
+NC, SIDE = 3, 96
+LABELS = torch.tensor(
+    [[0, 1, 0.4, 0.4, 0.5, 0.4], [0, 2, 0.7, 0.3, 0.5, 0.5], [0, 0, 0.5, 0.5, 0.2, 0.3], [1, 0, 0.5, 0.6, 0.9, 0.8]]
+)
+FAMILIES = {
+    "dfine-n": transformers.DFineForObjectDetection,
+    "rtdetrv2-r18": transformers.RTDetrV2ForObjectDetection,
+}
+each_family = pytest.mark.parametrize("cfg", FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def family(cfg: str) -> Parts:
+    """Return the family with weights that tell its layers apart: the heads are initialized alike."""
+    torch.manual_seed(0)
+    parts = build(read_cfg(cfg), nc=NC, where=cfg, hyp=Hyp(), imgsz=SIDE)
+    with torch.no_grad():
+        for parameter in parts.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return parts
+
+
+def targets(parts: Parts, labels: Tensor, images: int) -> dict[str, Tensor]:
+    return parts.criterion.assigner(parts.model)(labels.numpy(), images, SIDE, SIDE)  # type: ignore[no-any-return]
+
+
+def terms(parts: Parts, sums: Tensor, counts: Tensor) -> Tensor:
+    return mean_terms(sums, parts.criterion.divisors(counts), parts.criterion.gains)
+
+
+@each_family
+@pytest.mark.parametrize("noise", [True, False], ids=["noise", "plain"])
+def test_loss_and_gradients_are_the_librarys(cfg: str, noise: bool) -> None:
+    parts, images = family(cfg), torch.rand(2, 3, SIDE, SIDE)
+    if not noise:
+        parts.criterion.without_noise()
+    whole = FAMILIES[cfg](parts.model.net.config)
+    whole.model = parts.model.net
+    wanted = targets(parts, LABELS, 2)
+    torch.manual_seed(1)
+    mine = terms(parts, *parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted))
+    mine.sum().backward()
+    gradients = {name: p.grad for name, p in parts.model.named_parameters() if p.requires_grad}
+    assert all(gradient is not None for gradient in gradients.values())
+    parts.model.zero_grad()
+    torch.manual_seed(1)
+    own = whole(images, labels=labels_of(wanted["labels"], 2))
+    own.loss.backward()
+    for term, value in zip(parts.criterion.terms, mine, strict=True):
+        expected = sum(v.detach() for name, v in own.loss_dict.items() if name.split("_")[1] == term)
+        assert float(value.detach()) == pytest.approx(float(expected), rel=1e-5, abs=1e-8), term
+    scale = torch.cat([p.grad.flatten() for p in parts.model.parameters() if p.grad is not None]).norm()
+    for name, parameter in parts.model.named_parameters():
+        if parameter.requires_grad:
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(gradients[name], expected, rtol=1e-5, atol=float(1e-6 * scale))
+
+
+@each_family
+@pytest.mark.parametrize("split", [1, 2])
+def test_shares_of_uneven_ranks_add_up_to_the_whole(cfg: str, split: int) -> None:
+    """The third image has no boxes, so nor has the second share if it begins there."""
+    parts = family(cfg)
+    parts.criterion.without_noise()
+    outputs = parts.model(torch.rand(3, 3, SIDE, SIDE))
+    whole = terms(parts, *parts.criterion(outputs, targets(parts, LABELS, 3)))
+    first, second = LABELS[LABELS[:, 0] < split], LABELS[LABELS[:, 0] >= split].clone()
+    second[:, 0] -= split
+    shares = []
+    for labels, place in ((first, slice(split)), (second, slice(split, 3))):
+        mine = {name: value if name == "unused" else value[place] for name, value in outputs.items()}
+        shares.append(parts.criterion(mine, targets(parts, labels, len(mine["enc_topk_logits"]))))
+    counts = shares[0][1] + shares[1][1]
+    together = sum(terms(parts, sums, counts) for sums, _ in shares)
+    torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-7)
+    assert bool((whole > 0).all())
+
+
+@each_family
+def test_a_batch_without_boxes_gives_every_parameter_a_gradient(cfg: str) -> None:
+    parts = family(cfg)
+    none = targets(parts, LABELS[:0], 2)
+    sums, counts = parts.criterion(parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), none), none)
+    sums.sum().backward()
+    assert all(p.grad is not None for p in parts.model.parameters() if p.requires_grad)
+    assert counts[0] == 0
+    assert float(sums[0, 0].detach()) > 0
+    assert bool((sums[1:3] == 0).all())
+
+
+@each_family
+def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(cfg: str) -> None:
+    parts, images = family(cfg), torch.rand(1, 3, SIDE, SIDE)
+    images[0, 0, 0, 0] = torch.nan
+    wanted = targets(parts, LABELS[:3], 1)
+    sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, images, wanted), wanted)
+    assert bool(sums.isnan().all())
+
+
+@each_family
+def test_queries_are_ranked_without_suppression(cfg: str) -> None:
+    parts = family(cfg)
+    boxes = torch.tensor([[10.0, 20.0, 30.0, 50.0], [11.0, 20.0, 30.0, 50.0], [12.0, 20.0, 30.0, 50.0]])
+    logits = torch.tensor([[[-9.0, 2.0, -9.0], [1.0, 3.0, -9.0], [-9.0, -9.0, -9.0]]])
+    outputs = {"logits": logits, "boxes": boxes[None]}
+    (found,) = parts.postprocess(parts.model, outputs, Limits(confidence=0.1))
+    assert found.classes.tolist() == [1, 1, 0]
+    assert found.scores.tolist() == pytest.approx(torch.tensor([3.0, 2.0, 1.0]).sigmoid().tolist())
+    assert found.boxes.tolist() == boxes[[1, 0, 1]].tolist()
+    (found,) = parts.postprocess(parts.model, outputs, Limits(confidence=0.1, classes=(0,), most=1))
+    assert found.classes.tolist() == [0]
+
+
+@each_family
+def test_boxes_are_in_pixels_and_a_small_image_has_fewer_queries(cfg: str) -> None:
+    parts = family(cfg)
+    model = parts.model.eval()
+    with torch.inference_mode():
+        small, large = model(torch.rand(1, 3, 64, 96)), model(torch.rand(1, 3, 320, 320))
+    cells = sum((64 // stride) * (96 // stride) for stride in model.net.config.feat_strides)
+    assert small["logits"].shape == (1, cells, NC)
+    assert large["logits"].shape == (1, 300, NC)
+    centre = (large["boxes"][0, :, :2] + large["boxes"][0, :, 2:]) / 2
+    assert float(centre.max()) > 200
+    assert float(centre.min()) < 100
+
+
+@each_family
+def test_the_backbone_has_groups_with_a_rate_of_its_own(cfg: str) -> None:
+    parts = family(cfg)
+    groups = parameter_groups(parts.model, parts.backbone)
+    assert [all(name.startswith("net.backbone.") for name in group) for group in groups] == [False] * 3 + [True] * 3
+    assert sum(map(len, groups)) == len(list(parts.model.named_parameters()))
+    norms = [n for n, m in parts.model.named_modules() if isinstance(m, (nn.BatchNorm2d, nn.LayerNorm))]
+    assert {f"{name}.weight" for name in norms} == {*groups[1], *groups[4]}
+
+
+@each_family
+def test_settings_that_the_family_cannot_train_with_are_errors(cfg: str) -> None:
+    parts = family(cfg)
+    for parallel in ("pipeline", "dp"):
+        with pytest.raises(TrainerError, match=f"--parallel {parallel}: {cfg} cannot"):
+            parts.check(Settings(cfg=cfg, parallel=parallel), cfg)
+    parts.check(Settings(cfg=cfg), cfg)
+
+
+def test_backbone_lr_is_an_error_where_there_is_no_backbone() -> None:
+    parts = build(read_cfg("yolov5n.yaml"), nc=NC, where="yolov5n.yaml", hyp=Hyp(), imgsz=64)
+    with pytest.raises(TrainerError, match=r"backbone_lr has no effect on yolov5n\.yaml"):
+        parts.check(Settings(hyp=Hyp(backbone_lr=0.1)), "yolov5n.yaml")
+
+
+def test_an_unknown_size_is_named_with_those_that_exist() -> None:
+    with pytest.raises(TrainerError, match="no size 'q'") as error:
+        build(read_cfg("dfine-q"), nc=NC, where="--cfg dfine-q", hyp=Hyp(), imgsz=64)
+    assert "n, s, m, l, x" in error.value.hint
+
+
+def snapshot(cfg: str, folder: Path, **how: Any) -> Path:
+    """Write a snapshot as the hub has it, for four classes."""
+    torch.manual_seed(2)
+    config = build(read_cfg(cfg), nc=4, where=cfg, hyp=Hyp(), imgsz=SIDE).model.net.config
+    FAMILIES[cfg](config).save_pretrained(folder, **how)
+    return folder
+
+
+@each_family
+def test_a_snapshot_gives_its_weights_and_other_classes_a_new_head(cfg: str, tmp_path: Path) -> None:
+    content = load_weights(str(snapshot(cfg, tmp_path)))
+    stored = FAMILIES[cfg].from_pretrained(tmp_path).model.state_dict()
+    assert {f"net.{name}" for name in stored} <= set(content["ema"])
+    assert all(name.endswith("num_batches_tracked") for name in set(content["ema"]) - {f"net.{n}" for n in stored})
+    for name, tensor in stored.items():
+        torch.testing.assert_close(content["ema"][f"net.{name}"], tensor, rtol=0, atol=0)
+    assert len(content["names"]) == 4
+    again = build(json.loads(json.dumps(content["cfg"])), nc=4, where="", hyp=Hyp(), imgsz=SIDE)
+    assert {k: v.shape for k, v in again.model.state_dict().items()} == {k: v.shape for k, v in content["ema"].items()}
+
+
+@each_family
+def test_training_from_a_snapshot_says_that_the_head_is_new_and_needs_the_preset(cfg: str, tmp_path: Path) -> None:
+    data, weights = str(squares(tmp_path / "squares")), str(snapshot(cfg, tmp_path / "snapshot"))
+    task = open_task(small(data, cfg=cfg, weights=weights))
+    said: list[str] = []
+    body = task.build(said.append).state_dict()
+    assert said[0].endswith("tensors; a new head for 2 classes instead of 4")
+    name = next(name for name in body if name.startswith("net.backbone."))
+    torch.testing.assert_close(body[name], load_weights(weights)["ema"][name], rtol=0, atol=0)
+    with pytest.raises(TrainerError, match="--cfg is not given") as error:
+        open_task(small(data, weights=weights))
+    assert "add --cfg" in error.value.hint
+
+
+def without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def another_model(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"model_type": "d_fine"', '"model_type": "detr"'))
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut_off(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def more_classes(folder: Path) -> None:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["id2label"] = {k: f"c{k}" for k in range(9)}
+    config["label2id"] = {f"c{k}": k for k in range(9)}
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (without_config, "a folder without config.json"),
+        (another_model, "config.json describes 'detr'"),
+        (pickled, r"no .safetensors: pytorch_model.bin is pickled"),
+        (cut_off, "cannot be loaded"),
+        (more_classes, "cannot be loaded"),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_one_error(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    damage(snapshot("dfine-n", tmp_path))
+    with pytest.raises(TrainerError, match=said) as error:
+        load_weights(str(tmp_path))
+    assert error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("hf://ustc-community/dfine-nano-coco", "not hf://OWNER/NAME@COMMIT"),
+        ("hf://ustc-community/dfine-nano-coco@main", "not hf://OWNER/NAME@COMMIT"),
+        (f"hf://ustc-community/dfine-nano-coco@{'0' * 40}", "cannot be downloaded"),
+    ],
+)
+def test_a_name_of_the_hub_needs_a_commit_and_the_network(
+    weights: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else it tries again for 20 seconds
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(TrainerError, match=said) as error:
+        load_weights(weights)
+    assert error.value.hint
+
+
+@pytest.mark.slow
+def test_two_killed_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    data = squares(tmp_path / "squares", train=6)
+    hyp = tmp_path / "hyp.yaml"
+    hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\n")
+    options = ["train", "--data", str(data), "--cfg", "dfine-n", "--hyp", str(hyp), "--imgsz", "64", "--batch", "3"]
+    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--save-every", "1steps", "--exist-ok"]
+    wait(start(tmp_path, ranks(2), *options, "--name", "whole"), code=0)
+    whole, cut = tmp_path / "runs/whole", tmp_path / "runs/cut"
+    processes = start(tmp_path, ranks(2), *options, "--name", "cut")
+    kill_after(processes, cut, 1)
+    wait(processes)
+    wait(start(tmp_path, ranks(2), *options, "--name", "cut", "--resume", str(cut)), code=0)
+    assert steps(cut) == steps(whole)
+    assert len(steps(cut)) == 1 + 4
+    before, after = (content(run / "last.pt") for run in (whole, cut))
+    for key in ("model", "ema", "updates", "optimizer"):
+        assert_same(before[key], after[key], key)
+
+
+def write_checkpoint(cfg: str, path: Path) -> str:
+    """Write a checkpoint of the family's untrained network."""
+    state = family(cfg).model.state_dict()
+    names = [f"c{k}" for k in range(NC)]
+    rest = {"optimizer": {}, "epoch": 1, "step": 1, "hyp": {}, "cfg": read_cfg(cfg), "names": names, "imgsz": SIDE}
+    checkpoint_file.save(path, {"format": checkpoint_file.FORMAT, "model": {}, "ema": state, **rest})
+    return str(path)
+
+
+@each_family
+@pytest.mark.parametrize("kind", [pytest.param("onnx", marks=pytest.mark.slow), "torchscript"])
+def test_an_exported_file_computes_the_boxes_without_suppression(cfg: str, kind: str, tmp_path: Path) -> None:
+    """`export` compares the file's outputs with the model's, and writes nothing if they differ."""
+    if missing := [name for name in NEEDED[kind] if not importlib.util.find_spec(name)]:
+        pytest.skip(f"needs {missing[0]}")
+    best = write_checkpoint(cfg, tmp_path / "best.pt")
+    done = export(best, kind, imgsz=None, batch=1, dynamic=False, image="", out="")
+    assert done.path == tmp_path / f"best.{kind}"
+    assert done.path.exists()
+    with pytest.raises(TrainerError, match="--dynamic"):
+        export(best, kind, imgsz=None, batch=1, dynamic=True, image="", out=str(tmp_path / "other"))

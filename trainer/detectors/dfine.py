@@ -1,0 +1,171 @@
+"""D-FINE (Peng et al. 2024), by transformers: --cfg dfine-n, s, m, l or x."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DFineConfig, DFineForObjectDetection
+from transformers.loss.loss_d_fine import DFineLoss
+
+from trainer.config import Hyp
+from trainer.detectors import Parts
+from trainer.detectors.transformers_nets import NOISE, Labels, QueryLoss, describe, parts_of
+
+TEMPERATURE = 5  # of the distributions that the last layer teaches the others
+_BACKBONES: dict[str, dict[str, Any]] = {  # HGNetV2 (PaddlePaddle)
+    "B0": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 64, 256, 512],
+        "stage_mid_channels": [16, 32, 64, 128],
+        "stage_out_channels": [64, 256, 512, 1024],
+        "stage_num_blocks": [1, 1, 2, 1],
+        "stage_numb_of_layers": [3, 3, 3, 3],
+        "use_learnable_affine_block": True,
+    },
+    "B2": {
+        "stem_channels": [3, 24, 32],
+        "stage_in_channels": [32, 96, 384, 768],
+        "stage_mid_channels": [32, 64, 128, 256],
+        "stage_out_channels": [96, 384, 768, 1536],
+        "stage_num_blocks": [1, 1, 3, 1],
+        "stage_numb_of_layers": [4, 4, 4, 4],
+        "use_learnable_affine_block": True,
+    },
+    "B4": {
+        "stem_channels": [3, 32, 48],
+        "stage_in_channels": [48, 128, 512, 1024],
+        "stage_mid_channels": [48, 96, 192, 384],
+        "stage_out_channels": [128, 512, 1024, 2048],
+        "stage_num_blocks": [1, 1, 3, 1],
+        "stage_numb_of_layers": [6, 6, 6, 6],
+    },
+    "B5": {
+        "stem_channels": [3, 32, 64],
+        "stage_in_channels": [64, 128, 512, 1024],
+        "stage_mid_channels": [64, 128, 256, 512],
+        "stage_out_channels": [128, 512, 1024, 2048],
+        "stage_num_blocks": [1, 2, 5, 2],
+        "stage_numb_of_layers": [6, 6, 6, 6],
+    },
+}
+
+
+def _backbone(name: str, **more: Any) -> dict[str, Any]:
+    channels = _BACKBONES[name]["stage_out_channels"]
+    return {"model_type": "hgnet_v2", "hidden_sizes": channels, "out_indices": [2, 3, 4], **_BACKBONES[name], **more}
+
+
+# What differs from the library's defaults, by the published configurations.
+SIZES: dict[str, dict[str, Any]] = {
+    "n": {
+        "backbone_config": _backbone("B0", out_indices=[3, 4]),
+        "encoder_in_channels": [512, 1024],
+        "encoder_hidden_dim": 128,
+        "encoder_ffn_dim": 512,
+        "encode_proj_layers": [1],
+        "hidden_expansion": 0.34,
+        "depth_mult": 0.5,
+        "d_model": 128,
+        "decoder_ffn_dim": 512,
+        "decoder_in_channels": [128, 128],
+        "decoder_layers": 3,
+        "decoder_n_points": [6, 6],
+        "num_feature_levels": 2,
+        "feat_strides": [16, 32],
+    },
+    "s": {
+        "backbone_config": _backbone("B0"),
+        "encoder_in_channels": [256, 512, 1024],
+        "hidden_expansion": 0.5,
+        "depth_mult": 0.34,
+        "decoder_layers": 3,
+        "decoder_n_points": [3, 6, 3],
+    },
+    "m": {
+        "backbone_config": _backbone("B2"),
+        "encoder_in_channels": [384, 768, 1536],
+        "depth_mult": 0.67,
+        "decoder_layers": 4,
+        "decoder_n_points": [3, 6, 3],
+    },
+    "l": {"backbone_config": _backbone("B4"), "decoder_n_points": [3, 6, 3]},
+    "x": {
+        "backbone_config": _backbone("B5"),
+        "encoder_hidden_dim": 384,
+        "encoder_ffn_dim": 2048,
+        "decoder_in_channels": [384, 384, 384],
+        "decoder_n_points": [3, 6, 3],
+        "reg_scale": 8.0,
+    },
+}
+
+
+def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+    """Build {"dfine": a size, or the library's configuration} for `nc` classes."""
+    config = DFineConfig(**describe(cfg["dfine"], SIZES, nc, where))
+    return parts_of(DFineForObjectDetection(config).model, FineLoss(SummedLoss(config), config))
+
+
+class SummedLoss(DFineLoss):  # type: ignore[misc]
+    """The library's loss, whose distillation is two sums: over the matched queries, and over the others."""
+
+    def loss_local(self, outputs: Any, targets: Any, indices: Any, num_boxes: Any, T: int = TEMPERATURE) -> Any:
+        """Return the localisation loss, and the sums (2,) of the distillation loss."""
+        if "pred_corners" not in outputs:
+            return {}
+        corners, teacher = outputs["pred_corners"], outputs["teacher_corners"]
+        untaught = {**outputs, "teacher_corners": corners}  # without the library's own distillation
+        losses = super().loss_local(untaught, targets, indices, num_boxes, T)
+        if torch.equal(corners, teacher):  # the last layer
+            return {**losses, "loss_ddf": corners.new_zeros(2)}
+        matched = self._get_source_permutation_idx(indices)
+        is_matched = torch.zeros(corners.shape[:2], dtype=torch.bool, device=corners.device)
+        is_matched[matched] = True
+        with torch.no_grad():
+            boxes = [each["boxes"][j] for each, (_, j) in zip(targets, indices, strict=True)]
+            weight = outputs["teacher_logits"].sigmoid().amax(-1)
+            weight[matched] = _iou(outputs["pred_boxes"][matched], torch.cat(boxes))
+        bins = (*corners.shape[:2], 4, self.max_num_bins + 1)
+        mine, theirs = (each.reshape(bins) / T for each in (corners, teacher.detach()))
+        divergence = F.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum((2, 3))
+        loss = divergence * weight * T**2
+        return {**losses, "loss_ddf": torch.stack((loss[is_matched].sum(), loss[~is_matched].sum()))}
+
+
+def _iou(a: Tensor, b: Tensor) -> Tensor:
+    """IoU of boxes in pairs: (n, 4), (n, 4) as cx, cy, w, h -> (n,)."""
+    low = torch.maximum(a[:, :2] - a[:, 2:] / 2, b[:, :2] - b[:, 2:] / 2)
+    high = torch.minimum(a[:, :2] + a[:, 2:] / 2, b[:, :2] + b[:, 2:] / 2)
+    overlap = (high - low).clamp(min=0).prod(1)
+    return overlap / (a[:, 2:].prod(1) + b[:, 2:].prod(1) - overlap)
+
+
+class FineLoss(QueryLoss):
+    """D-FINE's loss.
+
+    The distillation is the mean over the matched queries and the mean over the others, each weighted by the root of
+    their number. So its sums have divisors of their own, which are not counts.
+    """
+
+    terms = ("vfl", "bbox", "giou", "fgl", "ddf")
+
+    def counts(self, outputs: dict[str, Any], labels: Labels) -> list[int]:
+        """Return the numbers of the boxes, of the matched and other queries, and of the same of the noisy copies."""
+        boxes = [len(each["boxes"]) for each in labels]
+        noise = outputs.get(NOISE)
+        noisy, queries = noise["dn_num_split"] if noise else (0, outputs["enc_topk_logits"].shape[1])
+        matched, copies = sum(min(n, queries) for n in boxes), noise["dn_num_group"] * sum(boxes) if noise else 0
+        return [sum(boxes), matched, queries * len(boxes) - matched, copies, noisy * len(boxes) - copies]
+
+    def divisors(self, counts: Tensor, /) -> Tensor:
+        """Return the boxes, and for the others 4 root(n) (root(matched) + root(others)): a query has four sides."""
+        roots = counts[1:].clamp(min=0).sqrt().view(2, 2)
+        return torch.cat((counts[:1], (4 * roots * roots.sum(1, keepdim=True)).flatten()))
+
+    def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
+        """Return the sums (5,) whose quotients are a loss of the library."""
+        if not name.startswith("loss_ddf"):
+            return super().sums(name, value, counts)
+        before = 3 if "_dn_" in name else 1
+        return F.pad(value, (before, 5 - before - 2))

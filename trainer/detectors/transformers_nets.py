@@ -1,0 +1,284 @@
+"""What the detectors of Hugging Face's `transformers` share: DETR's descendants, whose queries each find one object."""
+
+import copy
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torchvision.ops import box_convert
+from transformers import AutoModelForObjectDetection
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from trainer.detectors import FAMILIES, Detections, Limits, Parts
+from trainer.errors import TrainerError
+from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.weights import checkpoint_file
+
+# The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.
+os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
+disable_progress_bar()
+set_verbosity_error()  # what matters in a snapshot is checked here
+
+HUB = "hf://"
+Labels = list[dict[str, Tensor]]  # of each image: class_labels int64 (n,), boxes (n, 4), cx cy w h normalised
+# The network's outputs that the loss needs: those of all layers, (b, layers, queries, values), and of the encoder.
+LAYERS = {
+    "logits": "intermediate_logits",
+    "pred_boxes": "intermediate_reference_points",
+    "pred_corners": "intermediate_predicted_corners",
+    "ref_points": "initial_reference_points",
+}
+ENCODER = {"logits": "enc_topk_logits", "pred_boxes": "enc_topk_bboxes"}
+NOISE = "denoising_meta_values"
+
+
+class Network(nn.Module):
+    """A network of transformers without its loss, for images in 0..1."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__()
+        self.net, self._queries = net, net.config.num_queries
+
+    @property
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """The backbone, the encoder, and the rest, which is the head."""
+        children = dict(self.net.named_children())
+        backbone, *encoder = (children.pop(name) for name in ("backbone", "encoder_input_proj", "encoder"))
+        rest = nn.ModuleList(children.values())
+        return [("backbone", backbone), ("encoder", nn.ModuleList(encoder)), ("decoder", rest)]
+
+    def forward(self, images: Tensor, labels: Labels | None = None) -> dict[str, Any]:
+        """Float (b, 3, h, w), sides multiples of 32 -> logits (b, q, nc), and boxes (b, q, 4) xyxy in px.
+
+        In training the outputs of all layers instead, also for noisy copies of the `labels`.
+        """
+        height, width = images.shape[2:]
+        # Each query starts from a cell, and a small image has few.
+        cells = sum(int(height // stride) * int(width // stride) for stride in self.net.config.feat_strides)
+        self.net.config.num_queries = min(self._queries, cells)
+        found = self.net(images, labels=labels)
+        if self.training:
+            outputs = {name: found[name] for name in (*LAYERS.values(), *ENCODER.values(), NOISE) if name in found}
+            # The embedding of noisy classes is used with labels only.
+            return {**outputs, "unused": self.net.denoising_class_embed.weight.sum() * 0}
+        sides = torch.tensor([width, height] * 2, dtype=torch.float32, device=images.device)
+        boxes = box_convert(found.intermediate_reference_points[:, -1].float(), "cxcywh", "xyxy")
+        return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes * sides}
+
+
+class QueryLoss(Criterion):
+    """A loss of transformers, RTDetrLoss or a subclass of it, with the boxes of all ranks as its divisor.
+
+    The library divides by the boxes of a process. Here its values are multiplied by them, which gives sums.
+    """
+
+    terms: tuple[str, ...] = ("vfl", "bbox", "giou")
+
+    def __init__(self, loss: Any, config: Any) -> None:
+        super().__init__([1.0] * len(self.terms))  # the library applies its own weights
+        self.loss, self._config = loss, config
+
+    def assigner(self, model: Any, /) -> Any:
+        """Return `labelled`."""
+        return labelled
+
+    def without_noise(self) -> None:
+        """Learn without noisy copies of the boxes."""
+        self._config.num_denoising = 0
+
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+        """Run the network on the images and noisy copies of their boxes."""
+        return network(images, labels_of(targets["labels"], len(images)))
+
+    def counts(self, outputs: dict[str, Any], labels: Labels) -> list[int]:
+        """Return the counts (d,), of which the first are the boxes."""
+        return [sum(len(each["boxes"]) for each in labels)]
+
+    def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
+        """Return the sums (d,) whose quotients are a loss of the library."""
+        return nn.functional.pad((value * counts[0].clamp(min=1).float())[None], (0, len(counts) - 1))
+
+    def forward(self, outputs: dict[str, Any], targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sums (t, d) and the counts (d,)."""
+        outputs = {k: v.float() if isinstance(v, Tensor) else v for k, v in outputs.items()}
+        rows = targets["labels"]
+        labels = labels_of(rows, len(outputs["enc_topk_logits"]))
+        counts = torch.tensor(self.counts(outputs, labels), dtype=torch.float64, device=rows.device)
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
+        zero = torch.stack([each.sum() for each in tensors]).sum() * 0  # every output takes part
+        sums = {term: zero.expand(len(counts)) for term in self.terms}
+        if torch.isfinite(zero):  # else the matching would fail, and the loss is NaN
+            for name, value in self.loss(self._by_layer(outputs), labels).items():
+                term = name.split("_")[1]  # loss_TERM, with a suffix for each layer
+                sums[term] = sums[term] + self.sums(name, value, counts)
+        return torch.stack(list(sums.values())), counts
+
+    def _by_layer(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the outputs as the library's loss takes them: of the last layer, the others, and the noisy copies."""
+        whole = {key: outputs[name] for key, name in LAYERS.items() if name in outputs}
+        encoder = {key: outputs[name] for key, name in ENCODER.items()}
+        for each in (whole, encoder):
+            each["pred_boxes"] = each["pred_boxes"].clamp(0, 1)
+        layers = min(values.shape[1] for values in whole.values())
+        noise, extra = outputs.get(NOISE), dict[str, Any]()
+        if noise:
+            parts = {key: values.split(noise["dn_num_split"], 2) for key, values in whole.items()}
+            noisy, whole = ({key: part[k] for key, part in parts.items()} for k in (0, 1))
+            extra = {"dn_auxiliary_outputs": _layers(noisy, layers), NOISE: noise}
+        last = {key: whole[key][:, -1] for key in ENCODER}
+        return {**last, "auxiliary_outputs": [*_layers(whole, layers - 1), encoder], **extra}
+
+
+def _layers(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Return the outputs of the first `count` layers, and with corners the last layer's, which teach the others."""
+    teacher = {}
+    if "pred_corners" in values:
+        teacher = {"teacher_corners": values["pred_corners"][:, -1], "teacher_logits": values["logits"][:, -1]}
+    return [{**{key: each[:, k] for key, each in values.items()}, **teacher} for k in range(count)]
+
+
+def labelled(
+    labels: npt.NDArray[np.float32], images: int, height: int, width: int, rows: Rows = exact
+) -> dict[str, Tensor]:
+    """Return `labels` float32 (n, 6), [image, class, cx, cy, w, h] normalised; without rows that pad."""
+    return {"labels": torch.from_numpy(labels)}
+
+
+def labels_of(rows: Tensor, images: int) -> Labels:
+    """Return the labels of each image from rows (n, 6) of `labelled`."""
+    mine = [rows[rows[:, 0] == k] for k in range(images)]
+    return [{"class_labels": each[:, 1].long(), "boxes": each[:, 2:]} for each in mine]
+
+
+def decode(model: Any, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the boxes (b, q, 4) xyxy px and the scores (b, q, nc) of all queries."""
+    return outputs["boxes"], outputs["logits"].sigmoid()
+
+
+def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
+    """Return the detections of each image, without suppression: the best pairs of a query and a class."""
+    boxes, scores = decode(model, outputs)
+    if limits.classes is not None:
+        wanted = torch.zeros(scores.shape[2], device=scores.device)
+        wanted[list(limits.classes)] = 1
+        scores = scores * wanted
+    classes = scores.shape[2]
+    best, place = scores.flatten(1).topk(min(limits.most, scores[0].numel()), dim=1)
+    found = []
+    for image, score, at in zip(boxes, best, place, strict=True):
+        keep = score > limits.confidence
+        at = at[keep]
+        found.append(Detections(image[at // classes].cpu(), score[keep].cpu(), (at % classes).cpu()))
+    return found
+
+
+def describe(described: Any, sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
+    """Return the arguments of the library's configuration, from one of the sizes or from a stored configuration."""
+    if isinstance(described, str):
+        if described not in sizes:
+            raise TrainerError(f"{where}: no size {described!r}", f"the sizes are {', '.join(sizes)}")
+        described = sizes[described]
+    # Only pretrained networks can do with frozen batch norms.
+    return {**copy.deepcopy(described), "num_labels": nc, "freeze_backbone_batch_norms": False}
+
+
+def parts_of(net: Any, loss: QueryLoss) -> Parts:
+    """Return the parts of a family of these networks."""
+    return Parts(
+        Network(net),
+        loss,
+        postprocess,
+        can_compile=False,  # the matching runs on the CPU
+        backbone="net.backbone.",
+        decode=decode,
+        has_ranked_rows=True,
+        exports_any_size=False,  # the number of queries depends on it
+        unsupported={"parallel": ("dp", "pipeline")},  # the network needs the targets, and its layers cannot be cut
+    )
+
+
+def load_snapshot(weights: str) -> dict[str, Any]:
+    """Load a snapshot of the Hugging Face hub as checkpoint_file.load does a checkpoint.
+
+    `weights` is its folder, with config.json and .safetensors, or hf://OWNER/NAME@COMMIT. Nothing in it is executed.
+    """
+    where = f"--weights {weights}"
+    folder = _fetch(weights) if weights.startswith(HUB) else Path(weights)
+    config = _config(folder, where)
+    kind = str(config.get("model_type"))
+    family = kind.replace("_", "")  # d_fine
+    known = [name for name in FAMILIES if name not in ("", "torchvision")]
+    if family not in known:
+        raise TrainerError(f"{where}: config.json describes {kind!r}", f"the families are {', '.join(known)}")
+    if not any(folder.glob("*.safetensors")):
+        pickled = next((path.name for path in (*folder.glob("*.bin"), *folder.glob("*.pt*"))), "")
+        reason = f": {pickled} is pickled, and could run code when it is loaded" if pickled else ""
+        raise TrainerError(f"{where}: no .safetensors{reason}", "use a revision with model.safetensors")
+    how: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
+    how |= {"dtype": torch.float32, "freeze_backbone_batch_norms": False, "output_loading_info": True}
+    try:
+        net, report = AutoModelForObjectDetection.from_pretrained(folder, **how)
+    except Exception as error:  # the library raises anything on damaged files
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise TrainerError(f"{where}: cannot be loaded: {type(error).__name__}: {first}", "download it again") from None
+    missing = sorted(key for key in report["missing_keys"] if not key.endswith("num_batches_tracked"))
+    if missing:
+        what = f"{where}: {len(missing)} tensors of the network are missing, the first is {missing[0]}"
+        raise TrainerError(what, "download it again")
+    state = {f"net.{key}": tensor for key, tensor in net.model.state_dict().items()}
+    names = [str(net.config.id2label[k]) for k in range(net.config.num_labels)]
+    return {
+        "format": checkpoint_file.FORMAT,
+        "task": "detect",
+        "cfg": {family: json.loads(net.config.to_json_string())},
+        "names": names,
+        "imgsz": 640,  # as these families were trained
+        "model": state,
+        "ema": state,
+        "optimizer": None,
+        "hyp": {},
+        "epoch": -1,
+        "step": 0,
+    }
+
+
+def _config(folder: Path, where: str) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"{path}: cannot be read: {error}", "download it again") from None
+    if not isinstance(content, dict):
+        raise TrainerError(f"{path}: not a mapping", "download it again")
+    return content
+
+
+def _fetch(weights: str) -> Path:
+    """Download the snapshot hf://OWNER/NAME@COMMIT, or find it in the library's cache; return its folder."""
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})", weights.removeprefix(HUB))
+    if not found:
+        raise TrainerError(
+            f"--weights {weights}: not {HUB}OWNER/NAME@COMMIT",
+            "a branch can move, so give the commit's 40 digits, from the list of commits on the model's page",
+        )
+    try:
+        return Path(
+            snapshot_download(
+                found[1], revision=found[2], allow_patterns=["config.json", "*.safetensors", "*.index.json"]
+            )
+        )
+    except Exception as error:  # of the network, the hub and the disk
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise TrainerError(
+            f"--weights {weights}: cannot be downloaded: {type(error).__name__}: {first}",
+            "download it on a machine with network, and give its folder: --weights FOLDER",
+        ) from None
