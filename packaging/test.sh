@@ -63,7 +63,17 @@ install_trackers() {
     packages='import sysconfig; print(sysconfig.get_path("purelib"))'
     .venv/bin/python -c "$packages" >"$(.make/trackers/bin/python -c "$packages")/venv.pth"
 }
-[ "${CI:-}" != true ] || [ -n "${2:-}" ] || install_trackers
+# The schemas of Kubernetes, with which the manifests are compared.
+install_kubernetes_schemas() {
+    [ ! -x .make/kubernetes/bin/kubernetes-validate ] || return 0
+    echo "test: installing kubernetes-validate into .make/kubernetes"
+    .venv/bin/python -m venv .make/kubernetes
+    .make/kubernetes/bin/pip install -qq --disable-pip-version-check kubernetes-validate==1.37.0
+}
+if [ "${CI:-}" = true ] && [ -z "${2:-}" ]; then
+    install_trackers
+    install_kubernetes_schemas
+fi
 
 missing=
 if [ "${ENGINE:-yes}" = no ]; then
