@@ -172,7 +172,7 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
             batch=16,
             epochs=8,
             optimizer="AdamW",
-            hyp=replace(_DIGITS, lr0=5e-4, warmup_epochs=0.5, warmup_bias_lr=0.0, nbs=0.0),
+            hyp=replace(_DIGITS, lr0=5e-4, warmup_epochs=0.5),
         ),
     },
 }

@@ -1,4 +1,4 @@
-"""torchvision's RetinaNet (Lin et al. 2017), from random weights: --cfg torchvision:retinanet_resnet50_fpn."""
+"""torchvision's RetinaNet (Lin et al. 2017) and FCOS (Tian et al. 2019), from random weights: --cfg torchvision:..."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import detection
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+from torchvision.models.detection.fcos import FCOSHead
 from torchvision.models.detection.image_list import ImageList
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
@@ -18,7 +19,8 @@ from trainer.losses import Criterion, Rows, Targets, exact
 from trainer.models.torchvision_nets import Classifier
 
 SMALL = "retinanet_resnet18_fpn"  # of torchvision's parts, for a CPU
-MODELS = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", SMALL)
+FCOS = "fcos_resnet50_fpn"
+MODELS = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", SMALL, FCOS)
 
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
@@ -33,30 +35,35 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
             resnet_fpn_backbone(backbone_name="resnet18", extra_blocks=LastLevelP6P7(256, 256), **how), nc
         )
     else:
-        net = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=nc)
-    return Parts(
-        Network(net), RetinaNetLoss(net), postprocess, can_compile=False, unsupported={"parallel": ("pipeline",)}
-    )
+        head = {"head": CountingHead(256, 1, nc)} if name == FCOS else {}
+        net = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=nc, **head)
+    loss = FcosLoss(net) if name == FCOS else RetinaNetLoss(net)
+    return Parts(Network(net), loss, postprocess, can_compile=False, unsupported={"parallel": ("pipeline",)})
 
 
 class Network(Classifier):
     """torchvision's detector without its resizing, behind the normalisation of its images."""
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
-        """Return cls_logits (b, n, nc), bbox_regression (b, n, 4), and anchors (n, 4) xyxy in px."""
+        """Return cls_logits (b, n, nc), bbox_regression (b, n, 4), anchors (n, 4) xyxy in px, cells of each level (l,).
+
+        FCOS has bbox_ctrness (b, n, 1) too.
+        """
         net: Any = self.net
         images = (images - self.mean) / self.std
         features, size = list(net.backbone(images).values()), (images.shape[2], images.shape[3])
-        return {**net.head(features), "anchors": net.anchor_generator(ImageList(images, [size]), features)[0]}
+        anchors = net.anchor_generator(ImageList(images, [size]), features)[0]
+        cells = torch.tensor([each.shape[2] * each.shape[3] for each in features], device=images.device)
+        return {**net.head(features), "anchors": anchors, "cells": cells}
 
 
 class RetinaNetLoss(Criterion):
     """torchvision's loss: the mean over the images of focal loss and box loss, each per matched anchor of an image."""
 
-    terms = ("cls", "box")
+    terms: tuple[str, ...] = ("cls", "box")
 
     def __init__(self, net: Any) -> None:
-        super().__init__((1.0, 1.0))
+        super().__init__([1.0] * len(self.terms))
         self._compute = net.compute_loss  # its matcher and its coder have no weights
 
     def assigner(self, model: Any, /) -> Any:
@@ -66,12 +73,44 @@ class RetinaNetLoss(Criterion):
     def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the sums (2, 1) and the images (1,)."""
         images, boxes = len(outputs["cls_logits"]), targets["boxes"]
-        mine = [boxes[boxes[:, 0] == k] for k in range(images)]
-        labelled = [{"boxes": each[:, 2:], "labels": each[:, 1].long()} for each in mine]
-        heads = {name: outputs[name].float() for name in ("cls_logits", "bbox_regression")}
-        found = self._compute(labelled, heads, [outputs["anchors"]] * images)
+        found = self._compute(labels_of(boxes, images), heads_of(outputs), [outputs["anchors"]] * images)
         means = torch.stack((found["classification"], found["bbox_regression"]))
         return means[:, None] * images, torch.full((1,), images, dtype=torch.float64, device=boxes.device)
+
+
+class CountingHead(FCOSHead):  # type: ignore[misc]
+    """FCOS's head, whose losses come with the number of matched cells, which the library divides them by."""
+
+    def compute_loss(self, targets: Any, head_outputs: Any, anchors: Any, matched_idxs: list[Tensor]) -> Any:
+        """Return the library's losses, and the number of matched cells."""
+        losses = super().compute_loss(targets, head_outputs, anchors, matched_idxs)
+        return {**losses, "matched": torch.stack([(each >= 0).sum() for each in matched_idxs]).sum()}
+
+
+class FcosLoss(RetinaNetLoss):
+    """torchvision's loss of FCOS: focal loss, GIoU loss and centreness, each per matched cell of all images."""
+
+    terms = ("cls", "box", "ctr")
+
+    def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sums (3, 1) and the matched cells (1,)."""
+        images, heads = len(outputs["cls_logits"]), heads_of(outputs)
+        labels, cells = labels_of(targets["boxes"], images), outputs["cells"].tolist()
+        found = self._compute(labels, heads, [outputs["anchors"]] * images, cells)
+        means = torch.stack([found[name] for name in ("classification", "bbox_regression", "bbox_ctrness")])
+        zero = heads["bbox_regression"].sum() * 0 + heads["bbox_ctrness"].sum() * 0  # without matches, no other use
+        return (means * found["matched"].clamp(min=1) + zero)[:, None], found["matched"].double()[None]
+
+
+def heads_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of the network's head in float32."""
+    return {name: values.float() for name, values in outputs.items() if name not in ("anchors", "cells")}
+
+
+def labels_of(boxes: Tensor, images: int) -> list[dict[str, Tensor]]:
+    """Return the labels of each image as torchvision takes them, from rows (n, 6) of `boxes_of`."""
+    mine = [boxes[boxes[:, 0] == k] for k in range(images)]
+    return [{"boxes": each[:, 2:], "labels": each[:, 1].long()} for each in mine]
 
 
 def boxes_of(
@@ -87,7 +126,7 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
     """Return the detections of each image, by torchvision's thresholds and suppression over all levels together."""
     net, images = model.net, len(outputs["cls_logits"])
     net.score_thresh, net.nms_thresh, net.detections_per_img = limits.confidence, limits.iou, limits.most
-    heads = {name: [outputs[name].float()] for name in ("cls_logits", "bbox_regression")}
+    heads = {name: [values] for name, values in heads_of(outputs).items()}
     if limits.classes is not None:
         heads["cls_logits"][0] = heads["cls_logits"][0].clone()
         others = [k for k in range(heads["cls_logits"][0].shape[2]) if k not in limits.classes]
