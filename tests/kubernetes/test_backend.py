@@ -102,7 +102,7 @@ def start(kubectl, tmp_path, monkeypatch):
         Path(plan.attempt_dir).mkdir(parents=True)
         if check:
             backend.check(job, plan)
-        backend.send_files(job, plan, code, lambda *_: None)
+        backend.send_files(job, plan, code, (), lambda *_: None)
         runs.append(Run(backend, job, plan))
         backend.submit(plan, secrets or {})
         return runs[-1]
