@@ -9,4 +9,4 @@ lock() {
     .make/uv/bin/uv pip compile --quiet --no-config --universal --python-version 3.10 --generate-hashes "$@" pyproject.toml
 }
 lock --extra trainer --output-file requirements/trainer.txt "$@"
-lock --extra trainer --extra export --extra metrics --extra dev --constraint requirements/trainer.txt --output-file requirements/dev.txt "$@"
+lock --extra trainer --extra export --extra metrics --extra transformers --extra dev --constraint requirements/trainer.txt --output-file requirements/dev.txt "$@"
