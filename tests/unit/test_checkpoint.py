@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import os
 import pickle
@@ -113,6 +114,17 @@ def test_the_newest_of_two_checkpoints_is_found_without_reading_their_tensors(tm
     assert size <= bytes_read() - before < 1.5 * size
     assert found is not None
     assert (found["step"], found["model"]["w"].sum().item()) == (6, size // 4)
+
+
+def test_a_checkpoint_of_a_version_with_fewer_hyper_parameters_is_resumed() -> None:
+    settings = Settings(data="d.yaml")
+    saved = dataclasses.asdict(settings)
+    del saved["hyp"]["backbone_lr"], saved["hyp"]["clip_norm"]
+    content = {"settings": saved, "data": "", "cfg": {"nc": 2}}
+    checkpoints.check_same(content, settings, "", {"nc": 2})
+    saved["hyp"]["lr0"] = 0.5
+    with pytest.raises(TrainerError, match="lr0"):
+        checkpoints.check_same(content, settings, "", {"nc": 2})
 
 
 def test_a_checkpoint_with_damaged_tensors_gives_way_to_the_one_before(tmp_path: Path) -> None:

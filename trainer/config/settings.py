@@ -69,14 +69,16 @@ class Settings:
     )
     cfg: str = option(
         "",
-        "Model file: yolov5n.yaml, s, m, l, x, a path to your own, or package.module:function. classify, segment: a "
+        "Model file: yolov5n.yaml, s, m, l, x, a path to your own, or package.module:function. Detectors of other "
+        "libraries: dfine-n, s, m, l, x; rtdetrv2-r18, r34, r50, r101; torchvision:MODEL. classify, segment: a "
         "torchvision model, for example resnet50. (default: the checkpoint's with --weights, else yolov5n.yaml, "
         "resnet18 or lraspp_mobilenet_v3_large)",
     )
     weights: str = option(
         "",
         "Initial weights: best.pt or last.pt of this trainer or of YOLOv5, a release's name (yolov5s.pt, downloaded "
-        "if missing), or a URL (https://.../x.pt#sha256=...). classify, segment: `torchvision` for torchvision's "
+        "if missing), or a URL (https://.../x.pt#sha256=...). D-FINE and RT-DETRv2: a snapshot of the Hugging Face "
+        "hub, as its folder or hf://OWNER/NAME@COMMIT. classify, segment: `torchvision` for torchvision's "
         "weights. (default: random weights)",
     )
     hyp: Hyp = option(  # noqa: RUF009 (a field)

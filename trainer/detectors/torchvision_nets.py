@@ -94,12 +94,11 @@ class FcosLoss(RetinaNetLoss):
 
     def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
         """Return the sums (3, 1) and the matched cells (1,)."""
-        images, heads = len(outputs["cls_logits"]), heads_of(outputs)
-        labels, cells = labels_of(targets["boxes"], images), outputs["cells"].tolist()
-        found = self._compute(labels, heads, [outputs["anchors"]] * images, cells)
+        images, cells = len(outputs["cls_logits"]), outputs["cells"].tolist()
+        labels = labels_of(targets["boxes"], images)
+        found = self._compute(labels, heads_of(outputs), [outputs["anchors"]] * images, cells)
         means = torch.stack([found[name] for name in ("classification", "bbox_regression", "bbox_ctrness")])
-        zero = heads["bbox_regression"].sum() * 0 + heads["bbox_ctrness"].sum() * 0  # without matches, no other use
-        return (means * found["matched"].clamp(min=1) + zero)[:, None], found["matched"].double()[None]
+        return (means * found["matched"].clamp(min=1))[:, None], found["matched"].double()[None]
 
 
 def heads_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

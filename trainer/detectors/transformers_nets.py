@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from trainer.detectors import FAMILIES, Detections, Limits, Parts
 from trainer.errors import TrainerError
-from trainer.losses import Criterion, Rows, Targets, exact
+from trainer.losses import Criterion, Targets
 from trainer.weights import checkpoint_file
 
 # The library checks values of tensors in its layers, which a GPU would have to be waited for, and ONNX cannot express.
@@ -87,10 +85,6 @@ class QueryLoss(Criterion):
         super().__init__([1.0] * len(self.terms))  # the library applies its own weights
         self.loss, self._config = loss, config
 
-    def assigner(self, model: Any, /) -> Any:
-        """Return `labelled`."""
-        return labelled
-
     def without_noise(self) -> None:
         """Learn without noisy copies of the boxes."""
         self._config.num_denoising = 0
@@ -146,15 +140,8 @@ def _layers(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]
     return [{**{key: each[:, k] for key, each in values.items()}, **teacher} for k in range(count)]
 
 
-def labelled(
-    labels: npt.NDArray[np.float32], images: int, height: int, width: int, rows: Rows = exact
-) -> dict[str, Tensor]:
-    """Return `labels` float32 (n, 6), [image, class, cx, cy, w, h] normalised; without rows that pad."""
-    return {"labels": torch.from_numpy(labels)}
-
-
 def labels_of(rows: Tensor, images: int) -> Labels:
-    """Return the labels of each image from rows (n, 6) of `labelled`."""
+    """Return the labels of each image from rows (n, 6), [image, class, cx, cy, w, h] normalised."""
     mine = [rows[rows[:, 0] == k] for k in range(images)]
     return [{"class_labels": each[:, 1].long(), "boxes": each[:, 2:]} for each in mine]
 

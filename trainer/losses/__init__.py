@@ -16,6 +16,11 @@ def exact(_: str, needed: int) -> int:
     return needed
 
 
+def as_labels(labels: Any, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
+    """Return the labels float32 (n, 6) of a batch, as `Criterion.assigner` describes them; without rows that pad."""
+    return {"labels": torch.from_numpy(labels)}
+
+
 class Criterion(nn.Module, ABC):
     """The loss of a batch, as sums and what they are divided by.
 
@@ -60,10 +65,11 @@ class Criterion(nn.Module, ABC):
     def assigner(self, model: Any, /) -> Callable[..., dict[str, Tensor]]:
         """Return what makes the targets of a detector's batch in a dataloader worker, for the model as it is now.
 
-        It is called with the labels float32 (n, 6), [image, class, cx, cy, w, h] normalised; the number of images;
-        their height and width; and optionally `Rows`, which makes the shapes of the targets independent of n.
+        By default they are the labels. It is called with the labels float32 (n, 6), [image, class, cx, cy, w, h]
+        normalised; the number of images; their height and width; and optionally `Rows`, which makes the shapes of the
+        targets independent of n.
         """
-        raise NotImplementedError
+        return as_labels
 
     def weight(self, images: Tensor, /) -> Tensor | float:
         """Return the factor by which the mean loss of a step with `images` images (a scalar) is multiplied."""
