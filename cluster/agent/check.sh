@@ -1,10 +1,9 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # Preflight check of a node: prints a line `WORD TEXT` for each problem, and for values that are compared between nodes.
-# Arguments: $1 engine, $2 image, $3 run directory, $4 device, $5 GPUs, $6 Python, $7 the job's folder if it must not
-# exist, $8 the master's ADDRESS:PORT unless this is its node, $9 the master's port if this is its node, ${10} the job's
-# name if it must be free, ${11} with GPUs the command that prints the versions in the image; then paths that must exist.
-engine=$1 image=$2 folder=$3 device=$4 gpus=$5 python=$6 new=$7 master=$8 port=$9 name=${10} versions=${11}
-shift 11
+# Variables, which may be empty: `engine`, `image`, `run_dir`, `device`, `gpus`, `python`, `new` (the job's folder if it must
+# not exist), `master` (its ADDRESS:PORT unless this is its node), `port` (the master's if this is its node), `name` (the
+# job's if it must be free), and the arrays `versions` (the command that prints those in the image) and `needs` (paths that
+# must exist).
 
 # Prints `port taken ...` if a program listens on port $1. Without ss the agent finds that out.
 listener() {
@@ -22,13 +21,13 @@ namesakes() {
 gpu_facts() {
     nvidia-smi -L 2>&1 | sed 's/^/listed /'
     nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed 's/^/driver=/'
-    eval "timeout 30 $versions" 2>/dev/null < /dev/null
+    [ ${#versions[@]} = 0 ] || timeout 30 "${versions[@]}" 2>/dev/null < /dev/null
 }
 [ "$device" != cuda ] || gpu_facts &
 [ -z "$port" ] || listener "$port" &
 [ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 command -v rsync > /dev/null || echo "no_rsync"
-[ -z "$folder" ] || can_write "$folder" 2>/dev/null || echo "run_dir $folder"
+[ -z "$run_dir" ] || can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir"
 if [ -z "$engine" ]; then
     "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch
 elif ! command -v "$engine" >/dev/null; then echo "no_runtime $engine"
@@ -47,7 +46,7 @@ if [ -n "$master" ]; then
     esac
 fi
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
-for path; do test -e "$path" || echo "missing $path"; done
+for path in "${needs[@]}"; do test -e "$path" || echo "missing $path"; done
 holders "$gpus"
 wait
 exit 0

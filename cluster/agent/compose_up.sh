@@ -1,9 +1,7 @@
-# shellcheck shell=bash
-# Starts the containers of the job $1 with a command of docker compose (from $3 on), whose stdin is the compose file. The
-# GPUs $2 stay locked until the last container has ended. Exits with 74 and prints the job that holds a GPU, or with the
+# shellcheck shell=bash disable=SC2154
+# Starts the containers of the job `job` with a command of docker compose, "$@", whose stdin is the compose file. The GPUs
+# `gpus` stay locked until the last container has ended. Exits with 74 and prints the job that holds a GPU, or with the
 # command's exit code.
-job=$1 gpus=$2
-shift 2
 take_locks "$gpus" "$job" || exit $?
 "$@" || exit $?
 [ -n "$gpus" ] || exit 0

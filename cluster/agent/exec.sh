@@ -1,12 +1,9 @@
 # shellcheck shell=bash disable=SC2154,SC2034
-# exec and shell: enters a node's container and runs a command there. Arguments: the attempt's folder, the node,
-# the command. Above it, backends/script.py writes `engine` (that keeps the container, or ""), `inside` (not empty without
-# a container), `enter` and `arguments` (the words before the command, before and after the runtime's options) and the
-# runtime's functions.
+# exec and shell: enters a node's container and runs the command "$@" there. Variables: `out` (the attempt's folder), `node`,
+# `engine` (that keeps the container, or ""), `inside` (1 without a container), and the arrays `enter` and `arguments`, the
+# words before the command, before and after the runtime's options. The runtime's functions are above it.
 fail() { echo "error: $node: $1" >&2; exit 71; }
 
-out=$1 node=$2
-shift 2
 status=$(cat -- "$out/$node.json" 2>/dev/null) || fail "its ranks have not started"
 [ "${status##*\"phase\":\"exited\"*}" ] || fail "its ranks have ended"
 pid=$(sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' <<< "$status")
@@ -28,12 +25,12 @@ if [ -z "$engine" ]; then
     is_agent "$pid" "$out" "$node" || fail "its agent does not run on $(hostname)"
     while IFS= read -r -d '' variable; do
         case $inside:$variable in
-        yes:*) export "${variable?}" 2>/dev/null ;;
-        :PATH=* | :LD_LIBRARY_PATH=* | :HOME=*) ;;
+        1:*) export "${variable?}" 2>/dev/null ;;
+        *:PATH=* | *:LD_LIBRARY_PATH=* | *:HOME=*) ;;
         *) export "${variable?}" 2>/dev/null && names+=("${variable%%=*}") ;;
         esac
     done < "/proc/$pid/environ"
-    [ -z "$inside" ] || cd -P -- "/proc/$pid/cwd" || exit 72
+    [ "$inside" = 0 ] || cd -P -- "/proc/$pid/cwd" || exit 72
     [ "$(type -t prepare_exec)" != function ] || prepare_exec
 fi
 exec "${enter[@]}" "${options[@]}" "${arguments[@]}" "$@"

@@ -1,8 +1,5 @@
-# shellcheck shell=bash disable=SC2034
-# Prints the state of a job's nodes. $1 job, $2 bytes of a log at most, then FOLDER NODE OFFSET for each node.
-most=$2
-shift 2
-
+# shellcheck shell=bash
+# Prints the state of a job's nodes: FOLDER NODE OFFSET for each are the arguments. Variable: `most` (bytes of a log).
 state() {
     if [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"
     elif ! [ -d "$1" ]; then echo "no folder"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
 
+#: A variable of a script: a text or number, or an array of texts.
+Value = str | int | Sequence[str]
 #: The word of a runtime's command that agent/node.sh replaces by the options of the machine.
 OPTIONS = "@options@"
 
@@ -19,26 +21,25 @@ def text(*names: str) -> str:
     return "".join((_PACKAGE / name).read_text(encoding="utf-8") for name in names)
 
 
-def command(name: str, *words: str) -> list[str]:
-    """Return the command that runs agent/NAME.sh with these arguments, after the functions that it may call."""
-    return ["bash", "-c", text("agent/common.sh", "agent/slurm_env.sh", f"agent/{name}.sh"), name, *words]
+def command(name: str, /, *words: str, **values: Value) -> list[str]:
+    """Return the command that runs agent/NAME.sh, after the functions that it may call; see `bash`."""
+    head = variables(**values) + text("agent/common.sh", "agent/slurm_env.sh")
+    return ["bash", "-c", head + text(f"agent/{name}.sh"), name, *words]
 
 
-def bash(name: str, /, *words: str, **values: str | Sequence[str]) -> list[str]:
-    """Return the command that runs the script `name`, relative to the package `cluster`, with these arguments.
+def bash(name: str, /, *words: str, **values: Value) -> list[str]:
+    """Return the command that runs the script `name`, relative to the package `cluster`.
 
-    `values` are the script's variables.
+    `values` are the script's variables. Its arguments `words` are for a command, or a list of any length: Linux takes
+    2 MB of arguments, but only 128 KB in one of them. Both are on a command line, which all users can read.
     """
-    return ["bash", "-c", variables(values) + text(name), name, *words]
+    return ["bash", "-c", variables(**values) + text(name), name, *words]
 
 
-def variables(values: Mapping[str, str | Sequence[str]]) -> str:
-    """Return one line per variable that sets it to a text, or to an array of texts."""
-    lines = (
-        f"{name}={shlex.quote(value) if isinstance(value, str) else f'({line(value)})'}"
-        for name, value in values.items()
-    )
-    return "".join(f"{each}\n" for each in lines)
+def variables(**values: Value) -> str:
+    """Return one line per variable that sets it to a text or number, or to an array of texts."""
+    quoted = {name: shlex.quote(str(v)) if isinstance(v, str | int) else f"({line(v)})" for name, v in values.items()}
+    return "".join(f"{name}={value}\n" for name, value in quoted.items())
 
 
 @functools.cache

@@ -1,24 +1,24 @@
-# shellcheck shell=bash
-# Cancels the job $1: sends SIGTERM to its batch script, and runs scancel after $2 seconds. scancel also signals the FUSE
-# processes of Apptainer, so that ranks in the container would hang. $3 is the job's folder; the agents read the seconds in
-# the attempt's, so that they wait longer. A task of an array has its number in `submitted`, another job is found by name.
+# shellcheck shell=bash disable=SC2154
+# Cancels the job `job`: sends SIGTERM to its batch script, and runs scancel after `grace` seconds. scancel also signals the
+# FUSE processes of Apptainer, so that ranks in the container would hang. `folder` is the job's; the agents read the seconds
+# in the attempt's, so that they wait longer. A task of an array has its number in `submitted`, another job is found by name.
 # Prints the jobs that remain.
 clear_slurm
-task=$(grep -oE '[0-9]+_[0-9]+$' "$3/submitted" 2>/dev/null)
-if [ -n "$task" ]; then chosen=(--jobs "$task"); else chosen=(--name "$1"); fi
+task=$(grep -oE '[0-9]+_[0-9]+$' "$folder/submitted" 2>/dev/null)
+if [ -n "$task" ]; then chosen=(--jobs "$task"); else chosen=(--name "$job"); fi
 left() { squeue --noheader --array --user "$(id -un)" "${chosen[@]}" "$@" --Format JobID:16 2>/dev/null | tr -d ' ' | sort -u; }
 until_gone() { local until=$((SECONDS + $1)); while [ "$SECONDS" -lt "$until" ] && [ -n "$(left)" ]; do sleep 1; done; }
-read -r attempt _ 2>/dev/null < "$3/attempt" && (echo "$2" > "$3/attempt-$attempt/grace") 2>/dev/null
+read -r attempt _ 2>/dev/null < "$folder/attempt" && (echo "$grace" > "$folder/attempt-$attempt/grace") 2>/dev/null
 running=$(left --states running)
 # The number of an array's last task is that of the whole array.
 [ -z "$task" ] || running=${running:+$task}
-if [ "$2" -gt 0 ] && [ -n "$running" ]; then
+if [ "$grace" -gt 0 ] && [ -n "$running" ]; then
     # shellcheck disable=SC2086
-    scancel --batch --signal=TERM $running && until_gone "$2"
+    scancel --batch --signal=TERM $running && until_gone "$grace"
 fi
 if [ -n "$(left)" ]; then
-    if [ -n "$task" ]; then scancel "$task"; else scancel --user "$(id -un)" --name "$1"; fi || exit 1
+    if [ -n "$task" ]; then scancel "$task"; else scancel --user "$(id -un)" --name "$job"; fi || exit 1
 fi
 until_gone 90
-rm -f -- "${3%/*}/.squeue"
-for job in $(left); do echo "Slurm's job $job"; done
+rm -f -- "${folder%/*}/.squeue"
+for number in $(left); do echo "Slurm's job $number"; done

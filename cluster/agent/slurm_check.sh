@@ -1,9 +1,8 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # Preflight check of a Slurm cluster on its login node: prints a line `WORD TEXT` for each problem, each resource of
-# the site, and each variable of Slurm's programs that is set there. $1 the image if it is a file, $2 run directory, $3 the
-# job's folder if it must not exist, $4 its name if it must be free; then paths that must exist.
-image=$1 dir=$2 new=$3 name=$4
-shift 4
+# the site, and each variable of Slurm's programs that is set there. Variables, which may be empty: `image` (if it is a
+# file), `run_dir`, `new` (the job's folder if it must not exist), `name` (the job's if it must be free), and the array
+# `needs` (paths that must exist).
 report_slurm
 clear_slurm
 for program in sbatch squeue scancel scontrol sinfo flock base64; do
@@ -16,10 +15,10 @@ if ! answer=$(timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>
 fi
 echo "$answer"
 ! timeout 20 scontrol show config 2>/dev/null | grep -q '^AccountingStoreFlags.*job_env' || echo stores_env
-can_write "$dir" 2>/dev/null || echo "run_dir $dir"
+can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir"
 [ -z "$image" ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 [ -z "$name" ] || squeue --noheader --user "$(id -un)" --name "$name" --Format JobID:16 |
     sed -n "1s/^ *\([0-9]*\).*/runs Slurm's job \1/p"
-for path; do test -e "$path" || echo "missing $path"; done
+for path in "${needs[@]}"; do test -e "$path" || echo "missing $path"; done
 exit 0

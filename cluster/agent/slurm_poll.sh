@@ -1,11 +1,10 @@
-# shellcheck shell=bash disable=SC2034
-# Prints the state of a Slurm job's nodes, on its login node. $1 job, $2 bytes of a log at most, $3 squeue's columns, $4 the
-# job's folder, $5 maximum age in seconds of squeue's cached output, then FOLDER NODE OFFSET for each node. Four lines come
-# first: squeue's line, or empty; attempt and hosts; squeue's error; the batch script's error.
+# shellcheck shell=bash disable=SC2154
+# Prints the state of a Slurm job's nodes, on its login node. Variables: `job`, `most` (bytes of a log), `format` (squeue's
+# columns), `folder` (the job's), `old` (the maximum age in seconds of squeue's cached output); FOLDER NODE OFFSET for each
+# node are the arguments. Four lines come first: squeue's line, or empty; attempt and hosts; squeue's error; the batch
+# script's error.
 # A task of an array has the number ARRAY_TASK in `submitted`.
 clear_slurm
-job=$1 most=$2 format=$3 folder=$4 old=$5
-shift 5
 
 state() { if [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"; else echo alive; fi; }
 cache="${folder%/*}/.squeue" # in the run directory: everybody has /tmp of a login node

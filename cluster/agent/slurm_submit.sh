@@ -1,11 +1,10 @@
-# shellcheck shell=bash
-# Submits a batch script. $1 the attempt's folder, $2 the job's folder, $3 lines of secrets on stdin (the agent in one line of
-# Base64 and the batch script follow), then the command that submits. Prints its output and writes it to `submitted`.
+# shellcheck shell=bash disable=SC2154
+# Submits a batch script with the command "$@". Variables: `dir` (the attempt's folder), `folder` (the job's), and `secrets`,
+# the number of their lines on stdin (the agent in one line of Base64 and the batch script follow). Prints the command's
+# output and writes it to `submitted`.
 # The secrets are in the job's environment, which Slurm keeps until the job has ended, also if it requeues the job. In a file
 # on the shared disk they would remain after scancel or SIGKILL.
 clear_slurm
-dir=$1 folder=$2 secrets=$3
-shift 3
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1
 read_secrets "$secrets" || exit 1
 read -r agent && base64 -d <<< "$agent" > "$dir/agent.pyz" || exit 1

@@ -1,9 +1,8 @@
-# shellcheck shell=bash
-# Stops the job $1 on this machine: its processes, then its containers in the engines $5..., of the attempt $3 or ("") of
-# all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after $2 seconds. The agents read the
-# seconds in the attempt's folder $4 ("": none), so that they wait longer. Prints what remains: `process PID`, `container ID`.
-job=$1 grace=$2 attempt=$3 folder=$4
-shift 4
+# shellcheck shell=bash disable=SC2154
+# Stops the job `job` on this machine: its processes, then its containers in `engines` (an array), of the attempt `attempt`
+# or ("") of all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after `grace` seconds. The
+# agents read the seconds in the attempt's folder `folder` ("": none), so that they wait longer. Prints what remains:
+# `process PID`, `container ID`.
 running() {
     local pid
     for pid in $(pids "$job"); do
@@ -25,7 +24,7 @@ for _ in 1 2 3 4 5; do
     sleep 0.2
 done
 for pid in $left; do echo "process $pid"; done
-for engine; do
+for engine in "${engines[@]}"; do
     command -v "$engine" >/dev/null || continue
     listed() {
         local container

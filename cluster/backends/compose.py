@@ -56,9 +56,7 @@ class ComposeBackend(Backend):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
         if job.gpus:
             gpus = Node("this machine", "", job.gpus)
-            words = [DOCKER.name, plan.image, "", plan.device, preflight.ids(gpus), "", "", "", "", ""]
-            done = LocalShell().run(scripts.command("check", *words, preflight.versions(plan, DOCKER.name)))
-            report = done.out.splitlines()
+            report = LocalShell().run(preflight.command(plan, gpus, DOCKER)).out.splitlines()
             preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
@@ -82,8 +80,8 @@ class ComposeBackend(Backend):
             Path(step.agent).write_bytes(scripts.archive())
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        words = [plan.job_id, _gpus(plan), *argv]
-        up = LocalShell().run(scripts.command("compose_up", *words), stdin=text, timeout_s=300)
+        command = scripts.command("compose_up", *argv, job=plan.job_id, gpus=_gpus(plan))
+        up = LocalShell().run(command, stdin=text, timeout_s=300)
         if up.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, "this machine", up.out.strip())
         if up.code:

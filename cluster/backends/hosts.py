@@ -95,18 +95,14 @@ class HostsBackend(Backend):
 
     def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
         step = next(step for step in plan.steps if step.place == node.name)
-        engine, gpus = RUNTIMES[node.runtime].engine, preflight.ids(node)
-        words = [engine, plan.image, node.run_dir, plan.device, gpus, plan.command[0], *step.needs]
-        peer = node.is_machine and node is not plan.nodes[0] and not alone
-        words[6:6] = [
-            plan.dir_on(node) if node.is_machine and plan.attempt == 1 else "",
-            f"{plan.master_addr}:{plan.master_port}" if peer else "",
-            str(plan.master_port) if node is plan.nodes[0] and not alone else "",
-            plan.job_id if plan.attempt == 1 else "",
-            preflight.versions(plan, node.runtime),
-        ]
-        timeout_s = self._monitor.timeout_s(plan, node, 30)
-        done = reach(node).run(scripts.command("check", *words), timeout_s=timeout_s)
+        is_first = node is plan.nodes[0]
+        new = plan.dir_on(node) if node.is_machine and plan.attempt == 1 else ""
+        name = plan.job_id if plan.attempt == 1 else ""
+        master = f"{plan.master_addr}:{plan.master_port}" if node.is_machine and not (is_first or alone) else ""
+        port = plan.master_port if is_first and not alone else ""
+        kind = RUNTIMES[node.runtime]
+        command = preflight.command(plan, node, kind, new=new, name=name, master=master, port=port, needs=step.needs)
+        done = reach(node).run(command, timeout_s=self._monitor.timeout_s(plan, node, 30))
         if done.code:
             hint = "the machine needs bash and a POSIX userland"
             raise UnreachableError(f"{node.display_name}: {done.last_line}", hint)
@@ -114,8 +110,8 @@ class HostsBackend(Backend):
 
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:
         lines, text = script.payload(plan, step, secrets)
-        words = [attempt_dir(plan, node), node.name, plan.job_id, preflight.ids(node), lines]
-        started = reach(node).run(scripts.command("start", *words), stdin=text)
+        values = {"folder": attempt_dir(plan, node), "node": node.name, "job": plan.job_id, "gpus": preflight.ids(node)}
+        started = reach(node).run(scripts.command("start", secrets=lines, **values), stdin=text)
         if started.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, node.name, started.out.strip())
         if started.code:

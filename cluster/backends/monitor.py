@@ -270,8 +270,8 @@ class _MachinePoll:
             poll_thread.join(_POLL_WAIT_S)
 
 
-def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> tuple[list[str], NodeStatuses]:
-    """Run the polling script of this name with `words`, and three more per node.
+def poll(plan: Plan, machine: Node, script: str, head: int = 0, **values: str | int) -> tuple[list[str], NodeStatuses]:
+    """Run the polling script of this name with these variables.
 
     Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines, and the
     status of each node. Raises UnreachableError.
@@ -280,7 +280,7 @@ def poll(plan: Plan, machine: Node, script: str, *words: str, head: int = 0) -> 
     copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
     each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
-    command = scripts.command(script, plan.job_id, str(LOG_CHUNK), *words, *each)
+    command = scripts.command(script, *each, most=LOG_CHUNK, **values)
     done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
     lines = done.out.splitlines()
     if len(lines) != head + 4 * len(nodes):
@@ -340,8 +340,9 @@ def stop(
     `folder` is the attempt's on the machine; its agents find `grace_s` there, and wait longer. Raises ClusterError if
     some remain.
     """
-    words = [job_id, str(math.ceil(grace_s)), "" if attempt is None else str(attempt), folder, *engines]
-    done = reach(machine).run(scripts.command("stop", *words), timeout_s=timeout_s)
+    which = {"attempt": "" if attempt is None else attempt, "folder": folder, "engines": engines}
+    command = scripts.command("stop", job=job_id, grace=math.ceil(grace_s), **which)
+    done = reach(machine).run(command, timeout_s=timeout_s)
     if done.out:
         why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
         hint = "check the engine with clusterctl doctor, or kill them as root there"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
-from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
+from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, driver_problem, short_id
+from cluster.runtimes.base import Runtime
 from cluster.spec.defaults import listed_gpus
 from cluster.spec.model import Node, Plan
 
@@ -19,10 +20,13 @@ def ids(node: Node) -> str:
     return ",".join(str(gpu) for gpu in node.gpus)
 
 
-def versions(plan: Plan, runtime: str) -> str:
-    """Return the command that prints the versions of torch and CUDA in the plan's image, or "" without GPUs."""
-    words = RUNTIMES[runtime].check(plan.image, plan.command[0], "-c", scripts.text("doctor/versions.py"))
-    return scripts.line(words) if plan.device == "cuda" else ""
+def command(plan: Plan, node: Node, kind: Runtime, **more: scripts.Value) -> list[str]:
+    """Return the command that runs agent/check.sh on a node with this runtime; `more` are its other variables."""
+    versions = kind.check(plan.image, plan.command[0], "-c", scripts.text("doctor/versions.py"))
+    values: dict[str, scripts.Value] = {"engine": kind.engine, "image": plan.image, "run_dir": node.run_dir}
+    values |= {"device": plan.device, "gpus": ids(node), "python": plan.command[0], "new": "", "master": "", "port": ""}
+    values |= {"name": "", "versions": versions if plan.device == "cuda" else (), "needs": (), **more}
+    return scripts.command("check", **values)
 
 
 def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:

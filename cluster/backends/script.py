@@ -105,10 +105,11 @@ def _entry(words: Sequence[str]) -> str:
 def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
     """Return the command that runs `argv` in a running node's container, on its machine."""
     runtime = RUNTIMES[node.runtime]
-    values = {"engine": runtime.engine, "inside": "yes" if runtime.inside else ""}
-    text = scripts.variables(values) + _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
+    where = {"out": attempt_dir(plan, node), "node": node.name, "engine": runtime.engine}
+    text = scripts.variables(inside=int(runtime.inside), **where)
+    text += _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
-    return ["bash", "-c", text, "exec", attempt_dir(plan, node), node.name, *in_setup(job, argv)]
+    return ["bash", "-c", text, "exec", *in_setup(job, argv)]
 
 
 def in_setup(job: Job, argv: Sequence[str]) -> list[str]:

@@ -55,13 +55,10 @@ class SlurmBackend(Backend):
         setup = [
             f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
             # the variables of agent/batch.sh
-            f"run={shlex.quote(run_dir)}",
-            f"nodes={job.nodes}",
-            f"port={job.port}",
-            f"max_restarts={max(0, job.max_restarts - attempt + 1)}",
-            f"first_attempt={attempt}",
-            f"requeue_after='{slurm.ENDED_WITH_CHECKPOINT} {slurm.ENDED_WITHOUT_CODE}'",
-            f"options=({' '.join(slurm.variables(slurm.job_options(job)))})",
+            scripts.variables(run=run_dir, nodes=job.nodes, port=job.port)
+            + scripts.variables(max_restarts=max(0, job.max_restarts - attempt + 1), first_attempt=attempt)
+            + scripts.variables(requeue_after=f"{slurm.ENDED_WITH_CHECKPOINT} {slurm.ENDED_WITHOUT_CODE}")
+            + f"options=({' '.join(slurm.variables(slurm.job_options(job)))})",
             f"node=$(cat <<'{end}'\n{node}{end}\n)",
         ]
         body = scripts.text("agent/slurm_env.sh", "agent/batch.sh")
@@ -77,8 +74,9 @@ class SlurmBackend(Backend):
         new = plan.dir_on(login) if login.login and plan.attempt == 1 else ""
         run_dir = login.run_dir or job.run_root
         image = plan.image if RUNTIMES[login.runtime].image_is_file else ""
-        words = [image, run_dir, new, plan.job_id if plan.attempt == 1 else "", *step.needs]
-        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=60)
+        where = {"image": image, "run_dir": run_dir, "new": new, "name": plan.job_id if plan.attempt == 1 else ""}
+        command = scripts.command("slurm_check", needs=step.needs, **where)
+        done = reach(login).run(command, timeout_s=60)
         if done.code:
             raise UnreachableError(f"{login.display_name}: {done.last_line}")
         errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
@@ -101,12 +99,13 @@ class SlurmBackend(Backend):
         """Write a job's files to the cluster, and run the command that submits it."""
         login = plan.nodes[0]
         lines, text = script.payload(plan, plan.steps[0], secrets)
-        self._run(login, text, "slurm_submit", script.attempt_dir(plan, login), plan.dir_on(login), lines, *argv)
+        folders = {"dir": script.attempt_dir(plan, login), "folder": plan.dir_on(login)}
+        self._run(login, text, scripts.command("slurm_submit", *argv, secrets=lines, **folders))
 
-    def _run(self, login: Node, text: str, *command: str) -> None:
+    def _run(self, login: Node, text: str, command: Sequence[str]) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
         # In a thread: Ctrl-C waits for the submission, which would escape the scancel after it.
-        done = parallel.all_of([login], lambda node: reach(node).run(scripts.command(*command), stdin=text))[login.name]
+        done = parallel.all_of([login], lambda node: reach(node).run(command, stdin=text))[login.name]
         if done.code:
             lines = [
                 re.sub(r"^sbatch: (error: |fatal: )?", "", line)
@@ -142,7 +141,8 @@ class SlurmBackend(Backend):
         ((path, text),) = step.files.items()
         lines, exported = script.secret_exports(plans[0], secrets)
         folders = [plan.dir_on(login) for plan in plans]
-        self._run(login, exported + text, "slurm_array", path, lines, *folders, "--", *step.argv)
+        command = scripts.command("slurm_array", *folders, path=path, secrets=lines, submit=step.argv)
+        self._run(login, exported + text, command)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
         """Return statuses from the nodes' exit-code files, or else from squeue. Copy logs from a remote cluster."""
@@ -152,8 +152,9 @@ class SlurmBackend(Backend):
         """Cancel the job with scancel, and wait until it has ended. Raises ClusterError if it is still in the queue."""
         login = plan.nodes[0]
         # The batch script needs some seconds to forward the signal.
-        words = [plan.job_id, str(max(3, math.ceil(grace_s)) if grace_s else 0), plan.dir_on(login)]
-        done = reach(login).run(scripts.command("slurm_cancel", *words), timeout_s=grace_s + 120)
+        grace = max(3, math.ceil(grace_s)) if grace_s else 0
+        command = scripts.command("slurm_cancel", job=plan.job_id, grace=grace, folder=plan.dir_on(login))
+        done = reach(login).run(command, timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
@@ -201,8 +202,8 @@ class SlurmBackend(Backend):
 
     def _query(self, plan: Plan, login: Node) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
-        words = [slurm.FORMAT, plan.dir_on(login), str(INTERVAL_S)]
-        head, own = monitor.poll(plan, login, "slurm_poll", *words, head=4)
+        where = {"job": plan.job_id, "folder": plan.dir_on(login), "format": slurm.FORMAT}
+        head, own = monitor.poll(plan, login, "slurm_poll", head=4, old=INTERVAL_S, **where)
         line, running, refused, error = head
         if refused and not line:
             raise UnreachableError(f"Slurm does not answer: {refused}", "scontrol ping")

@@ -130,8 +130,8 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
 
 def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
-    words = [*engine.probe_words(node, image), *addresses]
-    done = reach(node).run(scripts.bash("doctor/probe.sh", *words), timeout_s=TIMEOUT_S)
+    command = scripts.bash("doctor/probe.sh", *addresses, **engine.probe_values(node, image))
+    done = reach(node).run(command, timeout_s=TIMEOUT_S)
     facts = parse(done.out)
     if "end" not in facts.every("probe"):
         hint = f'ssh {node.login} "bash --version"'

@@ -10,12 +10,12 @@ from cluster.spec import defaults
 from cluster.spec.model import Gpu, Node
 
 
-def probe_words(node: Node, image: str) -> list[str]:
-    """Return the arguments of `probe.sh` before the addresses."""
-    engine = ENGINES.get(node.runtime)
-    about = [engine.name, image, engine.info, engine.label] if engine else ["", image, "", ""]
-    python = scripts.line(RUNTIMES[node.runtime].check(image, "python3"))
-    return [node.run_dir, *about, python, scripts.text("doctor/versions.py")]
+def probe_values(node: Node, image: str) -> dict[str, scripts.Value]:
+    """Return the variables of `probe.sh`."""
+    engine, python = ENGINES.get(node.runtime), RUNTIMES[node.runtime].check(image, "python3")
+    about = {"engine": engine.name, "info": engine.info, "label": engine.label} if engine else {"engine": ""}
+    texts = {"run_dir": node.run_dir, "image": image, "versions": scripts.text("doctor/versions.py")}
+    return {**about, **texts, "python": python}
 
 
 def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:

@@ -1,12 +1,7 @@
-# shellcheck shell=bash
-# probe.sh RUN_DIR ENGINE IMAGE INFO LABEL PYTHON VERSIONS ADDRESS...
-# Prints the facts of this machine as lines `NAME=VALUE`. The last one is `probe=end`. INFO and LABEL are Go templates of
-# the engine, if there is one. PYTHON is the command that runs Python in the image, VERSIONS the text of versions.py. The
-# addresses are those of all nodes.
-run_dir=$1 engine=$2 image=$3 info=$4 label=$5 versions=$7
-python=()
-eval "python=($6)"
-shift 7
+# shellcheck shell=bash disable=SC2154
+# Prints the facts of this machine as lines `NAME=VALUE`. The last one is `probe=end`. The arguments are the addresses of all
+# nodes. Variables: `run_dir`, `engine` and `image`, `info` and `label` (Go templates of the engine, if there is one),
+# `versions` (the text of versions.py), and the array `python`, the command that runs Python in the image.
 export LC_ALL=C
 fact() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
 has() { command -v "$1" >/dev/null 2>&1 && fact has "$1"; }

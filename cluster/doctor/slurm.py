@@ -33,8 +33,9 @@ def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, g
         queue = Queue(login, inventory.options)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         # The folder "." exists, so the script creates none.
-        words = [image if RUNTIMES[login.runtime].image_is_file else "", ".", "", ""]
-        done = reach(login).run(scripts.command("slurm_check", *words), timeout_s=TIMEOUT_S)
+        file = image if RUNTIMES[login.runtime].image_is_file else ""
+        command = scripts.command("slurm_check", image=file, run_dir=".", new="", name="", needs=())
+        done = reach(login).run(command, timeout_s=TIMEOUT_S)
         request = judge_request(job, done.by_word)
     except ClusterError as error:
         check = "login" if isinstance(error, UnreachableError) else "request"
@@ -71,13 +72,13 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
 
 
 def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
-    node = scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
-    kind = RUNTIMES[login.runtime]
-    probe = engine.probe_words(login, job.image)
-    on_node = [scripts.line(kind.version), scripts.line(kind.check(job.image, "true")), *probe]
-    words = [login.run_dir, login.data_dir, secrets.token_hex(8), str(IMMEDIATE_S + JOB_S)]
-    words += [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node", *on_node]
-    text = scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
+    node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
+    node += scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
+    words = [*srun(job), "--time=5", f"--immediate={IMMEDIATE_S}", "--label", "bash", "-c", node, "node"]
+    where = {"run_dir": login.run_dir, "data_dir": login.data_dir, "token": secrets.token_hex(8)}
+    text = scripts.variables(timeout_s=IMMEDIATE_S + JOB_S, **where)
+    text += scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
     with piped(login, ["bash", "-c", text, "slurm_job", *words]) as running:
         output = running.stdout.read()
         running.stdin.close()

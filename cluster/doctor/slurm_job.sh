@@ -1,17 +1,15 @@
-# shellcheck shell=bash
-# slurm_job.sh RUN_DIR DATA_DIR TOKEN TIMEOUT_S COMMAND...
-# Runs on the login node. Writes a file into each of the two folders, or its closest existing parent, and runs a command in
-# a Slurm job with the paths of the two files as further arguments. The end of the input cancels the job.
+# shellcheck shell=bash disable=SC2154
+# Runs on the login node. Writes a file with `token` in its name into each of the folders `run_dir` and `data_dir`, or its
+# closest existing parent, and runs the command "$@" in a Slurm job for `timeout_s` at most, with the paths of the two files
+# as further arguments. The end of the input cancels the job.
 clear_slurm
-token=$3 timeout_s=$4
 marker() {
     local folder=$1
     until [ -d "$folder" ]; do folder=$(dirname -- "$folder"); done
     printf '%s\n' "$folder/.clusterctl-doctor.$token"
 }
-run_file=$(marker "$1")
-data_file=$(marker "$2")
-shift 4
+run_file=$(marker "$run_dir")
+data_file=$(marker "$data_dir")
 trap 'rm -f -- "$run_file" "$data_file"' EXIT
 touch -- "$run_file" "$data_file"
 

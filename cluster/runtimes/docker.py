@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,14 +13,17 @@ from cluster.runtimes.base import Runtime
 if TYPE_CHECKING:
     from cluster.spec.model import Gpu, Job, Mount, Node
 
+#: A new line in a Go template.
+_NEW_LINE = '{{"\\n"}}'
+
 
 class ContainerRuntime(Runtime):
     """An engine with Docker's command line; the engines differ in their Go templates and in a few options.
 
-    `page` says how to install it. `info` is the template of `info` for the facts `engine_version=`, `engine_security=`
-    and others, `image_facts` are those of `version` and `info` for images/engine.sh, `label` is that of `ps` for a
-    container's label CLUSTER_JOB_ID. `options` are more options of `run`. Since version `zstd_since` it unpacks zstd.
-    `rootless_network`: without root its network is its own, so that peers may not reach the containers.
+    `page` says how to install it. The templates print facts: `info` those named `engine_...`, `image_facts` those of
+    images/engine.sh (with `version` and with `info`), `label` a container's label CLUSTER_JOB_ID. `options` are for
+    `run`, and `gpu_device` is the kind of a GPU's CDI device ("": the engine takes `--gpus`). It unpacks zstd since the
+    version `zstd_since`. `rootless_network`: without root, its containers may not be reachable for peers.
     """
 
     script = "runtimes/docker.sh"
@@ -30,6 +32,7 @@ class ContainerRuntime(Runtime):
     image_facts: tuple[str, str]
     label: str
     options: tuple[str, ...] = ()
+    gpu_device = ""
     zstd_since: tuple[int, ...] = ()
     rootless_network = False
 
@@ -63,13 +66,11 @@ class ContainerRuntime(Runtime):
         """Return ids from 0: a container numbers its GPUs from 0."""
         return tuple(range(len(node.gpus)))
 
-    @abstractmethod
     def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
         """Return the options that give a container these GPUs of the host."""
-
-
-def _lines(*parts: str) -> str:
-    return '{{"\\n"}}'.join(parts)
+        if self.gpu_device:
+            return [word for gpu in gpus for word in ("--device", f"{self.gpu_device}={gpu}")]
+        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in gpus) + '"']  # the quotes are docker's CSV
 
 
 class DockerRuntime(ContainerRuntime):
@@ -77,21 +78,15 @@ class DockerRuntime(ContainerRuntime):
 
     name = engine = "docker"
     page = "https://docs.docker.com/engine/install/"
-    info = _lines(
-        "engine_version={{.ServerVersion}}",
-        "engine_security={{.SecurityOptions}}",
-        "engine_runtimes={{range $name, $_ := .Runtimes}}{{$name}} {{end}}",
-    )
+    _runtimes = "engine_runtimes={{range $name, $_ := .Runtimes}}{{$name}} {{end}}"
+    info = _NEW_LINE.join(("engine_version={{.ServerVersion}}", "engine_security={{.SecurityOptions}}", _runtimes))
     _driver, _root = "driver {{.Driver}} {{json .DriverStatus}}", "root {{.DockerRootDir}}"
-    image_facts = ("version {{.Server.Version}}", _lines("platform {{.OSType}}/{{.Architecture}}", _driver, _root))
+    _store = ("platform {{.OSType}}/{{.Architecture}}", _driver, _root)
+    image_facts = ("version {{.Server.Version}}", _NEW_LINE.join(_store))
     label = '{{.Label "CLUSTER_JOB_ID"}}'
     options = ("--log-driver", "none")
     zstd_since = (23,)
     rootless_network = True
-
-    def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Return `--gpus`."""
-        return ["--gpus", '"device=' + ",".join(str(gpu) for gpu in gpus) + '"']  # the quotes are docker's CSV
 
 
 class PodmanRuntime(ContainerRuntime):
@@ -99,13 +94,9 @@ class PodmanRuntime(ContainerRuntime):
 
     name = engine = "podman"
     page = "https://podman.io/docs/installation"
-    info = _lines(
-        "engine_version={{.Version.Version}}", "engine_security={{if .Host.Security.Rootless}}rootless{{end}}"
-    )
-    _root = "root {{.Store.GraphRoot}}"
-    image_facts = ("version {{.Client.Version}}", _lines("platform {{.Host.OS}}/{{.Host.Arch}}", _root))
+    _security = "engine_security={{if .Host.Security.Rootless}}rootless{{end}}"
+    info = _NEW_LINE.join(("engine_version={{.Version.Version}}", _security))
+    _store = ("platform {{.Host.OS}}/{{.Host.Arch}}", "root {{.Store.GraphRoot}}")
+    image_facts = ("version {{.Client.Version}}", _NEW_LINE.join(_store))
     label = '{{index .Labels "CLUSTER_JOB_ID"}}'
-
-    def gpu_words(self, gpus: Sequence[Gpu]) -> list[str]:
-        """Return `--device` for each GPU."""
-        return [word for gpu in gpus for word in ("--device", f"nvidia.com/gpu={gpu}")]
+    gpu_device = "nvidia.com/gpu"

@@ -103,9 +103,9 @@ def inspect(given: Inventory) -> dict[str, Found]:
 
 
 def _inspect(node: Node, *, needs_gpus: bool) -> Found:
-    folders = (node.run_dir or inventory.RUN_DIR, node.data_dir or inventory.DATA_DIR)
+    folders = {"run_dir": node.run_dir or inventory.RUN_DIR, "data_dir": node.data_dir or inventory.DATA_DIR}
     engines = (word for name, each in ENGINES.items() for word in (name, each.info))
-    done = reach(node).run(scripts.bash(_SCRIPT, "machine", *folders, *engines), timeout_s=_TIMEOUT_S)
+    done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
     if done.code:
         raise LaunchError(f"{node.name}: cannot be inspected: {done.last_line}", "it needs bash and coreutils")
     words = done.out.split("\0")

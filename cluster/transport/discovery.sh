@@ -1,7 +1,7 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2154
 # Prints facts about this machine as names and values, each terminated by NUL.
-#   machine RUN_DIR DATA_DIR [ENGINE TEMPLATE]...  the machine's network and GPUs, both folders, the free bytes for RUN_DIR,
-#                             and the output of each engine's `info --format TEMPLATE`
+#   machine [ENGINE TEMPLATE]...  the machine's network and GPUs, the folders `run_dir` and `data_dir`, the free bytes for
+#                             the first, and the output of each engine's `info --format TEMPLATE`
 #   routes ADDRESS...         the route to each address; the address is the name
 fields() { printf '%s\0' "$@"; }
 
@@ -17,11 +17,11 @@ machine)
         gpus=$(timeout 10 nvidia-smi -L 2>&1)
         fields gpus "$gpus" gpus_code $?
     fi
-    existing=$(absolute "$2")
-    fields run_dir "$existing" data_dir "$(absolute "$3")"
+    existing=$(absolute "$run_dir")
+    fields run_dir "$existing" data_dir "$(absolute "$data_dir")"
     while [ ! -e "$existing" ]; do existing=${existing%/*} existing=${existing:-/}; done
     fields free "$(df --output=avail -B1 -- "$existing" | tail -n 1)"
-    shift 3
+    shift
     while [ $# -gt 0 ]; do
         if command -v "$1" >/dev/null; then fields "$1" "$(timeout 10 "$1" info --format "$2" 2>&1)"; fi
         shift 2

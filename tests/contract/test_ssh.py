@@ -370,7 +370,7 @@ def test_an_attempt_that_does_not_start_counts_as_a_restart(machines, sshd, run,
         1,
         f"now=$(date +%s); until=$(cat {broken} 2>/dev/null || echo 0)\n"
         'case "$(tr -d " " <<< "${SSH_ORIGINAL_COMMAND##* bash }" | base64 -d 2>/dev/null)" in\n'
-        f'  *" start "*attempt-2*) [ -e {broken} ] || {{ until=$((now + 6)); echo $until > {broken}; }} ;;\n'
+        f'  *folder=*/attempt-2*" start") [ -e {broken} ] || {{ until=$((now + 6)); echo $until > {broken}; }} ;;\n'
         "esac\n"
         '[ "$now" -ge "$until" ] || kill -9 $PPID',
     )

@@ -902,9 +902,17 @@ def test_plan_writes_the_archive_to_a_pipe_or_a_file_but_not_to_a_terminal(tmp_p
     assert (done.returncode, b"cannot be printed on a terminal" in done.stderr) == (2, True)
 
 
+def test_a_script_gets_its_variables_as_they_are():
+    texts = ["it's $HOME\n`id`", "", '"*" \\ é', "-n"]
+    head = scripts.variables(text=texts[0], number=7, several=texts, none=())
+    shown = 'printf "%s\\0" "$text" "$number" "${#none[@]}" "${several[@]}"'
+    done = subprocess.run(["bash", "-c", head + shown], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\0") == [texts[0], "7", "0", *texts, ""]
+
+
 def test_no_secrets_remain_after_a_failed_start(tmp_path):
     """The agent in Base64 is damaged."""
-    argv = scripts.command("start", str(tmp_path / "attempt-1"), "n0", "job", "", "1")
+    argv = scripts.command("start", folder=str(tmp_path / "attempt-1"), node="n0", job="job", gpus="", secrets=1)
     done = subprocess.run(argv, input="export TOKEN=hush\n***\n", capture_output=True, text=True, check=False)
     assert (done.returncode, "base64: invalid input" in done.stderr) == (1, True)
     assert not (tmp_path / "attempt-1" / "n0.secrets").exists()

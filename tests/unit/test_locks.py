@@ -27,16 +27,21 @@ def locks(tmp_path):
     return tmp_path / "locks"
 
 
-def run(name, locks, *words, program="true", path=""):
+def run(name, locks, *words, program="true", path="", **values):
     """Run agent/NAME.sh with the locks in a folder."""
     environment = {**os.environ, "CLUSTERCTL_LOCKS": str(locks), "PATH": f"{path or '/bin'}:{os.environ['PATH']}"}
     text = base64.b64encode(b"agent").decode() + f"\n{program}\n"
-    argv = scripts.command(name, *map(str, words))
+    argv = scripts.command(name, *words, **values)
     return subprocess.run(argv, input=text, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
 def start(locks, job="job", gpus="0", **more):
-    return run("start", locks, locks.parent / job / "attempt-1", "n0", job, gpus, "0", **more)
+    folder = str(locks.parent / job / "attempt-1")
+    return run("start", locks, folder=folder, node="n0", job=job, gpus=gpus, secrets=0, **more)
+
+
+def ask(locks):
+    return run("queue", locks, "00-1-job", "0")
 
 
 def shared_folder(locks):
@@ -52,12 +57,11 @@ def test_the_folder_and_its_files_are_for_all_users(locks):
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o722])
-@pytest.mark.parametrize("name", ["start", "queue"])
-def test_a_folder_in_which_others_could_remove_a_lock_is_refused(locks, mode, name):
+@pytest.mark.parametrize("script", [start, ask])
+def test_a_folder_in_which_others_could_remove_a_lock_is_refused(locks, mode, script):
     locks.mkdir()
     locks.chmod(mode)
-    words = {"start": (locks.parent / "run", "n0", "job", "0", "0"), "queue": ("00-1-job", "0")}[name]
-    done = run(name, locks, *words)
+    done = script(locks)
     assert (done.returncode, f"{locks} must be a folder with mode 1777" in done.stderr) == (1, True), done
     assert list(locks.iterdir()) == []
 
@@ -71,13 +75,12 @@ def test_a_folder_of_another_user_is_used_only_if_each_user_keeps_their_own_file
     assert start(locks).returncode == code
 
 
-@pytest.mark.parametrize("name", ["start", "queue"])
-def test_a_link_in_place_of_the_folder_is_refused(locks, name):
+@pytest.mark.parametrize("script", [start, ask])
+def test_a_link_in_place_of_the_folder_is_refused(locks, script):
     victim = locks.parent / "victim"
     victim.mkdir()
     locks.symlink_to(victim)
-    words = {"start": (locks.parent / "run", "n0", "job", "0", "0"), "queue": ("00-1-job", "0")}[name]
-    assert run(name, locks, *words).returncode == 1
+    assert script(locks).returncode == 1
     assert list(victim.iterdir()) == []
 
 

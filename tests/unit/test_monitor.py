@@ -189,7 +189,7 @@ def test_a_silent_machine_is_lost_when_another_one_answered(monkeypatch):
 
 def status_of(folder):
     """Return the status of node n0 from the real polling script; `folder` is the attempt's."""
-    done = LocalShell().run(scripts.command("poll", "job", "1000", str(folder), "n0", ""))
+    done = LocalShell().run(scripts.command("poll", str(folder), "n0", "", most=1000))
     assert not done.err
     state, why, agent, _log = done.out.split("\n")[:4]
     return monitor.status("n0", json.loads(agent or "{}"), state, why)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.agent import scripts
 from cluster.backends import BACKENDS, preflight
 from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
+from cluster.runtimes import BARE
 from cluster.spec.model import Job, Node
 from cluster.transport.local import LocalShell
 
@@ -106,8 +106,8 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
 @pytest.mark.parametrize(("limit", "lines"), [("unlimited", []), ("0", ["run_dir "])], ids=["space", "no space"])
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
-    words = ["", "", str(tmp_path / "runs"), "cpu", "", "true", "", "", "", "", ""]
-    text = f"ulimit -f {limit}; trap '' XFSZ\n{scripts.text('agent/common.sh', 'agent/check.sh')}"
-    done = LocalShell().run(["bash", "-c", text, "prepare", *words], timeout_s=60)
+    plan = replace(PLAN, device="cpu", command=("true",))
+    *bash, text, name = preflight.command(plan, Node("n", "", run_dir=str(tmp_path / "runs")), BARE)
+    done = LocalShell().run([*bash, f"ulimit -f {limit}; trap '' XFSZ\n{text}", name], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in lines]
     assert list((tmp_path / "runs").iterdir()) == []

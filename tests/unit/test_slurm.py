@@ -207,14 +207,12 @@ def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monke
     """Not by their own names, which could change what sbatch does."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job-0").mkdir()
-    words = {
-        "slurm_submit": [f"{tmp_path}/attempt-1", str(tmp_path), "2"],
-        "slurm_array": ["array.sbatch", "2", "job-0", "--"],
-    }
+    command = {
+        "slurm_submit": scripts.command(name, *sbatch, dir=f"{tmp_path}/attempt-1", folder=str(tmp_path), secrets=2),
+        "slurm_array": scripts.command(name, "job-0", path="array.sbatch", submit=sbatch, secrets=2),
+    }[name]
     text = "export TOKEN='hush\nhush'\n" + ("YWdlbnQ=\n" if name == "slurm_submit" else "") + "script\n"
-    done = subprocess.run(
-        scripts.command(name, *words[name], *sbatch), input=text, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     assert done.returncode == code, done
     (seen,) = tmp_path.rglob("seen")
     assert "CLUSTER_SECRET_VALUES=export TOKEN='hush\nhush'\n" in seen.read_text()
@@ -223,6 +221,20 @@ def test_secrets_are_in_the_environment_of_sbatch_and_in_no_file(tmp_path, monke
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert "script\n" in [path.read_text() for path in files]
     assert not [path for path in files if "hush" in path.read_text()]
+
+
+def test_each_job_of_an_array_has_the_number_of_its_task(tmp_path):
+    """More folders than the 128 KB of one argument have room for."""
+    folders = [tmp_path / f"{'long' * 20}-{task}" for task in range(1200)]
+    for folder in folders:
+        folder.mkdir()
+    command = scripts.command(
+        "slurm_array", *map(str, folders), path=str(tmp_path / "a b.sbatch"), secrets=0, submit=ACCEPTS
+    )
+    assert sum(map(len, command)) > 128 * 1024
+    subprocess.run(command, input="script\n", text=True, check=True, capture_output=True, cwd=tmp_path)
+    assert [(folder / "submitted").read_text() for folder in folders] == [f"7_{task}\n" for task in range(1200)]
+    assert (tmp_path / "a b.sbatch").read_text() == "script\n"
 
 
 @pytest.mark.parametrize(
@@ -308,9 +320,9 @@ class Site:
                 ["bash", path], env=self.environment(variables), stdout=log, stderr=log, timeout=60, check=False
             )
 
-    def script(self, name, *words, variables, text=""):
+    def script(self, name, /, *words, variables, text="", **values):
         """Run a script of agent/ as the launcher does."""
-        command, env = scripts.command(name, *words), self.environment(variables)
+        command, env = scripts.command(name, *words, **values), self.environment(variables)
         return subprocess.run(command, env=env, input=text, capture_output=True, text=True, timeout=60, check=False)
 
     def calls(self):
@@ -329,18 +341,27 @@ def site(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "text"),
+    ("name", "words", "values", "text"),
     [
-        ("slurm_submit", ["{0}/a", "{0}", "0", "sbatch", "x"], "\nscript\n"),
-        ("slurm_array", ["{0}/array.sbatch", "0", "{0}", "--", "sbatch", "x"], "script\n"),
-        ("slurm_poll", ["digits", "100", "Name:50", "{0}", "0", "{0}/a", "node-0", ""], ""),
-        ("slurm_cancel", ["digits", "0", "{0}"], ""),
-        ("slurm_check", ["", "{0}", "", "digits"], ""),
+        ("slurm_submit", ["sbatch", "x"], {"dir": "a", "folder": ".", "secrets": 0}, "\nscript\n"),
+        ("slurm_array", ["."], {"path": "array.sbatch", "secrets": 0, "submit": ["sbatch", "x"]}, "script\n"),
+        (
+            "slurm_poll",
+            ["a", "node-0", ""],
+            {"job": "digits", "most": 9, "format": "Name:50", "folder": ".", "old": 0},
+            "",
+        ),
+        ("slurm_cancel", [], {"job": "digits", "grace": 0, "folder": "."}, ""),
+        ("slurm_check", [], {"image": "", "run_dir": ".", "new": "", "name": "digits", "needs": []}, ""),
     ],
 )
-def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, name, words, text):
+def test_no_inherited_variable_reaches_a_program_of_the_login_node(site, monkeypatch, name, words, values, text):
+    monkeypatch.chdir(site.folder)
     inherited = dict.fromkeys(VARIABLES, "1") | PLACES
-    done = site.script(name, *[word.format(site.folder) for word in words], variables=inherited, text=text)
+    values = {
+        key: f"{site.folder}/{value}" if key in ("dir", "folder", "path") else value for key, value in values.items()
+    }
+    done = site.script(name, *words, variables=inherited, text=text, **values)
     calls = site.calls()
     assert calls, done.stderr
     assert {words: pairs for words, pairs, _ in calls} == {words: PLACES for words, _, _ in calls}
@@ -352,9 +373,9 @@ def test_a_session_a_release_and_doctor_inherit_no_variable(site):
     inherited = site.environment(dict.fromkeys(VARIABLES, "1") | PLACES)
     for text in (slurm_backend._QUIET_STEP, 'clear_slurm; exec "$0" "$@"'):
         subprocess.run([*slurm_backend._shell(text), "srun", "true"], env=inherited, timeout=60, check=True)
-    doctor = scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
-    words = [str(site.folder), str(site.folder), "token", "60", "srun"]
-    command = ["bash", "-c", doctor, "x", *words]
+    where = {"run_dir": str(site.folder), "data_dir": str(site.folder), "token": "token", "timeout_s": 60}
+    doctor = scripts.variables(**where) + scripts.text("agent/slurm_env.sh", "doctor/slurm_job.sh")
+    command = ["bash", "-c", doctor, "x", "srun"]
     with subprocess.Popen(command, env=inherited, stdin=subprocess.PIPE) as running:  # the end of its input cancels it
         assert running.wait(60) == 0
     assert [pairs for _, pairs, _ in site.calls()] == [PLACES] * 3
@@ -413,7 +434,8 @@ def statuses_of(site):
     """What the launcher reads about both nodes."""
     folder = site.runs / "digits"
     nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
-    done = site.script("slurm_poll", "digits", "100", slurm.FORMAT, str(folder), "0", *nodes, variables={})
+    values = {"job": "digits", "most": 100, "format": slurm.FORMAT, "folder": str(folder), "old": 0}
+    done = site.script("slurm_poll", *nodes, variables={}, **values)
     row, attempt, _, error, *_ = done.stdout.splitlines()
     number, *hosts = attempt.split() or ["0"]
     found = slurm.statuses(PLAN, slurm.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
