@@ -28,7 +28,7 @@ time.sleep(float(os.environ["NAP_S"]))
 
 
 @dataclass
-class Run:
+class FollowedJob:
     """A job that was started, followed as its supervisor does."""
 
     backend: KubernetesBackend
@@ -103,7 +103,7 @@ def start(kubectl, tmp_path, monkeypatch):
         if check:
             backend.check(job, plan)
         backend.send_files(job, plan, code, (), lambda *_: None)
-        runs.append(Run(backend, job, plan))
+        runs.append(FollowedJob(backend, job, plan))
         backend.submit(plan, secrets or {})
         return runs[-1]
 

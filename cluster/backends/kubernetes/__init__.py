@@ -462,15 +462,15 @@ def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_G
     clock = monitor.AwakeClock()
     until = clock() + grace_s + _REMOVAL_S
     while left := client.get("pods", selector):
-        states = {pod["metadata"]["name"]: waiting.observed("", pod) for pod in left}
-        lost = [name for name, state in states.items() if state.host_is_silent]
+        names = [pod["metadata"]["name"] for pod in left]
+        lost = [pod["metadata"]["name"] for pod in left if waiting.observed("", pod).host_is_silent]
         if clock() > until - _REMOVAL_S:  # nothing runs in these, and a kubelet may take a minute to say so
-            lost += [name for name, state in states.items() if state.status.phase == "pending" and not state.receives]
+            lost += [pod["metadata"]["name"] for pod in left if pod["status"].get("phase") == "Pending"]
         if lost:
             client.delete("pods", *lost, force=True)
         elif clock() > until:
-            hint = f"kubectl delete pods {' '.join(states)} --grace-period=0 --force"
-            raise ClusterError(f"kubernetes: these pods do not end: {', '.join(states)}", hint)
+            hint = f"kubectl delete pods {' '.join(names)} --grace-period=0 --force"
+            raise ClusterError(f"kubernetes: these pods do not end: {', '.join(names)}", hint)
         time.sleep(_DELETE_POLL_S)
 
 

@@ -26,7 +26,7 @@ INTERVAL_S = 1.0
 #: How long a poll waits for the agents that have not answered; their threads continue.
 _WAIT_S = 2.0
 #: Limit of a poll of one agent, and of one that did not answer the last time.
-_TIMEOUT_S, _SILENT_TIMEOUT_S = 15.0, 4.0
+_TIMEOUT_S, _SILENT_TIMEOUT_S = 10.0, 4.0
 #: How often the last part of the log of a container that has ended is asked for.
 _LOG_TRIES = 3
 
@@ -92,6 +92,10 @@ class PodWatch:
             if self.is_silent:
                 return NodeStatus(self.name, "lost", detail=why, silent=why)
             return replace(status, silent=why)
+        if self.error is None and self._thread is not None and self._thread.is_alive():  # its kubelet may hang
+            waited_s = self._clock() - self._answered_at
+            if waited_s > 2 * INTERVAL_S:
+                return replace(status, silent=f"its machine {state.host} has not answered for {waited_s:.0f} s")
         frozen_s = self._polled_at - self._heartbeat[1]
         if self.answer is not None and frozen_s > monitor.HEARTBEAT_TIMEOUT_S:
             return NodeStatus(self.name, "lost", detail=f"no heartbeat of its agent for {frozen_s:.0f} s")

@@ -1,0 +1,25 @@
+"""The watch of a pod whose kubelet hangs. A program in the place of kubectl never answers."""
+
+import os
+
+from cluster.backends.kubernetes.kubectl import Kubectl
+from cluster.backends.kubernetes.pods import PodWatch
+from cluster.backends.kubernetes.waiting import PodState
+from cluster.spec.model import Node, NodeStatus, Plan
+from tests.conftest import wait_until
+
+
+def test_a_kubelet_that_hangs_is_named_before_the_poll_ends(tmp_path, monkeypatch):
+    program = tmp_path / "kubectl"
+    program.write_text("#!/bin/sh\nsleep 30\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    node = Node("node-0", "", run_dir="/runs")
+    plan = Plan("x", 1, "kubernetes", (node,), (), str(tmp_path), "x", 1, 1, 1.0, True, command=("python3",))
+    watch = PodWatch(plan, 0)
+    state = PodState(NodeStatus("node-0", "starting"), runs=True, host="n1")
+    watch.start(Kubectl())
+    assert watch.status(state).silent == ""
+    assert wait_until(lambda: watch.status(state).silent.startswith("its machine n1 has not answered for"), timeout_s=9)
+    assert watch.status(state).phase == "starting"
+    assert watch.error is None
