@@ -365,6 +365,16 @@ def test_a_held_container_ends_when_its_files_are_collected(tmp_path, how):
     assert node.end()[0] == 3
 
 
+def test_a_pod_begins_without_the_files_that_a_volume_has_kept_of_an_earlier_job(tmp_path):
+    for _ in range(2):
+        node = Node(tmp_path, "print('once', flush=True)", ranks=1, CLUSTER_HOLD="600")
+        status_when(node, has_exited)
+        assert node.path("node-0.log").read_text().count("once") == 1
+        assert node.path("ranks/node-0/0.log").read_text().count("once") == 1
+        node.path("node-0.collected").touch()
+        assert node.end()[0] == 0
+
+
 @pytest.mark.parametrize("phase", ["setup", "name", "running"])
 def test_a_container_that_got_sigterm_is_not_held(tmp_path, phase):
     """The engine counts its own grace from then on."""

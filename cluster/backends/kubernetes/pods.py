@@ -35,7 +35,7 @@ class PodWatch:
     """What is known of one node's pod: its agent's answers, and how long it has been silent."""
 
     def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
-        """`is_again`: an earlier pod of this name was given up. Without a volume its log is not continued."""
+        """`is_again`: an earlier pod of this name was given up. Its log is not continued."""
         self.name, self.pod = plan.nodes[rank].name, pod_name(plan, rank)
         #: The last answer of its agent, None before the first.
         self.answer: NodeStatus | None = None
@@ -45,7 +45,7 @@ class PodWatch:
         self.is_complete = False
         self._plan = plan
         #: Where the log of this pod begins in the copy.
-        self._begin = self._copied if is_again and not _has_volume(plan) else 0
+        self._begin = self._copied if is_again else 0
         self._clock = monitor.AwakeClock()
         self._answered_at = self._polled_at = self._clock()
         self._heartbeat = (0.0, self._clock())
@@ -167,15 +167,6 @@ class PodWatch:
         status = monitor.status(self.name, agent)
         self.is_complete = status.phase == "exited"
         return status
-
-
-def _has_volume(plan: Plan) -> bool:
-    """Return whether the run directories of the pods are in a volume that outlives them."""
-    import yaml
-
-    documents = [each for each in yaml.safe_load_all(next(iter(plan.steps[0].files.values()))) if each]
-    volumes = next(each["spec"]["volumes"] for each in documents if each["kind"] == "Pod")
-    return not any(volume["name"] == "runs" and "emptyDir" in volume for volume in volumes)
 
 
 def pod_name(plan: Plan, rank: int) -> str:

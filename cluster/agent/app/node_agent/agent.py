@@ -279,6 +279,17 @@ def report_joining(settings: Settings, log: Log, status: Status, *, reachable: b
     log.line((EVENT_MARK + json.dumps(event, separators=(",", ":"))).encode())
 
 
+def remove_earlier_files(settings: Settings) -> None:
+    """Remove the node's files of an earlier job of this name, which a volume has kept.
+
+    The launcher would take its log for that of this job.
+    """
+    for ending in (".json", ".log", COLLECTED_ENDING):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(settings.path(ending))
+    shutil.rmtree(os.path.join(settings.folder, "ranks", settings.name), ignore_errors=True)
+
+
 def hold(settings: Settings) -> None:
     """Keep the container for `settings.hold_s`, until its files are collected, or until SIGTERM.
 
@@ -354,6 +365,8 @@ def main(arguments: list[str]) -> int:
     LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     try:
         os.makedirs(settings.folder, exist_ok=True)
+        if settings.hold_s:  # a pod: on other machines the launcher makes a new folder for each attempt
+            remove_earlier_files(settings)
         status, log = Status(settings), Log(settings)
         hooks = tempfile.mkdtemp(prefix="clusterctl-")
         with open(os.path.join(hooks, "sitecustomize.py"), "wb") as file:
