@@ -61,7 +61,7 @@ class Node:
             "TMPDIR": str(folder / "tmp"),
             **variables,
         }
-        (folder / "tmp").mkdir()
+        (folder / "tmp").mkdir(exist_ok=True)
         command = [sys.executable, str(AGENT), str(script), *arguments]
         self.errors = (folder / "stderr").open("w+")
         self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=self.errors, text=True)
