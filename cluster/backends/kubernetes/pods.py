@@ -82,7 +82,10 @@ class PodWatch:
 
     def status(self, state: waiting.PodState) -> NodeStatus:
         """Return the node's status while its container runs, by its agent's last answer."""
-        status = replace(self.answer or NodeStatus(self.name, "starting"), where=state.host)
+        answer = self.answer
+        if answer is not None and 0 < (answer.ended_at or 0) < state.started_at:  # of an earlier job, kept by a volume
+            answer = None
+        status = replace(answer or NodeStatus(self.name, "starting"), where=state.host)
         if status.phase in ("exited", "lost"):
             return status
         if self.error is not None and self.silent_s > 2 * INTERVAL_S:
