@@ -111,7 +111,8 @@ def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> 
         # one hint for all problems, or one for each
         each = fixes if len(fixes) == len(why) else ["; ".join(fixes)] * len(why)
         return [Finding("launch", where, "failure", *pair) for pair in zip(why, each, strict=True)]
-    found = [Finding("launch", where, "ok", f"a job on {nodes} nodes with {gpus} GPUs each would be accepted")]
+    with_gpus = "" if inventory.device == "cpu" else f" with {gpus} GPU{'s' if gpus > 1 else ''} each"
+    found = [Finding("launch", where, "ok", f"a job on {nodes} nodes{with_gpus} would be accepted")]
     return found + [Finding("launch", where, "warning", note) for note in notes]
 
 

@@ -11,7 +11,7 @@ from cluster.backends import logs
 from cluster.backends.kubernetes import KubernetesBackend
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
-from cluster.spec.model import Job, JobRecord, Mount, Node, Plan, Queue
+from cluster.spec.model import Inventory, Job, JobRecord, Mount, Node, Plan, Queue
 from cluster.supervisor import job_state
 
 pytestmark = pytest.mark.kubernetes
@@ -253,11 +253,12 @@ def test_a_name_in_use_is_refused(start, tmp_path):
     with pytest.raises(NameTakenError, match="a job name already exists"):
         start("name", run_root=str(tmp_path / "other"))
     backend, queue = run.backend, run.job.queue
-    (found,) = backend.orphans(queue)
+    cluster = Inventory((queue.login,), backend.name, is_assigned=True, settings=queue.settings)
+    (found,) = backend.jobs_on(cluster)[backend.name]
     assert (found.job, found.runs) == ("name", True)
-    assert {"pod/name-a1-0", "service/name-a1", "configmap/name-agent"} <= set(found.objects)
-    backend.remove(queue, "name")
-    assert backend.orphans(queue) == []
+    assert found.counts == {"pods": 2, "services": 1, "configmaps": 1}
+    backend.remove(cluster, found)
+    assert backend.jobs_on(cluster) == {backend.name: []}
 
 
 def test_a_half_started_job_gives_its_machine_back(start, fault):
