@@ -129,6 +129,14 @@ def test_a_batch_without_boxes_gives_every_parameter_a_gradient(cfg: str) -> Non
     assert bool((sums[1:3] == 0).all())
 
 
+def test_a_network_without_noise_is_trained_too() -> None:
+    config = {**build(read_cfg("dfine-n"), nc=NC, where="", hyp=Hyp(), imgsz=SIDE).model.net.config.to_dict()}
+    parts = build({"dfine": {**config, "num_denoising": 0}}, nc=NC, where="", hyp=Hyp(), imgsz=SIDE)
+    wanted = targets(parts, LABELS, 2)
+    sums, _ = parts.criterion(parts.criterion.outputs_of(parts.model, torch.rand(2, 3, SIDE, SIDE), wanted), wanted)
+    assert bool(sums.isfinite().all())
+
+
 @each_family
 def test_the_loss_of_outputs_that_are_not_finite_is_not_finite(cfg: str) -> None:
     parts, images = family(cfg), torch.rand(1, 3, SIDE, SIDE)

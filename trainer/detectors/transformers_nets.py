@@ -66,8 +66,9 @@ class Network(nn.Module):
         found = self.net(images, labels=labels)
         if self.training:
             outputs = {name: found[name] for name in (*LAYERS.values(), *ENCODER.values(), NOISE) if name in found}
-            # The embedding of noisy classes is used with labels only.
-            return {**outputs, "unused": self.net.denoising_class_embed.weight.sum() * 0}
+            # The embedding of noisy classes is used with labels only; a network can be without it.
+            embedding = getattr(self.net, "denoising_class_embed", None)
+            return {**outputs, "unused": embedding.weight.sum() * 0} if embedding else outputs
         sides = torch.tensor([width, height] * 2, dtype=torch.float32, device=images.device)
         boxes = box_convert(found.intermediate_reference_points[:, -1].float(), "cxcywh", "xyxy")
         return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes * sides}
