@@ -42,6 +42,8 @@ _NO_PUSH = (
 OURS = f"{MANAGED_BY}=clusterctl"
 #: The files on this machine with what the pods get: the working directory as it was at the launch, and what is where.
 _INPUTS_TAR, _INPUTS = "inputs.tar", "inputs.json"
+#: The file in an attempt's folder on this machine that says that its results are here.
+_COLLECTED = "collected"
 #: Time for Kubernetes to remove a pod after its grace period.
 _REMOVAL_S = 60.0
 _SEND_TRIES = 3
@@ -433,6 +435,9 @@ class KubernetesBackend(Backend):
         ranks = {pods.pod_name(plan, rank): node for rank, node in enumerate(plan.nodes)}
         states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
+        collected = Path(plan.attempt_dir, _COLLECTED)
+        if not readable and collected.exists():  # by another process, such as the supervisor in the background
+            return []
         if not readable:
             why = "their machines do not answer" if skip else "no container of the job runs any more"
             return [f"not copied: the files of the pods cannot be read, because {why}"]
@@ -451,6 +456,9 @@ class KubernetesBackend(Backend):
 
         copied = interruptible(lambda: parallel.each([Node(name, "") for name in readable], copy))
         failures = [f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)]
+        if not failures:
+            with suppress(OSError):
+                collected.touch()
         if readable[0] != next(iter(ranks)):
             failures.append(f"the results here are those of {ranks[readable[0]].name}")
         return failures
