@@ -356,7 +356,7 @@ def test_machines_of_200_jobs_are_forgotten_when_they_are_not_polled(monkeypatch
         monkeypatch.setattr(monitor, "_FORGET_AFTER_S", forget_after_s)
         watcher = NodeMonitor(lambda plan, node: {node.name: NodeStatus(node.name, "starting")})
         for number in range(200):
-            watcher.statuses(replace(PLAN, job_id=f"job-{number}"))
+            watcher.statuses(replace(PLAN, job=replace(PLAN.job, name=f"job-{number}")))
         return len(watcher._polls)
 
     assert [count_after(600.0), count_after(0.0)] == [400, 2]

@@ -17,8 +17,11 @@ from cluster.store import JobStore, Watcher
 
 
 def record(name, created_at=1.0, backend="compose"):
-    queue = Queue(Node("login", "", login="ann@cluster", runtime="apptainer"), {"time": "1:00:00"})
-    job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1", queue=queue if backend == "slurm" else None)
+    queues = {
+        "slurm": Queue(Node("login", "", login="ann@cluster", runtime="apptainer"), {"time": "1:00:00"}),
+        "kubernetes": Queue(Node("kubernetes", "", run_dir="/runs"), {"limits": {"memory": "4Gi"}}),
+    }
+    job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1", queue=queues.get(backend))
     return JobRecord(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at, job)
 
 
