@@ -130,7 +130,7 @@ class SshBackend(HostsBackend):
 
     name, machines = "ssh", "listed"
     supports = frozenset(
-        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "image push"}
+        {"--spares", "--nodes MIN:MAX", "--image", "--mount", "--build", "--push", "--wait", "image push", "sync"}
     )
 
     def fits(self, runtime: Runtime) -> bool:

@@ -38,7 +38,7 @@ class SlurmBackend(Backend):
 
     name, machines = "slurm", "assigned"
     has_login_node = requeues = True
-    supports = frozenset({"--image", "--mount", "--set", "--array", "image push"})
+    supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
     refusals: ClassVar[Mapping[str, str]] = {
         "--wait": "Slurm has a queue of its own",
         "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",

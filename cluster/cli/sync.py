@@ -40,9 +40,11 @@ def sync(
     copied into the node's data_dir. Jobs see it under the path that it has here. A folder that a node sees under the
     same path (NFS) is not copied.
     """
+    from cluster.backends import BACKENDS
     from cluster.transport import files, parallel
 
     chosen = inventory.need(complete=False)
+    BACKENDS[chosen.backend].refuse("sync", BACKENDS)
     nodes = [files.with_data_dir(node) for node in chosen.nodes if node.login]
     if not nodes:
         raise UsageError("nothing to sync: every node is this machine", "jobs read the files of this machine directly")

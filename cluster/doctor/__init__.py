@@ -86,6 +86,8 @@ def examine(
         findings = scheduler.examine(inventory, image, data, nodes, gpus, say)
         names = tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
     elif inventory.is_assigned:
+        if data:
+            raise UsageError("--data: pods get their files when a job starts, so none can be compared", "omit it")
         say("checking the cluster")
         findings = _examine_launch(inventory, image or DEFAULT_IMAGE, nodes, gpus)
     else:

@@ -122,6 +122,7 @@ class KubernetesBackend(Backend):
         "--build": _NO_PUSH,
         "--push": _NO_PUSH,
         "image push": _NO_PUSH,
+        "sync": "a job sends its files to its pods; large data belongs on a volume, and kubectl cp copies it there",
     }
     section = "cluster.backends.kubernetes.options:Options"
 
