@@ -60,7 +60,7 @@ class Traits:
         if option in self.supports:
             return
         if why := self.refusals.get(option):
-            raise UsageError(f"{given or option}: {why}", "omit it")
+            raise UsageError(f"{given or option}: {why}", "omit it" if option.startswith("--") else "")
         others = [other.name for other in table.values() if option in other.supports]
         hint = f"omit it, or use --backend {others[0]}" if others else "omit it"
         raise UsageError(f"{given or option}: --backend {self.name} does not support it", hint)

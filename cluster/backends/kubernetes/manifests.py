@@ -85,8 +85,9 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
         known = ", ".join(Options.model_fields)
         if isinstance(raised, UsageError):
             raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
-        hint = f"one of: {known}" if first["type"] == "extra_forbidden" else ""
-        raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}", hint) from None
+        if first["type"] == "extra_forbidden":
+            raise UsageError(f"--set {where}: unknown key", f"one of: {known}") from None
+        raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     return made.model_dump(mode="json", exclude_defaults=True)
 
 
