@@ -3,9 +3,11 @@
 import json
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
+import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -152,5 +154,16 @@ def write(request: Request, backend: str, more: Mapping[str, str], table: Table,
 
 
 def _section(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the section of a job file with these settings; lists and mappings are JSON in a setting."""
-    return {key: json.loads(value) if value[:1] in ("[", "{") else value for key, value in settings.items()}
+    """Return the section of a job file with these settings. In a setting, lists and mappings are YAML."""
+    found: dict[str, Any] = {}
+    for key, text in settings.items():
+        value: Any = text
+        if text[:1] in ("[", "{"):
+            with suppress(yaml.YAMLError):  # the backend refuses it
+                value = yaml.load(text, yaml.BaseLoader)
+        outer, dot, inner = key.partition(".")
+        if dot:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[key] = value
+    return found

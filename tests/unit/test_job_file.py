@@ -4,6 +4,7 @@ import json
 from dataclasses import fields
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import cluster
@@ -69,6 +70,24 @@ def test_options_override_keys_and_repeatable_ones_are_added(folder):
     assert "A: 1" in text
     assert "B: 3" in text
     assert plan("job.yaml", "--command", "other.py")["job"]["command"] == ["other.py"]
+
+
+def test_settings_of_a_backend_come_back_from_a_saved_file(folder):
+    settings = ["--set", "limits.memory=4Gi", "--set", "volumes=[{claim: data, path: /data}]", "--set", "slurm.mem=1G"]
+    words = ["--backend", "kubernetes", "--name", "job", *settings]
+    clusterctl("plan", *words, "--save", "saved.yaml")
+    assert yaml.safe_load((folder / "saved.yaml").read_text())["slurm"] == {"mem": "1G"}
+    text = clusterctl("plan", "saved.yaml")
+    assert text == clusterctl("plan", *words)
+    assert "claimName: data" in text
+    assert "memory: '4Gi'" in text
+
+
+@pytest.mark.parametrize("setting", ["volumes=[{", "volumes=[{claim: a, path: b}]", "limits.memory=4GB", "foo=1"])
+def test_a_wrong_setting_is_one_error_line(folder, setting):
+    done = CliRunner().invoke(cluster.cli.main.app, ["launch", "--backend", "kubernetes", "--set", setting])
+    assert isinstance(done.exception, UsageError)
+    assert done.exception.message.startswith(f"--set {setting.partition('=')[0]}")
 
 
 def test_arguments_after_the_file_are_the_trainers(folder):
