@@ -276,6 +276,7 @@ class NodeStatus:
     `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
     heartbeat of that agent: clocks differ, and are set.
+    `is_final`: the node could not start, and another attempt could not, either.
     """
 
     node: str
@@ -290,6 +291,7 @@ class NodeStatus:
     usage: Mapping[str, Any] | None = None
     events: tuple[dict[str, Any], ...] = ()
     heartbeat: float = 0.0
+    is_final: bool = False
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall` and `usage` are those of NodeStatus. `unanswered_since` is the time from
-    which the machine's silence counts as a failure, and None while it answers.
+    to the master. `silent`, `failure`, `stall`, `usage` and `is_final` are those of NodeStatus. `unanswered_since` is
+    the time from which the machine's silence counts as a failure, and None while it answers.
     """
 
     name: str
@@ -46,6 +46,7 @@ class NodeView:
     where: str = ""
     usage: Mapping[str, Any] | None = None
     unanswered_since: float | None = None
+    is_final: bool = False
 
 
 @dataclass
@@ -185,7 +186,7 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
         texts = [text for text in (status.detail, status.where) if text]
         node.note = "; ".join(texts) or (f"exit {status.exit_code}" if status.phase == "exited" else "")
         node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
-        node.where, node.failure = status.where, status.failure
+        node.where, node.failure, node.is_final = status.where, status.failure, status.is_final
     elif _ORDER[status.phase] > _ORDER[node.phase]:
         node.phase, node.since, node.note = status.phase, now, status.detail
     elif status.detail:

@@ -76,6 +76,12 @@ RULES = (
         "it was cancelled with scancel",
     ),
     Rule(
+        "a pod cannot start, and waiting does not help: a wrong image name, a missing Secret",
+        "no restart",
+        lambda ended: ended.first is not None and ended.first.is_final,
+        "it could not start, and another attempt could not, either",
+    ),
+    Rule(
         "the trainer refuses its input (exit code 2)",
         "no restart",
         lambda ended: exit_code(ended.view, ended.verdict) == contract.EXIT_BAD_INPUT,

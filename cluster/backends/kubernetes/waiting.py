@@ -197,7 +197,7 @@ def _state(node: str, reason: _Reason, host: str, *, image: str, message: str, t
 
 
 def _refused(node: str, sentence: str, host: str = "") -> NodeStatus:
-    return NodeStatus(node, "exited", contract.EXIT_BAD_INPUT, sentence, where=host)
+    return NodeStatus(node, "exited", contract.EXIT_BAD_INPUT, sentence, where=host, is_final=True)
 
 
 def _unscheduled(node: str, condition: Document) -> PodState:
