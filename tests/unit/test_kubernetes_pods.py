@@ -5,7 +5,7 @@ import os
 from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.backends.kubernetes.pods import PodWatch
 from cluster.backends.kubernetes.waiting import PodState
-from cluster.spec.model import Node, NodeStatus, Plan
+from cluster.spec.model import Job, Node, NodeStatus, Plan
 from tests.conftest import wait_until
 
 
@@ -15,7 +15,7 @@ def test_a_kubelet_that_hangs_is_named_before_the_poll_ends(tmp_path, monkeypatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     node = Node("node-0", "", run_dir="/runs")
-    plan = Plan("x", 1, "kubernetes", (node,), (), str(tmp_path), "x", 1, 1, 1.0, True, command=("python3",))
+    plan = Plan(Job("x", ("true",), 1, 1, str(tmp_path)), 1, "kubernetes", (node,), "x", 1)
     watch = PodWatch(plan, 0)
     state = PodState(NodeStatus("node-0", "starting"), runs=True, host="n1")
     watch.start(Kubectl())
