@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from cluster.backends import BACKENDS
 from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
 from cluster.cli.sync import progress
@@ -41,6 +40,7 @@ class ImageOptions(NodeOptions):
 
     def chosen(self) -> tuple[list[Node], str]:
         """Return the chosen nodes and image."""
+        from cluster.backends import BACKENDS
         from cluster.spec.defaults import DEFAULT_IMAGE
 
         found = self.need(complete=False)
@@ -121,6 +121,7 @@ def sif(
 
     The login node converts it. This takes minutes, and temporarily twice the image's disk space.
     """
+    from cluster.backends import BACKENDS
     from cluster.images import apptainer as sif_file
     from cluster.spec.defaults import DEFAULT_IMAGE
 
