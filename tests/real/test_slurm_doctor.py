@@ -26,7 +26,9 @@ def inventory(testbed):
     make = f"mkdir -p {name}/root && cd {name} && {programs} && apptainer build small.sif root && rm -r root"
     testbed["n0"].run(make, user="ada")
     login = Node("login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config))
-    yield Inventory((login,), "slurm", {"partition": "debug"}, image=f"{name}/small.sif", device="cpu")
+    yield Inventory(
+        (login,), "slurm", is_assigned=True, settings={"partition": "debug"}, image=f"{name}/small.sif", device="cpu"
+    )
     close_all()
     testbed["n0"].run(f"rm -r {name}")
 
@@ -78,7 +80,7 @@ def test_missing_and_invalid_sif(inventory):
 
 
 def test_unsatisfiable_request_fails_before_any_job(inventory):
-    found = failures(replace(inventory, options={"partition": "gppu"}))
+    found = failures(replace(inventory, settings={"partition": "gppu"}))
     assert list(found) == [("request", "login")]
     assert (found["request", "login"].detail, found["request", "login"].fix) == (
         "no partition gppu",
@@ -86,7 +88,7 @@ def test_unsatisfiable_request_fails_before_any_job(inventory):
     )
     found = failures(replace(inventory, device="cuda"), gpus=3)
     assert "its nodes have 2 GPUs, and --gpus 3 asks for more" in found["request", "login"].detail
-    found = failures(replace(inventory, options={"partition": "debug", "time": "31"}))
+    found = failures(replace(inventory, settings={"partition": "debug", "time": "31"}))
     assert found["request", "login"].fix == "use at most 30 minutes"
 
 
