@@ -52,7 +52,7 @@ def route(text: str) -> Route:
     words = text.splitlines()[0].split() if text.strip() else []
     if "dev" not in words[:-1] or words[0] in ("unreachable", "prohibit", "blackhole"):
         return Route(problem=text.strip().rpartition("answers: ")[2].lower() or "no answer")
-    if words[0] == "local":
+    if text.lstrip().startswith("local "):
         return Route("lo", problem="it has the same address")
     after = dict(pairwise(words))
     device = after["dev"]

@@ -324,6 +324,11 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
     if backend.machines == "assigned" and len(file.nodes) > backend.has_login_node:
         expected = "expected one node, the login node" if backend.has_login_node else "expected no node"
         raise source.error(("nodes",), expected, f"{backend.name} chooses the nodes of a job")
+    if backend.machines == "assigned" and not backend.has_login_node:
+        for key in ("defaults", "ssh_config", "pass_env"):
+            if key in file.model_fields_set:
+                problem = f"backend {backend.name} has no machines that it could be for"
+                raise source.error((key,), problem, f"omit it; the keys of {backend.name} are in its section")
     if not file.nodes and (backend.machines == "listed" or backend.has_login_node):
         raise source.error(("nodes",), "no node", "for example: nodes: [gpu-a, gpu-b]")
 

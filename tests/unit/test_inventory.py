@@ -216,3 +216,10 @@ def test_json_schema_has_the_keys_of_the_file():
     assert {"backend", "image", "nodes", "defaults", "slurm"} <= found["properties"].keys()
     assert {"login", "gpus", "run_dir", "runtime"} <= found["$defs"]["Machine"]["properties"].keys()
     assert found["$defs"]["Machine"]["properties"]["gpus"]["anyOf"][0] == {"minimum": 0, "type": "integer"}
+
+
+@pytest.mark.parametrize("line", ["defaults: {run_dir: /r}", "ssh_config: x", "pass_env: [A]", "nodes: [a]"])
+def test_a_key_without_an_effect_on_kubernetes_is_refused(line):
+    with pytest.raises(UsageError, match=f"cluster.yaml:2: {line.partition(':')[0]}: "):
+        read(f"backend: kubernetes\n{line}\n")
+    assert read("backend: kubernetes\n").is_assigned

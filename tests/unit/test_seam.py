@@ -18,7 +18,6 @@ OTHER_MEANINGS = {
     ("transport/known_hosts.py", "none"): "ssh's word for no file of known hosts",
     ("transport/failures.py", "none"): "ssh's word for no file of known hosts",
     ("transport/discovery.py", "ssh"): "a line of discovery.sh: the variable SSH_CONNECTION",
-    ("spec/addresses.py", "local"): "a kind of route in the output of `ip route get`",
 }
 
 
