@@ -128,6 +128,14 @@ def test_the_plan_has_the_manifest_and_its_command():
     assert manifests.plan(job(), attempt=1, port=1).steps[0].argv[:2] == ("kubectl", "create")
 
 
+def test_the_pod_of_a_node_is_known_without_the_other_nodes():
+    plan = manifests.plan(job(), attempt=2, port=1)
+    names = [manifests.pod_of(plan, node) for node in plan.nodes]
+    assert names == [each["metadata"]["name"] for each in objects(job(), attempt=2) if each["kind"] == "Pod"]
+    rest = replace(plan, nodes=plan.nodes[1:])
+    assert [manifests.pod_of(rest, node) for node in rest.nodes] == names[1:]
+
+
 def test_all_objects_are_found_by_their_labels_and_an_attempts_by_its_own():
     ours = {"app.kubernetes.io/managed-by": "clusterctl", "clusterctl/job": "digits"}
     section = {"labels": {"team": "a"}, "annotations": {"note": "b"}}

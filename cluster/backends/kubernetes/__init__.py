@@ -23,7 +23,7 @@ from cluster.backends import monitor, script
 from cluster.backends.base import Backend, FoundJob
 from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, waiting
 from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
-from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, INPUTS_VOLUME, JOB_LABEL, MANAGED_BY, RANK_LABEL
+from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, JOB_LABEL, MANAGED_BY, RANK_LABEL
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
@@ -266,8 +266,7 @@ class KubernetesBackend(Backend):
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `kubectl exec`. Raises UsageError if the node's container does not run."""
         plan, client = record.plan, _client(record.plan)
-        rank = [each.name for each in plan.nodes].index(node.name)
-        name = pods.pod_name(plan, rank)
+        name = manifests.pod_of(plan, node)
         try:
             (pod,) = client.get("pods", name)
         except NotFoundError as error:
@@ -433,7 +432,7 @@ class KubernetesBackend(Backend):
     def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
         """Copy the results from the first pod that answers, of the others only the ranks' logs."""
         listed = {pod["metadata"]["name"]: pod for pod in client.get("pods", _selector(plan, all_attempts=False))}
-        ranks = {pods.pod_name(plan, rank): node for rank, node in enumerate(plan.nodes)}
+        ranks = {manifests.pod_of(plan, node): node for node in plan.nodes}
         states = {name: waiting.observed(ranks[name].name, pod) for name, pod in listed.items() if name in ranks}
         readable = [name for name in ranks if name in states and states[name].runs and name not in skip]
         collected = Path(plan.attempt_dir, _COLLECTED)
@@ -543,8 +542,7 @@ def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _input_targets(plan: Plan) -> dict[str, str]:
     """Return where the pods expect files of this machine: the folder in the volume, by the path in the container."""
-    mounts = _pods(plan)[0]["spec"]["containers"][0].get("volumeMounts", ())
-    return {each["mountPath"]: each.get("subPath", "") for each in mounts if each["name"] == INPUTS_VOLUME}
+    return {mount.target: manifests.input_path(mount) for mount in manifests.inputs(plan.job)}
 
 
 def _kept_parts(plan: Plan) -> list[files.Part]:

@@ -18,7 +18,7 @@ from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Mount, Plan, Step
+from cluster.spec.model import Job, Mount, Node, Plan, Step
 
 Document = dict[str, Any]
 
@@ -137,6 +137,11 @@ def labels(job: Job, attempt: int = 0) -> dict[str, str]:
 def pod_name(job: Job, attempt: int, rank: int) -> str:
     """Return the name of a node's pod, which is also its host name."""
     return f"{job.name}-a{attempt}-{rank}"
+
+
+def pod_of(plan: Plan, node: Node) -> str:
+    """Return the name of a node's pod. A plan may have only some of the job's nodes: their order is not the rank."""
+    return pod_name(plan.job, plan.attempt, int(node.name.removeprefix("node-")))
 
 
 def agent_name(job: Job, attempt: int) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import logs, monitor
-from cluster.backends.kubernetes import waiting
+from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import Kubectl, NotFoundError
 from cluster.errors import ClusterError
 from cluster.spec.model import NodeStatus, Plan
@@ -36,7 +36,7 @@ class PodWatch:
 
     def __init__(self, plan: Plan, rank: int, *, is_again: bool = False) -> None:
         """`is_again`: an earlier pod of this name was given up. Its log is not continued."""
-        self.name, self.pod = plan.nodes[rank].name, pod_name(plan, rank)
+        self.name, self.pod = plan.nodes[rank].name, manifests.pod_of(plan, plan.nodes[rank])
         #: The last answer of its agent, None before the first.
         self.answer: NodeStatus | None = None
         self.error: ClusterError | None = None
@@ -170,11 +170,6 @@ class PodWatch:
         status = monitor.status(self.name, agent)
         self.is_complete = status.phase == "exited"
         return status
-
-
-def pod_name(plan: Plan, rank: int) -> str:
-    """Return the name of a rank's pod."""
-    return f"{plan.job_id}-a{plan.attempt}-{rank}"
 
 
 def poll(
