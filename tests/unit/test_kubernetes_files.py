@@ -92,6 +92,15 @@ def test_only_what_differs_from_the_folder_that_was_sent_comes_back(kubectl, sou
     assert fetch(kubectl, source, tmp_path / "since", since=changed_at + 1) == 0
 
 
+def test_files_that_were_sent_and_not_changed_do_not_come_back(kubectl, source, tmp_path):
+    """A number for a time in tarfile is not exact to the nanosecond."""
+    for nth in range(20):
+        (source / f"{nth}.txt").touch()
+        os.utime(source / f"{nth}.txt", ns=(0, 1_795_734_836_123_456_700 + nth))
+    send(kubectl, [files.Part(str(source), "data")])
+    assert fetch(kubectl, tmp_path / "inputs" / "data", tmp_path / "here", compare=str(source)) == 0
+
+
 def test_a_stream_that_ends_early_is_an_error_though_kubectl_ends_with_zero(kubectl, source, tmp_path, monkeypatch):
     for cut in (0, 512, 100_000, 204_800):
         monkeypatch.setenv("CUT", str(cut))

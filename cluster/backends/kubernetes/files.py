@@ -174,11 +174,16 @@ def _time_and_size(path: Path) -> tuple[int, int] | None:
     return None
 
 
+#: tarfile has times as floating-point numbers, which at present are multiples of 238 ns.
+_TIME_ERROR_NS = 1000
+
+
 def _is_same(path: Path, member: tarfile.TarInfo) -> bool:
     """Return whether a file here has the time and size of a member, or a link its target."""
     if member.issym():
         return path.is_symlink() and str(path.readlink()) == member.linkname
-    return _time_and_size(path) == (_time_ns(member), member.size)
+    about = _time_and_size(path)
+    return about is not None and about[1] == member.size and abs(about[0] - _time_ns(member)) < _TIME_ERROR_NS
 
 
 def _time_ns(member: tarfile.TarInfo) -> int:
