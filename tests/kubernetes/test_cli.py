@@ -60,10 +60,11 @@ def test_a_job_from_init_to_its_results(clusterctl, kubectl, tmp_path):
     words = ("--nodes", "2", "--name", "cli", "--workdir", "code", "--command", "wait.py", "-e", "TOKEN", "--detach")
     code, text = clusterctl("launch", *words)
     assert code == 0, text
-    assert wait_until(lambda: "token has 12" in clusterctl("logs", "cli")[1], timeout_s=120)
+    assert wait_until(lambda: clusterctl("logs", "cli")[1].count("token has 12") == 2, timeout_s=120)
     assert "cli is running: pods: 2" in clusterctl("gc")[1]
     assert "s3cret-value" not in kubectl("get", "pods,configmaps,events", "--namespace", "ada", "--output", "yaml")
-    assert clusterctl("exec", "cli", "--node", "1", "--", "sh", "-c", "exit 7")[0] == 7
+    code, text = clusterctl("exec", "cli", "--node", "1", "--", "sh", "-c", "exit 7")
+    assert code == 7, text
     code, text = clusterctl("exec", "cli", "--all", "--", "touch", "end")
     assert code == 0, text
     code, text = clusterctl("attach", "cli")
