@@ -2,9 +2,13 @@
 
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from cluster.spec import slurm
 from cluster.spec.schema import Text
 
-Section = Annotated[dict[str, Text], AfterValidator(slurm.checked)]
+Section = Annotated[
+    dict[str, Text],
+    AfterValidator(slurm.checked),
+    Field(description="Options of sbatch for every job, by their long names: `{partition: gpu, mem: 64G}`."),
+]

@@ -63,19 +63,32 @@ class JobFile(Keys):
     nodes: Count = ""
     gpus: PositiveInt = 1
     command: Words = Field(default_factory=list)
-    args: Words = Field(default_factory=list)
+    args: Words = Field(
+        default_factory=list,
+        description="Arguments of the trainer, as after `--`: `train --data coco.yaml`. Not together with `command`.",
+    )
     workdir: str = ""
     setup: str = ""
     image: str = ""
     build: str = ""
     backend: str = "auto"
     device: Literal["auto", "cuda", "cpu", "any"] = "auto"
-    env: Environment = Field(default_factory=dict)
-    secrets: list[EnvName] = Field(default_factory=list)
-    env_file: str = ""
-    mounts: list[MountText] = Field(default_factory=list)
-    array: str = ""
-    array_limit: PositiveInt = 256
+    env: Environment = Field(default_factory=dict, description="Environment variables of the program, by name.")
+    secrets: list[EnvName] = Field(
+        default_factory=list,
+        description="Names of variables whose values come from your environment. The values are in no plan or record, "
+        "and are masked in logs.",
+    )
+    env_file: str = Field(default="", description="File with more secrets, one `NAME=VALUE` per line.")
+    mounts: list[MountText] = Field(
+        default_factory=list,
+        description="`SOURCE[:TARGET[:rw]]`: folders for the containers. Paths in `args` are mounted automatically.",
+    )
+    array: str = Field(
+        default="",
+        description="Slurm: file with the arguments of one job per line, which follow those of `args` or `command`.",
+    )
+    array_limit: PositiveInt = Field(default=256, description="Slurm: how many jobs of the array may run at a time.")
     spares: NonNegativeInt = 0
     max_restarts: NonNegativeInt | None = None
     rendezvous_timeout: NonNegativeFloat = 300.0
@@ -84,11 +97,16 @@ class JobFile(Keys):
     master_port: Text = "auto"
     run_dir: str = ""
     python: str = ""
-    inventory: str = ""
-    hosts: Names = Field(default_factory=list)
-    hostfile: str = ""
-    ssh_config: str = ""
-    only: Names = Field(default_factory=list)
+    inventory: str = Field(
+        default="", description="File with the machines. By default `cluster.yaml` in the current folder, if it exists."
+    )
+    hosts: Names = Field(
+        default_factory=list,
+        description="Machines instead of an inventory: `[USER@]HOST[:PORT]`, or names from `~/.ssh/config`.",
+    )
+    hostfile: str = Field(default="", description="Hostfile of DeepSpeed or MPI instead of an inventory.")
+    ssh_config: str = Field(default="", description="SSH configuration to read instead of `~/.ssh/config`.")
+    only: Names = Field(default_factory=list, description="Only these nodes of the inventory, by name or label.")
 
 
 def file_type(table: Table) -> type[JobFile]:
@@ -99,11 +117,11 @@ def file_type(table: Table) -> type[JobFile]:
 
 
 def json_schema(table: Table) -> dict[str, Any]:
-    """Return the JSON Schema of job.yaml, with the options' help as descriptions."""
+    """Return the JSON Schema of job.yaml, where a key is described as its option, unless it has a description."""
     made = schema.json_schema(file_type(table))
     hints = get_type_hints(Request, include_extras=True)
     for key, described in made["properties"].items():
-        if hint := hints.get(_PARAMETERS.get(key, key)):
+        if "description" not in described and (hint := hints.get(_PARAMETERS.get(key, key))):
             described["description"] = hint.__metadata__[0].help
     return made
 

@@ -108,45 +108,79 @@ class Keys(BaseModel):
 
 
 class _NodeKeys(Keys):
-    gpus: Gpus | None = None
-    run_dir: Folder | None = None
-    data_dir: Folder | None = None
-    runtime: RuntimeName | None = None
+    gpus: Gpus | None = Field(
+        default=None,
+        description="GPUs that jobs may use: a number (the first N), or a list of ids and of MIG slices' UUIDs, as in "
+        "`nvidia-smi -L`. By default all of them.",
+    )
+    run_dir: Folder | None = Field(
+        default=None, description="Folder on the node for the run directories of jobs. By default `~/clusterctl/runs`."
+    )
+    data_dir: Folder | None = Field(
+        default=None, description="Folder on the node that `sync` copies to. By default `~/clusterctl/data`."
+    )
+    runtime: RuntimeName | None = Field(
+        default=None,
+        description="How jobs enter their container: `docker`, `podman` or `none`, and on Slurm also `apptainer`, "
+        "`pyxis` or `enroot`. By default docker if it answers, else podman, else none; on Slurm apptainer.",
+    )
 
 
 class Defaults(_NodeKeys):
     """The values for nodes that do not have these keys."""
 
-    user: str | None = Field(default=None, pattern=_USER)
-    port: int | None = Field(default=None, ge=1, le=65535)
+    user: str | None = Field(default=None, pattern=_USER, description="User name of logins that have none.")
+    port: int | None = Field(default=None, ge=1, le=65535, description="SSH port of logins that have none.")
 
 
 class Machine(_NodeKeys):
     """A node: clusterctl finds everything that is left out on the machine."""
 
-    login: Annotated[str, AfterValidator(inventory.valid_login)] | None = None
-    address: Annotated[str, AfterValidator(_address)] | None = None
-    labels: tuple[str, ...] = ()
+    login: Annotated[str, AfterValidator(inventory.valid_login)] | None = Field(
+        default=None,
+        description='`[USER@]HOST[:PORT]` or a name from `~/.ssh/config`; `""` is this machine. By default the node\'s '
+        "name.",
+    )
+    address: Annotated[str, AfterValidator(_address)] | None = Field(
+        default=None, description="IP address, not a name, that the other nodes connect to. By default looked up."
+    )
+    labels: tuple[str, ...] = Field(default=(), description="Words that `--only` may select the node by.")
 
 
 _NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=Machine | None)
 
 
 class File(Keys):
-    """The machines that clusterctl may run jobs on. docs/reference/configuration.md describes the keys."""
+    """The machines that clusterctl may run jobs on."""
 
     backend: str = "ssh"
-    image: str = ""
-    device: Device = "cuda"
-    ssh_config: str = ""
-    env: Environment = {}
-    pass_env: list[Annotated[str, StringConstraints(pattern=_PATTERN)]] = list(PASS_ENV)
-    mounts: list[MountText] = []
-    defaults: Defaults = Field(default_factory=Defaults)
+    image: str = Field(
+        default="",
+        description="Container image of jobs that name none. By default `trainer:0.1`, which `make image` builds; "
+        "apptainer, pyxis and enroot have no default.",
+    )
+    device: Device = Field(
+        default="cuda", description="`cuda`: GPUs or an error; `cpu`; `any`: the program decides what it uses."
+    )
+    ssh_config: str = Field(default="", description="SSH configuration to read instead of `~/.ssh/config`.")
+    env: Environment = Field(
+        default={}, description="Environment variables of every job. No secrets: use `--env NAME`."
+    )
+    pass_env: list[Annotated[str, StringConstraints(pattern=_PATTERN)]] = Field(
+        default=list(PASS_ENV), description="Variables of a machine that its containers get, too."
+    )
+    mounts: list[MountText] = Field(
+        default=[], description="`SOURCE[:TARGET[:rw]]`: folders of the node that every container gets."
+    )
+    defaults: Defaults = Field(default_factory=Defaults, description="Values for nodes that do not have these keys.")
     nodes: Annotated[
         dict[Name, Annotated[Machine, _NONE_IS_EMPTY]],
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
-    ] = {}
+    ] = Field(
+        default={},
+        description="List of names, or map from names to the keys below; on Slurm only the login node, on Kubernetes "
+        "none.",
+    )
 
 
 def sections(table: Table) -> dict[str, Any]:
@@ -160,7 +194,8 @@ def sections(table: Table) -> dict[str, Any]:
 def file_type(table: Table) -> type[File]:
     """Return the model of cluster.yaml with the section of each backend in `table`."""
     names = tuple(name for name, backend in table.items() if backend.machines != "here")
-    fields: dict[str, Any] = {**sections(table), "backend": (Literal[names], "ssh")}
+    what = "Where jobs run: on the machines in `nodes` (`ssh`), or on a cluster of this kind."
+    fields: dict[str, Any] = {**sections(table), "backend": (Literal[names], Field(default="ssh", description=what))}
     return create_model("File", __base__=File, __doc__=File.__doc__, **fields)
 
 

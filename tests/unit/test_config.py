@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from trainer.cli import app
 from trainer.config import Hyp, Settings, load_hyp, preset_for
 from trainer.config.settings import layers
 from trainer.errors import TrainerError
@@ -82,6 +84,16 @@ def test_a_hyp_file_changes_its_keys(tmp_path: Path) -> None:
     path.write_text("lr0: 1e-3  # text to YAML\nmosaic: 1\niou_t: 0.2\nclose_mosaic: 5\n")
     hyp = load_hyp(str(path), Hyp(box=0.07))
     assert hyp == Hyp(box=0.07, lr0=0.001, mosaic=1.0, close_mosaic=5)
+
+
+@pytest.mark.parametrize(("task", "cfg"), [("detect", ""), ("detect", "dfine-n"), ("classify", ""), ("segment", "")])
+def test_the_printed_hyper_parameters_are_a_file_with_the_defaults(task: str, cfg: str, tmp_path: Path) -> None:
+    path = tmp_path / "hyp.yaml"
+    path.write_text(CliRunner().invoke(app, ["hyp", "--task", task, "--cfg", cfg]).stdout)
+    assert load_hyp(str(path), preset_for("", task, cfg).hyp) == preset_for("", task, cfg).hyp
+    path.write_text(path.read_text().replace("# close_mosaic:", "close_mosaic: 3").replace("# pad:", "pad: 2"))
+    changed = load_hyp(str(path), Hyp())
+    assert {changed.close_mosaic, changed.pad} - {None} == {"detect": {3.0}, "classify": {2.0}, "segment": set()}[task]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The commands, files and links in README.md, CONTRIBUTING.md and docs/ exist; plans that need no machine are made."""
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -13,6 +14,7 @@ import cluster.cli.main
 import trainer.cli
 from cluster.backends import BACKENDS
 from cluster.spec import inventory, job_file, schema
+from trainer.config import Hyp
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -34,14 +36,16 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command, without variables before it and the folder of its program."""
+    """The words of each command, without variables before it, the folder of its program, and redirections."""
     found: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|()<>")
         lexer.whitespace_split = True
         found.append([])
         for word in lexer:
-            if word and set(word) <= set(";&|()"):
+            if word in (">", "<"):
+                next(lexer)  # the file
+            elif word and set(word) <= set(";&|()"):
                 found.append([])
             elif found[-1] or not re.fullmatch(r"[A-Z_]+=.*|\$", word):
                 found[-1].append(word.removeprefix(".venv/bin/") if not found[-1] else word)
@@ -153,13 +157,31 @@ def test_python_blocks_compile():
                 compile(text, str(page), "exec")
 
 
-def test_the_reference_names_every_command_and_option():
-    spec = importlib.util.spec_from_file_location("docs_cli", ROOT / "packaging/docs_cli.py")
+@pytest.fixture(scope="module")
+def made():
+    """The hook that makes the reference pages."""
+    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "packaging/docs_reference.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = module.reference()
+    return module
+
+
+def test_the_reference_names_every_command_and_option(made):
+    text = made.reference()
     for words in ("### clusterctl image push", "### trainer bench scaling", "`-n, --nodes", "`--sync-bn`"):
         assert words in text
+
+
+def test_the_tables_of_keys_have_every_key_with_its_meaning(made):
+    marks = made.KEYS.findall((ROOT / "docs/reference/configuration.md").read_text())
+    assert sorted(marks) == sorted(made.TABLES)
+    text = {mark: made.TABLES[mark]() for mark in marks}
+    rows = {mark: re.findall(r"^\| `(\w+)` \|(?:.*\|)? (.*) \|$", table, re.MULTILINE) for mark, table in text.items()}
+    assert {"address", "image", "slurm", "claim"} <= {key for key, _ in rows["cluster.yaml"]}
+    assert [key for key, _ in rows["job.yaml"]] == [*job_file.file_type(BACKENDS).model_fields]
+    assert {each.name for each in dataclasses.fields(Hyp)} == {key for key, _ in rows["hyper-parameter-files"]}
+    assert not [(mark, key) for mark, found in rows.items() for key, meaning in found if len(meaning) < 10]
+    assert "### kubernetes.runs" in text["cluster.yaml"]
 
 
 def test_every_page_is_in_the_navigation():

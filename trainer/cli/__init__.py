@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 from trainer.cli.bench import TRAIN_OPTIONS, bench
 from trainer.cli.data import data
 from trainer.cli.export import export
+from trainer.cli.hyp import hyp
 from trainer.cli.info import info
 from trainer.cli.predict import predict
 from trainer.cli.profile import profile
@@ -38,7 +39,7 @@ class Command(TyperCommand):
 
 HELP = "Train and use a detector: in one process, under torchrun, or on several machines with clusterctl."
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False, help=HELP)
-for command in (train, val, predict, export, info):
+for command in (train, val, predict, export, info, hyp):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(verify)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(profile)

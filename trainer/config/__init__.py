@@ -9,10 +9,11 @@ from trainer.config.presets import (
     TASKS,
     Hyp,
     family_of,
+    hyp_keys,
     load_hyp,
     preset_for,
 )
 from trainer.config.settings import PARALLEL, PRECISIONS, Settings
 
 __all__ = ["CIFAR", "DIGITS", "IGNORED", "PARALLEL", "PRECISIONS", "PRESETS", "TASKS", "Hyp", "Settings"]
-__all__ += ["FAMILY_PRESETS", "family_of", "load_hyp", "preset_for"]
+__all__ += ["FAMILY_PRESETS", "family_of", "hyp_keys", "load_hyp", "preset_for"]

@@ -2,62 +2,84 @@
 
 import math
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.config import yaml_file
 from trainer.config.faults import BadData
 
+BOXES, CLASSES, MASKS = "detect", "classify", "segment"
+
+
+def _number(default: float | None, meaning: str, *tasks: str) -> Any:
+    """Declare a hyper-parameter: its meaning, and the tasks on which it has an effect (none: on all)."""
+    return field(default=default, metadata={"meaning": meaning, "tasks": tasks or (BOXES, CLASSES, MASKS)})
+
 
 @dataclass(frozen=True)
 class Hyp:
     """Hyper-parameters under the names of YOLOv5's hyp files; the defaults are its "low" set (sizes n and s)."""
 
-    lr0: float = 0.01  # learning rate after the warm-up
-    lrf: float = 0.01  # last learning rate as a share of lr0
-    momentum: float = 0.937  # SGD momentum, Adam beta1
-    weight_decay: float = 5e-4
-    # Nominal batch: gradients of smaller batches accumulate up to about this many images; 0: no accumulation.
-    nbs: float = 64.0
-    ema_tau: float = 2000.0  # time constant of the ramp of the EMA decay, in updates
-    warmup_epochs: float = 3.0
-    warmup_momentum: float = 0.8
-    warmup_bias_lr: float = 0.1
-    backbone_lr: float = 1.0  # the backbone's learning rate as a share of the others', in families that have one
-    clip_norm: float = 10.0  # largest norm of the gradients of a step
-    box: float = 0.05  # gain of the box loss
-    cls: float = 0.5  # gain of the class loss
-    cls_pw: float = 1.0  # weight of positives in the class BCE
-    obj: float = 1.0  # gain of the objectness loss
-    obj_pw: float = 1.0  # weight of positives in the objectness BCE
+    lr0: float = _number(0.01, "learning rate after the warm-up")
+    lrf: float = _number(0.01, "last learning rate as a share of lr0; no effect with one-cycle")
+    momentum: float = _number(0.937, "momentum of SGD, beta1 of Adam and AdamW")
+    weight_decay: float = _number(5e-4, "of weights, not of biases and norm layers")
+    nbs: float = _number(64.0, "gradients accumulate up to about this many images; 0: never")
+    ema_tau: float = _number(2000.0, "time constant of the averaged model's decay, in updates")
+    warmup_epochs: float = _number(3.0, "at least 100 steps; 0: none; no effect with one-cycle")
+    warmup_momentum: float = _number(0.8, "momentum at the start of the warm-up")
+    warmup_bias_lr: float = _number(0.1, "learning rate of biases at the start of the warm-up")
+    clip_norm: float = _number(10.0, "largest norm of a step's gradients, over all parameters")
+    label_smoothing: float = _number(0.0, "0 to 1; not for the anchor-free head; --label-smoothing takes precedence")
+    backbone_lr: float = _number(
+        1.0, "the backbone's learning rate as a share of the others'; no effect on YOLO's networks", BOXES
+    )
+    box: float = _number(0.05, "anchor head: gain of the box loss", BOXES)
+    cls: float = _number(0.5, "anchor head: gain of the class loss", BOXES)
+    cls_pw: float = _number(1.0, "weight of positives in the class loss", BOXES)
+    obj: float = _number(1.0, "anchor head: gain of the objectness loss", BOXES)
+    obj_pw: float = _number(1.0, "anchor head: weight of positives in the objectness loss", BOXES)
     # The anchor-free head has separate gains: YOLOv5's files set box and cls for the anchor head.
-    dfl_box: float = 7.5  # gain of its box loss
-    dfl_cls: float = 0.5  # gain of its class loss
-    dfl: float = 1.5  # gain of its distribution focal loss
-    anchor_t: float = 4.0  # a box matches an anchor if no side differs by more than this factor
-    fl_gamma: float = 0.0  # gamma of the focal loss, 0 is off
-    label_smoothing: float = 0.0
-    hsv_h: float = 0.015  # colour: hue, saturation, value, as fractions
-    hsv_s: float = 0.7
-    hsv_v: float = 0.4
-    degrees: float = 0.0  # rotation, +- degrees
-    translate: float = 0.1  # +- fraction of the side
-    scale: float = 0.5  # +- gain
-    shear: float = 0.0  # +- degrees
-    perspective: float = 0.0  # +- fraction, 0 to 0.001
-    flipud: float = 0.0  # probabilities from here on
-    fliplr: float = 0.5
-    mosaic: float = 1.0
-    mixup: float = 0.0
-    cutmix: float = 0.0  # classification: a rectangle of another image
-    copy_paste: float = 0.0  # per object with an outline (polygon labels)
-    # Last epochs without mosaic, mixup and copy-paste; None is 10 for an anchor-free head and 0 else.
-    close_mosaic: float | None = None
-    randaugment: float = 0.0  # classification: magnitude of RandAugment's two operations; 0: off, 9: usual
-    # Classification: padding of random crops, px. None: an eighth of the side up to 64 px; for larger sides, crops
-    # of random size and aspect ratio instead.
-    pad: float | None = None
+    dfl_box: float = _number(7.5, "anchor-free head: gain of the box loss", BOXES)
+    dfl_cls: float = _number(0.5, "anchor-free head: gain of the class loss", BOXES)
+    dfl: float = _number(1.5, "anchor-free head: gain of the distribution focal loss", BOXES)
+    anchor_t: float = _number(
+        4.0, "a box matches an anchor if each side differs by less than this factor; above 1", BOXES
+    )
+    fl_gamma: float = _number(0.0, "gamma of the focal loss; 0: none", BOXES)
+    hsv_h: float = _number(0.015, "range of the hue, as a fraction", BOXES)
+    hsv_s: float = _number(0.7, "range of the saturation, as a fraction", BOXES)
+    hsv_v: float = _number(0.4, "range of the value, as a fraction", BOXES)
+    degrees: float = _number(0.0, "rotation by up to this many degrees", BOXES)
+    translate: float = _number(0.1, "shift by up to this fraction of the side", BOXES)
+    scale: float = _number(
+        0.5, "resizing by 1 plus or minus this; for masks the longer side, and below 1", BOXES, MASKS
+    )
+    shear: float = _number(0.0, "shear by up to this many degrees", BOXES)
+    perspective: float = _number(0.0, "perspective, 0 to 0.001", BOXES)
+    flipud: float = _number(0.0, "probability of a vertical flip")
+    fliplr: float = _number(0.5, "probability of a horizontal flip")
+    mosaic: float = _number(1.0, "probability of a mosaic of four images", BOXES)
+    mixup: float = _number(0.0, "probability; to classify: share of the steps with mixed images", BOXES, CLASSES)
+    cutmix: float = _number(0.0, "share of the steps with pasted rectangles; with mixup at most 1", CLASSES)
+    copy_paste: float = _number(0.0, "probability per object with an outline, within mosaics", BOXES)
+    close_mosaic: float | None = _number(
+        None, "last epochs without mosaic, mixup and copy_paste; by default 10 with an anchor-free head, else 0", BOXES
+    )
+    randaugment: float = _number(
+        0.0, "magnitude of RandAugment's two operations, a whole number up to 30, usually 9; 0: none", CLASSES
+    )
+    pad: float | None = _number(
+        None,
+        "border in px for random crops; by default an eighth of the side up to 64 px, and above crops of random size",
+        CLASSES,
+    )
+
+
+def hyp_keys(task: str) -> dict[str, str]:
+    """Return the hyper-parameters that have an effect on a task, with their meanings."""
+    return {each.name: each.metadata["meaning"] for each in fields(Hyp) if task in each.metadata["tasks"]}
 
 
 def nominal_batch(hyp: Hyp, batch: int) -> float:
@@ -201,7 +223,7 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     content = yaml_file.read(source)
     known = [field.name for field in fields(Hyp)]
     faults = content.unknown([*known, *WITHOUT_EFFECT])
-    values = {key: _number(raw) for key, raw in content.values.items() if key in known}
+    values = {key: _parsed(raw) for key, raw in content.values.items() if key in known}
     for key, value in values.items():
         if expected := _expected(key, value):
             faults.append(content.fault(key, f"{key} is {content.values[key]!r}, it must be {expected}", ""))
@@ -210,7 +232,7 @@ def load_hyp(path: str, base: Hyp) -> Hyp:
     return replace(base, **values)
 
 
-def _number(raw: Any) -> float:
+def _parsed(raw: Any) -> float:
     try:
         return float(str(raw))  # YAML reads 1e-3 as text, and true is not a number
     except ValueError:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config import FAMILY_PRESETS, Hyp, Settings, family_of
+from trainer.config import FAMILY_PRESETS, Hyp, Settings, family_of, hyp_keys
 from trainer.config.imports import is_import_path
 from trainer.data.dataset import Dataset, NoImages
 from trainer.data.detection_loader import TrainLoader, ValBatch, ValLoader
@@ -41,8 +41,9 @@ class Detection(Task):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         s = settings
-        for key in ("cutmix", "randaugment", "pad"):
-            if getattr(s.hyp, key) != getattr(Hyp(), key):
+        known = hyp_keys(self.kind)
+        for key, usual in dataclasses.asdict(Hyp()).items():
+            if key not in known and getattr(s.hyp, key) != usual:
                 raise TrainerError(f"--hyp: {key} has no effect on boxes", "leave it out, or use --task classify")
         self._resumed = checkpoint_file.resumed(s.resume) if s.weights or s.cfg else None
         self._weights = load_weights(s.weights) if s.weights and not self._resumed else None

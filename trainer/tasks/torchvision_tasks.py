@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import Settings, preset_for
+from trainer.config import Settings, hyp_keys, preset_for
 from trainer.config.presets import gathered
 from trainer.config.settings import option_of
 from trainer.data.batch_sampler import BatchSpec
@@ -46,8 +46,6 @@ _BOXES_ONLY = (
     *("single_cls", "cache", "allow_bad_labels", "noautoanchor"),
 )
 # Hyper-parameters with an effect on all models of torchvision.
-_COMMON_HYP: tuple[str, ...] = ("lr0", "lrf", "momentum", "weight_decay", "nbs", "ema_tau", "label_smoothing")
-_COMMON_HYP += ("warmup_epochs", "warmup_momentum", "warmup_bias_lr", "clip_norm")
 _SHOWN_IMAGES, _SHOWN_MASKS = 12, 9  # validation images in the plot of predictions
 _MAGNITUDES = 30  # the strongest of torchvision's 31
 
@@ -56,7 +54,6 @@ class TorchvisionTask(Task):
     """Training of a model of torchvision."""
 
     default_cfg: str
-    hyp_keys: tuple[str, ...]  # hyper-parameters with an effect
     loss_type: type[Any]
     collate_type: type[Any]
 
@@ -68,9 +65,10 @@ class TorchvisionTask(Task):
                 raise TrainerError(f"{option_of(field)} is for boxes, and this is --task {s.task}", "leave it out")
         usual = dataclasses.asdict(preset_for(s.data, s.task).hyp)
         changed = [k for k, v in dataclasses.asdict(s.hyp).items() if v != usual[k]]
-        if others := [k for k in changed if k not in self.hyp_keys]:
+        known = hyp_keys(self.kind)
+        if others := [k for k in changed if k not in known]:
             what = f"--hyp: {', '.join(others)}: without effect on --task {s.task}"
-            raise TrainerError(what, f"its keys are {', '.join(self.hyp_keys)}")
+            raise TrainerError(what, f"its keys are {', '.join(known)}")
         self.terms = self.loss_type.terms
         self._weights: Mapping[str, Any] | None = None
         self._resumed = checkpoint_file.resumed(s.resume) if s.weights else None
@@ -143,7 +141,6 @@ class Classification(TorchvisionTask):
     columns = Accuracy.COLUMNS
     metric_type = TopK
     default_cfg = "resnet18"
-    hyp_keys = (*_COMMON_HYP, "flipud", "fliplr", "mixup", "cutmix", "randaugment", "pad")
     loss_type = ClassificationLoss
     collate_type = ClassificationCollate
     stride = 32  # of nearly all torchvision models
@@ -200,7 +197,6 @@ class Segmentation(TorchvisionTask):
     columns = Overlap.COLUMNS
     metric_type = Confusion
     default_cfg = "lraspp_mobilenet_v3_large"  # small enough for a CPU
-    hyp_keys = (*_COMMON_HYP, "scale", "flipud", "fliplr")
     loss_type = SegmentationLoss
     collate_type = SegmentationCollate
     stride = 16  # of the coarsest normalised feature map
