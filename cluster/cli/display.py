@@ -16,6 +16,7 @@ from rich.text import Text
 from cluster.backends.logs import number
 from cluster.backends.monitor import AwakeClock
 from cluster.spec.model import Phase, Plan
+from cluster.supervisor import report
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.jobs import Display
 from cluster.supervisor.report import seconds
@@ -39,12 +40,9 @@ _MOST_NODES = 16
 
 def header(plan: Plan) -> str:
     """Format the header: `digits-7f3a   2 nodes x 2 processes   compose   image trainer:0.1`."""
-    nodes = len(plan.nodes)
-    each = plan.job.world_size // nodes
-    size = f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
     image = plan.job.image and f"image {plan.job.image}"
     attempt = f"attempt {plan.attempt}" if plan.attempt > 1 else ""
-    return "   ".join(filter(None, (plan.job_id, size, plan.backend, image, attempt)))
+    return "   ".join(filter(None, (plan.job_id, report.size(plan), plan.backend, image, attempt)))
 
 
 def joined(view: JobView, plan: Plan) -> str:

@@ -1,4 +1,6 @@
-"""A job as an HTML page: outcome, nodes, attempts, curves and images. `write` makes report.html, which has logs too.
+"""A job as an HTML page, what most readers want first: outcome and scores, predictions, curves, nodes, attempts.
+
+`write` makes report.html, which has the logs too.
 
 All text of the job is escaped, so a name or a log line is shown and never run. Images and logs are links to the files
 in the folder of the page.
@@ -17,25 +19,29 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.backends.logs import number
+from cluster.backends.logs import Event, number
 from cluster.spec.model import JobRecord, PastAttempt, Plan
-from cluster.supervisor import notes
-from cluster.supervisor.job_state import JobView
-from cluster.supervisor.report import seconds
+from cluster.supervisor import notes, report
+from cluster.supervisor.job_state import JobView, failing
+from cluster.supervisor.report import SCORES, seconds
 
 NAME = "report.html"
 #: The last lines of each log, and the bytes of its end, that the page contains.
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16
 #: Points of a curve; longer ones are reduced to the extremes of equal parts.
 _MOST_POINTS = 400
-_WIDTH, _HEIGHT = 480, 200
+_WIDTH, _HEIGHT = 360, 180  # about as wide as a chart is shown, so that its text is not scaled
 #: Titles of charts, and the ends of the names of their columns in results.csv.
 _CHARTS = (
     ("loss", ("_loss",)),
-    ("score", ("map50", "map", "precision", "recall", "top1", "top5", "miou", "accuracy")),
+    ("validation", (*SCORES, "precision", "recall")),
     ("images/s", ("images_per_s",)),
     ("learning rate", ("lr",)),
 )
+#: Names of lines other than those of their columns. "" is the only line of a chart that says what it is.
+_LABELS = {**SCORES, "images_per_s": "", "lr": ""}
+#: The image that has a section of its own, and one that is not shown because its curves are those of the page.
+_PREDICTIONS, _PLOTTED = "predictions.jpg", "results.png"
 _IMAGES = ("*.png", "*.jpg")
 #: Classes of the phases' colours, and the number of ranks whose table is open at first and has lines over time.
 _PHASES = {"ready": "running", "lost": "failed", "joining": "joining", "setup": "joining", "starting": "joining"}
@@ -51,11 +57,17 @@ h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1
 a { color: var(--link) } table { border-collapse: collapse; width: 100% }
 td, th { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top }
 tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem } td { overflow-wrap: anywhere }
+.scores { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; margin: .75rem 0 }
+.scores div { display: flex; flex-direction: column-reverse }
+dt { font-size: .9rem } dd { font-size: 1.5rem; margin: 0 }
 .wide { overflow-x: auto } .wide td { white-space: nowrap } .wide th { min-width: 0 }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
 .done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
+figcaption { overflow-wrap: anywhere } figcaption b, figcaption span { display: inline-block; margin-right: .75rem }
+figcaption i { border-top: 3px solid; display: inline-block; margin-right: .3rem; vertical-align: middle; width: 1rem }
+.large img { max-height: 32rem; max-width: 100%; width: auto }
 .spark { border-bottom: 1px solid var(--line); display: block; width: 4rem; height: 1rem }
 .bar { display: block; fill: #0072b2; width: 100%; height: .5rem; margin: .25rem 0 } summary { cursor: pointer }
 svg text { fill: currentColor; font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }
@@ -85,8 +97,10 @@ def write(record: JobRecord, view: JobView | None = None) -> Path:
 def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a job that has ended, from its record, its last view and the files in its run directory."""
     plan = record.plan
-    logs = (_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
-    body = "\n".join([sections(record, record.outcome, view, record.ended_at), "<h2>Logs</h2>", *logs])
+    logs = "\n".join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
+    body = sections(record, record.outcome, view, record.ended_at) + (
+        f"\n<h2>Logs</h2>\n{logs}" if logs.strip() else ""
+    )
     return document(f"{plan.job_id}: {record.outcome}", f"<style>{STYLE}</style>", body)
 
 
@@ -116,35 +130,73 @@ def sections(
         past: The samples of the ranks over time.
     """
     plan, run_dir = record.plan, Path(record.plan.run_dir)
-    names, count = [node.name for node in plan.nodes], len(plan.nodes)
+    names = [node.name for node in plan.nodes]
     # Of a running job, the time since its last restart is not recorded.
     last = PastAttempt(plan.attempt, tuple(names), record.created_at, now, record.detail or state)
     is_recorded = bool(record.history) and record.history[-1].attempt == plan.attempt
     attempts = [*record.history, *([] if is_recorded else [last])]
     begin = attempts[0].started_at
-    ended = f" to {_clock(record.ended_at)}" if record.outcome else ""
+    took = seconds(max(0.0, now - begin))
     facts = [
         ("command", f"<code>{escape(shlex.join([plan.job.python, *plan.job.command]))}</code>"),
-        ("nodes", f"{count} x {plan.job.world_size // count} processes, {escape(plan.backend)}"),
-        ("image", escape(plan.job.image)),
-        ("duration", f"{_clock(begin)}{ended} ({seconds(max(0.0, now - begin))})"),
+        ("size", escape(report.size(plan))),
+        ("backend", escape(plan.backend)),
+        ("container image", escape(plan.job.image)),
         ("commit", escape(record.commit)),
-        ("files", f"<code>{escape(plan.run_dir)}</code>"),
+        ("started", _clock(begin)),
+        ("ended", _clock(record.ended_at) if record.outcome else ""),
+        ("run directory", f"<code>{escape(plan.run_dir)}</code>"),
     ]
     if (run_dir / "job.yaml").exists():
-        facts.append(("repeat", f"<code>{escape(shlex.join(['clusterctl', 'launch', f'{run_dir}/job.yaml']))}</code>"))
+        again = shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"])
+        facts.append(("to run it again", f"<code>{escape(again)}</code>"))
+    curves, newest = _results(run_dir / "results.csv")
+    if not curves:
+        curves = _curves(view.metrics if view else [])
+    images = [path for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)) if path.name != _PLOTTED]
+    predictions = [_image(path, is_live) for path in images if path.name == _PREDICTIONS]
     parts = [
-        f'<h1>{escape(plan.job_id)}: <span class="{state}">{state}</span></h1>',
-        f"<p>{escape(record.detail)}</p>" if record.detail else "",
+        f'<h1>{escape(plan.job_id)}: <span class="{state}">{state}</span></h1>'
+        + (f"<p>{escape(record.detail)}</p>" if record.detail else "")
+        + _scores(view, newest, took),
         _progress(view) if view and not record.outcome else "",
-        _table(facts),
+        _failure(plan, view) if view and record.outcome == "failed" else "",
+        _section("Predictions", predictions, "large"),
+        _section("Curves", curves),
         _nodes(plan, view, past, is_live=is_live) if view or is_live else "",
-        "<h2>Attempts</h2>" + _attempts(attempts),
+        "<h2>Attempts</h2>" + _attempts(attempts) if len(attempts) > 1 else "",
+        _section("Images", (_image(path, is_live) for path in images if path.name != _PREDICTIONS)),
+        "<h2>Job</h2>" + _table(facts),
         f"<h2>Supervisor</h2><pre>{escape(kept)}</pre>" if (kept := notes.text(plan)) else "",
-        _section("Curves", _file_curves(run_dir / "results.csv") or _curves(view.metrics if view else [])),
-        _section("Images", (_image(path, is_live) for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)))),
     ]
     return "\n".join(f"<section>{part}</section>" for part in parts)
+
+
+def _scores(view: JobView | None, newest: Event, took: str) -> str:
+    """Return the best epoch's scores or, while there is none, the newest; the epoch, and how long the job has run."""
+    metric = (view.metric if view else None) or newest
+    found = (view.done if view else None) or metric
+    cells = [
+        (title, f"{found[key]:.3f}")
+        for key, title in SCORES.items()
+        if isinstance(found.get(key), int | float) and math.isfinite(found[key])
+    ]
+    if epoch := number(metric, "epoch"):
+        epochs = number(metric, "epochs")
+        cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs:.0f}" if epochs else "")))
+    cells.append(("duration", took))
+    return '<dl class="scores">' + "".join(f"<div><dt>{name}<dd>{text}</div>" for name, text in cells) + "</dl>"
+
+
+def _failure(plan: Plan, view: JobView) -> str:
+    """Return the last log lines of the node that failed first, and the hint, as on the terminal."""
+    if not (failed := failing(view)[:1]):
+        return ""
+    name = f"attempt-{plan.attempt}/{failed[0].name}.log"
+    lines = report.last_lines(view, "failed", {failed[0].name: _end(Path(plan.run_dir, name)) or []})
+    shown = [line for line in lines if not line.startswith("hint: ")]
+    hints = "".join(f"<p>{escape(line)}</p>" for line in lines if line.startswith("hint: "))
+    return hints + (f"<pre>{escape(chr(10).join(shown))}</pre>" if shown else "")
 
 
 def _progress(view: JobView) -> str:
@@ -201,10 +253,10 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
         titles = [
             "rank",
             "node",
-            "cores",
+            "CPU cores",
             "memory",
             "host memory",
-            *(["GPU", "GPU memory", "temp."] if has_gpus else []),
+            *(["GPU", "GPU memory", "temperature"] if has_gpus else []),
         ]
         table = _wide(titles, [row[: len(titles)] for row in ranks])
         shown = " open" if len(ranks) <= MOST_RANKS else ""
@@ -234,9 +286,9 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     return "<table>" + "".join(f"<tr><th>{name}<td>{text}" for name, text in rows if text) + "</table>"
 
 
-def _section(title: str, figures: Iterable[str]) -> str:
+def _section(title: str, figures: Iterable[str], kind: str = "grid") -> str:
     text = "".join(figures)
-    return f'<h2>{title}</h2><div class="grid">{text}</div>' if text else ""
+    return f'<h2>{title}</h2><div class="{kind}">{text}</div>' if text else ""
 
 
 def _attempts(attempts: Sequence[PastAttempt]) -> str:
@@ -257,26 +309,31 @@ def _attempts(attempts: Sequence[PastAttempt]) -> str:
     return _table(rows)
 
 
-def _file_curves(path: Path) -> Sequence[str]:
+def _results(path: Path) -> tuple[Sequence[str], Event]:
+    """Return the charts of results.csv, and its newest values."""
     try:
         found = path.stat()
-        return _parsed_curves(path, found.st_mtime_ns, found.st_size)
+        return _parsed_results(path, found.st_mtime_ns, found.st_size)
     except (OSError, csv.Error):
-        return []
+        return [], {}
 
 
 @functools.lru_cache(maxsize=16)  # a live page is drawn once per second
-def _parsed_curves(path: Path, *_version: int) -> Sequence[str]:
+def _parsed_results(path: Path, *_version: int) -> tuple[Sequence[str], Event]:
     with path.open(newline="") as file:
-        return _curves(list(csv.DictReader(file)))
+        rows = list(csv.DictReader(file))
+    newest = {name: value for name in ("epoch", *SCORES) for row in rows if (value := _value(row, name)) is not None}
+    return _curves(rows), newest
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a chart for each group of columns that has values. The rows are those of results.csv, or events."""
     charts = []
     for title, ends in _CHARTS:
-        columns = [name for name in (rows[0] if rows else ()) if name and name.endswith(ends)]
-        lines = {name: line for name in columns if (line := _points(rows, name))}
+        columns = [name for end in ends for name in (rows[0] if rows else ()) if name and name.endswith(end)]
+        lines = {
+            _LABELS.get(name, name.removesuffix("_loss")): line for name in columns if (line := _points(rows, name))
+        }
         if lines:
             charts.append(_chart(title, lines))
     return charts
@@ -284,30 +341,34 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _points(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[float, float]]:
     """Return (epoch, value) pairs; of many, the extremes of equal parts."""
-    found = []
-    for row in rows:
-        try:
-            point = (float(row["epoch"]), float(row[column]))
-        except (KeyError, TypeError, ValueError):
-            continue
-        if all(map(math.isfinite, point)):
-            found.append(point)
+    pairs = ((_value(row, "epoch"), _value(row, column)) for row in rows)
+    found = [(epoch, value) for epoch, value in pairs if epoch is not None and value is not None]
     if len(found) <= _MOST_POINTS:
         return found
     size = math.ceil(2 * len(found) / _MOST_POINTS)
     parts = [found[at : at + size] for at in range(0, len(found), size)]
-    return [point for part in parts for point in sorted({min(part, key=_value), max(part, key=_value)})]
+    return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
 
 
-def _value(point: tuple[float, float]) -> float:
+def _value(row: Mapping[str, Any], column: str) -> float | None:
+    """Return a finite number of a row, or None."""
+    try:
+        value = float(row[column])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _height(point: tuple[float, float]) -> float:
     return point[1]
 
 
 def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
     points = [point for line in lines.values() for point in line]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
+    low = min(low, 0.0)  # from 0, so that noise does not look like a change
     right, high = max(right, left + 1e-9), max(high, low + 1e-9)
-    left_px, top, width, height = 60, 6, _WIDTH - 66, _HEIGHT - 26
+    left_px, top, width, height = 54, 6, _WIDTH - 60, _HEIGHT - 26
 
     def place(point: tuple[float, float]) -> str:
         x, y = (point[0] - left) / (right - left), (point[1] - low) / (high - low)
@@ -318,19 +379,21 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
         f'<polyline class="s{k % 4}" points="{" ".join(map(place, line if len(line) > 1 else 2 * line))}"/>'
         for k, line in enumerate(lines.values())
     )
-    axes = f'<path d="M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
+    grid = f"M{left_px} {top}h{width}M{left_px} {top + height / 2}h{width}"
+    axes = f'<path d="{grid}M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
     texts = (
         f'<text x="{left_px - 4}" y="{top + 8}" text-anchor="end">{high:.3g}</text>'
+        f'<text x="{left_px - 4}" y="{top + height / 2 + 4}" text-anchor="end">{(low + high) / 2:.3g}</text>'
         f'<text x="{left_px - 4}" y="{bottom}" text-anchor="end">{low:.3g}</text>'
         f'<text x="{left_px}" y="{_HEIGHT - 4}">epoch {left:.0f}</text>'
         f'<text x="{left_px + width}" y="{_HEIGHT - 4}" text-anchor="end">{right:.0f}</text>'
     )
-    names = ", ".join(
-        f'<span class="k{k % 4}">{escape(name)} {line[-1][1]:.4g}</span>'
+    names = "".join(
+        f'<span><i class="k{k % 4}"></i>{escape(f"{name} {line[-1][1]:.4g}".lstrip())}</span>'
         for k, (name, line) in enumerate(lines.items())
     )
     head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} over the epochs">'
-    return f"<figure>{head}{axes}{drawn}{texts}</svg><figcaption>{title}: {names}</figcaption></figure>"
+    return f"<figure>{head}{axes}{drawn}{texts}</svg><figcaption><b>{title}</b>{names}</figcaption></figure>"
 
 
 def _image(path: Path, is_live: bool) -> str:
@@ -342,18 +405,28 @@ def _image(path: Path, is_live: bool) -> str:
 
 def _log(run_dir: Path, name: str) -> str:
     """Return the last lines of a log, and a link to the whole."""
-    try:
-        with (run_dir / name).open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
+    lines = _end(run_dir / name)
+    if lines is None:
         return ""
-    shown = [line for line in lines if "::cluster {" not in line][-_LOG_LINES:]
+    shown = lines[-_LOG_LINES:]
     node, link = escape(Path(name).stem), quote(name)
+    if not shown:
+        return f'<p><a href="{link}">{node}</a> has printed nothing</p>'
     return (
         f"<details><summary>{node}: the last {len(shown)} lines</summary><pre>{escape(chr(10).join(shown))}</pre>"
         f'<a href="{link}">{escape(name)}</a></details>'
     )
+
+
+def _end(path: Path) -> list[str] | None:
+    """Return the last lines of a log without events; None: there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    return [line for line in lines if "::cluster {" not in line]
 
 
 def _clock(at: float) -> str:

@@ -22,8 +22,16 @@ LAST_LINES = 25
 # The agent prefixes the lines of local rank 1 with "[1] ", and those of local rank 0 with nothing.
 _OTHER_RANK = re.compile(r"\[(\d+)\] ")
 
-# Keys of the trainer's events, and their titles.
-SCORES = {"map50": "mAP50", "map": "mAP50-95", "top1": "top-1", "top5": "top-5", "miou": "mIoU"}
+#: Keys of the trainer's events and columns of its results.csv, and what they are called on the terminal, in the report
+#: and in TensorBoard.
+SCORES = {
+    "map50": "mAP50",
+    "map": "mAP50-95",
+    "top1": "top-1",
+    "top5": "top-5",
+    "miou": "mIoU",
+    "accuracy": "pixel accuracy",
+}
 _SIGNALS = {137: " (killed)", 143: " (terminated)", 139: " (crashed: segmentation fault)", 134: " (aborted)"}
 
 
@@ -35,6 +43,13 @@ def seconds(value: float) -> str:
         return f"{value:.0f} s"
     minutes, rest = divmod(round(value), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def size(plan: Plan) -> str:
+    """Format the size of a job: `2 nodes x 2 processes`."""
+    nodes = len(plan.nodes)
+    each = plan.job.world_size // nodes
+    return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
 
 
 def scores(event: Event, first: str) -> str:

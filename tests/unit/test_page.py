@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from cluster.backends import BACKENDS
-from cluster.spec.model import Job, JobRecord, PastAttempt
-from cluster.supervisor import page
+from cluster.spec.model import Job, JobRecord, NodeStatus, PastAttempt
+from cluster.supervisor import job_state, page
 
 SCRIPT = "<script>alert('&')</script>"
 
@@ -46,7 +46,7 @@ def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
     assert not {"script", "iframe", "object", "link"} & set(shown.tags)
     assert not [name for name, _ in shown.attributes if name.startswith("on")]
     assert shown.text.count(SCRIPT) == 5  # command, detail, both attempts, log
-    assert f"ap_{SCRIPT}_loss 0.25" in shown.text
+    assert f"lossap_{SCRIPT} 0.25" in shown.text
     assert ("src", "%3Cimg%20onerror%3Dx%3E.png") in shown.attributes
     assert not [value for _, value in shown.attributes if value and ":" in value and "//" in value]
     assert [path.name for path in folder.glob("report*")] == ["report.html"]
@@ -74,8 +74,8 @@ def test_a_long_curve_keeps_its_extremes(record, tmp_path):
     points = re.search('points="([^"]*)"', text)[1].split()
     assert 200 <= len(points) <= 400
     assert min(float(point.split(",")[1]) for point in points) == 6  # the top of the chart
-    assert "box_loss 0.5" in text
-    assert "obj_loss" not in text
+    assert "box 0.5" in text
+    assert "obj" not in text
 
 
 def test_a_changed_table_of_results_is_read_again(record, tmp_path):
@@ -83,9 +83,9 @@ def test_a_changed_table_of_results_is_read_again(record, tmp_path):
     for at, loss in enumerate(("0.5", "0.7")):  # of one size
         path.write_text(f"epoch,box_loss\n1,{loss}\n")
         os.utime(path, (at, at))
-        assert f"box_loss {loss}" in page.render(record)
+        assert f"box {loss}" in page.render(record)
     path.unlink()
-    assert "box_loss" not in page.render(record)
+    assert "<polyline" not in page.render(record)
 
 
 def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):
@@ -96,3 +96,38 @@ def test_only_the_end_of_a_log_is_in_the_page(record, tmp_path):
     assert "line 99999" in shown.text
     assert "line 99799\n" not in shown.text
     assert ("href", "attempt-2/node-1.log") in shown.attributes
+
+
+def test_the_page_begins_with_what_its_reader_wants(record, tmp_path):
+    folder = tmp_path / "job"
+    for name in ("PR_curve.png", "predictions.jpg", "results.png"):
+        (folder / name).write_bytes(b"")
+    (folder / "attempt-2" / "node-0.log").write_text("epoch 1\n")
+    (folder / "results.csv").write_text("epoch,box_loss,map50,map,lr\n1,0.5,0.25,0.125,0.01\n2,0.25,nan,nan,0.01\n")
+    record = replace(record, outcome="done", detail="")
+    view = job_state.start(record.plan, 1032.0)
+    shown = Tags(page.render(record, view))
+    titles = ("mAP50", "Predictions", "Curves", "Nodes", "Attempts", "Images", "Job", "Logs")
+    assert sorted(titles, key=shown.text.index) == list(titles)
+    assert "mAP500.250mAP50-950.125epoch2duration1 h 06 min" in shown.text  # the newest validation
+    assert [value for name, value in shown.attributes if name == "src"] == ["predictions.jpg", "PR_curve.png"]
+    view.metrics = [{"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")}]
+    view.done = {"event": "done", "map50": 0.75, "map": 0.5}
+    assert "mAP500.750mAP50-950.500epoch2 of 7" in Tags(page.render(record, view)).text
+
+
+def test_a_section_without_content_has_no_heading(record):
+    shown = Tags(page.render(replace(record, history=(), detail="")))
+    assert re.findall("<h2>([^<]*)", page.render(replace(record, history=()))) == ["Job"]
+    assert "attempt" not in shown.text
+
+
+def test_a_failure_has_the_lines_and_the_hint_of_the_terminal(record, tmp_path):
+    (tmp_path / "job" / "attempt-2" / "node-1.log").write_text(f"[1] other\nallocating {SCRIPT}\n")
+    failure = {"rank": 2, "local_rank": 0, "time": 100.0, "error": "out of memory", "hint": "a smaller --batch"}
+    ends = [NodeStatus("node-0", "exited", 0), NodeStatus("node-1", "exited", 1, failure=failure)]
+    view = job_state.fold(job_state.start(record.plan, 1032.0), ends, [], 1090.0)
+    text = Tags(page.render(record, view)).text
+    assert f"hint: a smaller --batch  node-1 | allocating {SCRIPT}" in text
+    assert "[1] other" not in text.partition("Nodes")[0]
+    assert "hint:" not in Tags(page.render(replace(record, outcome="done"), view)).text
