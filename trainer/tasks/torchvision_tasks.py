@@ -45,7 +45,6 @@ _BOXES_ONLY = (
     *("augment_on", "multi_scale", "rect", "image_weights"),
     *("single_cls", "cache", "allow_bad_labels", "noautoanchor"),
 )
-# Hyper-parameters with an effect on all models of torchvision.
 _SHOWN_IMAGES, _SHOWN_MASKS = 12, 9  # validation images in the plot of predictions
 _MAGNITUDES = 30  # the strongest of torchvision's 31
 
