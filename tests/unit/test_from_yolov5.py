@@ -16,8 +16,8 @@ SAME = {
     "--label-smoothing --patience --freeze --seed --exist-ok",
     "val.py": "--imgsz --batch-size --conf-thres --iou-thres --max-det --workers --single-cls --half --save-txt "
     "--save-conf --save-json --project --name --exist-ok",
-    "detect.py": "--weights --imgsz --conf-thres --iou-thres --max-det --nosave --save-txt --save-conf --project --name "
-    "--exist-ok --half",
+    "detect.py": "--weights --imgsz --conf-thres --iou-thres --max-det --nosave --save-txt --save-conf --project "
+    "--name --exist-ok --half",
     "export.py": "",
 }
 _OPTION = re.compile(r"--[a-z][a-z0-9_-]*")
