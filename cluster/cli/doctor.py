@@ -27,23 +27,27 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "failure": ("FAI
 def doctor(
     *,
     inventory: NodeOptions,
-    image: Annotated[str, option(help="The container image to check; by default the inventory's.")] = "",
+    image: Annotated[str, option(metavar="IMAGE", help="Container image to check.  [default: the inventory's]")] = "",
     data: Annotated[
-        list[str], typer.Option(metavar="FOLDER", help="A folder that must be the same on all nodes; repeatable.")
+        list[str], typer.Option(metavar="FOLDER", help="Folder that must be the same on all nodes. Repeatable.")
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     skip: Annotated[
         list[str],
-        typer.Option(metavar="CHECK", help="Skip a check, named as in the second column: --skip link; repeatable."),
+        typer.Option(metavar="CHECK", help="Skip a check, by the name in the second column: --skip link. Repeatable."),
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
-    nodes: Annotated[int | None, option(min=1, help="Slurm: how many nodes to check in one job; 2 by default.")] = None,
-    gpus: Annotated[int | None, option(min=1, help="Slurm: GPUs to request on each node; 1 by default.")] = None,
+    nodes: Annotated[
+        int | None, option(min=1, metavar="N", help="Slurm: nodes to check in one job.  [default: 2]")
+    ] = None,
+    gpus: Annotated[
+        int | None, option(min=1, metavar="N", help="Slurm: GPUs to request per node.  [default: 1]")
+    ] = None,
     settings: BackendOptions,
     as_json: AsJson = False,
 ) -> None:
     """Check whether a launch would succeed on the nodes.
 
-    It checks every node, connects each node to each other one, and measures the speed of an all-reduce. It changes
-    nothing. On a Slurm cluster it checks the login node, and submits one short job that checks other nodes.
+    It checks every node, connects each node to every other one, and measures the speed of an all-reduce. Nothing is
+    changed. On a Slurm cluster, it checks the login node and submits one short job that checks other nodes.
 
     Exit codes: 0 a launch would succeed, 3 a check failed, 5 a node cannot be reached.
     """

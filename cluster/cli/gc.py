@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 @takes_options
 def gc(
     *,
-    job: Annotated[str, option("--job", help="Only this job, even while it runs.")] = "",
+    job: Annotated[str, option("--job", help="Remove what this job started, even while it runs.")] = "",
     yes: Annotated[bool, flag("Remove without asking.", "--yes", "-y")] = False,
     inventory: NodeOptions,
     as_json: AsJson = False,
 ) -> None:
     """Find and remove orphans: containers and processes of dead jobs.
 
-    Without an inventory it searches this machine.
-    It finds containers by their label and processes by their environment, so it needs no record of the job.
-    It lists a job whose node script still runs, but removes it only with --job.
+    Without an inventory, it searches this machine. Containers are found by their label and processes by their
+    environment, so no job record is needed. A job whose node script is still running is listed, but removed only with
+    --job.
     """
     from cluster.backends import BACKENDS
 

@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from cluster.images import Pushed
     from cluster.spec.model import Node
 
-app = typer.Typer(help="Copy the container image to the nodes, and compare it between them.", no_args_is_help=True)
+IMAGE = "Container image.  [default: the inventory's, or the one that `make image` builds]"
+app = typer.Typer(help="Copy the container image to the nodes, and compare it between nodes.", no_args_is_help=True)
 
 
 @dataclass
 class ImageOptions(NodeOptions):
     """Options that choose a container image and nodes."""
 
-    names: Annotated[list[str], argument(metavar="[NODES]", help="By default all nodes of the inventory.")] = field(
+    names: Annotated[list[str], argument(metavar="[NODES]", help="Nodes by name.  [default: all]")] = field(
         default_factory=list
     )
-    image: Annotated[str, option(help="By default that of the inventory, else that of `make image`.")] = ""
+    image: Annotated[str, option(metavar="IMAGE", help=IMAGE)] = ""
 
     def chosen(self) -> tuple[list[Node], str]:
         """Return the chosen nodes and image."""
@@ -62,8 +63,7 @@ class ImageOptions(NodeOptions):
 def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
     """Copy this machine's container image to the nodes.
 
-    It sends only the missing layers, compressed.
-    After an interruption the same command resumes the transfer.
+    Only missing layers are sent, compressed. After an interruption, run the same command again to resume.
     """
     from cluster.transport import parallel
 
@@ -87,9 +87,9 @@ def push(*, options: ImageOptions, as_json: AsJson = False) -> None:
 @app.command()
 @takes_options
 def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
-    """Show the container image's id on every node.
+    """Show the container image's ID on every node.
 
-    Exit codes: 0 same image on all nodes, 1 different or missing, 5 a node or its Docker Engine does not answer.
+    Exit codes: 0 all nodes have the same image, 1 they do not, 5 a node or its Docker Engine does not answer.
     """
     from cluster import images
     from cluster.transport import parallel
@@ -112,14 +112,16 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: clusterctl image sif /shared/me/trainer-0.1.sif")
 def sif(
     target: Annotated[
-        str, argument(help="The file, on the shared disk; by default the inventory's image, or next to its run_dir.")
+        str, argument(help="File on the shared disk.  [default: the inventory's image, or next to its run_dir]")
     ] = "",
-    image: Annotated[str, option(help="A Docker image of this machine; by default that of `make image`.")] = "",
+    image: Annotated[
+        str, option(metavar="IMAGE", help="Docker image on this machine.  [default: the one that `make image` builds]")
+    ] = "",
     inventory: InventoryFile = "",
 ) -> None:
     """Convert the Docker image to a SIF file for Apptainer.
 
-    The login node converts it. This takes minutes, and temporarily twice the image's disk space.
+    The login node converts it, which takes minutes and, for a while, twice the image's disk space.
     """
     from cluster.backends import BACKENDS
     from cluster.images import apptainer as sif_file

@@ -33,27 +33,31 @@ def init(
     ] = [],  # noqa: B006 (typer reads the default and never changes it)
     hostfile: Hostfile = "",
     ssh_config: SshConfig = "",
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Write this file.")] = "cluster.yaml",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="File to write.")] = "cluster.yaml",
     force: Annotated[bool, flag("Overwrite the file.", "--force")] = False,
     device: Annotated[
         str,
         typer.Option(
-            help="auto: cuda if every node has a GPU, cpu if none has one; cuda; cpu; any: the program decides."
+            metavar="DEVICE",
+            help="cuda, cpu, any (the program decides) or auto: cuda if every node has a GPU, cpu if none has one.",
         ),
     ] = "auto",
     runtime: Annotated[
-        str, typer.Option(help="auto: docker, else podman, else none; or one of these for all nodes.")
+        str, typer.Option(metavar="NAME", help="docker, podman, none or auto: the first of these that a node has.")
     ] = "auto",
     run_dir: Annotated[
-        str, typer.Option(help="On the nodes: the parent of all run directories; '~/' is the home directory there.")
+        str, typer.Option(metavar="DIR", help="Where the nodes keep run directories; '~/' is the home directory there.")
     ] = RUN_DIR,
     data_dir: Annotated[
-        str, typer.Option(help="On the nodes: the target of `sync`; '~/' is the home directory there.")
+        str, typer.Option(metavar="DIR", help="Where the nodes keep synced data; '~/' is the home directory there.")
     ] = DATA_DIR,
     backend: Annotated[
         str,
         option(
-            "--backend", "-b", metavar="NAME", help="kubernetes: instead of machines, the cluster of your kubeconfig."
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help="kubernetes: use the cluster of your kubeconfig instead of machines.",
         ),
     ] = "",
     as_json: AsJson = False,
@@ -61,8 +65,8 @@ def init(
 ) -> None:
     """Inspect machines over SSH and write cluster.yaml.
 
-    It finds GPUs, the container runtime, the address that the machines have for each other, and free disk space.
-    It changes nothing on the machines, and writes no file unless all of them answer.
+    It finds each machine's GPUs, container runtime, free disk space, and the address at which the others reach it.
+    Nothing is changed on the machines, and no file is written unless all of them answer.
     """
     from cluster.backends import BACKENDS
     from cluster.spec import schema

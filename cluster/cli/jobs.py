@@ -43,11 +43,10 @@ def _supervisor_of(record: JobRecord, records: JobStore) -> str:
 
 
 def attach(job: options.JobName, logs: options.Logs = "master") -> None:
-    """Follow a running job, and restart it after failures.
+    """Follow a running job and restart it after failures.
 
-    Use it after `launch --detach`, or if the launcher has ended.
-    Ctrl-C detaches; the job keeps running, and a process in the background restarts it after failures.
-    The exit code is the job's, as for launch.
+    Use it after `launch --detach`, or when the launcher is gone. Ctrl-C detaches: the job keeps running, and a
+    background process restarts it after failures. The exit code is the job's, as for launch.
     """
     records, out = JobStore(), console()
     record = records.load(job)
@@ -57,7 +56,7 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
 
 
 def wait(job: options.JobName) -> None:
-    """Wait until a job ends, without output. The exit code is the job's."""
+    """Wait for a job to end, without output. The exit code is the job's."""
     from cluster.supervisor import jobs, supervisor
 
     records, out = JobStore(), console()
@@ -90,13 +89,13 @@ def stop(
         str,
         option(
             metavar="TIME",
-            help="How long the ranks may take to write a checkpoint: 90s, 10m. By default that of launch.",
+            help="How long the ranks may take to write a checkpoint: 90s, 10m.  [default: as at launch]",
         ),
     ] = "",
 ) -> None:
-    """Stop a job on every node, and wait until all its processes have ended.
+    """Stop a job on every node, and wait until all its processes have exited.
 
-    It is safe to repeat, and Ctrl-C kills what is still running.
+    You can run it again at any time. Ctrl-C kills what is still running.
     """
     from cluster.spec.defaults import seconds
 
@@ -107,11 +106,11 @@ def stop(
 
 def ps(
     as_json: options.AsJson = False,
-    every: Annotated[bool, options.flag("Also jobs that have ended.", "--all", "-a")] = False,
+    every: Annotated[bool, options.flag("Include jobs that are done, failed or stopped.", "--all", "-a")] = False,
 ) -> None:
     """List jobs and their states.
 
-    A job is `unreachable` if its Docker Engine or its machines do not answer. The supervisor is the process that
+    A job is unreachable if its machines or their Docker Engine do not answer. The supervisor is the process that
     restarts the job after a failure.
     """
     from rich.table import Column, Table
@@ -183,9 +182,9 @@ def logs(
     job: options.JobName,
     follow: Annotated[bool, options.flag("Follow the logs until the job ends.", "--follow", "-f")] = False,
     node: Annotated[str, option("--node", help="Only this node: node-1, or 1.")] = "",
-    everything: Annotated[bool, options.flag("Also print the lines of the agent.", "--everything")] = False,
+    everything: Annotated[bool, options.flag("Include the agent's output.", "--everything")] = False,
 ) -> None:
-    """Print a job's logs, each line with the name of its node."""
+    """Print a job's logs, each line prefixed with its node."""
     from cluster.supervisor import jobs, notes, session
 
     record = JobStore().load(job)
@@ -212,12 +211,12 @@ def logs(
 def top(
     job: options.JobName,
     as_json: options.AsJson = False,
-    once: Annotated[bool, options.flag("Print one sample, as without a terminal.", "--once")] = False,
+    once: Annotated[bool, options.flag("Print one sample and exit.", "--once")] = False,
 ) -> None:
-    """Show CPU, memory and GPU use of each rank of a running job, until Ctrl-C.
+    """Show the CPU, memory and GPU use of a running job's ranks until Ctrl-C.
 
-    The columns: cores, memory of the rank and its workers, memory in use on the host, use and memory of the GPU, and
-    the use over the last samples (of the GPU, else of the cores). The agent on each node samples every 2 s.
+    The columns are cores, memory of the rank and its workers, memory in use on the host, GPU use and GPU memory, and
+    a graph of recent GPU use (or CPU use, without a GPU). The agent on each node samples every 2 s.
     """
     from rich.console import Group
     from rich.live import Live
@@ -257,14 +256,17 @@ def top(
 
 
 def serve(
-    host: Annotated[str, typer.Option("--host", help="The address to listen on, or 0.0.0.0 for all.")] = "localhost",
-    port: Annotated[int, typer.Option("--port", "-p", min=0, max=65535, help="The port; 0 takes a free one.")] = 8265,
-    metrics: Annotated[bool, options.flag("Also /metrics, in Prometheus' text format.", "--metrics")] = False,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 means all.")] = "localhost",
+    port: Annotated[
+        int, typer.Option("--port", "-p", min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8265,
+    metrics: Annotated[bool, options.flag("Serve /metrics for Prometheus too.", "--metrics")] = False,
 ) -> None:
-    """Show all jobs in a browser, live and read-only, until Ctrl-C.
+    """Show all jobs in a browser, live and read-only.
 
-    From another machine: ssh -L 8265:localhost:8265 THIS-MACHINE. With another --host, the printed URL has a token
-    that each browser needs once, and Prometheus as its bearer token; the connection is not encrypted.
+    Ctrl-C stops the server. To open the page on another machine: ssh -L 8265:localhost:8265 THIS-MACHINE. With another
+    --host, the printed URL contains a token: a browser needs it once, and Prometheus needs it as its bearer token. The
+    connection is not encrypted.
     """
     import secrets
     import socket

@@ -42,19 +42,20 @@ def launch(
     env_file: options.EnvFile = "",
     logs: options.Logs = "master",
     detach: Annotated[
-        bool, options.flag("Return when all nodes are started. A supervisor stays in the background.", "--detach", "-d")
+        bool,
+        options.flag("Return once all nodes have started, and restart the job in the background.", "--detach", "-d"),
     ] = False,
     wait: Annotated[
-        str, option(metavar="TIME", help="Wait for free GPUs in the order of arrival, at most 90s, 30m, 2h.")
+        str, option(metavar="TIME", help="Wait up to TIME (90s, 30m, 2h) for free GPUs, first come, first served.")
     ] = "",
     push: Annotated[bool, options.flag("First copy the container image to the nodes that lack it.", "--push")] = False,
 ) -> None:
-    """Start a job on all nodes, and follow its log to the end.
+    """Start a job on all nodes and follow its log until it ends. Ctrl-C stops the job on every node.
 
-    The job is described by options, by a job file, or by both. Ctrl-C stops the job on every node.
+    Describe the job by options, by a job file, or by both; an option overrides the key of the job file.
 
-    Exit codes: 0 done, 1 failed, 2 wrong request, 3 a node could not be started, 4 nodes did not join in time, 5 a
-    machine or Docker Engine does not answer (the job may be running: attach), 130 interrupted.
+    Exit codes: 0 done, 1 failed, 2 invalid request, 3 a node could not be started, 4 nodes did not join in time, 5 a
+    machine or its Docker Engine does not answer (the job may still be running: clusterctl attach), 130 interrupted.
     """
     from cluster.backends import BACKENDS
     from cluster.cli.sync import progress
@@ -145,22 +146,24 @@ def plan(
     env_file: options.EnvFile = "",
     output: Annotated[
         str,
-        typer.Option("--output", "-o", help="Write the plan to this file, or to this folder if it has several files."),
+        typer.Option(
+            "--output", "-o", help="Write the plan to this file, or into this folder if it has several files."
+        ),
     ] = "",
     agent: Annotated[
-        bool, options.flag("Write agent.pyz, the archive that starts the ranks of a node, to -o or a pipe.", "--agent")
+        bool, options.flag("Write agent.pyz, the program that starts the ranks on a node, to -o or a pipe.", "--agent")
     ] = False,
-    save: Annotated[str, option(metavar="FILE", help="Write the options as a job file, and print no plan.")] = "",
+    save: Annotated[
+        str, option(metavar="FILE", help="Write the options to a job file instead of printing a plan.")
+    ] = "",
     export: Annotated[
         str,
-        option(
-            metavar="skypilot|dstack", help="Write the job as a task file of SkyPilot or dstack, for rented machines."
-        ),
+        option(metavar="skypilot|dstack", help="Print a task file for SkyPilot or dstack instead of a plan."),
     ] = "",
     schema: Annotated[bool, options.flag("Print the JSON Schema of job files, for editors.", "--schema")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Print the files and commands of a launch, node by node, without launching."""
+    """Print the files and commands of a launch, node by node, without launching anything."""
     from cluster.agent import scripts
     from cluster.supervisor import launcher
 

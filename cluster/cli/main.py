@@ -2,7 +2,8 @@
 
 import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -10,21 +11,22 @@ from cluster.cli import image, jobs, session
 from cluster.cli.doctor import doctor
 from cluster.cli.follow import EXIT_INTERRUPTED
 from cluster.cli.gc import gc
+from cluster.cli.help import CONTEXT, HelpCommand, HelpGroup
 from cluster.cli.init import init
 from cluster.cli.launch import launch, plan
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError, Terminated
 
 # Commands import their modules when they run, so that `clusterctl --help` and completion are fast.
-# Without rich's panels help takes two thirds of the time: rich imports a Markdown parser for them.
 app = typer.Typer(
     name="clusterctl",
-    help="Launch a PyTorch training job on several nodes, follow it, restart it after failures, and stop it.",
-    epilog="A first run on this machine: clusterctl launch --nodes 2 --gpus 2",
+    cls=HelpGroup,
+    help="Launch PyTorch training jobs on several nodes, and restart them after failures.",
+    epilog="Try it on this machine: clusterctl launch --nodes 2 --gpus 2",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings=CONTEXT,
 )
 
 
@@ -45,26 +47,34 @@ def options(
     """Options of the program itself."""
 
 
-app.command(epilog="Example: clusterctl launch --nodes 2 --gpus 2 -- train --epochs 3")(launch)
-app.command(
-    epilog="Example: mkdir -p runs && clusterctl plan --nodes 2 --gpus 2 --backend compose -o job.yml && "
-    "docker compose -f job.yml up"
-)(plan)
-for command in (jobs.attach, jobs.wait, jobs.stop, jobs.ps, jobs.status, jobs.logs):
-    app.command()(command)
+def _add(heading: str, command: Callable[..., None], name: str = "", example: str = "", **how: Any) -> None:
+    epilog = f"Example: {example}" if example else None
+    app.command(name or None, epilog=epilog, rich_help_panel=heading, **how)(command)
+
+
+_JOBS, _WATCH, _INSIDE, _MACHINES = "Run jobs", "Watch jobs", "Work inside a running job", "Set up machines"
+_add(_JOBS, launch, "", "clusterctl launch --nodes 2 --gpus 2 -- train --epochs 3", cls=HelpCommand)
+_BY_HAND = "mkdir -p runs; clusterctl plan -n 2 -b compose -o job.yml; docker compose -f job.yml up"
+_add(_JOBS, plan, "", _BY_HAND, cls=HelpCommand)
+_add(_JOBS, jobs.attach)
+_add(_JOBS, jobs.wait)
+_add(_JOBS, jobs.stop)
+_add(_WATCH, jobs.ps)
+_add(_WATCH, jobs.status)
+_add(_WATCH, jobs.logs)
+_add(_WATCH, jobs.top, example="clusterctl top digits")
+_add(_WATCH, jobs.serve, example="clusterctl serve --port 8000")
+_add(_WATCH, session.tensorboard, example="clusterctl tensorboard digits")
+_add(_INSIDE, session.exec_, "exec", "clusterctl exec digits --node 1 -- nvidia-smi")
+_add(_INSIDE, session.shell, example="clusterctl shell digits 1")
+_add(_INSIDE, session.cp, example="clusterctl cp digits:last.pt .")
+_add(_INSIDE, session.port_forward, example="clusterctl port-forward digits 8888")
+_add(_MACHINES, init, example="clusterctl init gpu-a gpu-b gpu-c")
+_add(_MACHINES, doctor, example="clusterctl doctor --skip link")
+_add(_MACHINES, sync, example="clusterctl sync ./data/coco ./my.yaml")
+app.add_typer(image.app, name="image", rich_help_panel=_MACHINES)
+_add(_MACHINES, gc, example="clusterctl gc --only gpu-b")
 app.command(hidden=True)(jobs.supervise)
-app.command(epilog="Example: clusterctl top digits")(jobs.top)
-app.command(epilog="Example: clusterctl serve --port 8000")(jobs.serve)
-app.command("exec", epilog="Example: clusterctl exec digits --node 1 -- nvidia-smi")(session.exec_)
-app.command(epilog="Example: clusterctl shell digits 1")(session.shell)
-app.command(epilog="Example: clusterctl cp digits:last.pt .")(session.cp)
-app.command(epilog="Example: clusterctl port-forward digits 8888")(session.port_forward)
-app.command(epilog="Example: clusterctl tensorboard digits")(session.tensorboard)
-app.command(epilog="Example: clusterctl init gpu-a gpu-b gpu-c")(init)
-app.command(epilog="Example: clusterctl doctor --skip link")(doctor)
-app.command(epilog="Example: clusterctl sync ./data/coco ./my.yaml")(sync)
-app.add_typer(image.app, name="image")
-app.command(epilog="Example: clusterctl gc --only gpu-b")(gc)
 
 
 def _terminate(*_: object) -> NoReturn:

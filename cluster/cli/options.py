@@ -29,14 +29,28 @@ def _job_names(incomplete: str) -> list[str]:
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
 ]
-_INVENTORY = "The inventory; by default cluster.yaml in this folder, if it exists."
+# Headings of `launch --help-all`
+_MACHINES = "Machines"
+_ARRAY = "Slurm"
+_OTHER = "The program and its container"
+_INVENTORY = "Inventory of machines.  [default: cluster.yaml, if it exists]"
 InventoryFile = Annotated[str, option("--inventory", "-i", metavar="FILE", help=_INVENTORY)]
 Hostfile = Annotated[
-    str, option(metavar="FILE", help="A hostfile of DeepSpeed or MPI instead of an inventory (worker-1 slots=4).")
+    str,
+    option(
+        metavar="FILE",
+        help="Hostfile of DeepSpeed or MPI (worker-1 slots=4) to use instead of an inventory.",
+        rich_help_panel=_MACHINES,
+    ),
 ]
-SshConfig = Annotated[str, option(metavar="FILE", help="The SSH configuration, instead of ~/.ssh/config.")]
-EnvFile = Annotated[str, option(help="A file of secrets, one NAME=VALUE per line.")]
-Logs = Annotated[Literal["master", "all"], typer.Option(help="Whose logs to show: master, all.")]
+SshConfig = Annotated[
+    str,
+    option(metavar="FILE", help="SSH configuration to use instead of ~/.ssh/config.", rich_help_panel=_MACHINES),
+]
+EnvFile = Annotated[
+    str, option(metavar="FILE", help="File of secrets, one NAME=VALUE per line.", rich_help_panel=_OTHER)
+]
+Logs = Annotated[Literal["master", "all"], typer.Option(help="Show the log of the first node or of all nodes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -47,11 +61,19 @@ class NodeOptions:
     inventory: InventoryFile = ""
     hosts: Annotated[
         str,
-        option(metavar="A,B", help="Machines instead of an inventory: [USER@]HOST[:PORT] or names from ~/.ssh/config."),
+        option(
+            metavar="A,B",
+            help="Machines to use instead of an inventory.\n\n[USER@]HOST[:PORT], or names from ~/.ssh/config.",
+        ),
     ] = ""
     hostfile: Hostfile = ""
     ssh_config: SshConfig = ""
-    only: Annotated[str, option(metavar="A,B", help="Only these nodes of the inventory, by name or label.")] = ""
+    only: Annotated[
+        str,
+        option(
+            metavar="A,B", help="Use only these machines of the inventory, by name or label.", rich_help_panel=_MACHINES
+        ),
+    ] = ""
 
     def load(self, *, complete: bool = True, backend: str = "auto") -> Inventory | None:
         """Return the chosen inventory, or None if the options name none and there is no cluster.yaml.
@@ -82,11 +104,13 @@ class ArrayOptions:
         str,
         option(
             metavar="FILE",
-            help="Slurm: one job per line of the file. The line's arguments follow those of the command line.",
+            help="Submit one job per line of FILE, which is appended to the arguments on the command line.",
+            rich_help_panel=_ARRAY,
         ),
     ] = ""
     array_limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Slurm: how many jobs of the array may run at a time.")
+        int,
+        typer.Option(metavar="N", min=1, help="How many jobs of the array may run at once.", rich_help_panel=_ARRAY),
     ] = 256
 
     def jobs(self, request: Request, machines: Inventory | None) -> tuple[list[Job], str, list[str]]:

@@ -17,19 +17,19 @@ from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option
 from cluster.store import JobStore
 
-NodeName = Annotated[str, option("--node", help="The node: node-1, or 1. By default the first.")]
+NodeName = Annotated[str, option("--node", help="Node by name or number: node-1, or 1.  [default: the first]")]
 
 
 def exec_(
     job: options.JobName,
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, and its arguments.")],
     node: NodeName = "0",
-    on_all: Annotated[bool, options.flag("On all nodes at once, without input.", "--all", "-a")] = False,
+    on_all: Annotated[bool, options.flag("Run it on all nodes at once, without input.", "--all", "-a")] = False,
 ) -> None:
-    """Run a command in the container of a node of a running job.
+    """Run a command inside a running job, in a node's container.
 
-    The command has the job's variables and starts in its working directory. The exit code is the command's; with
-    --all it is the first one that is not 0.
+    The command has the job's environment variables and starts in its working directory. The exit code is the
+    command's; with --all it is the first that is not 0.
     """
     if not on_all:
         raise typer.Exit(_run(job, node, command))
@@ -45,11 +45,12 @@ def exec_(
 
 
 def shell(
-    job: options.JobName, node: Annotated[str, typer.Argument(metavar="[NODE]", help="The node: node-1, or 1.")] = "0"
+    job: options.JobName,
+    node: Annotated[str, typer.Argument(metavar="[NODE]", help="Node by name or number: node-1, or 1.")] = "0",
 ) -> None:
-    """Open a shell in the container of a node of a running job.
+    """Open a shell inside a running job, in a node's container.
 
-    The shell is bash if the container has it, else sh. The exit code is the shell's.
+    The shell is bash if the container has it, otherwise sh. The exit code is the shell's.
     """
     raise typer.Exit(_run(job, node, ["sh", "-c", 'exec "$(command -v bash || echo sh)"']))
 
@@ -72,11 +73,13 @@ def _run(job: str, node: str, argv: Sequence[str]) -> int:
 
 
 def cp(
-    source: Annotated[str, typer.Argument(metavar="JOB:PATH", help="PATH is in the job's run directory, or absolute.")],
-    into: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="A folder of this machine.")] = Path(),
+    source: Annotated[
+        str, typer.Argument(metavar="JOB:PATH", help="PATH is relative to the job's run directory, or absolute.")
+    ],
+    into: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder on this machine.")] = Path(),
     node: NodeName = "0",
 ) -> None:
-    """Copy a file or a folder of a job to this machine."""
+    """Copy a job's file or folder to this machine."""
     from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from cluster.supervisor import session
@@ -95,10 +98,10 @@ def cp(
 
 def port_forward(
     job: options.JobName,
-    ports: Annotated[str, typer.Argument(metavar="[LOCAL:]REMOTE", help="The port here, and the port on the node.")],
+    ports: Annotated[str, typer.Argument(metavar="[LOCAL:]REMOTE", help="Port on this machine, and port on the node.")],
     node: NodeName = "0",
 ) -> None:
-    """Forward a port of this machine to a port of a running job, until Ctrl-C.
+    """Forward a local port to a port of a running job until Ctrl-C.
 
     The program on the node may listen on localhost only.
     """
@@ -113,12 +116,12 @@ def port_forward(
 
 def tensorboard(
     job: options.JobName,
-    port: Annotated[int, typer.Option("--port", metavar="PORT", help="The port of this machine.")] = 6006,
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port on this machine.")] = 6006,
     node: NodeName = "0",
 ) -> None:
-    """Show a job's curves in TensorBoard, until Ctrl-C.
+    """Show a job's curves in TensorBoard until Ctrl-C.
 
-    TensorBoard runs in the node's container; after the job's end it runs on this machine.
+    TensorBoard runs in the node's container while the job runs, and on this machine after that.
     """
     from cluster.supervisor import session
 

@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 @takes_options
 def sync(
     *,
-    folders: Annotated[list[str], argument(metavar="FOLDER...", help="Folders or files of this machine.")],
-    delete: Annotated[bool, flag("Remove files that are only on the nodes.", "--delete")] = False,
-    checksum: Annotated[bool, flag("Compare by content: read every file here and on the nodes.", "--checksum")] = False,
+    folders: Annotated[list[str], argument(metavar="FOLDER...", help="Folders or files on this machine.")],
+    delete: Annotated[bool, flag("Delete files that exist only on the nodes.", "--delete")] = False,
+    checksum: Annotated[bool, flag("Compare files by content; reads every file on both sides.", "--checksum")] = False,
     copy: Annotated[
-        bool, flag("Also copy a folder that the nodes share, for example to faster local disks.", "--copy")
+        bool, flag("Copy a folder even if the nodes share it, for example to faster local disks.", "--copy")
     ] = False,
     inventory: NodeOptions,
     as_json: AsJson = False,
 ) -> None:
     """Copy folders (data, code, anything) to every node.
 
-    rsync sends the files that differ in size or time. After an interruption the same command continues. Each folder is
-    copied into the node's data_dir. Jobs see it under the path that it has here. A folder that a node sees under the
-    same path (NFS) is not copied.
+    rsync sends the files that differ in size or modification time. After an interruption, run the same command again
+    to continue. Each folder is copied into the node's data_dir; jobs see it at its path on this machine. A folder that
+    a node sees at the same path (NFS) is not copied.
     """
     from cluster.backends import BACKENDS
     from cluster.transport import files, parallel

@@ -122,7 +122,7 @@ def json_schema(table: Table) -> dict[str, Any]:
     hints = get_type_hints(Request, include_extras=True)
     for key, described in made["properties"].items():
         if "description" not in described and (hint := hints.get(_PARAMETERS.get(key, key))):
-            described["description"] = hint.__metadata__[0].help
+            described["description"] = " ".join(hint.__metadata__[0].help.split())
     return made
 
 

@@ -10,25 +10,38 @@ import typer
 #: typer's, for a default that means "not given". The help text does not show it.
 option = functools.partial(typer.Option, show_default=False)
 argument = functools.partial(typer.Argument, show_default=False)
+# Headings of `launch --help-all`. Options without one are the common ones, which `launch --help` shows too.
+_SLURM = "Slurm"
+_PROGRAM = "The program and its container"
+_NETWORK = "Network"
+_FAILURES = "Failures and stopping"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendOptions:
     """Options that are passed to the backend."""
 
-    partition: Annotated[str, option("--partition", "-p", metavar="NAME", help="Slurm: the partition.")] = ""
-    account: Annotated[str, option(metavar="NAME", help="Slurm: the account.")] = ""
-    qos: Annotated[str, option(metavar="NAME", help="Slurm: the quality of service.")] = ""
+    partition: Annotated[
+        str, option("--partition", "-p", metavar="NAME", help="Partition to submit to.", rich_help_panel=_SLURM)
+    ] = ""
+    account: Annotated[str, option(metavar="NAME", help="Account to charge.", rich_help_panel=_SLURM)] = ""
+    qos: Annotated[str, option(metavar="NAME", help="Quality of service.", rich_help_panel=_SLURM)] = ""
     time_limit: Annotated[
-        str, option("--time", metavar="H:MM:SS", help="Slurm: the time limit; a checkpoint is written --grace before.")
+        str,
+        option(
+            "--time",
+            metavar="H:MM:SS",
+            help="Time limit. A checkpoint is written --grace before it.",
+            rich_help_panel=_SLURM,
+        ),
     ] = ""
     settings: Annotated[
         list[str],
         option(
             "--set",
             metavar="KEY=VALUE",
-            help="A setting of the backend, as in its section of cluster.yaml: mem=32G or any other option of sbatch "
-            "(Slurm), namespace=vision (Kubernetes). Repeatable.",
+            help="Backend setting, as in its section of cluster.yaml: mem=32G. Repeatable.\n\n"
+            "Slurm takes any option of sbatch, Kubernetes for example namespace=vision.",
         ),
     ] = field(default_factory=list)
 
@@ -57,7 +70,7 @@ class Request(BackendOptions):
         list[str],
         argument(
             metavar="[JOB.yaml] [-- TRAINER ARGUMENTS]",
-            help="A job file, whose keys are these options. For the trainer: -- train --data coco.yaml --epochs 30",
+            help="A job file, whose keys are these options, and arguments for the trainer after --.",
         ),
     ] = field(default_factory=list)
     nodes: Annotated[
@@ -65,53 +78,70 @@ class Request(BackendOptions):
         option(
             "--nodes",
             "-n",
-            help="The number of nodes; with 2:4 the job starts on four machines and continues with as few "
-            "as two. By default one, or the whole inventory.",
+            metavar="N",
+            help="Number of nodes.\n\n2:4 starts on four nodes and continues with as few as two if nodes are lost.  "
+            "[default: 1, or all machines of the inventory]",
         ),
     ] = ""
-    gpus: Annotated[int, typer.Option("--gpus", "-g", help="Processes per node, one per GPU.")] = 1
+    gpus: Annotated[int, typer.Option("--gpus", "-g", metavar="N", help="GPUs per node; each gets one process.")] = 1
     backend: Annotated[
         str,
         typer.Option(
             "--backend",
             "-b",
-            help="ssh: the machines of the inventory; slurm: a Slurm cluster; compose: containers on this machine; "
-            "local: process groups on this machine; here: compose if a Docker Engine answers, else local; "
-            "auto: the inventory's backend, else here.",
+            metavar="NAME",
+            help="Where to run: ssh, slurm, kubernetes, compose, local, here or auto.\n\n"
+            "ssh: the machines of the inventory. slurm: a Slurm cluster. kubernetes: a Kubernetes cluster. compose: "
+            "containers on this machine. local: processes on this machine. here: compose if Docker is running, "
+            "otherwise local. auto: the inventory's backend, or here without an inventory.",
         ),
     ] = "auto"
-    name: Annotated[str, option(help="The job's name; by default derived from the command.")] = ""
+    name: Annotated[str, option(metavar="NAME", help="Name of the job.  [default: derived from the command]")] = ""
     device: Annotated[
         str,
         typer.Option(
-            help="auto: the device of cluster.yaml (default cuda); on this machine cuda if it has enough GPUs, else "
-            "cpu with a note; cuda: GPUs or an error; cpu; any: the program decides."
+            metavar="DEVICE",
+            help="cuda, cpu, any or auto.\n\n"
+            "cuda fails if GPUs are missing; any leaves the choice to the program. auto is the device of cluster.yaml "
+            "(cuda unless it says otherwise); on this machine it is cuda if there are enough GPUs, otherwise cpu.",
         ),
     ] = "auto"
     image: Annotated[
-        str, option(help="The container image; by default the inventory's, else that of `make image`.")
+        str,
+        option(
+            metavar="IMAGE",
+            help="Container image.  [default: the inventory's, or the one that `make image` builds]",
+        ),
     ] = ""
     build: Annotated[
-        str, option(metavar="DIR", help="First build the container image from DIR/Dockerfile, and push it.")
+        str,
+        option(
+            metavar="DIR",
+            help="Build the container image from DIR/Dockerfile and copy it to the nodes first.",
+            rich_help_panel=_PROGRAM,
+        ),
     ] = ""
     setup: Annotated[
         str,
         option(
             metavar="COMMANDS",
-            help="Shell commands that run once per node before the program: 'pip install -r requirements.txt'. They "
-            "install into a virtual environment, which later jobs with the same commands and files use again.",
+            help="Shell commands to run once per node before the program, such as "
+            "'pip install -r requirements.txt'. They install into a virtual environment, which later jobs with the "
+            "same commands and files reuse.",
+            rich_help_panel=_PROGRAM,
         ),
     ] = ""
     run_root: Annotated[
-        str, option("--run-dir", help="The parent of the jobs' run directories; by default ./runs.")
+        str, option("--run-dir", metavar="DIR", help="Where to create the job's run directory.  [default: ./runs]")
     ] = ""
     env: Annotated[
         list[str],
         option(
             "--env",
             "-e",
-            help="NAME=VALUE for the program; NAME alone is a secret: its value comes from your environment, is on no "
-            "command line and in no plan or record, and is masked in logs. Repeatable.",
+            metavar="NAME[=VALUE]",
+            help="Environment variable; NAME alone passes yours as a secret. Repeatable.\n\n"
+            "A secret appears on no command line, in no plan and in no record, and is masked in logs.",
         ),
     ] = field(default_factory=list)
     mounts: Annotated[
@@ -119,45 +149,74 @@ class Request(BackendOptions):
         option(
             "--mount",
             "-v",
-            help="SOURCE[:TARGET[:rw]] for the containers; repeatable. Paths in arguments are mounted automatically.",
+            metavar="SOURCE[:TARGET[:rw]]",
+            help="File or folder to mount into the containers. Repeatable. Paths in the program's arguments are "
+            "mounted automatically.",
+            rich_help_panel=_PROGRAM,
         ),
     ] = field(default_factory=list)
-    timeout_s: Annotated[float, typer.Option("--rendezvous-timeout", help="Seconds in which all nodes must join.")] = (
-        300.0
-    )
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--rendezvous-timeout",
+            metavar="SECONDS",
+            help="How long to wait for all nodes to join.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = 300
     python: Annotated[
-        str, option(help="The Python interpreter with torch, on the machines or in the container image.")
+        str,
+        option(
+            metavar="PATH",
+            help="Python interpreter that has torch, on the machines or in the container image.",
+            rich_help_panel=_PROGRAM,
+        ),
     ] = ""
-    command: Annotated[str, option(help="A program for torchrun instead of the trainer: 'train.py --lr 0.1'.")] = ""
+    command: Annotated[
+        str, option(metavar="COMMAND", help="Program to run instead of the trainer: 'train.py --lr 0.1'.")
+    ] = ""
     workdir: Annotated[
         str,
         option(
             metavar="DIR",
-            help="With --command: the program's working directory, by default the current folder. Other machines and "
-            "Slurm get a copy, without what .gitignore and .clusterignore list.",
+            help="Working directory of --command. Remote machines and Slurm get a copy without the files that "
+            ".gitignore and .clusterignore list.  [default: the current folder]",
+            rich_help_panel=_PROGRAM,
         ),
     ] = ""
-    master_port: Annotated[str, typer.Option(help="A port number, or auto.")] = "auto"
+    master_port: Annotated[
+        str, typer.Option(metavar="PORT", help="Port of rank 0, or auto.", rich_help_panel=_NETWORK)
+    ] = "auto"
     spares: Annotated[
-        int, typer.Option(help="How many nodes of the inventory to reserve as replacements for lost nodes.")
+        int,
+        typer.Option(
+            metavar="N",
+            help="Machines of the inventory to keep in reserve for lost nodes.",
+            rich_help_panel=_FAILURES,
+        ),
     ] = 0
     max_restarts: Annotated[
         int | None,
-        option(help="Restarts after failures, each from the newest checkpoint; by default 3, with --command 0."),
+        option(
+            metavar="N",
+            help="Restarts after failures, from the newest checkpoint.  [default: 3; with --command: 0]",
+        ),
     ] = None
     stall_timeout_s: Annotated[
         float | None,
         option(
             "--stall-timeout",
-            help="Seconds without progress after which the job fails, by default 300; 0: never. With --command the "
-            "default is 0, and progress is output or the use of a CPU or GPU.",
+            metavar="SECONDS",
+            help="Fail the job after this long without progress; 0 disables it. With --command, output and CPU or GPU "
+            "use count as progress.  [default: 300; with --command: 0]",
+            rich_help_panel=_FAILURES,
         ),
     ] = None
     grace: Annotated[
         str,
         option(
             metavar="TIME",
-            help="How long the ranks may take to write a checkpoint when the job is stopped, before they are killed: "
-            "90s, 10m. By default 2m.",
+            help="How long the ranks may take to write a checkpoint before they are killed: 90s, 10m.  [default: 2m]",
+            rich_help_panel=_FAILURES,
         ),
     ] = ""

@@ -4,11 +4,11 @@ from itertools import zip_longest
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from trainer.cli.bench import TRAIN_OPTIONS, bench
 from trainer.cli.data import data
 from trainer.cli.export import export
+from trainer.cli.help import CONTEXT, HelpCommand, HelpGroup
 from trainer.cli.hyp import hyp
 from trainer.cli.info import info
 from trainer.cli.predict import predict
@@ -16,12 +16,14 @@ from trainer.cli.profile import profile
 from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
+from trainer.config.presets import FAMILY_PRESETS, PRESETS, TASKS
+from trainer.config.settings import option_of
 
 WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}  # the value of an option given without one, as in YOLOv5
 LISTS = ("--freeze", "--classes")  # options that take several numbers, as in YOLOv5
 
 
-class Command(TyperCommand):
+class Command(HelpCommand):
     """A command that also accepts `--freeze 0 1 2`, and `--resume` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -37,9 +39,33 @@ class Command(TyperCommand):
         return super().parse_args(ctx, joined)
 
 
-HELP = "Train and use a detector: in one process, under torchrun, or on several machines with clusterctl."
-app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False, help=HELP)
-for command in (train, val, predict, export, info, hyp):
+def _defaults() -> str:
+    """Return the defaults that depend on the task and the dataset as a table."""
+    names = ("epochs", "batch", "imgsz", "optimizer", "schedule")
+    rows = [["default of", *(option_of(name) for name in names)]]
+    yolo = {f"detect yolov5 {data}": preset for data, preset in PRESETS["detect"].items()}
+    families = {f"detect {family}": presets[""] for family, presets in FAMILY_PRESETS.items()}
+    others = {f"{task} {data}": preset for task in TASKS[1:] for data, preset in PRESETS[task].items()}
+    merged: dict[tuple[str, ...], str] = {}  # cifar10 and cifar100 have the same defaults
+    for title, preset in {**yolo, **families, **others}.items():
+        key = (title.split()[0], *(str(getattr(preset, name)) for name in names))
+        merged[key] = f"{merged[key]}, {title.split()[-1]}" if key in merged else title.rstrip()
+    rows += [[title, *values] for (_, *values), title in merged.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+
+
+app = typer.Typer(
+    cls=HelpGroup,
+    help="Train and use detectors, classifiers and segmentation models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=CONTEXT,
+)
+app.command(cls=Command, epilog=_defaults())(train)
+for command in (val, predict, export, info, hyp):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(verify)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(profile)

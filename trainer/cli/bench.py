@@ -32,18 +32,18 @@ MOST_DEFAULT_RANKS = 8
 class BenchSettings:
     """Settings of all benchmarks."""
 
-    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")
+    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. [default: all GPUs, or the CPU]")
     steps: int | None = option(
-        None, "Timed steps per point, and validation batches. (default: as many as take 5 s)", least=1
+        None, "Timed steps per point, and validation batches. [default: as many as take 5 s]", least=1
     )
     warmup: int = option(3, "Untimed steps before those of each point.", least=1)
     rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
     threads: int | None = option(
         None,
-        "CPU threads per rank, the same at each point. (default: 1 on a GPU, else the cores divided by the most ranks)",
+        "CPU threads per rank, the same at each point. [default: 1 on a GPU, or the cores divided by the most ranks]",
         least=1,
     )
-    json: bool = option(False, "Print one JSON object in place of the tables.")
+    json: bool = option(False, "Print one JSON object instead of the tables.")
 
     def effort(self, most_ranks: int, job: Job | None) -> Effort:
         """Return how to measure each point."""
@@ -62,11 +62,11 @@ class ScalingSettings(BenchSettings):
 
     batch: str = option(
         "16",
-        "Comma-separated batch sizes, in images per step of **one** rank (weak scaling); with `--strong`, of all "
+        "Comma-separated batch sizes, in images per step of one rank (weak scaling); with --strong, of all "
         "ranks together.",
         *("--batch", "--batch-size"),
     )
-    ranks: str = option("", "Comma-separated numbers of ranks. (default: 1,2,4,8, at most the GPUs, else the cores)")
+    ranks: str = option("", "Comma-separated numbers of ranks. [default: 1,2,4,8, at most the GPUs, or the cores]")
     precision: str = option("auto", "Comma-separated precisions: fp32, bf16, fp16 or auto.")
     parallel: str = option("ddp", f"Comma-separated strategies: {', '.join(PARALLEL)}.")
     strong: bool = option(False, "Strong scaling: --batch counts the images of all ranks together.")
@@ -80,7 +80,7 @@ class WorkersSettings(BenchSettings):
     """Settings of `trainer bench workers`."""
 
     ranks: int = option(1, "Ranks on this machine.", least=1)
-    workers: str = option("", "Comma-separated numbers of workers per rank. (default: 0,1,2,4,... up to its cores)")
+    workers: str = option("", "Comma-separated numbers of workers per rank. [default: 0,1,2,4,... up to its cores]")
     rounds: int = option(2, "Measurements per point, each in a round over all points.", least=1)
 
 
@@ -88,7 +88,7 @@ class WorkersSettings(BenchSettings):
 def join_job(context: typer.Context) -> None:
     """Measure the speed-up by GPUs, batch sizes, workers and strategies on your data, model and machines.
 
-    Under `clusterctl launch` or torchrun it measures on the ranks of the job: `--ranks 2,4,8`.
+    Under clusterctl launch or torchrun, it measures on the job's ranks: --ranks 2,4,8.
     """
     from trainer import contract
     from trainer.distributed import comm
@@ -140,13 +140,13 @@ def rank(request: Path, answer: Path) -> None:
 def scaling(context: typer.Context, **options: Any) -> None:
     """Time training and validation on 1, 2, 4, ... ranks, to choose the number of GPUs.
 
-    All other options are those of `trainer train`: `--data`, `--cfg`, `--imgsz`, `--cache`, `--workers`, `--noval`, ...
-    It writes only the files that you name and the dataset's cache. For example:
+    It also takes the options of trainer train: --data, --cfg, --imgsz, --cache, --workers, --noval, ... For example:
 
-    `trainer bench scaling --data my/data.yaml --imgsz 640 --batch 8,16,32 --ranks 1,2,4 --markdown scaling.md`
+    trainer bench scaling --data my/data.yaml --imgsz 640 --batch 8,16,32 --ranks 1,2,4 --markdown scaling.md
 
-    Prints the time of an epoch and the memory by ranks, the gain by batch size, and the parts of a step. A point that
-    runs out of memory is a row of the table. Ctrl-C ends the benchmark and prints the points measured so far.
+    It prints the time per epoch and the memory by ranks, the gain by batch size, and the parts of a step. A point that
+    runs out of memory is a row of the table. Ctrl-C stops the benchmark and prints the points measured so far. Only
+    the files that you name and the dataset's cache are written.
     """
     from trainer.bench import tables
     from trainer.bench.measure import measure
@@ -185,8 +185,8 @@ def scaling(context: typer.Context, **options: Any) -> None:
 def workers(context: typer.Context, **options: Any) -> None:
     """Time the dataloader alone and the training with 0, 1, 2, 4, ... workers.
 
-    All other options are those of `trainer train`: `--data`, `--batch`, `--imgsz`, `--cfg`, `--cache`, ... On a CPU the
-    workers use the cores of the training: compare the training's rates, not the dataloader's.
+    It also takes the options of trainer train: --data, --batch, --imgsz, --cfg, --cache, ... On a CPU, workers and
+    training share the cores, so compare the training's rates, not the dataloader's.
     """
     from trainer.bench.measure import Measurement, measure
     from trainer.bench.processes import run_here

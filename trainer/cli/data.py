@@ -25,8 +25,8 @@ Decode = Annotated[bool, typer.Option("--decode/--headers", help="Decode all ima
 def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -> None:
     """Print each fault of the splits train and val with file and line, and a table of the classes.
 
-    `train` finds the same faults and warnings, except for one: an image that is in both splits. The exit code is 2 if
-    the dataset has a fault. Warnings, such as the same box twice or an image without a label file, do not change it.
+    trainer train finds the same, except for images that are in both splits. The exit code is 2 if the dataset has a
+    fault. Warnings, such as the same box twice or an image without a label file, do not change it.
     """
     from trainer.data.check import check as examine
 
@@ -53,10 +53,10 @@ def check(data_yaml: DataYaml, decode: Decode = True, as_json: AsJson = False) -
 
 @data.command()
 def download(data_yaml: DataYaml) -> None:
-    """Download and unpack the archive of the key `download` in data.yaml, if images are missing.
+    """Download and unpack the archive that data.yaml names under download, if images are missing.
 
-    `train` does the same. The archive is a .zip, .tar or .tar.gz; `sha256` in data.yaml is checked. Nothing in it is
-    executed.
+    trainer train does the same. The archive is a .zip, .tar or .tar.gz; sha256 in data.yaml is checked. Nothing in the
+    archive is executed.
     """
     from trainer.data.fetch import fetch_missing
     from trainer.data.yolo import read_split
@@ -71,9 +71,9 @@ convert = typer.Typer(no_args_is_help=True, help="Convert a dataset to YOLO form
 data.add_typer(convert, name="convert")
 
 Out = Annotated[Path, typer.Option(help="Folder to create; it will contain data.yaml.", show_default=False)]
-Copy = Annotated[bool, typer.Option("--copy", help="Copy the images, in place of links to them.")]
+Copy = Annotated[bool, typer.Option("--copy", help="Copy the images instead of linking to them.")]
 AllowBadLabels = Annotated[
-    bool, typer.Option("--allow-bad-labels", help="Omit and list faulty entries, in place of an error.")
+    bool, typer.Option("--allow-bad-labels", help="Skip and list invalid entries instead of stopping with an error.")
 ]
 ValShare = Annotated[
     float, typer.Option(help="Share of the images for validation, chosen by file name, if no split is defined.")
@@ -91,12 +91,12 @@ def coco(
         Path | None, typer.Option(help="Annotations of the validation images, for example instances_val2017.json.")
     ] = None,
     val_images: Annotated[
-        Path | None, typer.Option(help="Folder of the validation images. (default: that of --images)")
+        Path | None, typer.Option(help="Folder of the validation images. [default: --images]")
     ] = None,
     val_share: Annotated[
         float | None,
         typer.Option(
-            help="Without --val: share of the images for validation, chosen by file name. (default: 0.1)",
+            help="Without --val: share of the images for validation, chosen by file name. [default: 0.1]",
             show_default=False,
         ),
     ] = None,

@@ -16,16 +16,16 @@ def export(
     ] = "onnx",
     imgsz: Annotated[
         int | None,
-        typer.Option("--imgsz", "--img", help="Side of the images in pixels. (default: that of the training)"),
+        typer.Option("--imgsz", "--img", help="Side of the images in pixels. [default: as in training]"),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", "--batch-size", help="Images per batch.")] = 1,
     dynamic: Annotated[bool, typer.Option("--dynamic", help="Export with dynamic batch size, height and width.")] = (
         False
     ),
     image: Annotated[
-        str, typer.Option(help="Image for the comparison with the model. (default: one of the built-in dataset)")
+        str, typer.Option(help="Image for the comparison with the model. [default: one of the built-in dataset]")
     ] = "",
-    out: Annotated[str, typer.Option(help="File to write. (default: best.onnx next to best.pt)")] = "",
+    out: Annotated[str, typer.Option(help="File to write. [default: best.onnx next to best.pt]")] = "",
     cfg: Annotated[
         str, typer.Option(help="package.module:function that builds the model, for weights of your own model.")
     ] = "",

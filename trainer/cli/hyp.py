@@ -11,11 +11,13 @@ from trainer.errors import TrainerError
 def hyp(
     task: Annotated[str, typer.Option(help="detect, classify or segment.")] = "detect",
     data: Annotated[
-        str, typer.Option(help="As for `train`; only the built-in datasets have defaults of their own.")
+        str, typer.Option(help="As for trainer train; only the built-in datasets have their own defaults.")
     ] = "",
-    cfg: Annotated[str, typer.Option(help="As for `train`; detectors of other libraries have other defaults.")] = "",
+    cfg: Annotated[
+        str, typer.Option(help="As for trainer train; detectors from other libraries have other defaults.")
+    ] = "",
 ) -> None:
-    """Print the hyper-parameters with their defaults and meanings, as a file for `--hyp`.
+    """Print the hyper-parameters with their defaults and meanings, as a file for --hyp.
 
     Write it to a file, change what you like, and train with it: trainer hyp > mine.yaml; trainer train --hyp mine.yaml
     """

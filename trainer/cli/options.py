@@ -37,7 +37,8 @@ def _kind_of(setting: dataclasses.Field[Any], kind: Any) -> Any:
     elif setting.default is None:
         kind = typing.Optional[kind]  # noqa: UP045 (`kind` is a value)
     names, shown = declared["names"] or (option_of(setting.name),), setting.default not in (None, "")
-    option = typer.Option(*names, help=declared["help"], metavar=declared["metavar"], show_default=shown)
+    text, heading = declared["help"], declared["heading"]
+    option = typer.Option(*names, help=text, metavar=declared["metavar"], show_default=shown, rich_help_panel=heading)
     return Annotated[kind, option]
 
 

@@ -20,9 +20,9 @@ class ProfileSettings:
     steps: int = option(3, "Steps to profile; the last one updates the weights.", least=1)
     warmup: int = option(3, "Steps before the profiled ones.", least=1)
     ranks: int = option(1, "Ranks on this machine; rank 0 writes the trace.", least=1)
-    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. (default: all GPUs, else the CPU)")
+    device: str = option("", "cpu, or GPU numbers: 0,1,2,3. [default: all GPUs, or the CPU]")
     threads: int | None = option(
-        None, "CPU threads per rank. (default: 1 on a GPU, else the cores divided by the ranks)", least=1
+        None, "CPU threads per rank. [default: 1 on a GPU, or the cores divided by the ranks]", least=1
     )
 
 
@@ -30,8 +30,8 @@ class ProfileSettings:
 def profile(context: typer.Context, **options: Any) -> None:
     """Trace training steps and list the ten most expensive operators.
 
-    Open the trace at https://ui.perfetto.dev: each step is a span that contains the loading and the training. All other
-    options are those of `trainer train`: `--data`, `--cfg`, `--batch`, `--imgsz`, ...
+    Open the trace at https://ui.perfetto.dev: each step is a span that contains the loading and the training. It also
+    takes the options of trainer train: --data, --cfg, --batch, --imgsz, ...
     """
     from trainer.bench import profile as profiling
     from trainer.bench.measure import threads_of

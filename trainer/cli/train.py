@@ -11,6 +11,7 @@ import typer
 from trainer import contract
 from trainer.cli.options import takes, typed_options
 from trainer.config import Settings
+from trainer.config.settings import OPTIMIZATION, RANKS
 from trainer.distributed.spawn import Line, local_ranks, ranks_of, run_ranks
 from trainer.engine.signals import SIGNALS
 from trainer.errors import TrainerError
@@ -19,20 +20,25 @@ from trainer.errors import TrainerError
 Ranks = Annotated[
     int | None,
     typer.Option(
-        help="Ranks to start on this machine, as torchrun does. (default: one per GPU of --device)", show_default=False
+        metavar="N",
+        help="Processes to start on this machine, as torchrun does.\n\n[default: one per GPU of --device]",
+        show_default=False,
+        rich_help_panel=RANKS,
     ),
 ]
-CosLr = Annotated[bool, typer.Option("--cos-lr", help="Same as --schedule cosine, as in YOLOv5.")]
+CosLr = Annotated[
+    bool, typer.Option("--cos-lr", help="Same as --schedule cosine, as in YOLOv5.", rich_help_panel=OPTIMIZATION)
+]
 
 
 @takes(Settings, ranks=(Ranks, None), cos_lr=(CosLr, False))
 def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options: Any) -> None:
-    """Train a detector, a classifier or a segmentation model.
+    """Train a detector, a classifier or a segmentation model. Without options, train on handwritten digits.
 
-    Without options: a demonstration with built-in handwritten digits. Several GPUs: `--device 0,1`, or
-    `torchrun --nproc-per-node 2 -m trainer train ...`. Several machines: `clusterctl launch`.
+    For several GPUs, use --device 0,1 or torchrun --nproc-per-node 2 -m trainer train ...; for several machines, use
+    clusterctl launch.
 
-    The run's folder gets results.csv, results.png, predictions.jpg, best.pt and last.pt.
+    The run's folder contains results.csv, results.png, predictions.jpg, best.pt and last.pt.
     """
     if ranks is not None and ranks < 1:
         raise TrainerError(f"--ranks is {ranks}, it must be 1 or more")

@@ -10,7 +10,7 @@ from trainer.config.inference import ValSettings
 from trainer.config.settings import option_of
 from trainer.errors import TrainerError
 
-Json = Annotated[bool, typer.Option("--json", help="Print the scores as one line of JSON in place of the table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the scores as one line of JSON instead of the table.")]
 # Parameters that only detectors have.
 BOXES_ONLY = {"conf", "iou", "max_det", "half", "rect", "single_cls", "allow_bad_labels", "v5_map", "annotations"}
 BOXES_ONLY |= {"save_json", "save_txt", "save_conf", "cfg"}
@@ -20,8 +20,8 @@ BOXES_ONLY |= {"save_json", "save_txt", "save_conf", "cfg"}
 def val(context: typer.Context, *, json: bool, **options: Any) -> None:
     """Print precision, recall and COCO's mAP of each class, and the time per image.
 
-    Several processes share the images: `torchrun --nproc-per-node 2 -m trainer val ...`. P, R and F1 are at the
-    confidence with the highest mean F1. The scores of a classifier are top-1 and top-5.
+    Several processes share the images: torchrun --nproc-per-node 2 -m trainer val ... P, R and F1 are at the
+    confidence with the highest mean F1. A classifier's scores are top-1 and top-5.
     """
     if options["split"] in TASKS:
         raise TrainerError(

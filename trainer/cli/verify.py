@@ -30,15 +30,15 @@ def verify(
     ] = "float64",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest relative difference. (default: 1e-4, with fp32 1e-2)", show_default=False),
+        typer.Option(help="Largest relative difference. [default: 1e-4, with fp32 1e-2]", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the differences as JSON.")] = False,
 ) -> None:
     """Compare losses and gradients of 1, 2 and 4 ranks, step by step.
 
-    Starts the ranks on this machine and runs the first training steps with the same images on each number of ranks.
-    Exit code 0 if all differences are within the tolerance, else 1. All other options are those of `trainer train`:
-    `--data`, `--cfg`, `--parallel`, `--seed`, ... `--batch` is 8 and `--imgsz` is 128 by default.
+    It starts the ranks on this machine and runs the first training steps on the same images with each number of
+    ranks. The exit code is 0 if all differences are within the tolerance, otherwise 1. It also takes the options of
+    trainer train: --data, --cfg, --parallel, --seed, ..., with --batch 8 and --imgsz 128 unless you give others.
     """
     from trainer.bench import verify as verification
 

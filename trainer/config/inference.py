@@ -11,15 +11,16 @@ class InferenceSettings:
     """Settings of an inference. The constructor checks all that needs no file and no device."""
 
     weights: str = option(
-        REQUIRED, "Weights: best.pt of a run, or any weights that `train` accepts. `predict` takes those of a detector."
+        REQUIRED,
+        "Weights: best.pt of a run, or any weights that trainer train accepts. predict needs those of a detector.",
     )
     imgsz: int | None = option(
-        None, "Longer side of the scaled images, in pixels. (default: that of the training)", *("--imgsz", "--img")
+        None, "Longer side of the scaled images, in pixels. [default: as in training]", *("--imgsz", "--img")
     )
     device: str = option(
         "",
-        "cpu, cuda or a GPU number; under torchrun GPU numbers (0,1: one per rank). (default: the first GPU, else the "
-        "CPU)",
+        "cpu, cuda or a GPU number; under torchrun GPU numbers (0,1: one per rank). [default: the first GPU, or the "
+        "CPU]",
     )
     precision: str = option("auto", "bf16, fp32 or auto. auto: bf16 where the CPU or GPU supports it natively.")
     half: bool = option(False, "Compute in 16 bits: fp16 on a GPU, bf16 on a CPU.")
@@ -41,17 +42,17 @@ class ValSettings(InferenceSettings):
 
     data: str = option(
         REQUIRED,
-        "`digits`, a data.yaml or, for a classifier or segmenter, a folder; its classes must be those of the weights.",
+        "digits, a data.yaml or, for a classifier or segmenter, a folder. Its classes must match the weights.",
     )
     split: str = option("val", "Split: train, val or test.", "--split", "--task", known=("train", "val", "test"))
     batch: int = option(32, "Images per batch and rank, at most 32.", "--batch", "--batch-size", least=1)
     conf: float = option(0.001, "Lowest score of a box; higher values lower the mAP.", "--conf", "--conf-thres")
     iou: float = option(0.6, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
     max_det: int = option(300, "Most boxes per image.")
-    workers: int | None = option(None, "Dataloader workers per rank. (default: 0 on a CPU, up to 8 on a GPU)", least=0)
+    workers: int | None = option(None, "Dataloader workers per rank. [default: 0 on a CPU, up to 8 on a GPU]", least=0)
     rect: bool = option(True, "Pad batches of similar images as little as possible, or to squares.", "--rect/--no-rect")
     single_cls: bool = option(False, "Treat all classes as one, for weights trained with --single-cls.")
-    allow_bad_labels: bool = option(False, "Omit faulty label rows and images, in place of an error.")
+    allow_bad_labels: bool = option(False, "Skip invalid label rows and images instead of stopping with an error.")
     v5_map: bool = option(False, "Compute mAP as YOLOv5 does; it differs from COCO's mAP.")
     annotations: str = option("", "COCO's instances_*.json of the images: its boxes, areas and crowds replace labels.")
     save_json: bool = option(False, "Write predictions.json in COCO's results format.")
@@ -66,7 +67,7 @@ class PredictSettings(InferenceSettings):
     conf: float = option(0.25, "Lowest score of a box.", "--conf", "--conf-thres")
     iou: float = option(0.45, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
     max_det: int = option(1000, "Most boxes per image.")
-    classes: str = option("", "Detect only these classes: cat,dog or 0,2 (or 0 2, as in YOLOv5). (default: all)")
+    classes: str = option("", "Detect only these classes: cat,dog or 0,2 (or 0 2, as in YOLOv5). [default: all]")
     nosave: bool = option(False, "Draw nothing.")
     save_json: bool = option(False, "Write all boxes to predictions.json.")
     name: str = option("predict", "Name of the result folder; if it exists, name2, name3, ...")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.config.presets import DIGITS, PRESETS, TASKS, Hyp, Preset, load_hyp, preset_for
+from trainer.config.presets import DIGITS, TASKS, Hyp, Preset, load_hyp, preset_for
 from trainer.errors import TrainerError
 
 SCHEDULES = ("linear", "cosine", "one-cycle")
@@ -18,6 +18,14 @@ PRESET: Any = None  # the default is the preset's
 REQUIRED: Any = dataclasses.MISSING
 PRESET_NAMES = tuple(each.name for each in dataclasses.fields(Preset) if each.name != "hyp")
 BACKBONE = "backbone"
+# Headings of `train --help-all`. Options without one are the common ones, which `train --help` shows too.
+OPTIMIZATION = "Optimization"
+IMAGES = "Images and labels"
+SPEED = "Speed and precision"
+RANKS = "Several GPUs"
+CHECKPOINTS = "Validation and checkpoints"
+FAILURES = "Failures"
+LOGGING = "Results and logging"
 MOST_SEED = 2**64 - 1  # of torch's generators
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
@@ -30,196 +38,272 @@ def option(
     most: float | None = None,
     known: Sequence[str] = (),
     metavar: Any = None,
+    heading: str | None = None,
 ) -> Any:
-    """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values."""
+    """Declare a setting with its option: the text of `--help`, names unlike the field's, and the valid values.
+
+    An option with a `heading` is described under it by `--help-all`, the others by `--help` too.
+    """
     declared = {"help": help, "names": names, "least": least, "most": most, "known": known, "metavar": metavar}
-    return field(default=default, metadata=declared)
-
-
-def _defaults(name: str) -> str:
-    """Return the defaults of a setting for each task, with the datasets whose presets differ."""
-    tasks = []
-    for task, presets in PRESETS.items():
-        values = {data: getattr(preset, name) for data, preset in presets.items()}
-        usual = values.pop("")
-        named: dict[object, list[str]] = {}
-        for data, value in values.items():
-            if value != usual:
-                named.setdefault(value, []).append(data)
-        others = [f"{' and '.join(sets)} {own}" for own, sets in named.items()]
-        tasks.append(f"{'' if task == 'detect' else f'{task}: '}{', '.join([str(usual), *others])}")
-    return f" (default: {'; '.join(tasks)})"
+    return field(default=default, metadata={**declared, "heading": heading})
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of a training; the constructor completes them and checks all that needs no data and no device."""
 
-    task: str = option(
-        "detect",
-        "detect: boxes, by a YOLO model. classify: one class per image; segment: one class per pixel; both by "
-        "torchvision's models.",
-        known=TASKS,
-    )
+    task: str = option("detect", "detect, classify or segment.", known=TASKS, metavar="TASK")
     data: str = option(
         DIGITS,
-        "`digits` (built in), the path of a data.yaml, or your own dataset as package.module:function. classify: "
-        "`digits`, `cifar10`, `cifar100`, or a folder with train/ and val/ that hold one folder per class. segment: "
-        "`digits`, or a folder with images/train, images/val, masks/train and masks/val.",
+        "data.yaml, or for classify and segment a folder; digits is built in.\n\n"
+        "detect: the path of a data.yaml. classify: cifar10, cifar100, or a folder with train/ and val/, which hold "
+        "one folder per class. segment: a folder with images/train, images/val, masks/train and masks/val. All tasks: "
+        "digits, or your own dataset as package.module:function.",
+        metavar="DATA",
     )
     cfg: str = option(
         "",
-        "Model file: yolov5n.yaml, s, m, l, x, a path to your own, or package.module:function. Detectors of other "
-        "libraries: dfine-n, s, m, l, x; rtdetrv2-r18, r34, r50, r101; torchvision:MODEL. classify, segment: a "
-        "torchvision model, for example resnet50. (default: the checkpoint's with --weights, else yolov5n.yaml, "
-        "resnet18 or lraspp_mobilenet_v3_large)",
+        "Model: yolov5s.yaml, dfine-n, rtdetrv2-r18, torchvision:MODEL, ...\n\n"
+        "YOLOv5: yolov5n.yaml, s, m, l, x, or a model file of your own. D-FINE: dfine-n, s, m, l, x. RT-DETRv2: "
+        "rtdetrv2-r18, r34, r50, r101. torchvision's detectors: torchvision:MODEL. Your own: package.module:function. "
+        "classify and segment: a torchvision model, such as resnet50. With --weights, their model is the default.  "
+        "[default: yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large]",
+        metavar="MODEL",
     )
     weights: str = option(
         "",
-        "Initial weights: best.pt or last.pt of this trainer or of YOLOv5, a release's name (yolov5s.pt, downloaded "
-        "if missing), or a URL (https://.../x.pt#sha256=...). D-FINE and RT-DETRv2: a snapshot of the Hugging Face "
-        "hub, as its folder or hf://OWNER/NAME@COMMIT. classify, segment: `torchvision` for torchvision's "
-        "weights. (default: random weights)",
+        "Initial weights: best.pt, last.pt, yolov5s.pt or a URL.\n\n"
+        "best.pt and last.pt may be of this trainer or of YOLOv5. A release's name (yolov5s.pt) is downloaded if it is "
+        "missing; a URL may end in #sha256=... D-FINE and RT-DETRv2: a snapshot of the Hugging Face hub, as its folder "
+        "or hf://OWNER/NAME@COMMIT. classify and segment: torchvision for torchvision's weights.  [default: random]",
+        metavar="WEIGHTS",
     )
     hyp: Hyp = option(  # noqa: RUF009 (a field)
         "",
-        "Hyper-parameters: `low`, `med` or `high` for a detector, or a YAML file. Missing keys keep the defaults of "
-        "the task and the dataset.",
+        "Hyper-parameters: low, med or high for a detector, or a YAML file. Keys that the file omits keep the "
+        "task's and the dataset's defaults.",
+        metavar="FILE",
+        heading=OPTIMIZATION,
     )
     label_smoothing: float | None = option(
         None,
-        "Smoothing x of the class targets: 1 - x / 2 and x / 2 in place of 1 and 0; classify and segment distribute "
-        "x over all classes. (default: that of --hyp)",
+        "Smooth class targets by X: 1 and 0 become 1 - X / 2 and X / 2. classify and segment spread X over all "
+        "classes.  [default: the value in --hyp]",
+        metavar="X",
+        heading=OPTIMIZATION,
     )
-    epochs: int = option(PRESET, "Passes over the training images." + _defaults("epochs"), least=1)
+    epochs: int = option(PRESET, "Passes over the training images.", least=1, metavar="N")
     batch: int = option(
         PRESET,
-        "Images per step on all ranks together; it need not be a multiple of the ranks." + _defaults("batch"),
+        "Images per step, on all ranks together.\n\nNeed not be a multiple of the number of ranks.",
         *("--batch", "--batch-size"),
         least=1,
+        metavar="N",
     )
     imgsz: int = option(
-        PRESET, "Side of the square images in pixels, a multiple of 32." + _defaults("imgsz"), *("--imgsz", "--img")
+        PRESET, "Side of the square images in pixels, a multiple of 32.", *("--imgsz", "--img"), metavar="N"
     )
-    optimizer: str = option(PRESET, "SGD, Adam or AdamW." + _defaults("optimizer"), known=OPTIMIZERS)
+    optimizer: str = option(PRESET, "SGD, Adam or AdamW.", known=OPTIMIZERS, metavar="NAME", heading=OPTIMIZATION)
     schedule: str = option(
-        PRESET, "Learning rate after the warm-up: linear, cosine or one-cycle." + _defaults("schedule"), known=SCHEDULES
+        PRESET,
+        "Learning rate after the warm-up: linear, cosine or one-cycle.",
+        known=SCHEDULES,
+        metavar="NAME",
+        heading=OPTIMIZATION,
     )
     device: str = option(
         "",
-        "cpu, cuda, or GPU numbers (0,1: one rank each). (default: the first GPU, else the CPU; under a launcher one "
-        "GPU per rank; with --parallel dp all GPUs)",
+        "cpu, cuda, or GPU numbers: 0,1 starts one rank on each.\n\n"
+        "By default the first GPU, or the CPU if there is none; under torchrun or clusterctl one GPU per rank; with "
+        "--parallel dp all GPUs.",
+        metavar="DEVICE",
     )
     workers: int | None = option(
         None,
-        "Dataloader workers per rank; `trainer bench workers` compares counts. (default: 0 on a CPU; on a GPU the "
-        "machine's cores divided by its ranks, at most 8)",
+        "Dataloader workers per rank.\n\n"
+        "`trainer bench workers` compares counts.  [default: 0 on a CPU, up to 8 on a GPU]",
         least=0,
+        metavar="N",
     )
     seed: int = option(
-        0, "Seed of the weights, the order and the augmentation, same on all ranks.", least=0, most=MOST_SEED
+        0,
+        "Seed of the weights, the order of the images and the augmentation, the same on all ranks.",
+        least=0,
+        most=MOST_SEED,
+        metavar="N",
+        heading=OPTIMIZATION,
     )
     precision: str = option(
         "auto",
-        "bf16, fp16, fp32 or auto. auto: bf16 where the CPU or GPU supports it natively, else fp16 on a GPU and fp32 "
-        "on a CPU.",
+        "bf16, fp16, fp32 or auto.\n\nauto: bf16 where the hardware has it, otherwise fp16 on a GPU and fp32 on a CPU.",
         known=PRECISIONS,
+        metavar="NAME",
     )
-    tf32: bool = option(False, "With --precision fp32 on a GPU: multiply in TF32, which has 10 of 23 mantissa bits.")
+    tf32: bool = option(
+        False,
+        "With --precision fp32 on a GPU: multiply in TF32, which keeps 10 of 23 mantissa bits.",
+        heading=SPEED,
+    )
     deterministic: bool = option(
         False,
-        "On a GPU: deterministic algorithms only, so that a resumed run equals an uninterrupted one. Slower. On a CPU "
-        "every run is.",
+        "Use only deterministic GPU algorithms, so that a resumed run equals an uninterrupted one. Slower. CPU runs "
+        "always are deterministic.",
+        heading=SPEED,
     )
     compile: str = option(
         "auto",
-        "Compile the network and its loss with torch.compile: a start of a minute or more, then faster steps. on: "
-        "fused kernels. graphs: replay them as CUDA graphs too. auto: graphs on a GPU if the run is long enough.",
+        "Compile the network and its loss with torch.compile: auto, off, on or graphs. Training starts a minute or "
+        "more later, then runs faster. on: fused kernels. graphs: CUDA graphs too. auto: graphs on a GPU if the run is "
+        "long enough.",
         known=("auto", "off", "on", "graphs"),
-        metavar="[auto|off|on|graphs]",
+        metavar="WHEN",
+        heading=SPEED,
     )
     parallel: str = option(
         "ddp",
-        "Strategy. ddp: a replica of the model per rank. fsdp: a shard of the model per rank. pipeline: some of the "
-        "layers per rank. dp: one process for all GPUs. See docs/how-to/scale.md.",
+        "Strategy for several GPUs: ddp, fsdp, pipeline or dp.\n\n"
+        "ddp: each rank has a replica of the model. fsdp: each rank has a shard of it. pipeline: each rank has some of "
+        "its layers. dp: one process uses all GPUs. See docs/how-to/scale.md.",
         known=PARALLEL,
-        metavar="[ddp|dp|fsdp|pipeline]",
+        metavar="NAME",
     )
     stages: int = option(
-        0, "With --parallel pipeline: ranks per pipeline. Several pipelines share the images. 0: all ranks.", least=0
+        0,
+        "With --parallel pipeline: ranks per pipeline; several pipelines share the images. 0 means all ranks.",
+        least=0,
+        metavar="N",
+        heading=RANKS,
     )
     micro_batches: int = option(
         0,
-        "With --parallel pipeline: micro-batches per step and pipeline. 0: four, or fewer if the share is smaller.",
+        "With --parallel pipeline: micro-batches per step and pipeline. 0 means four, or fewer for small batches.",
         least=0,
+        metavar="N",
+        heading=RANKS,
     )
     grad_compress: str = option(
-        "none", "Gradients between ranks: bf16 sends half the bytes, none sends them exactly.", known=("none", "bf16")
+        "none",
+        "Send gradients between ranks as bf16, in half the bytes, or exactly (none).",
+        known=("none", "bf16"),
+        metavar="NAME",
+        heading=RANKS,
     )
-    sync_bn: bool = option(False, "Compute batch norm over the images of all ranks, not of each rank.")
-    noautoanchor: bool = option(False, "Keep the model file's anchors even if they fit few boxes.")
+    sync_bn: bool = option(False, "Compute batch norm over the images of all ranks.", heading=RANKS)
+    noautoanchor: bool = option(
+        False, "Keep the model file's anchors even if they fit few boxes.", heading=OPTIMIZATION
+    )
     freeze: str = option(
         "",
-        "Layers to freeze: `10` the first ten, `0 1 2` or `0,1,2` these, `backbone` all but the head.",
-        metavar="N | N N ...",
+        "Layers to freeze: 10 (the first ten), 0 1 2 or 0,1,2 (these), or backbone (all but the head).",
+        metavar="N...",
+        heading=OPTIMIZATION,
     )
-    unfreeze: int = option(0, "With --freeze: epochs until all are trained; 0: never.", least=0, metavar="EPOCHS")
-    multi_scale: bool = option(False, "Draw the side of each step from 0.5 to 1.5 times --imgsz, same on all ranks.")
-    rect: bool = option(False, "Batch images of similar aspect ratio with little padding, without mosaics.")
+    unfreeze: int = option(
+        0,
+        "With --freeze: train all layers after this many epochs; 0 means never.",
+        least=0,
+        metavar="EPOCHS",
+        heading=OPTIMIZATION,
+    )
+    multi_scale: bool = option(
+        False, "Vary the image size from step to step, from 0.5 to 1.5 times --imgsz.", heading=IMAGES
+    )
+    rect: bool = option(
+        False, "Batch images of similar aspect ratio with little padding, without mosaics.", heading=IMAGES
+    )
     cache: str = option(
         "auto",
-        "Where the decoded training images stay after their first use. auto: on the GPU if it has room, else in the "
-        "machine's memory if that has room. `ram`: in memory. `disk`: in a file next to the data, also for later runs. "
-        "none: every epoch decodes them. All ranks of a machine share one copy in memory or on disk.",
+        "Where to keep decoded training images: auto, none, ram or disk. ram: in memory. disk: in a file next to the "
+        "data, which later runs use too. none: decode them in every epoch. auto: on the GPU if they fit, otherwise in "
+        "memory if they fit there. All ranks of a machine share one copy in memory or on disk.",
         known=("auto", "none", "ram", "disk"),
-        metavar="[auto|none|ram|disk]",
+        metavar="WHERE",
+        heading=IMAGES,
     )
     augment_on: str = option(
         "auto",
-        "Where a detector's training images are painted: `workers` (OpenCV), or `device` (Triton, on a GPU). auto: "
-        "`device` on a GPU that Triton can use.",
+        "Where to augment a detector's training images: workers (OpenCV) or device (Triton, on a GPU). auto: device "
+        "if Triton can use the GPU.",
         known=("auto", "workers", "device"),
-        metavar="[auto|workers|device]",
+        metavar="WHERE",
+        heading=IMAGES,
     )
-    image_weights: bool = option(False, "Sample images of rare classes, and of classes with low scores, more often.")
-    single_cls: bool = option(False, "Treat all classes as one class, `item`.")
-    allow_bad_labels: bool = option(False, "Omit and list faulty label rows and images, in place of an error.")
-    noval: bool = option(False, "Train without validation; best.pt is then the last epoch.")
-    val_period: int = option(1, "Epochs between validations; the last epoch is always validated.", least=1)
-    patience: int = option(100, "Stop after this many epochs without a better score; 0: never.", least=0)
+    image_weights: bool = option(
+        False, "Sample images of rare classes, and of classes with low scores, more often.", heading=IMAGES
+    )
+    single_cls: bool = option(False, "Treat all classes as one class, item.", heading=IMAGES)
+    allow_bad_labels: bool = option(
+        False, "Skip and list invalid label rows and images instead of stopping with an error.", heading=IMAGES
+    )
+    noval: bool = option(False, "Do not validate; best.pt is then the last epoch.", heading=CHECKPOINTS)
+    val_period: int = option(
+        1,
+        "Epochs between validations; the last epoch is always validated.",
+        least=1,
+        metavar="N",
+        heading=CHECKPOINTS,
+    )
+    patience: int = option(
+        100,
+        "Stop after this many epochs without a better score; 0 means never.",
+        least=0,
+        metavar="EPOCHS",
+        heading=CHECKPOINTS,
+    )
     resume: str = option(
         "",
-        "Resume an interrupted run: its folder or last.pt; without a value the newest in --project. Only options that "
-        "change no computed number may differ, such as --device, --ranks, --parallel, --workers, --cache, --patience "
-        "and --save-every. clusterctl resumes restarted jobs itself.",
+        "Resume a run: its folder or last.pt; without a value the newest in --project.\n\n"
+        "Only options that do not change the result may differ, such as "
+        "--device, --ranks, --parallel, --workers, --cache, --patience and --save-every. clusterctl resumes restarted "
+        "jobs itself.",
         metavar="[PATH]",
     )
     save_every: str = option(
-        "", "Also write last.pt within an epoch: every 10min, 30s, 500steps. (default: at each validation)"
+        "",
+        "Also write last.pt within an epoch: every 10min, 30s or 500steps. Each validation writes it anyway.",
+        metavar="INTERVAL",
+        heading=CHECKPOINTS,
     )
-    save_period: int = option(0, "Keep epochN.pt every N epochs; 0: only last, previous and best.", least=0)
+    save_period: int = option(
+        0,
+        "Keep epochN.pt every N epochs; 0 keeps only last, previous and best.",
+        least=0,
+        metavar="N",
+        heading=CHECKPOINTS,
+    )
     on_nan: str = option(
         "stop",
-        "On a loss of NaN or infinity: `stop` with the batch in the error, or `skip`: return to the last checkpoint "
-        "and omit the batch, at most three times.",
+        "When the loss is NaN or infinite: stop, and name the batch in the error, or skip: return to the last "
+        "checkpoint and leave the batch out, at most three times.",
         known=("stop", "skip"),
+        metavar="ACTION",
+        heading=FAILURES,
     )
     stall_timeout: float = option(
-        120.0,
-        "Seconds without a step until each rank prints its stack traces and the late rank. Ranks that wait for a "
-        "rank without a heartbeat then exit with 1. 0: never.",
+        120,
+        "Seconds without a step after which each rank prints its stack traces and names the late rank. Ranks that "
+        "wait for a rank without a heartbeat then exit with 1. 0 means never.",
         least=0,
+        metavar="SECONDS",
+        heading=FAILURES,
     )
-    log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.")
+    log_steps: bool = option(False, "Write the loss of each step to steps.csv, with all digits.", heading=LOGGING)
     track: str = option(
         "",
-        "Log each epoch to mlflow, wandb or trackio; a resumed run is continued. TensorBoard's file is always written.",
+        "Log each epoch to mlflow, wandb or trackio; a resumed run is continued there. TensorBoard's file is always "
+        "written.",
         known=("", "mlflow", "wandb", "trackio"),
+        metavar="NAME",
+        heading=LOGGING,
     )
-    callback: str = option("", "Your subclass of trainer.Callback as package.module:Class.")
-    project: str = option("runs", "Folder that holds the run's folder. Under clusterctl the job's folder replaces it.")
-    name: str = option("train", "Name of the run's folder; if it exists, name2, name3, ...")
-    exist_ok: bool = option(False, "Write into the folder even if it exists.")
+    callback: str = option(
+        "", "Your subclass of trainer.Callback, as package.module:Class.", metavar="CLASS", heading=LOGGING
+    )
+    project: str = option(
+        "runs", "Folder of all runs.\n\nUnder clusterctl the job's folder is used instead.", metavar="DIR"
+    )
+    name: str = option("train", "Name of the run's folder; if it exists, name2, name3, ...", metavar="NAME")
+    exist_ok: bool = option(False, "Write into the run's folder even if it exists.", heading=LOGGING)
 
     def __post_init__(self) -> None:
         check_declared(self)
