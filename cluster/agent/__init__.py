@@ -4,4 +4,39 @@ local and ssh: check.sh (preflight), queue.sh (launch --wait), start.sh, node.sh
 orphans.sh.
 slurm: slurm_check.sh, slurm_submit.sh or slurm_array.sh, batch.sh, slurm_node.sh, node.sh, agent.pyz, slurm_poll.sh,
 slurm_cancel.sh. common.sh has functions that they share.
+
+Files of a node in the folder of an attempt, `CLUSTER_RUN_DIR/attempt-N`:
+
+NODE.json           the agent's status, replaced atomically
+NODE.log            the lines of all ranks; those of local rank 1 begin with `[1] `, the agent's with `agent: `
+ranks/NODE/K.log    the lines of local rank K
+NODE.exit           exit code and time, from the node's script outside of the container
+NODE.err, NODE.pid  the runtime's error, and the process id of that script
+NODE.venv           with setup commands: a link to the virtual environment
+NODE.alive          a counter that the script increases; the agent exits if it does not change for 30 s
+NODE.collected      an empty file that the launcher writes once it has copied the node's files (CLUSTER_HOLD)
+grace               the seconds of `stop --grace`
+
+An agent that sees the status file of a newer attempt kills its ranks at once: a machine that comes back after the
+launcher has given it up must not write over the new attempt's checkpoints. Ranks that have been asked to end with a
+checkpoint may finish it.
+
+Fields of NODE.json:
+
+phase               "starting", "setup", "running" or "exited"
+heartbeat, pid      seconds since 1970, written every 2 s; the agent's process id
+exit_code, ended_at, reason
+                    at the end; `reason` is why the ranks were stopped
+events              the last event of each of these kinds, by its name: setup, joining, ready, progress, metric, done.
+                    An event of more than 16 KiB is only in the log.
+usage               of the last heartbeat. `ranks`: rank, cpu (cores), rss (bytes, with child processes), and with a GPU
+                    gpu, use (percent), memory and memory_total (bytes; null if unknown). `host`: free and total memory.
+stall               one entry per rank while no rank of the node makes progress: rank, collective (a function of
+                    torch.distributed, or ""), call (the newest function), place (`FILE:LINE` of the program), busy
+                    (true if the ranks use the CPU or a GPU but stay at the same place)
+failure             the node's first failure: rank, time, exit_code, error and hint (one line each), secondary (true if
+                    the rank only lost its peers), others (the failures of the other ranks). The error is the exception
+                    that the rank recorded, else its exit code or signal; the control group's counter tells a SIGKILL by
+                    the kernel's out-of-memory killer. Among nodes, a cause precedes a consequence; then the earlier
+                    failure precedes the later one.
 """
