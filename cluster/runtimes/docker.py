@@ -40,7 +40,7 @@ class ContainerRuntime(Runtime):
         """Return `docker run --network host --ipc host ...`; it forwards signals to the agent."""
         words = [self.name, "run", "--rm", "--init", scripts.OPTIONS]
         words += ["--stop-timeout", str(math.ceil(job.grace_s))]
-        words += ["--name", f"{job.name}-{node.name}", "--label", f"{contract.JOB_ID}={job.name}"]
+        words += ["--label", f"{contract.JOB_ID}={job.name}"]
         words += ["--network", "host", "--ipc", "host", "--pull", "never", *self.options]
         if job.device != "cpu" and node.gpus:
             words += self.gpu_words(node.gpus)
@@ -54,7 +54,7 @@ class ContainerRuntime(Runtime):
         return (*words, job.image)
 
     def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
-        """Return `docker exec`."""
+        """Return `docker exec` with the name that runtimes/docker.sh gives the container."""
         return (self.name, "exec", "--interactive", *(["--tty"] if tty else []), f"{job.name}-{node.name}")
 
     def check(self, image: str, *command: str) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 image_id() { "$runtime" image inspect --format '{{.Id}}' "$CLUSTER_IMAGE"; }
 prepare() {
     local rootless='' rights gpu gpus name
-    options=(--user "$(id -u):$(id -g)")
+    # Not in the plan: one script runs on all nodes of a Slurm job.
+    local named=(--name "$CLUSTER_JOB_ID-$CLUSTER_NODE")
+    options=("${named[@]}" --user "$(id -u):$(id -g)")
     if [ "$runtime" = podman ]; then
         [ "$(id -u)" = 0 ] || { rootless=yes; options+=(--userns keep-id); }
     else # In a rootless engine, root is the caller on the host.
         case $(docker info --format '{{.SecurityOptions}}' 2>/dev/null) in
-            *rootless*) rootless=yes options=(--user 0:0) ;;
+            *rootless*) rootless=yes options=("${named[@]}" --user 0:0) ;;
         esac
     fi
     # RDMA and NCCL need locked memory. Raising the limit needs CAP_SYS_RESOURCE (bit 24).

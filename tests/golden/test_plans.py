@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from cluster.agent import scripts as resources
-from cluster.backends import BACKENDS
+from cluster.backends import BACKENDS, script
 from cluster.backends.compose import gpu_reservation
 from cluster.spec.model import Job, Mount, Node, Queue
 
@@ -202,3 +202,40 @@ def test_the_sites_network_variables_reach_the_program(case, tmp_path):
     assert done.returncode == 0, done.stderr
     assert found.items() >= {**SITE, "NCCL_SOCKET_IFNAME": "=lo"}.items(), done.stdout
     assert ("MODULE" in found) == ("foreign" in case), "other variables stay outside of a container"
+
+
+#: Prints its words, one per line.
+WORDS = """\
+import sys
+
+if sys.argv[1] != "info":
+    print(*sys.argv[1:], sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("case", ["slurm-docker-cuda", "slurm-podman-cuda", "ssh-docker-trainer", "ssh-podman-cuda"])
+def test_exec_enters_the_container_that_the_node_has_started(case, rank, tmp_path):
+    """The script of the node and that of `clusterctl exec` run; only the engine and Slurm's variables are fakes."""
+    engine, made = case.split("-")[1], plan(case)
+    node, on_slurm = made.nodes[rank], case.startswith("slurm")
+    (text,) = made.steps[0 if on_slurm else rank].files.values()
+    if on_slurm:
+        text = text.partition("node=$(cat <<'END_OF_NODE_SCRIPT'\n")[2].partition("\nEND_OF_NODE_SCRIPT")[0]
+    *bash, enter = script.exec_command(made.job, made, node, ["nvidia-smi"], tty=False)[:3]
+    (tmp_path / engine).write_text(f"#!{sys.executable} -IS\n{WORDS}")
+    (tmp_path / engine).chmod(0o755)
+    slurm = {"SLURM_NODEID": str(rank), "CUDA_VISIBLE_DEVICES": "0,1", "CLUSTER_ATTEMPT": "1"} if on_slurm else {}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKEN": "x", "CLUSTER_HOSTS": "127.0.0.1", **slurm}
+
+    def run(text, *words):
+        for path in ("/home/ann", "/shared/ann"):
+            text = text.replace(path, f"{tmp_path}{path}")
+        text = re.sub(r"NODE_ADDRESS=[\d.]+", "NODE_ADDRESS=127.0.0.1", text)
+        done = subprocess.run([*bash, text, *words], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    words = run(text)
+    (tmp_path / script.attempt_dir(made, node)[1:] / f"{node.name}.json").write_text('{"pid":1,"started_at":0}')
+    assert run(enter, "exec", "nvidia-smi") == ["exec", "--interactive", words[words.index("--name") + 1], "nvidia-smi"]
