@@ -38,6 +38,15 @@ class Watcher:
         return self.host == socket.gethostname()
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """A record that cannot be read: its job, its path, and what to tell the user."""
+
+    job_id: str
+    path: Path
+    error: ClusterError
+
+
 class JobStore:
     """The job records in one folder (default: see `default_folder`)."""
 
@@ -124,9 +133,23 @@ class JobStore:
         return self._path(job_id).exists()
 
     def __iter__(self) -> Iterator[JobRecord]:
-        """Iterate over all records, oldest first."""
-        paths = sorted(self._folder.glob("*.json")) if self._folder.is_dir() else []
-        yield from sorted((_load(path) for path in paths), key=lambda record: record.created_at)
+        """Iterate over the records that can be read, oldest first: one that cannot must not stop the other jobs."""
+        yield from self._read()[0]
+
+    def unreadable(self) -> list[Unreadable]:
+        """Return the records that cannot be read: damaged, or written by another version."""
+        return self._read()[1]
+
+    def _read(self) -> tuple[list[JobRecord], list[Unreadable]]:
+        found: list[JobRecord] = []
+        unreadable: list[Unreadable] = []
+        for path in sorted(self._folder.glob("*.json")):
+            try:
+                found.append(_load(path))
+            except ClusterError as error:
+                if path.exists():  # not removed a moment ago
+                    unreadable.append(Unreadable(path.stem, path, error))
+        return sorted(found, key=lambda record: record.created_at), unreadable
 
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.json"
@@ -194,8 +217,21 @@ def _load(path: Path) -> JobRecord:
         found = path.stat()
         return _parse(path, found.st_ino, found.st_mtime_ns, found.st_size)
     except (OSError, ValueError) as error:
-        hint = f"unless another version of clusterctl wrote it: mv {path} {path}.old"
-        raise ClusterError(f"cannot read the job record {path}: {str(error).splitlines()[0]}", hint) from error
+        hint = f"use the version of clusterctl that launched the job, or remove it from the list: mv {path} {path}.old"
+        raise ClusterError(f"cannot read the job record {path}: {_why(error)}", hint) from error
+
+
+def _why(error: Exception) -> str:
+    """Return the first reason, such as `plan.nodes: Field required`."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error).splitlines()[0]
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else str(first["msg"])
 
 
 @functools.lru_cache(maxsize=4096)  # `clusterctl serve` polls all jobs once per second

@@ -67,9 +67,7 @@ def doctor(
                 raise UsageError(f"{flag}: only where a scheduler chooses the nodes", "--only a,b")
         with suppress(ClusterError):  # the checks report why a machine does not answer
             machines = discovery.complete(machines)
-    running: frozenset[str] = frozenset()
-    with suppress(ClusterError):  # unreadable records do not concern the machines
-        running = frozenset(record.plan.job_id for record in JobStore() if not record.outcome)
+    running = frozenset(record.plan.job_id for record in JobStore() if not record.outcome)
     with console(stderr=True).status("checking") as status:
 
         def say(text: str) -> None:

@@ -21,12 +21,14 @@ from cluster.cli.follow import (
     print_outcome,
     stop_job,
 )
-from cluster.errors import UnreachableError, UsageError
+from cluster.errors import ClusterError, UsageError, with_hint
 from cluster.spec.model import JobRecord
 from cluster.spec.request import option
 from cluster.store import JobStore
 
 _NO_SUPERVISOR = "none"
+#: The columns of `ps`.
+_COLUMNS = ("job", "state", "backend", "nodes", "age_s", "supervisor", "run_dir")
 #: How many of the supervisor's notes `status` prints.
 _MOST_NOTES = 10
 
@@ -110,8 +112,8 @@ def ps(
 ) -> None:
     """List jobs and their states.
 
-    A job is unreachable if its machines or their Docker Engine do not answer. The supervisor is the process that
-    restarts the job after a failure.
+    A job is unreachable if its machines or their Docker Engine do not answer, and unreadable if its record is damaged
+    or was written by another version. The supervisor is the process that restarts the job after a failure.
     """
     from rich.table import Column, Table
 
@@ -126,7 +128,7 @@ def ps(
             continue
         state: str = record.outcome or "unreachable"
         ready = 0
-        with contextlib.suppress(UnreachableError):  # the other jobs are still listed
+        with contextlib.suppress(ClusterError):  # the other jobs are still listed
             if not record.outcome:
                 state, view = jobs.state(record)
                 ready = view.ready_count
@@ -135,6 +137,10 @@ def ps(
         row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
         row |= {"age_s": round(time.time() - record.created_at), "supervisor": _supervisor_of(record, records)}
         rows.append(row | {"run_dir": plan.run_dir})
+    damaged = records.unreadable()
+    for each in damaged:
+        row = {"job": each.job_id, "state": "unreadable", "backend": "", "nodes": "", "age_s": "", "supervisor": ""}
+        rows.append(row | {"run_dir": "", "record": str(each.path), "error": each.error.message})
     if as_json:
         print(json.dumps(rows, indent=1))
         return
@@ -144,8 +150,11 @@ def ps(
     columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age", "supervisor")]
     table = Table(*columns, Column("run directory", overflow="fold"), **PLAIN)
     for row in rows:
-        table.add_row(*map(str, (row | {"age_s": seconds(row["age_s"])}).values()))
+        age = seconds(row["age_s"]) if row["age_s"] != "" else ""
+        shown = row | {"age_s": age, "run_dir": row["run_dir"] or row["record"]}
+        table.add_row(*(str(shown[key]) for key in _COLUMNS))
     console().print(table)
+    print_line(console(), *(with_hint(each.error.message, each.error.hint) for each in damaged))
 
 
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:

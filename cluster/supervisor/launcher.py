@@ -175,7 +175,7 @@ class Launcher:
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
         record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without)
-        notes, is_reserved = BACKENDS[backend].notes(job), False
+        notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
                 self._reserve(record)
@@ -360,6 +360,12 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
         except ClusterError:  # its Docker Engine is down, and so are its containers
             continue
     return held
+
+
+def _unknown_gpus(job: Job, records: JobStore) -> list[str]:
+    """Return a sentence if this machine's GPUs may be in use by a job whose record cannot be read."""
+    names = [str(each.path) for each in records.unreadable()] if job.gpus else []
+    return [f"cannot read {', '.join(names)}: if that job is running, it may share GPUs with this one"] if names else []
 
 
 def _check_run_dir(plan: Plan) -> None:

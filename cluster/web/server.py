@@ -131,12 +131,15 @@ class Server(ThreadingHTTPServer):
             return self._watches.setdefault(job_id, Watch(poll))
 
     def _list(self) -> str:
-        found = self.jobs()
-        if not found:
+        found, damaged = self.jobs(), self.store.unreadable()
+        if not found and not damaged:
             return (
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
         rows = "".join(job.row() for job in found)
+        for each in damaged:
+            cells = (each.job_id, "unreadable", "", "", "", "", each.error.message)
+            rows += "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
         titles = "".join(
             f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", "cause")
         )

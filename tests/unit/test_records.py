@@ -1,4 +1,5 @@
 import fcntl
+import json
 import os
 import resource
 import signal
@@ -9,11 +10,15 @@ import threading
 from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.backends import BACKENDS
+from cluster.cli.main import app
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Job, JobRecord, Node, Queue
 from cluster.store import JobStore, Watcher
+from cluster.supervisor.launcher import _unknown_gpus, gpus_in_use
+from cluster.web.server import Server
 
 
 def record(name, created_at=1.0, backend="compose"):
@@ -92,6 +97,64 @@ def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ClusterError, match=r"a\.json"):
         JobStore(tmp_path).load("a")
+
+
+@pytest.fixture(params=["half", "empty", "another version's", "a folder", "binary"])
+def damaged(request, tmp_path):
+    """A store with a readable record `a` and a record `b` that cannot be read."""
+    JobStore(tmp_path).reserve(record("a"))
+    path = tmp_path / "b.json"
+    if request.param == "a folder":
+        path.mkdir()
+    else:
+        whole = (tmp_path / "a.json").read_bytes()
+        others = {"half": whole[: len(whole) // 2], "empty": b"", "another version's": b'{"plan": {"job": "b"}}'}
+        path.write_bytes(others.get(request.param, b"\xff\xfe\x00"))
+    return JobStore(tmp_path)
+
+
+def test_a_record_that_cannot_be_read_does_not_hide_the_others(damaged, tmp_path):
+    assert [each.plan.job_id for each in damaged] == ["a"]
+    assert [(each.job_id, each.path) for each in damaged.unreadable()] == [("b", tmp_path / "b.json")]
+    damaged.end("a", "done")
+    assert damaged.load("a").outcome == "done"
+    with pytest.raises(UsageError, match="known: a"):
+        damaged.load("c")
+
+
+def test_ps_lists_a_record_that_cannot_be_read_with_its_path(damaged, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLUSTERCTL_STATE_DIR", str(tmp_path))
+    damaged.end("a", "done")
+    result = CliRunner().invoke(app, ["ps", "--all", "--json"])
+    assert result.exit_code == 0, result.output
+    rows = {row["job"]: row for row in json.loads(result.output)}
+    assert (rows["a"]["state"], rows["b"]["state"], rows["b"]["record"]) == ("done", "unreadable", f"{tmp_path}/b.json")
+    table = CliRunner().invoke(app, ["ps"], terminal_width=200)
+    assert table.exit_code == 0
+    assert f"mv {tmp_path}/b.json {tmp_path}/b.json.old" in table.output
+
+
+def test_following_the_hint_keeps_the_record_and_the_rest_of_the_store(damaged, tmp_path):
+    command = damaged.unreadable()[0].error.hint.rpartition(": ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert not damaged.unreadable()
+    assert [each.plan.job_id for each in damaged] == ["a"]
+    assert (tmp_path / "b.json.old").exists()
+
+
+def test_the_page_of_all_jobs_lists_a_record_that_cannot_be_read(damaged, tmp_path):
+    damaged.end("a", "done")
+    with Server(("localhost", 0), damaged) as server, server.watch() as watch:
+        watch.wait(0, timeout_s=60)
+        assert 'href="jobs/a/"' in watch.body
+        assert f"cannot read the job record {tmp_path}/b.json" in watch.body
+
+
+def test_a_launch_says_that_a_job_whose_record_cannot_be_read_may_use_its_gpus(damaged, tmp_path):
+    job = record("c").job
+    assert _unknown_gpus(job, damaged) == []
+    assert f"{tmp_path}/b.json" in _unknown_gpus(replace(job, gpus=(0, 1)), damaged)[0]
+    assert gpus_in_use(damaged) == {}
 
 
 WATCHES = """
