@@ -10,7 +10,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import ENGINES
-from cluster.spec.model import Inventory, Job, JobRecord, Node, NodeStatus, Plan, Step
+from cluster.spec.model import Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step
 from cluster.spec.traits import Traits
 from cluster.transport import files, parallel, reach, workdir
 
@@ -61,10 +61,10 @@ class Backend(Traits, abc.ABC):
         if sizes is None:
             return []
         if plan.attempt > 1:
-            nodes = workdir.without_copy(plan, plan.nodes)
+            machines = workdir.without_copy(plan, plan.machines)
         else:
-            nodes = [job.queue.login] if job.queue else [*job.hosts, *job.spares]
-        return [workdir.send(sizes, plan, nodes, earlier, report)] if nodes else []
+            machines = [job.queue.login] if job.queue else [*job.hosts, *job.spares]
+        return [workdir.send(sizes, plan, machines, earlier, report)] if machines else []
 
     def tend(self, record: JobRecord) -> list[str]:
         """Care for an attempt that waits for its machines; the job's supervisor calls it before each poll.
@@ -105,15 +105,14 @@ class Backend(Traits, abc.ABC):
 
     def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
         """Return the jobs that have something on each machine, found without records, or why it does not answer."""
-        found = parallel.each(inventory.nodes, _jobs_on)
-        return {node.display_name: found[node.name] for node in inventory.nodes}
+        return parallel.each(inventory.machines, _jobs_on)
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
         """Remove what a job has on a machine. Raises ClusterError."""
-        node = next(node for node in inventory.nodes if node.display_name == found.where)
-        monitor.stop(node, found.job, 0, tuple(ENGINES), timeout_s=60)
+        machine = next(each for each in inventory.machines if each.name == found.where)
+        monitor.stop(machine, found.job, 0, tuple(ENGINES), timeout_s=60)
 
-    def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+    def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""
         return {}
 
@@ -137,18 +136,18 @@ class Backend(Traits, abc.ABC):
         return f"{os.getuid()}:{os.getgid()}"
 
 
-def _jobs_on(node: Node) -> list[FoundJob]:
+def _jobs_on(node: Machine) -> list[FoundJob]:
     """Return the jobs with a process or a container on a machine."""
     done = reach(node).run(scripts.command("orphans", *ENGINES), timeout_s=60)
     if done.code:
-        raise UnreachableError(f"{node.display_name}: {done.last_line}")
+        raise UnreachableError(f"{node.name}: {done.last_line}")
     kinds: dict[str, list[str]] = {}
     for line in done.out.splitlines():
         kind, job, _ = line.split(" ", 2)
         kinds.setdefault(job, []).append(kind)
     return [
         FoundJob(
-            node.display_name,
+            node.name,
             job,
             "script" in found,
             {"processes": found.count("process"), "containers": found.count("container")},

@@ -20,7 +20,7 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
-from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, local_nodes
+from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.transport import Completed, LocalShell
 
 #: The mount target of the job's run root.
@@ -37,8 +37,8 @@ class ComposeBackend(Backend):
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
-        nodes = local_nodes(job, [f"node-{rank}" for rank in range(job.nodes)], DOCKER.name)
-        made = Plan(job, attempt, self.name, nodes, nodes[0].address, port)
+        nodes = nodes_of(job, this_machine(runtime=DOCKER.name))
+        made = Plan(job, attempt, self.name, nodes, nodes[0].name, port)
         file = f"{made.attempt_dir}/compose.yaml"
         agent = f"{job.build}/cluster/agent/app" if job.build else f"{made.attempt_dir}/agent.pyz"
         up = ("docker", "compose", "-p", job.name, "-f", file, "--project-directory", ".", "up", "-d", "--no-build")
@@ -56,9 +56,9 @@ class ComposeBackend(Backend):
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
         if job.gpus:
-            gpus = Node("this machine", "", job.gpus)
-            report = LocalShell().run(preflight.command(plan, gpus, DOCKER)).out.splitlines()
-            preflight.refuse([*preflight.problems(plan, gpus, report), *preflight.conflicts(plan, gpus, report)])
+            (here,) = plan.machines
+            report = LocalShell().run(preflight.command(plan, here)).out.splitlines()
+            preflight.refuse([*preflight.problems(plan, here, report), *preflight.conflicts(plan, here, report)])
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Lock the GPUs and start the project; stop it again if a container does not start.
@@ -81,7 +81,7 @@ class ComposeBackend(Backend):
             Path(step.agent).write_bytes(scripts.archive())
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        command = scripts.command("compose_up", *argv, job=plan.job_id, gpus=_gpus(plan))
+        command = scripts.command("compose_up", *argv, job=plan.job_id, gpus=preflight.ids(plan.job.gpus))
         up = LocalShell().run(command, stdin=text, timeout_s=300)
         if up.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, "this machine", up.out.strip())
@@ -108,8 +108,8 @@ class ComposeBackend(Backend):
         if left := self._left(plan.job_id):
             hint = f"docker rm -f {' '.join(left)}"
             raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
-        if _gpus(plan):  # the process that has their locks ends soon; the next job may start at once
-            monitor.stop(plan.nodes[0], plan.job_id, 0, [], timeout_s=30)
+        if plan.job.gpus:  # the process that has their locks ends soon; the next job may start at once
+            monitor.stop(plan.nodes[0].machine, plan.job_id, 0, [], timeout_s=30)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `docker exec`."""
@@ -208,7 +208,7 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
     gpus = range(len(nodes[0].gpus))  # a container numbers its GPUs from 0
     values = {
         **job.env,
-        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (nodes[0].address, port)),
+        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (nodes[0].name, port)),
         contract.NODES_ON_HOST: str(job.nodes),
         **script.gpu_environment(job, gpus),
     }
@@ -224,11 +224,6 @@ def _volume(mount: Mount) -> dict[str, Any]:
     # The long form: a path may contain ':', and a missing source is an error, not a new folder of root.
     made = {"type": "bind", "source": _escaped(mount.source), "target": _escaped(mount.target)}
     return made | ({"read_only": True} if mount.read_only else {}) | {"bind": {"create_host_path": False}}
-
-
-def _gpus(plan: Plan) -> str:
-    """Return the ids of all GPUs of the job: "0,1"."""
-    return ",".join(preflight.ids(node) for node in plan.nodes if node.gpus)
 
 
 def _escaped(text: str) -> str:

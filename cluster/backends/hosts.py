@@ -15,7 +15,7 @@ from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, LaunchError, PortTakenError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.runtimes.base import Runtime
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus, Plan, Step, local_nodes
+from cluster.spec.model import Job, JobRecord, Machine, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.transport import parallel, reach, ssh_to
 
 
@@ -27,37 +27,39 @@ class HostsBackend(Backend):
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step per node: its script, and the command that runs it."""
-        nodes = job.hosts or local_nodes(job, ["127.0.0.1"] * job.nodes)
-        made = Plan(job, attempt, self.name, nodes, nodes[0].address, port)
+        hosts = tuple(Node(host.name, host, host.gpus[: job.procs_per_node]) for host in job.hosts)
+        nodes = hosts or nodes_of(job, this_machine())
+        made = Plan(job, attempt, self.name, nodes, nodes[0].machine.address, port)
         return replace(made, steps=tuple(script.step(job, made, rank) for rank in range(len(nodes))))
 
     def check(self, job: Job, plan: Plan) -> None:
         """Run the preflight check on every node. Raises UsageError, NameTakenError or PortTakenError."""
-        reports = parallel.all_of(plan.machines, lambda node: self._preflight(plan, node))
+        reports = parallel.all_of(plan.machines, lambda machine: self._preflight(plan, machine))
         errors: list[UsageError] = []
-        for node in plan.machines:
-            errors += preflight.problems(plan, node, reports[node.name])
-            errors += preflight.conflicts(plan, node, reports[node.name])
+        for machine in plan.machines:
+            errors += preflight.problems(plan, machine, reports[machine.name])
+            errors += preflight.conflicts(plan, machine, reports[machine.name])
         preflight.refuse([*errors, *preflight.different(plan, reports).values()])
 
-    def survey(self, plan: Plan, joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
-        """Run the preflight check on each node alone. `joining` need the others' image and a way to the master, too."""
-        found = parallel.each(plan.nodes, lambda node: self._preflight(plan, node, alone=node not in joining))
-        others_first = sorted(plan.nodes, key=lambda node: node in joining)
-        reports = {node.name: lines for node in others_first if isinstance(lines := found[node.name], list)}
+    def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
+        """Run the preflight check on each host alone. `joining` need the others' image and a way to the master, too."""
+        hosts = plan.job.hosts
+        found = parallel.each(hosts, lambda host: self._preflight(plan, host, alone=host not in joining))
+        others_first = sorted(hosts, key=lambda host: host in joining)
+        reports = {host.name: lines for host in others_first if isinstance(lines := found[host.name], list)}
         different = preflight.different(plan, reports)
 
-        def problem(node: Node) -> ClusterError | None:
-            report = found[node.name]
+        def problem(host: Machine) -> ClusterError | None:
+            report = found[host.name]
             if isinstance(report, ClusterError):
                 return report
-            errors = preflight.problems(plan, node, report)
-            if node in joining and node.name in different:
-                errors.append(different[node.name])
-            errors += preflight.conflicts(plan, node, report)
+            errors = preflight.problems(plan, host, report)
+            if host in joining and host.name in different:
+                errors.append(different[host.name])
+            errors += preflight.conflicts(plan, host, report)
             return next((error for error in errors if not isinstance(error, PortTakenError)), None)
 
-        return {node.name: problem(node) for node in plan.nodes}
+        return {host.name: problem(host) for host in hosts}
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Start the scripts of all nodes in parallel, each in its own session; stop all of them if one fails."""
@@ -78,7 +80,7 @@ class HostsBackend(Backend):
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Send SIGTERM to the job's processes, and SIGKILL after `grace_s`; remove its containers. Try all machines."""
 
-        def stop(machine: Node) -> None:
+        def stop(machine: Machine) -> None:
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
             attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
@@ -91,27 +93,26 @@ class HostsBackend(Backend):
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a script that enters the node's container, on its machine."""
-        return ssh_to(node).command(script.exec_command(record.job, record.plan, node, argv, tty=tty), tty=tty)
+        return ssh_to(node.machine).command(script.exec_command(record.job, record.plan, node, argv, tty=tty), tty=tty)
 
-    def _preflight(self, plan: Plan, node: Node, *, alone: bool = False) -> list[str]:
-        step = next(step for step in plan.steps if step.place == node.name)
-        is_first = node is plan.nodes[0]
-        new = plan.dir_on(node) if node.is_machine and plan.attempt == 1 else ""
+    def _preflight(self, plan: Plan, machine: Machine, *, alone: bool = False) -> list[str]:
+        is_first, needs = machine == plan.nodes[0].machine, script.needs(plan.job, machine)
+        new = plan.dir_on(machine) if machine.is_listed and plan.attempt == 1 else ""
         name = plan.job_id if plan.attempt == 1 else ""
-        master = f"{plan.master_addr}:{plan.master_port}" if node.is_machine and not (is_first or alone) else ""
+        master = f"{plan.master_addr}:{plan.master_port}" if machine.is_listed and not (is_first or alone) else ""
         port = plan.master_port if is_first and not alone else ""
-        kind = RUNTIMES[node.runtime]
-        command = preflight.command(plan, node, kind, new=new, name=name, master=master, port=port, needs=step.needs)
-        done = reach(node).run(command, timeout_s=self._monitor.timeout_s(plan, node, 30))
+        command = preflight.command(plan, machine, new=new, name=name, master=master, port=port, needs=needs)
+        done = reach(machine).run(command, timeout_s=self._monitor.timeout_s(plan, machine, 30))
         if done.code:
             hint = "the machine needs bash and a POSIX userland"
-            raise UnreachableError(f"{node.display_name}: {done.last_line}", hint)
+            raise UnreachableError(f"{machine.name}: {done.last_line}", hint)
         return done.out.splitlines()
 
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:
         lines, text = script.payload(plan, step, secrets)
-        values = {"folder": attempt_dir(plan, node), "node": node.name, "job": plan.job_id, "gpus": preflight.ids(node)}
-        started = reach(node).run(scripts.command("start", secrets=lines, **values), stdin=text)
+        values = {"folder": attempt_dir(plan, node.machine), "node": node.name, "job": plan.job_id}
+        command = scripts.command("start", secrets=lines, gpus=preflight.ids(node.gpus), **values)
+        started = reach(node.machine).run(command, stdin=text)
         if started.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, node.name, started.out.strip())
         if started.code:

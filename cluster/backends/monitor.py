@@ -24,7 +24,7 @@ from cluster.agent import scripts
 from cluster.backends import logs
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import WORKDIR, Node, NodeStatus, Phase, Plan
+from cluster.spec.model import WORKDIR, Machine, NodeStatus, Phase, Plan
 from cluster.transport import Shell, files, parallel, reach, workdir
 from cluster.transport.process import interruptible
 
@@ -116,7 +116,7 @@ class AwakeClock:
 class NodeMonitor:
     """Polls the machines of plans repeatedly; `poll` polls one machine, and raises a ClusterError."""
 
-    def __init__(self, poll: Callable[[Plan, Node], NodeStatuses], *, silent_is_lost: bool = True) -> None:
+    def __init__(self, poll: Callable[[Plan, Machine], NodeStatuses], *, silent_is_lost: bool = True) -> None:
         """`silent_is_lost`: the nodes of a silent machine are lost. With Slurm, its controller decides."""
         self._poll = poll
         self._silent_is_lost = silent_is_lost
@@ -144,7 +144,7 @@ class NodeMonitor:
         # no longer than until a silent machine is lost
         silent_s = max((poll.silent_s for poll in polls if poll.silent_s < LOST_AFTER_S), default=0.0)
         wait_s = min(wait_s, LOST_AFTER_S - silent_s + 0.1)
-        until = time.monotonic() + (wait_s if any(node.login for node in each) else _POLL_TIMEOUT_S)
+        until = time.monotonic() + (wait_s if any(machine.login for machine in each) else _POLL_TIMEOUT_S)
         unknown: Phase = "starting" if self._silent_is_lost else "pending"
         found: NodeStatuses = {}
         for machine, poll in zip(each, polls, strict=True):
@@ -165,7 +165,7 @@ class NodeMonitor:
         if self._silent_is_lost and all(not poll.statuses and poll.silent_s > LOST_AFTER_S for poll in polls):
             # No machine ever answered: rather this machine's network or keys, and the job's state is unknown.
             error = next((poll.error for poll in polls if isinstance(poll.error, ClusterError)), None)
-            no_answer = UnreachableError(f"{each[0].display_name}: does not answer")  # the login may be under way
+            no_answer = UnreachableError(f"{each[0].name}: does not answer")  # the login may be under way
             raise UnreachableError(error.message, error.hint) if error else no_answer
         return [found[node.name] for node in plan.nodes]
 
@@ -184,7 +184,7 @@ class NodeMonitor:
                 poll.used_at = now
             return polls
 
-    def timeout_s(self, plan: Plan, machine: Node, default_s: float) -> float:
+    def timeout_s(self, plan: Plan, machine: Machine, default_s: float) -> float:
         """Return the timeout of a command; shorter, over a new connection, if the machine was silent."""
         if (plan.job_id, machine.name) not in self._silent:
             return default_s
@@ -270,21 +270,21 @@ class _MachinePoll:
             poll_thread.join(_POLL_WAIT_S)
 
 
-def poll(plan: Plan, machine: Node, script: str, head: int = 0, **values: str | int) -> tuple[list[str], NodeStatuses]:
+def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str | int) -> tuple[list[str], NodeStatuses]:
     """Run the polling script of this name with these variables.
 
     Append to the local copies of logs that are written elsewhere. Return the script's first `head` lines, and the
     status of each node. Raises UnreachableError.
     """
     nodes = plan.nodes_on(machine)
-    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(node)}
+    copies = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in nodes if plan.is_elsewhere(machine)}
     sizes = {name: copy.stat().st_size if copy.exists() else 0 for name, copy in copies.items()}
-    each = [word for node in nodes for word in (attempt_dir(plan, node), node.name, str(sizes.get(node.name, "")))]
-    command = scripts.command(script, *each, most=LOG_CHUNK, **values)
+    each = [word for node in nodes for word in (attempt_dir(plan, machine), node.name, str(sizes.get(node.name, "")))]
+    command = scripts.command(script, *each, most=LOG_CHUNK, **more)
     done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
     lines = done.out.splitlines()
     if len(lines) != head + 4 * len(nodes):
-        raise UnreachableError(f"{machine.display_name}: {done.last_line}")
+        raise UnreachableError(f"{machine.name}: {done.last_line}")
     found = {}
     for index, node in enumerate(nodes):
         state, why, agent, log = lines[head + 4 * index : head + 4 * index + 4]
@@ -326,7 +326,7 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
 
 
 def stop(
-    machine: Node,
+    machine: Machine,
     job_id: str,
     grace_s: float,
     engines: Sequence[str],
@@ -344,7 +344,7 @@ def stop(
     command = scripts.command("stop", job=job_id, grace=math.ceil(grace_s), **which)
     done = reach(machine).run(command, timeout_s=timeout_s)
     if done.out:
-        why = f"{machine.display_name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
+        why = f"{machine.name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
         hint = "check the engine with clusterctl doctor, or kill them as root there"
         raise ClusterError(why, hint)
 
@@ -354,25 +354,25 @@ def collect(plan: Plan) -> list[str]:
 
     The results are those of the first node that answers. Of the others only the ranks' logs are copied.
     """
-    remote = [node for node in plan.machines if plan.is_elsewhere(node)]
+    remote = [machine for machine in plan.machines if plan.is_elsewhere(machine)]
 
-    def copy_logs(node: Node) -> None:
-        ranks = f"attempt-{plan.attempt}/ranks/{node.name}"
+    def copy_logs(machine: Machine) -> None:
+        ranks = f"attempt-{plan.attempt}/ranks/{plan.nodes_on(machine)[0].name}"
         with contextlib.suppress(files.NoFolderError):  # no rank has started there
-            files.collect(node, f"{plan.dir_on(node)}/{ranks}", f"{plan.run_dir}/{ranks}")
+            files.collect(machine, f"{plan.dir_on(machine)}/{ranks}", f"{plan.run_dir}/{ranks}")
 
     copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
     errors = {name: error for name, error in copied.items() if error is not None}
     failures = [f"not copied: {error.message}" for error in errors.values()]
-    answering = [node for node in remote if not isinstance(errors.get(node.name), UnreachableError)]
-    if answering and plan.is_elsewhere(plan.nodes[0]):
+    answering = [each for each in remote if not isinstance(errors.get(each.name), UnreachableError)]
+    if answering and plan.is_elsewhere(plan.nodes[0].machine):
         try:
             files.collect(answering[0], plan.dir_on(answering[0]), plan.run_dir, (*_STATE, f"/{WORKDIR}"))
             if plan.workdir:
                 workdir.fetch(plan, answering[0])
         except ClusterError as error:
             return [*failures, f"not copied: {error.message}"]
-        if answering[0] is not plan.nodes[0]:
+        if answering[0] != plan.nodes[0].machine:
             failures.append(f"the results here are those of {answering[0].name}")
     return failures
 

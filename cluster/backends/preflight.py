@@ -6,43 +6,37 @@ from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
-from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, driver_problem, short_id
-from cluster.runtimes.base import Runtime
+from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec.defaults import listed_gpus
-from cluster.spec.model import Node, Plan
+from cluster.spec.model import Gpu, Machine, Plan
 
 #: The exit code of agent/start.sh and agent/compose_up.sh if another job holds a GPU.
 GPUS_HELD = 74
 
 
-def ids(node: Node) -> str:
-    """Return the ids of a node's GPUs, which a job locks: "0,1"."""
-    return ",".join(str(gpu) for gpu in node.gpus)
+def ids(gpus: Sequence[Gpu]) -> str:
+    """Return the ids of GPUs, which a job locks: "0,1"."""
+    return ",".join(map(str, gpus))
 
 
-def command(plan: Plan, node: Node, kind: Runtime, **more: scripts.Value) -> list[str]:
-    """Return the command that runs agent/check.sh on a node with this runtime; `more` are its other variables."""
+def command(plan: Plan, machine: Machine, **more: scripts.Value) -> list[str]:
+    """Return the command that runs agent/check.sh on a machine; `more` are its other variables."""
+    kind = RUNTIMES[machine.runtime]
     versions = kind.check(plan.job.image, plan.job.python, "-c", scripts.text("doctor/versions.py"))
-    values: dict[str, scripts.Value] = {"engine": kind.engine, "image": plan.job.image, "run_dir": node.run_dir}
-    values |= {
-        "device": plan.job.device,
-        "gpus": ids(node),
-        "python": plan.job.python,
-        "new": "",
-        "master": "",
-        "port": "",
-    }
-    values |= {"name": "", "versions": versions if plan.job.device == "cuda" else (), "needs": (), **more}
+    where: dict[str, scripts.Value] = {"engine": kind.engine, "image": plan.job.image, "run_dir": machine.run_dir}
+    what = {"device": plan.job.device, "gpus": ids(plan.gpus_on(machine)), "python": plan.job.python}
+    unless_given = {**dict.fromkeys(("new", "master", "port", "name"), ""), "needs": ()}
+    values = {**where, **what, "versions": versions if plan.job.device == "cuda" else (), **unless_given, **more}
     return scripts.command("check", **values)
 
 
-def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
-    """Return an error for each thing that a node lacks."""
-    where, python = node.display_name, plan.job.python
+def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each thing that a machine lacks."""
+    where, python = machine.name, plan.job.python
     found = []
     for line in report:
         word, _, text = line.partition(" ")
-        if word == "no_rsync" and plan.is_elsewhere(node):
+        if word == "no_rsync" and plan.is_elsewhere(machine):
             why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
         elif word == "run_dir":
             why = f"cannot write to the run directory {text} (no permission, or no space)"
@@ -53,33 +47,33 @@ def problems(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
         elif word == "no_runtime":
             why, hint = f"{text} is not installed", f"install it on {where}, or detect the runtime: clusterctl init"
         elif word == "engine":
-            why, hint = f"{node.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
+            why, hint = f"{machine.runtime} does not answer: {text}", f"clusterctl doctor --only {where}"
             if "permission denied" in text:
-                hint = f"on {where}: sudo usermod -aG {node.runtime} $USER, then log in again"
+                hint = f"on {where}: sudo usermod -aG {machine.runtime} $USER, then log in again"
         elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
-            _, platform, machine = text.split()
-            why = f"{plan.job.image} is an image for {platform}, and the machine is {machine}"
-            hint = f"build one there, or name one for {machine}: --image NAME"
+            _, platform, own = text.split()
+            why = f"{plan.job.image} is an image for {platform}, and the machine is {own}"
+            hint = f"build one there, or name one for {own}: --image NAME"
         elif word == "no_way":
             why = f"cannot reach the master at {text}"
             hint = f"open its ports to {where}, or set another address in cluster.yaml: clusterctl doctor"
         elif word == "no_image":
             why, hint = f"no image {plan.job.image}", f"clusterctl image push {where}   (or launch with --push)"
         elif word == "missing":
-            why, hint = f"{text} does not exist", node.hint_for_missing(text)
+            why, hint = f"{text} does not exist", machine.hint_for_missing(text)
         else:
             continue
         found.append(UsageError(f"{where}: {why}", hint))
-    return found + (_gpu_problems(node, report) if plan.job.device == "cuda" else [])
+    return found + (_gpu_problems(machine.name, plan.gpus_on(machine), report) if plan.job.device == "cuda" else [])
 
 
-def _gpu_problems(node: Node, report: Sequence[str]) -> list[UsageError]:
-    """Return an error for each GPU of a node that nvidia-smi does not list, and for a driver that is too old."""
-    where, text = node.display_name, "\n".join(line[7:] for line in report if line.startswith("listed "))
+def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each of these GPUs that nvidia-smi does not list, and for a driver that is too old."""
+    text = "\n".join(line[7:] for line in report if line.startswith("listed "))
     listed = listed_gpus(text)
     here = ", ".join(map(str, listed)) or text.partition("\n")[0] or "none"
     hint = f"gpus of {where} in cluster.yaml, or --device cpu"
-    absent = [gpu for gpu in node.gpus if gpu not in listed]
+    absent = [gpu for gpu in gpus if gpu not in listed]
     found = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
     facts = dict(line.partition("=")[::2] for line in reversed(report))  # Python imports the first of two packages
     if "compat" not in facts and (why := driver_problem(facts.get("driver", ""), facts.get("cuda", ""))):
@@ -105,9 +99,9 @@ def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, Usa
     return found
 
 
-def conflicts(plan: Plan, node: Node, report: Sequence[str]) -> list[UsageError]:
-    """Return an error for each thing of a node that another job or program has: the name, GPUs, the master's port."""
-    where = node.display_name
+def conflicts(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageError]:
+    """Return an error for each thing there that another job or program has: the name, GPUs, the master's port."""
+    where = machine.name
     found: list[UsageError] = []
     for line in report:
         word, _, text = line.partition(" ")

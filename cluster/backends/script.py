@@ -6,36 +6,36 @@ from dataclasses import replace
 from cluster import contract
 from cluster.agent import scripts
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Mount, Node, Plan, Step
+from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Mount, Node, Plan, Step
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
 _SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def attempt_dir(plan: Plan, node: Node) -> str:
-    """Return the folder of the attempt's scripts, logs and exit codes on a node's own disk."""
-    return f"{plan.dir_on(node)}/attempt-{plan.attempt}"
+def attempt_dir(plan: Plan, machine: Machine) -> str:
+    """Return the folder of the attempt's scripts, logs and exit codes on a machine's own disk."""
+    return f"{plan.dir_on(machine)}/attempt-{plan.attempt}"
 
 
 def step(job: Job, plan: Plan, rank: int) -> Step:
     """Return the step that runs a node's script. `job.env` does not override the contract's variables."""
-    node = plan.nodes[rank]
+    node, machine = plan.nodes[rank], plan.nodes[rank].machine
     values = {
         **job.env,
         contract.NODE: node.name,
         "PET_NODE_RANK": str(rank),
-        **shared_environment(job, plan.attempt, plan.dir_on(node), (plan.master_addr, plan.master_port)),
-        contract.NODES_ON_HOST: str(len(plan.nodes_on(node))),
-        contract.NODE_ADDRESS: node.address,
-        **gpu_environment(job, RUNTIMES[node.runtime].gpus(node)),
+        **shared_environment(job, plan.attempt, plan.dir_on(machine), (plan.master_addr, plan.master_port)),
+        contract.NODES_ON_HOST: str(len(plan.nodes_on(machine))),
+        contract.NODE_ADDRESS: machine.address,
+        **gpu_environment(job, RUNTIMES[machine.runtime].gpus(node)),
     }
     head = f"#!/usr/bin/env bash\n# Node {rank} of {job.nodes} of the job {job.name}, attempt {plan.attempt}.\n"
-    path = f"{attempt_dir(plan, node)}/{node.name}.sh"
+    path = f"{attempt_dir(plan, machine)}/{node.name}.sh"
     text = head + _script(job, plan, node, values)
-    return Step(node.name, {path: text}, ("bash", path), needs(job, node), f"{attempt_dir(plan, node)}/agent.pyz")
+    return Step(node.name, {path: text}, ("bash", path), needs(job, machine), f"{attempt_dir(plan, machine)}/agent.pyz")
 
 
-def render_in_batch(job: Job, plan: Plan, login: Node) -> str:
+def render_in_batch(job: Job, plan: Plan, login: Machine) -> str:
     """Return the script of all nodes of a Slurm job; the environment has the rank, the master and the GPUs."""
     found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
     values = {
@@ -48,17 +48,17 @@ def render_in_batch(job: Job, plan: Plan, login: Node) -> str:
         found.append("CUDA_VISIBLE_DEVICES")
     values = {name: value for name, value in values.items() if name not in found}
     finds = f"device={job.device}\n" + scripts.text("agent/slurm_node.sh")
-    return f"# A node of the job {job.name}.\n" + _script(job, plan, login, values, finds, found)
+    return f"# A node of the job {job.name}.\n" + _script(job, plan, Node(login.name, login), values, finds, found)
 
 
-def needs(job: Job, node: Node) -> tuple[str, ...]:
-    """Return the paths that must exist on a node."""
-    return tuple(mount.source if node.in_container else mount.target for mount in _mounts(job, node))
+def needs(job: Job, machine: Machine) -> tuple[str, ...]:
+    """Return the paths that must exist on a machine."""
+    return tuple(mount.source if machine.in_container else mount.target for mount in _mounts(job, machine))
 
 
-def _mounts(job: Job, node: Node) -> list[Mount]:
-    """Return the job's mounts with the node's paths: a synced folder is below `data_dir`."""
-    return [replace(mount, source=node.mirror(mount.source)) if mount.synced else mount for mount in job.mounts]
+def _mounts(job: Job, machine: Machine) -> list[Mount]:
+    """Return the job's mounts with the machine's paths: a synced folder is below `data_dir`."""
+    return [replace(mount, source=machine.mirror(mount.source)) if mount.synced else mount for mount in job.mounts]
 
 
 def payload(plan: Plan, step: Step, secrets: Mapping[str, str]) -> tuple[str, str]:
@@ -78,14 +78,15 @@ def _script(
     job: Job, plan: Plan, node: Node, values: Mapping[str, str], finds: str = "", found: Sequence[str] = ()
 ) -> str:
     """Return the script with the variables `values`; `finds` is text that sets the variables `found`."""
-    runtime, run_dir = RUNTIMES[node.runtime], plan.dir_on(node)
-    workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, node)
+    machine, runtime, run_dir = node.machine, RUNTIMES[node.machine.runtime], plan.dir_on(node.machine)
+    workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, machine)
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
         folders = [run_dir, _beside(run_dir, CACHE), *([_setup_dir(run_dir, job)] if job.setup else [])]
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
-    words = [*runtime.run(job, node, mounts, names), job.python, f"{attempt_dir(plan, node)}/agent.pyz", *job.command]
+    agent = f"{attempt_dir(plan, machine)}/agent.pyz"
+    words = [*runtime.run(job, node, mounts, names), job.python, agent, *job.command]
     text = "set -u\n" + scripts.exports(values) + "\n" + finds
     if workdir and runtime.inside:
         text += f"{scripts.line(['cd', '--', workdir])} || exit 72\n"
@@ -104,10 +105,10 @@ def _entry(words: Sequence[str]) -> str:
 
 def exec_command(job: Job, plan: Plan, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
     """Return the command that runs `argv` in a running node's container, on its machine."""
-    runtime = RUNTIMES[node.runtime]
-    where = {"out": attempt_dir(plan, node), "node": node.name, "engine": runtime.engine}
+    machine, runtime = node.machine, RUNTIMES[node.machine.runtime]
+    where = {"out": attempt_dir(plan, machine), "node": node.name, "engine": runtime.engine}
     text = scripts.variables(inside=int(runtime.inside), **where)
-    text += _entry(runtime.exec(job, node, _mounts(job, node), tty=tty))
+    text += _entry(runtime.exec(job, node, _mounts(job, machine), tty=tty))
     text += scripts.text(*filter(None, [runtime.script]), "agent/exec.sh")
     return ["bash", "-c", text, "exec", *in_setup(job, argv)]
 

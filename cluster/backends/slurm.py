@@ -19,7 +19,7 @@ from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Device, Job, JobRecord, Node, NodeStatus, Plan, Step
+from cluster.spec.model import Device, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.transport import parallel, reach, ssh_to
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
@@ -50,9 +50,9 @@ class SlurmBackend(Backend):
     def __init__(self) -> None:
         self._monitor = NodeMonitor(self._poll, silent_is_lost=False)
 
-    def login_node(self, image: str) -> Node:
+    def login_node(self, image: str) -> Machine:
         """Return this machine."""
-        return Node("login", "", runtime=self.default_runtime if image else "none")
+        return this_machine(runtime=self.default_runtime if image else "none")
 
     def settings(self, listed: Mapping[str, str], given: Mapping[str, str]) -> Mapping[str, str]:
         """Return the options of sbatch. Raise UsageError for an invalid one."""
@@ -69,7 +69,7 @@ class SlurmBackend(Backend):
         """Return a plan with one step: the batch script, and the command that submits it. Slurm assigns the hosts."""
         assert job.queue is not None
         login = job.queue.login
-        nodes = tuple(replace(login, name=f"node-{rank}", gpus=()) for rank in range(job.nodes))
+        nodes = nodes_of(job, login)
         made = Plan(job, attempt, self.name, nodes, "", job.port)
         run_dir, folder = made.dir_on(login), script.attempt_dir(made, login)
         path, node, end = f"{folder}/job.sbatch", script.render_in_batch(job, made, login), _END
@@ -101,8 +101,8 @@ class SlurmBackend(Backend):
         command = scripts.command("slurm_check", needs=step.needs, **where)
         done = reach(login).run(command, timeout_s=60)
         if done.code:
-            raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.display_name)]
+            raise UnreachableError(f"{login.name}: {done.last_line}")
+        errors = [UsageError(*problem) for problem in slurm.problems(job, done.by_word, login.name)]
         preflight.refuse([*errors, *preflight.conflicts(plan, login, done.out.splitlines())])
 
     def notes(self, job: Job) -> list[str]:
@@ -111,8 +111,8 @@ class SlurmBackend(Backend):
         login = job.queue.login
         done = reach(login).run(_shell("report_slurm"), timeout_s=30)
         if done.code:
-            raise UnreachableError(f"{login.display_name}: {done.last_line}")
-        return slurm.inherited(job, done.by_word.get("inherited", ()), login.display_name)[1]
+            raise UnreachableError(f"{login.name}: {done.last_line}")
+        return slurm.inherited(job, done.by_word.get("inherited", ()), login.name)[1]
 
     def submit(self, plan: Plan, secrets: Mapping[str, str]) -> None:
         """Submit the script. Raises LaunchError with sbatch's message."""
@@ -120,12 +120,12 @@ class SlurmBackend(Backend):
 
     def _send(self, plan: Plan, secrets: Mapping[str, str], argv: Sequence[str]) -> None:
         """Write a job's files to the cluster, and run the command that submits it."""
-        login = plan.nodes[0]
+        login = plan.nodes[0].machine
         lines, text = script.payload(plan, plan.steps[0], secrets)
         folders = {"dir": script.attempt_dir(plan, login), "folder": plan.dir_on(login)}
         self._run(login, text, scripts.command("slurm_submit", *argv, secrets=lines, **folders))
 
-    def _run(self, login: Node, text: str, command: Sequence[str]) -> None:
+    def _run(self, login: Machine, text: str, command: Sequence[str]) -> None:
         """Run a script that submits `text`. Raises LaunchError with sbatch's message if it fails."""
         # In a thread: Ctrl-C waits for the submission, which would escape the scancel after it.
         done = parallel.all_of([login], lambda node: reach(node).run(command, stdin=text))[login.name]
@@ -135,13 +135,13 @@ class SlurmBackend(Backend):
                 for line in done.err.splitlines()
                 if "--help" not in line
             ]
-            why = f"{replace(login, name='the login node').display_name}: sbatch: {'; '.join(lines) or done.last_line}"
+            why = f"{'the login node' if login.is_listed else login.name}: sbatch: {'; '.join(lines) or done.last_line}"
             hint = "print the batch script: the same command with plan instead of launch"
             raise LaunchError(why, hint)
 
     def array(self, job: Job, plans: Sequence[Plan], at_once: int) -> Step:
         """Return the script of an array of `plans`, at most `at_once` at a time; `job` is any of its similar jobs."""
-        login = plans[0].nodes[0]
+        login = plans[0].nodes[0].machine
         folders = [plan.dir_on(login) for plan in plans]
         path = f"{folders[0]}/array.sbatch"
         head = f"# {len(plans)} jobs: each task runs the script of its job."
@@ -158,7 +158,7 @@ class SlurmBackend(Backend):
 
     def submit_array(self, plans: Sequence[Plan], step: Step, secrets: Mapping[str, str]) -> None:
         """Submit the jobs with the script of `array`. Raises LaunchError with sbatch's message."""
-        login = plans[0].nodes[0]
+        login = plans[0].nodes[0].machine
         for plan in plans:
             self._send(replace(plan, job=replace(plan.job, secrets=())), {}, ["true"])
         ((path, text),) = step.files.items()
@@ -173,7 +173,7 @@ class SlurmBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Cancel the job with scancel, and wait until it has ended. Raises ClusterError if it is still in the queue."""
-        login = plan.nodes[0]
+        login = plan.nodes[0].machine
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
         command = scripts.command("slurm_cancel", job=plan.job_id, grace=grace, folder=plan.dir_on(login))
@@ -186,7 +186,7 @@ class SlurmBackend(Backend):
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a job step on the node's host that enters its container, on the login node."""
-        plan, login = record.plan, record.plan.nodes[0]
+        plan, login = record.plan, record.plan.nodes[0].machine
         found, attempt, hosts, *_ = self._query(plan, login)
         rank = [each.name for each in plan.nodes].index(node.name)
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
@@ -203,12 +203,12 @@ class SlurmBackend(Backend):
         until = clock() + _REQUEUE_S
         while clock() < until:
             try:
-                found, attempt, *_ = self._query(plan, plan.nodes[0])
+                found, attempt, *_ = self._query(plan, plan.nodes[0].machine)
                 if found is not None and found.state == "PENDING":
                     # Slurm delays a requeued job by two minutes. A site may refuse an earlier start. A start within a
                     # second after the requeue fails: slurmd has revoked the job's credential.
                     begin = ["scontrol", "update", f"JobId={found.number}", "StartTime=now+3"]
-                    reach(plan.nodes[0]).run([*_shell('clear_slurm; exec "$0" "$@"'), *begin], timeout_s=30)
+                    reach(plan.nodes[0].machine).run([*_shell('clear_slurm; exec "$0" "$@"'), *begin], timeout_s=30)
             except UnreachableError:  # an error now would cancel the requeued job
                 if clock() + 1 > until:
                     raise
@@ -223,7 +223,7 @@ class SlurmBackend(Backend):
             time.sleep(1)
         return None
 
-    def _query(self, plan: Plan, login: Node) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
+    def _query(self, plan: Plan, login: Machine) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
         where = {"job": plan.job_id, "folder": plan.dir_on(login), "format": slurm.FORMAT}
         head, own = monitor.poll(plan, login, "slurm_poll", head=4, old=INTERVAL_S, **where)
@@ -233,7 +233,7 @@ class SlurmBackend(Backend):
         attempt, *hosts = running.split() or ["0"]
         return slurm.row(line), int(attempt), hosts, error.removeprefix("error: "), own
 
-    def _poll(self, plan: Plan, login: Node) -> NodeStatuses:
+    def _poll(self, plan: Plan, login: Machine) -> NodeStatuses:
         found, attempt, hosts, error, own = self._query(plan, login)
         statuses = slurm.statuses(plan, found, attempt, hosts, [own[node.name] for node in plan.nodes], error)
         return {status.node: status for status in statuses}

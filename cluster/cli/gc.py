@@ -10,7 +10,7 @@ import typer
 from cluster.cli.follow import console
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Inventory, this_machine
 from cluster.spec.request import option
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def gc(
     """
     from cluster.backends import BACKENDS
 
-    machines = inventory.load(complete=False) or Inventory((Node("this machine", "127.0.0.1"),))
+    machines = inventory.load(complete=False) or Inventory((this_machine(),))
     backend = BACKENDS[machines.backend]
     out = console(quiet=as_json)
     failed: list[ClusterError] = []

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cluster.images import Pushed
-    from cluster.spec.model import Node
+    from cluster.spec.model import Machine
 
 IMAGE = "Container image.  [default: the inventory's, or the one that `make image` builds]"
 app = typer.Typer(help="Copy the container image to the nodes, and compare it between nodes.", no_args_is_help=True)
@@ -39,18 +39,18 @@ class ImageOptions(NodeOptions):
     )
     image: Annotated[str, option(metavar="IMAGE", help=IMAGE)] = ""
 
-    def chosen(self) -> tuple[list[Node], str]:
+    def chosen(self) -> tuple[list[Machine], str]:
         """Return the chosen nodes and image."""
         from cluster.backends import BACKENDS
         from cluster.spec.defaults import DEFAULT_IMAGE
 
         found = self.need(complete=False)
         BACKENDS[found.backend].refuse("image push", BACKENDS)
-        kind = RUNTIMES.get(found.nodes[0].runtime)  # None: not known yet
+        kind = RUNTIMES.get(found.machines[0].runtime)  # None: not known yet
         if kind and kind.image_is_file:
             why = f"{found.path}: {kind.name} runs a file on the shared disk, not a Docker image"
             raise UsageError(why, kind.image_from)
-        known = {node.name: node for node in found.nodes}
+        known = {node.name: node for node in found.machines}
         for name in self.names:
             if name not in known:
                 raise UsageError(f"no node {name!r}", f"one of: {', '.join(known)}")
@@ -128,7 +128,7 @@ def sif(
     from cluster.spec.defaults import DEFAULT_IMAGE
 
     found = NodeOptions(inventory).need()
-    login = found.nodes[0]
+    login = found.machines[0]
     if not BACKENDS[found.backend].has_login_node:
         why = f"{found.path}: backend {found.backend} has no login node, which converts the image"
         raise UsageError(why, "to copy the image to machines: clusterctl image push")
@@ -150,7 +150,7 @@ def sif(
         print_line(out, f"to use it in every job, write in {found.path}: image: {target}")
 
 
-def push_to(nodes: Sequence[Node], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
+def push_to(nodes: Sequence[Machine], image: str, out: Console) -> dict[str, Pushed | ClusterError]:
     """Copy this machine's container image to the nodes and show the progress. Return the result of each node."""
     from cluster import images
 

@@ -107,12 +107,12 @@ def init(
     wanted = replace(
         given,
         device=cast(Device, "cuda" if device == "auto" else device),
-        nodes=tuple(replace(node, **options) for node in given.nodes),  # type: ignore[arg-type]
+        machines=tuple(replace(each, **options) for each in given.machines),  # type: ignore[arg-type]
     )
-    with console(stderr=True).status(f"inspecting {len(wanted.nodes)} machines"):
+    with console(stderr=True).status(f"inspecting {len(wanted.machines)} machines"):
         found = discovery.inspect(wanted)
     chosen = cast(Device, discovery.device(found, device))
-    nodes = tuple(replace(each.node, gpus=() if chosen == "cpu" else each.node.gpus) for each in found.values())
+    machines = tuple(replace(each.machine, gpus=()) if chosen == "cpu" else each.machine for each in found.values())
     command = shlex.join(["clusterctl", "init", *hosts, *(["--hostfile", hostfile] if hostfile else [])])
     notes = {
         name: [f"{each.hostname}: {_gpus(each)}, {each.engine}, {each.free_gb:.0f} GB free", *each.notes]
@@ -122,15 +122,15 @@ def init(
     head.append("All keys: docs/reference/configuration.md. To check the machines: clusterctl doctor")
     if chosen == "cpu":
         head.append("No node has a GPU that jobs may use, so they run CPU processes.")
-    _write(path, schema.write(replace(wanted, device=chosen, nodes=nodes), notes, head))
+    _write(path, schema.write(replace(wanted, device=chosen, machines=machines), notes, head))
     if as_json:
         print(json.dumps({"file": output, "device": chosen, "nodes": [asdict(each) for each in found.values()]}))
         return
     titles = ("node", "address", "GPUs", "runtime", "free", "run directory")
     table = Table(*(Column(title, overflow="fold") for title in titles), **PLAIN)
     for name, each in found.items():
-        address = f"{each.node.address} ({each.network})" if each.network else each.node.address
-        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.node.run_dir)
+        address = f"{each.machine.address} ({each.network})" if each.network else each.machine.address
+        table.add_row(name, address, _gpus(each), each.engine, f"{each.free_gb:.0f} GB", each.machine.run_dir)
     out = console()
     out.print(table)
     if chosen == "cpu" and device == "auto":

@@ -227,7 +227,7 @@ def plan(
             # The scripts of an array's jobs have one name, in folders of their own.
             name = f"{Path(path).parts[-3]}.sbatch" if array.array and step.agent else Path(path).name
             texts[Path(output) if len(files) == 1 else Path(output, name)] = text
-        if not any(node.login for node in plans[0].nodes):  # the plan's files can then be run by hand
+        if not any(each.login for each in plans[0].machines):  # the plan's files can then be run by hand
             texts |= {Path(path): scripts.archive() for path in agents}
         _write(texts)
         return

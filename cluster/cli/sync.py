@@ -45,7 +45,7 @@ def sync(
 
     chosen = inventory.need(complete=False)
     BACKENDS[chosen.backend].refuse("sync", BACKENDS)
-    nodes = [files.with_data_dir(node) for node in chosen.nodes if node.login]
+    nodes = [files.with_data_dir(node) for node in chosen.machines if node.login]
     if not nodes:
         raise UsageError("nothing to sync: every node is this machine", "jobs read the files of this machine directly")
     out, screen = console(), console(stderr=True)

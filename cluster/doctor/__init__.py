@@ -14,7 +14,7 @@ from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts,
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import DEFAULT_IMAGE, auto_port
-from cluster.spec.model import Inventory, Job, Node, Queue
+from cluster.spec.model import Inventory, Job, Machine, Queue
 from cluster.transport import LocalShell, reach
 from cluster.transport.parallel import each
 
@@ -81,7 +81,7 @@ def examine(
             raise UsageError(f"--skip {check!r}: unknown check", f"one of: {', '.join(order[1:])}")
     data = () if "data" in skip else data
     image = image or inventory.image
-    names = tuple(node.name for node in inventory.nodes)
+    names = tuple(node.name for node in inventory.machines)
     if scheduler:
         findings = scheduler.examine(inventory, image, data, nodes, gpus, say)
         names = tuple(dict.fromkeys(each.node for each in findings if each.check in scheduler.CHECKS)) or names
@@ -100,7 +100,7 @@ def examine(
 def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> list[Finding]:
     """Return the findings of the preflight check of a job on a cluster, of which no machine is known."""
     backend, where = BACKENDS[inventory.backend], inventory.backend
-    queue = Queue(inventory.nodes[0], inventory.settings)
+    queue = Queue(inventory.machines[0], inventory.settings)
     job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
     try:
         backend.check(job, backend.plan(job, attempt=1, port=auto_port(job.name)))
@@ -121,9 +121,9 @@ def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> 
 def _examine_machines(
     inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], jobs: frozenset[str], say: Say
 ) -> list[Finding]:
-    known = tuple(replace(node, runtime=node.runtime or DOCKER.name) for node in inventory.nodes)
+    known = tuple(replace(node, runtime=node.runtime or DOCKER.name) for node in inventory.machines)
     say(f"probing {len(known)} nodes")
-    seen, findings = _probe_all(replace(inventory, nodes=known), image, jobs)
+    seen, findings = _probe_all(replace(inventory, machines=known), image, jobs)
     findings += judge({name: check for name, check in CHECKS.items() if name not in skip}, seen)
     if data:
         say(f"comparing {', '.join(data)}")
@@ -142,14 +142,14 @@ def _examine_machines(
 
 
 def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
-    addresses = list(dict.fromkeys(node.address for node in inventory.nodes if node.address))
+    addresses = list(dict.fromkeys(node.address for node in inventory.machines if node.address))
     image_id = ""
     with suppress(ClusterError):  # this machine may have no docker
         here = LocalShell().run([DOCKER.name, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=15)
         image_id = "" if here.code else here.out.strip()
     findings, facts, clock_s = [], {}, {}
-    results = each(inventory.nodes, lambda node: _probe(node, image, addresses))
-    for node in inventory.nodes:
+    results = each(inventory.machines, lambda node: _probe(node, image, addresses))
+    for node in inventory.machines:
         name, result = node.name, results[node.name]
         if isinstance(result, ClusterError):
             why = result.message.removeprefix(f"{name}: ")
@@ -157,11 +157,11 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
         else:
             facts[name], clock_s[name] = result
             findings.append(Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note)))
-    nodes = tuple(node for node in inventory.nodes if node.name in facts)
+    nodes = tuple(node for node in inventory.machines if node.name in facts)
     return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, jobs), findings
 
 
-def _probe(node: Node, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
+def _probe(node: Machine, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:
     """Return the node's facts, and its clock minus this machine's in seconds. Raise UnreachableError."""
     command = scripts.bash("doctor/probe.sh", *addresses, **engine.probe_values(node, image))
     done = reach(node).run(command, timeout_s=TIMEOUT_S)

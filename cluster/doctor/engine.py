@@ -7,10 +7,10 @@ from cluster.doctor.findings import Facts, NodeFacts, Verdict, typed_on, usual
 from cluster.doctor.machine import is_wsl
 from cluster.runtimes import ARCHITECTURES, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec import defaults
-from cluster.spec.model import Gpu, Node
+from cluster.spec.model import Gpu, Machine
 
 
-def probe_values(node: Node, image: str) -> dict[str, scripts.Value]:
+def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
     """Return the variables of `probe.sh`."""
     engine, python = ENGINES.get(node.runtime), RUNTIMES[node.runtime].check(image, "python3")
     about = {"engine": engine.name, "info": engine.info, "label": engine.label} if engine else {"engine": ""}
@@ -18,7 +18,7 @@ def probe_values(node: Node, image: str) -> dict[str, scripts.Value]:
     return {**about, **texts, "python": python}
 
 
-def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the runtime is installed, its engine runs, and the user may use it."""
     kind, version = node.runtime, facts.text("engine_version")
     if not node.in_container:
@@ -40,7 +40,7 @@ def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("ok", f"{kind} {version}, rootless")
 
 
-def _no_answer(node: Node, facts: Facts, message: str) -> Verdict:
+def _no_answer(node: Machine, facts: Facts, message: str) -> Verdict:
     kind, user = node.runtime, facts.text("user")
     if "permission denied" in message.lower():
         command = typed_on(node, facts, f"usermod -aG docker {user}", root=True)
@@ -52,7 +52,7 @@ def _no_answer(node: Node, facts: Facts, message: str) -> Verdict:
     return Verdict("failure", f"{kind}: {message or 'no answer'}", typed_on(node, facts, f"{kind} info"))
 
 
-def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the inventory's GPUs exist, are idle, reach containers, and have equal models and drivers."""
     if seen.device != "cuda" or not node.gpus:
         return Verdict("ok", "not used: device: cpu" if seen.device == "cpu" else "none in the inventory")
@@ -79,7 +79,7 @@ def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return _compared(node, facts, seen)
 
 
-def _compared(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def _compared(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Compare the node's GPUs with those of the other nodes, and their memory in use with nothing."""
     mine = _used_rows(node, facts)
     busy = [row for row in mine if row[2].isdigit() and row[3].isdigit() and int(row[3]) > int(row[2]) // 10]
@@ -98,7 +98,7 @@ def _compared(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("ok", f"{len(mine)} x {usual_model}, driver {driver}")
 
 
-def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that every node has the same image, equal to this machine's if it has one."""
     if not (node.in_container and facts.text("engine_version")):
         return None
@@ -117,7 +117,7 @@ def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     return Verdict("ok", f"{seen.image} is {short_id(found)}")
 
 
-def architecture(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def architecture(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that the image is built for the node's CPU architecture."""
     kind, built_for = facts.text("arch"), facts.text("image_arch")
     needed = ARCHITECTURES.get(kind, kind)
@@ -127,7 +127,7 @@ def architecture(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     return Verdict("failure", f"{kind}, but {seen.image} is for {built_for}", fix)
 
 
-def versions(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def versions(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that the image has torch, and that the node's driver supports its CUDA."""
     if not facts.text("python") or not (node.in_container or facts.text("torch")):
         return None  # the checks of the runtime and the image report it
@@ -158,7 +158,7 @@ def listed_gpus(facts: Facts) -> dict[Gpu, defaults.ListedGpu]:
     return defaults.listed_gpus("\n".join(facts.every("listed")))
 
 
-def _used_rows(node: Node, facts: Facts) -> list[list[str]]:
+def _used_rows(node: Machine, facts: Facts) -> list[list[str]]:
     """Return the rows of the inventory's GPUs. A MIG slice has the row of its GPU, without the memory in use."""
     rows, listed = {row[0]: row for row in gpu_rows(facts)}, listed_gpus(facts)
     found = []

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 
 TIMEOUT_S = 60.0
 Level = Literal["ok", "warning", "failure"]
@@ -57,7 +57,7 @@ class NodeFacts:
     machine's, in seconds. `jobs` are the ids of running jobs.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Machine, ...]
     facts: Mapping[str, Facts]
     image: str = ""
     image_id: str = ""
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 #: A check of one node, which may compare it with the others. None: it does not apply to this node.
-Check = Callable[[Node, Facts, NodeFacts], Verdict | None]
+Check = Callable[[Machine, Facts, NodeFacts], Verdict | None]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def with_note(detail: str, note: str) -> str:
     return f"{detail}, {note}" if note else detail
 
 
-def typed_on(node: Node, facts: Facts | None, command: str, *, root: bool = False) -> str:
+def typed_on(node: Machine, facts: Facts | None, command: str, *, root: bool = False) -> str:
     """Return the line to type on this machine that runs `command` on the node, with sudo if needed."""
     if root and (facts is None or facts.text("uid") != "0"):
         command = f"sudo {command}"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
 from cluster.errors import ClusterError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import files
 
 _GB_KB = 1 << 20
@@ -18,7 +18,7 @@ CLOCK_S = 2.0
 _FIREWALL = "Set-NetFirewallHyperVVMSetting -Name '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}' -DefaultInboundAction Allow"
 
 
-def shm(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def shm(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that /dev/shm has room for the batches of dataloader workers. Containers use it through --ipc host."""
     free, total = facts.number("shm_kb"), facts.number("shm_kb", 1)
     if free >= SHM_NEEDED_KB:
@@ -29,7 +29,7 @@ def shm(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, typed_on(node, facts, "mount -o remount,size=50% /dev/shm", root=True))
 
 
-def limits(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def limits(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check the limit of open files."""
     limit = facts.text("nofile")
     if not limit.isdigit() or int(limit) >= FILES_GOOD:
@@ -38,7 +38,7 @@ def limits(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("warning", f"{limit} open files: too few for many workers", f"as root: {fix}")
 
 
-def disk(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def disk(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check the free space for checkpoints and logs in run_dir."""
     free = facts.number("run_disk_kb")
     if free >= DISK_NEEDED_KB:
@@ -47,7 +47,7 @@ def disk(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", f"{free >> 10} MB free for {facts.text('run_dir')} (run_dir)", fix)
 
 
-def run_dir(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def run_dir(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the probe could write a file into run_dir."""
     folder, why = facts.text("run_dir"), facts.text("unwritable")
     if not why:
@@ -58,7 +58,7 @@ def run_dir(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", f"{folder} cannot be written: {why}", fix)
 
 
-def user(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def user(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the user id is equal on all nodes, so that files on a shared disk have one owner."""
     usual_id = usual(seen.facts[each.name].text("uid") for each in seen.nodes)
     shown = f"{facts.text('user')} ({facts.text('uid')})"
@@ -69,7 +69,7 @@ def user(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("warning", why, fix)
 
 
-def clock(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def clock(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Compare clocks with the median of the nodes and this machine: the first failure is found by its time."""
     median_s = statistics.median([0.0, *seen.clock_s.values()])
     offset_s = seen.clock_s.get(node.name, median_s) - median_s
@@ -80,7 +80,7 @@ def clock(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd")
 
 
-def orphans(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def orphans(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Report containers and processes of jobs that do not run."""
     found = dict.fromkeys([*facts.every("container"), *facts.every("process")])
     left = [job for job in found if job not in seen.jobs]
@@ -92,7 +92,7 @@ def is_wsl(facts: Facts) -> bool:
     return "microsoft" in facts.text("kernel").lower()
 
 
-def wsl(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def wsl(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check the networking mode and the CUDA driver of a node under WSL."""
     if not is_wsl(facts):
         return None
@@ -111,7 +111,7 @@ def wsl(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     return Verdict("ok", f"WSL, networking mode {mode or 'unknown'}")
 
 
-def data(nodes: Sequence[Node], folders: Sequence[str]) -> list[Finding]:
+def data(nodes: Sequence[Machine], folders: Sequence[str]) -> list[Finding]:
     """Compare each folder with its copy on every node. Raise UsageError if this machine does not have the folder."""
     remote = [files.with_data_dir(node) for node in nodes if node.login]
     found = []

@@ -12,7 +12,7 @@ from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import ENGINES
 from cluster.spec.addresses import INSIDE
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import reach
 from cluster.transport.parallel import each
 from cluster.transport.process import piped
@@ -21,7 +21,7 @@ from cluster.transport.process import piped
 _ALL_REDUCE_TIMEOUT_S = 45.0
 
 
-def device_of(node: Node, facts: Facts) -> str:
+def device_of(node: Machine, facts: Facts) -> str:
     """Return the node's network device that has its address, or ""."""
     number = number_of(node.address, facts)
     devices = {address.partition("/")[0]: device for device, address in facts.pairs("address")}
@@ -40,7 +40,7 @@ def number_of(address: str, facts: Facts) -> str:
     return dict(facts.pairs("number")).get(address, "")
 
 
-def address(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def address(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the node's address is unique, and on a device of the node that peers can reach."""
     if not facts.every("address"):
         fix = typed_on(node, facts, "apt-get install iproute2", root=True)
@@ -64,7 +64,7 @@ def address(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, f"in cluster.yaml, {node.name}: address: {right}")
 
 
-def _own_address(node: Node, facts: Facts, seen: NodeFacts) -> str:
+def _own_address(node: Machine, facts: Facts, seen: NodeFacts) -> str:
     """Return the source address of the node's route to another node, or ""."""
     others = {other.address for other in seen.nodes if other.name != node.name}
     for peer, route in facts.pairs("route"):
@@ -74,7 +74,7 @@ def _own_address(node: Node, facts: Facts, seen: NodeFacts) -> str:
     return ""
 
 
-def names(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def names(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that the node's address resolves to the same number on every node."""
     numbers = {peer.name: number_of(node.address, seen.facts[peer.name]) for peer in seen.nodes}
     wanted = usual(number for number in numbers.values() if number)
@@ -110,7 +110,7 @@ def reachable(seen: NodeFacts) -> list[Finding]:
     return found
 
 
-def judge_connections(node: Node, facts: Facts, problems: Mapping[str, str]) -> Verdict:
+def judge_connections(node: Machine, facts: Facts, problems: Mapping[str, str]) -> Verdict:
     """Judge the connections to a node; `problems` has the problem of each source, "" on success."""
     sources: dict[str, list[str]] = {}
     for source, problem in problems.items():
@@ -132,7 +132,7 @@ def _python(*words: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _listen(node: Node) -> Iterator[int]:
+def _listen(node: Machine) -> Iterator[int]:
     """Yield the port on which the node listens."""
     with piped(node, _python()) as process:
         line = process.stdout.readline()
@@ -141,7 +141,7 @@ def _listen(node: Node) -> Iterator[int]:
         yield int(line)
 
 
-def _dial(node: Node, nodes: Sequence[Node], ports: Mapping[str, int]) -> dict[str, str]:
+def _dial(node: Machine, nodes: Sequence[Machine], ports: Mapping[str, int]) -> dict[str, str]:
     """Connect to every other node that listens, and return the problem of each connection, "" on success."""
     targets = [peer for peer in nodes if peer.address and peer.name != node.name and peer.name in ports]
     words = [word for peer in targets for word in (peer.address, str(ports[peer.name]))]
@@ -159,7 +159,7 @@ def measure_link(seen: NodeFacts) -> list[Finding]:
     backend = "nccl" if gpus else "gloo"
     ranks = {node.name: str(rank) for rank, node in enumerate(seen.nodes)}
 
-    def run(node: Node) -> str:
+    def run(node: Machine) -> str:
         program = _all_reduce_command(node, seen, name, gpus=gpus)
         argv = [*program, "-", ranks[node.name], str(len(ranks)), where, backend]
         try:
@@ -204,7 +204,7 @@ def judge_link(seen: NodeFacts, outputs: Mapping[str, str | ClusterError], backe
     return [Finding("link", names, "ok", detail)]
 
 
-def _all_reduce_command(node: Node, seen: NodeFacts, name: str, *, gpus: bool) -> Sequence[str]:
+def _all_reduce_command(node: Machine, seen: NodeFacts, name: str, *, gpus: bool) -> Sequence[str]:
     device = device_of(node, seen.facts[node.name])
     values = {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": f"={device}"} if device else {}
     values |= {"OMP_NUM_THREADS": "1"}

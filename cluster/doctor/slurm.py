@@ -12,7 +12,7 @@ from cluster.doctor.network import device_towards, number_of
 from cluster.errors import ClusterError, UnreachableError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Inventory, Job, Node, Queue
+from cluster.spec.model import Inventory, Job, Machine, Queue
 from cluster.transport import discovery, reach
 from cluster.transport.process import piped
 
@@ -25,11 +25,11 @@ _ADMINISTRATOR = "ask the administrator: "
 
 def examine(inventory: Inventory, image: str, data: Sequence[str], nodes: int, gpus: int, say: Say) -> list[Finding]:
     """Return the findings of the login node, then of `nodes` nodes in one job, which writes and removes small files."""
-    name = inventory.nodes[0].name
+    name = inventory.machines[0].name
     say("probing the login node")
     try:
         # A login node needs no GPU.
-        login = discovery.inspect(replace(inventory, device="any"))[name].node
+        login = discovery.inspect(replace(inventory, device="any"))[name].machine
         queue = Queue(login, inventory.settings)
         job = Job("doctor", ("true",), nodes, gpus, "/", image=image, device=inventory.device, queue=queue)
         # The folder "." exists, so the script creates none.
@@ -71,7 +71,7 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     return [Finding("request", name, "ok", f"the cluster has {job.nodes} nodes{gpus}")]
 
 
-def _run_job(login: Node, job: Job) -> tuple[dict[int, Facts], list[str]]:
+def _run_job(login: Machine, job: Job) -> tuple[dict[int, Facts], list[str]]:
     kind, probe = RUNTIMES[login.runtime], engine.probe_values(login, job.image)
     node = scripts.variables(version=kind.version, check=kind.check(job.image, "true"), **probe)
     node += scripts.text("doctor/slurm_node.sh", "doctor/probe.sh")
@@ -143,7 +143,7 @@ def judge_nodes(job: Job, answers: Mapping[int, Facts], messages: Sequence[str])
     ]
 
 
-def common(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def common(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the node sees the files of the login node in run_dir and data_dir."""
     folders = {"run_dir": node.run_dir, "data_dir": node.data_dir}
     missing = {key: path for key, path in folders.items() if key not in facts.every("common")}
@@ -154,7 +154,7 @@ def common(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, f"in cluster.yaml, {', '.join(missing)}: a folder on a shared disk (see: df -h)")
 
 
-def names(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def names(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the node resolves the first node's name (the first: the second's), with a route out."""
     peer = facts.text("peer")
     if not peer:
@@ -168,7 +168,7 @@ def names(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("ok", f"reaches {peer} ({number}) over {device}, as NCCL and gloo will")
 
 
-def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def runtime(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the inventory's runtime is installed on the node."""
     kind = RUNTIMES[node.runtime]
     if kind.inside or kind.engine:
@@ -181,7 +181,7 @@ def runtime(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, f"module load {kind.name} in ~/.bashrc, or another runtime in cluster.yaml")
 
 
-def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
+def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     """Check that a program runs in the image file, or that the nodes' engines have the same image."""
     kind = RUNTIMES[node.runtime]
     if not kind.image_is_file:
@@ -196,7 +196,7 @@ def image(node: Node, facts: Facts, seen: NodeFacts) -> Verdict | None:
     return Verdict("ok", f"{seen.image} runs")
 
 
-def gpus(node: Node, facts: Facts, seen: NodeFacts) -> Verdict:
+def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     """Check that the job step and the driver see the requested GPUs."""
     if seen.device != "cuda":
         return Verdict("ok", f"not used: device: {seen.device}")

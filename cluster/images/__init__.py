@@ -26,7 +26,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.images import engine, layer
 from cluster.images.engine import HERE, Engine
 from cluster.runtimes import short_id
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import parallel, reach
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible, started
@@ -82,7 +82,7 @@ class Layers:
 
 
 def push(
-    nodes: Sequence[Node], image: str, note: Callable[[str], None], report: Report
+    nodes: Sequence[Machine], image: str, note: Callable[[str], None], report: Report
 ) -> dict[str, Pushed | ClusterError]:
     """Send this machine's image to every node, and return the result or the error of each.
 
@@ -125,7 +125,7 @@ def send_missing(
     ending: str,
     counts: Mapping[str, int],
     folders: Mapping[str, str],
-    nodes: Sequence[Node],
+    nodes: Sequence[Machine],
     note: Callable[[str], None],
     report: Report,
 ) -> dict[str, Pushed | ClusterError]:
@@ -161,7 +161,7 @@ def send_missing(
         for name in names(max(counts.values())):
             blobs[name].made = background.submit(blobs[name].make)
 
-        def one(node: Node) -> Pushed:
+        def one(node: Machine) -> Pushed:
             count = counts[node.name]
             files = names(count)
             note(f"{node.name}: sending {count} of {total} layers")
@@ -210,7 +210,7 @@ class Blob:
         self.size = self.file.stat().st_size
 
 
-def send(node: Node, folder: str, blobs: Sequence[Blob], report: Report) -> int:
+def send(node: Machine, folder: str, blobs: Sequence[Blob], report: Report) -> int:
     """Send files into a folder of the node, each once it is compressed, and return the bytes over the network.
 
     The next call resumes a partial file. Raise ClusterError.
@@ -229,7 +229,7 @@ def send(node: Node, folder: str, blobs: Sequence[Blob], report: Report) -> int:
     return moved
 
 
-def _inspect(node: Node, image: str, here: Engine) -> Engine:
+def _inspect(node: Machine, image: str, here: Engine) -> Engine:
     """Return the facts of the node's engine. Raise ClusterError if it cannot take the image."""
     there = engine.inspect(node, image)
     if there.platform != here.platform:

@@ -9,7 +9,7 @@ from typing import Any
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError
 from cluster.images import engine
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import reach
 from cluster.transport.files import Report
 from cluster.transport.process import piped, started
@@ -19,7 +19,7 @@ _CHUNK = 1 << 20
 _BUILD_TIMEOUT_S = 3600.0
 
 
-def make(node: Node, image: str, target: str, report: Report) -> None:
+def make(node: Machine, image: str, target: str, report: Report) -> None:
     """Build the image's SIF file on the node, atomically. Raise UsageError if this machine lacks it, or LaunchError."""
     here = engine.local(image)
     config = json.loads(_run(here.program, "image", "inspect", "--format", "{{json .Config}}", image))
@@ -47,7 +47,7 @@ def make(node: Node, image: str, target: str, report: Report) -> None:
     finally:
         reach(engine.HERE).run([here.program, "rm", "--force", container])
     if ended.code:
-        raise LaunchError(f"{node.display_name}: apptainer build: {ended.last_line}", "df -h there; or another TARGET")
+        raise LaunchError(f"{node.name}: apptainer build: {ended.last_line}", "df -h there; or another TARGET")
 
 
 def variables(pairs: Sequence[str]) -> str:

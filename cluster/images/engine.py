@@ -10,7 +10,7 @@ from pathlib import Path
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, RUNTIMES
-from cluster.spec.model import Node
+from cluster.spec.model import Machine, this_machine
 from cluster.transport import reach
 from cluster.transport.process import started
 from cluster.transport.rsync import no_rsync, reason
@@ -18,7 +18,7 @@ from cluster.transport.rsync import no_rsync, reason
 #: Exit code of engine.sh on a machine without rsync.
 _NO_RSYNC = 4
 #: This machine, as a node without a login.
-HERE = Node("this machine", "")
+HERE = this_machine()
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Engine:
         return self.version >= ENGINES[self.program].zstd_since
 
 
-def inspect(node: Node, image: str) -> Engine:
+def inspect(node: Machine, image: str) -> Engine:
     """Return the facts of the node's engine. Raise UnreachableError if it does not answer."""
     answer = reach(node).run(_script("inspect", node, image=image), timeout_s=120)
     if answer.code:
@@ -83,7 +83,7 @@ def local(image: str) -> Engine:
     return here
 
 
-def make_folder(node: Node) -> str:
+def make_folder(node: Machine) -> str:
     """Create the node's folder for the files of a push, and return it. Raise ClusterError."""
     answer = reach(node).run(_script("folder", node))
     if answer.code == _NO_RSYNC:
@@ -94,7 +94,7 @@ def make_folder(node: Node) -> str:
     return answer.out.strip()
 
 
-def load(node: Node, image: str, files: Sequence[str], manifest: str, config: str) -> str:
+def load(node: Machine, image: str, files: Sequence[str], manifest: str, config: str) -> str:
     """Load an image from files, remove them, and return its id. Raise LaunchError.
 
     Without a `manifest` the file is an archive; else the files are layers, and `config` is the configuration (JSON).
@@ -118,7 +118,7 @@ def build(folder: str, image: str) -> None:
         raise LaunchError(f"--build {folder}: docker build failed with exit code {code}")
 
 
-def _script(operation: str, node: Node, *files: str, **values: str) -> list[str]:
+def _script(operation: str, node: Machine, *files: str, **values: str) -> list[str]:
     known = [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]  # engine.sh chooses one
     if node is not HERE and node.runtime and not RUNTIMES[node.runtime].engine:
         hint = RUNTIMES[node.runtime].image_from or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
@@ -127,7 +127,7 @@ def _script(operation: str, node: Node, *files: str, **values: str) -> list[str]
     return scripts.bash("images/engine.sh", operation, *files, engines=engines, **values)
 
 
-def _no_answer(node: Node, message: str) -> ClusterError:
+def _no_answer(node: Machine, message: str) -> ClusterError:
     if "permission denied" in message.lower():
         hint = 'there: sudo usermod -aG docker "$USER", then log in again'
     elif message.startswith("no program"):

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 from cluster import contract
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
-from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Mount, Node, Queue
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Machine, Mount, Queue
 from cluster.spec.request import Request
 from cluster.spec.traits import Table, Traits
 
@@ -60,7 +60,7 @@ def job(
     Raises UsageError if options are invalid or conflict.
     """
     inventory = inventory if backend.machines != "here" else None
-    fewest, most = node_range(request.nodes, len(inventory.nodes) - request.spares if inventory else 1)
+    fewest, most = node_range(request.nodes, len(inventory.machines) - request.spares if inventory else 1)
     _refuse_unsupported(request, backend, table, is_range=fewest < most)
     queue = _queue(request, backend, table, inventory)
     device, notes = _device(request, here, most, inventory, queue)
@@ -146,7 +146,7 @@ def _queue(request: Request, backend: Traits, table: Table, inventory: Inventory
     """Return what assigns the machines, or None if they are known."""
     if backend.machines != "assigned":
         return None
-    login = inventory.nodes[0] if inventory else backend.login_node(request.image)
+    login = inventory.machines[0] if inventory else backend.login_node(request.image)
     login = replace(login, run_dir="") if backend.has_login_node and request.run_root and not login.login else login
     given = request.given_settings(backend.name, table)
     return Queue(login, backend.settings(inventory.settings if inventory else {}, given))
@@ -189,20 +189,18 @@ def _device(
 
 def _hosts(
     request: Request, nodes: int, device: Device, inventory: Inventory
-) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Return the job's machines and its spares, the first ones of the inventory, each with the GPUs that it uses."""
-    if len(inventory.nodes) < nodes + request.spares:
-        known = ", ".join(node.name for node in inventory.nodes)
+) -> tuple[tuple[Machine, ...], tuple[Machine, ...]]:
+    """Return the job's machines and its spares, the first ones of the inventory."""
+    if len(inventory.machines) < nodes + request.spares:
+        known = ", ".join(node.name for node in inventory.machines)
         why = f"--nodes {nodes} --spares {request.spares}: {inventory.path or 'the inventory'} has only {known}"
         hint = "use fewer --nodes, or add machines to the inventory: clusterctl init"
         raise UsageError(why, hint)
-    hosts = []
-    for node in inventory.nodes[: nodes + request.spares]:
-        if (device == "cuda" or node.gpus) and len(node.gpus) < request.gpus:
+    for host in inventory.machines[: nodes + request.spares]:
+        if (device == "cuda" or host.gpus) and len(host.gpus) < request.gpus:
             hint = "use fewer --gpus, other nodes, or --device cpu (CPU processes instead)"
-            raise UsageError(f"{node.name}: --gpus {request.gpus} asks for more than its GPUs ({len(node.gpus)})", hint)
-        hosts.append(replace(node, gpus=node.gpus[: request.gpus]))
-    return tuple(hosts[:nodes]), tuple(hosts[nodes:])
+            raise UsageError(f"{host.name}: --gpus {request.gpus} asks for more than its GPUs ({len(host.gpus)})", hint)
+    return inventory.machines[:nodes], inventory.machines[nodes : nodes + request.spares]
 
 
 def _arguments(
@@ -355,7 +353,7 @@ def _pass_env(here: Here) -> tuple[str, ...]:
 
 
 def _image(
-    request: Request, backend: Traits, inventory: Inventory | None, hosts: Sequence[Node], queue: Queue | None
+    request: Request, backend: Traits, inventory: Inventory | None, hosts: Sequence[Machine], queue: Queue | None
 ) -> str:
     if backend.in_containers is False or (hosts and all(RUNTIMES[node.runtime].inside for node in hosts)):
         return ""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.errors import UsageError
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Inventory, Machine
 
 RUN_DIR = "~/clusterctl/runs"
 DATA_DIR = "~/clusterctl/data"
@@ -48,12 +48,13 @@ def from_hostfile(text: str, path: str) -> Inventory:
 def select(inventory: Inventory, names: str) -> Inventory:
     """Return the inventory with only the nodes `a,b`, names or labels, in its order. Raise UsageError for others."""
     wanted = [name.strip() for name in names.split(",")]
-    known = [node.name for node in inventory.nodes]
-    known += dict.fromkeys(label for node in inventory.nodes for label in node.labels)
+    known = [each.name for each in inventory.machines]
+    known += dict.fromkeys(label for each in inventory.machines for label in each.labels)
     for name in wanted:
         if name not in known:
             raise UsageError(f"--only {names!r}: no node {name!r}", f"names and labels: {', '.join(known)}")
-    return replace(inventory, nodes=tuple(node for node in inventory.nodes if {node.name, *node.labels} & {*wanted}))
+    chosen = (each for each in inventory.machines if {each.name, *each.labels} & {*wanted})
+    return replace(inventory, machines=tuple(chosen))
 
 
 def is_complete(inventory: Inventory) -> bool:
@@ -63,7 +64,7 @@ def is_complete(inventory: Inventory) -> bool:
         and node.run_dir.startswith("/")
         and node.data_dir.startswith("/")
         and (inventory.is_assigned or (node.address and (node.gpus or inventory.device != "cuda")))
-        for node in inventory.nodes
+        for node in inventory.machines
     )
 
 
@@ -76,7 +77,7 @@ def valid_login(text: str) -> str:
 
 def _of_logins(logins: Sequence[tuple[str, str, int]]) -> Inventory:
     """Return the inventory of (origin, login, number of GPUs) entries; a node's name is the host of its login."""
-    nodes: dict[str, Node] = {}
+    nodes: dict[str, Machine] = {}
     for origin, login, gpus in logins:
         match = _LOGIN.fullmatch(login)
         if not match:
@@ -86,5 +87,5 @@ def _of_logins(logins: Sequence[tuple[str, str, int]]) -> Inventory:
             raise UsageError(f"{origin}: {name!r} is not a valid node name", "give the host an alias in ~/.ssh/config")
         if name in nodes:
             raise UsageError(f"{origin}: {name} occurs twice", "name each machine once; its GPUs are slots")
-        nodes[name] = Node(name, "", tuple(range(gpus)), login=login, runtime="")
+        nodes[name] = Machine(name, "", tuple(range(gpus)), login=login, runtime="")
     return Inventory(tuple(nodes.values()))

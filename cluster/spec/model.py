@@ -1,7 +1,7 @@
 """Data classes of the launcher: inventory, job, plan, node status, job record. Pure."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -39,12 +39,12 @@ PASS_ENV = ("NCCL_*", "FI_*", "UCX_*", "OMPI_*")
 
 
 @dataclass(frozen=True)
-class Node:
-    """A machine, or one of several nodes on this machine.
+class Machine:
+    """A machine on which nodes of jobs run, or that submits them.
 
-    The other nodes connect to `address`; the launcher connects to `login` over SSH ("": this machine). On the machine,
-    `run_dir` has one folder per job, `data_dir` the synced folders, and `gpus` are the ids that jobs may use.
-    `ssh_config` is a file to read instead of `~/.ssh/config`.
+    The other machines connect to `address`; the launcher connects to `login` over SSH ("": this machine). On the
+    machine, `run_dir` has one folder per job ("": a job's folder is that of this machine), `data_dir` the synced
+    folders, and `gpus` are the ids that jobs may use. `ssh_config` is a file to read instead of `~/.ssh/config`.
     """
 
     name: str
@@ -58,14 +58,9 @@ class Node:
     labels: tuple[str, ...] = ()
 
     @property
-    def is_machine(self) -> bool:
-        """Whether it is a machine of an inventory, not one of several nodes on this machine."""
+    def is_listed(self) -> bool:
+        """Whether it is a machine of an inventory, not the one that launches without an inventory."""
         return bool(self.login or self.run_dir)
-
-    @property
-    def display_name(self) -> str:
-        """The machine's name in messages."""
-        return self.name if self.is_machine else "this machine"
 
     @property
     def in_container(self) -> bool:
@@ -73,14 +68,28 @@ class Node:
         return not (self.runtime and RUNTIMES[self.runtime].inside)
 
     def mirror(self, path: str) -> str:
-        """Return the path on the node of the copy of an absolute path of this machine; the same on this machine."""
+        """Return the path there of the copy of an absolute path of this machine; the same on this machine."""
         return f"{self.data_dir}{path}" if self.login else path
 
     def hint_for_missing(self, path: str) -> str:
-        """Return a hint on how to copy a missing path to this node; "" if the launcher cannot."""
+        """Return a hint on how to copy a missing path there; "" if the launcher cannot."""
         if self.login and not self.in_container:
             return "without a container nothing is mounted: provide the same path there, on a shared disk or with rsync"
         return f"clusterctl sync {path.removeprefix(self.data_dir)}" if self.login and self.data_dir else ""
+
+
+def this_machine(gpus: tuple[Gpu, ...] = (), runtime: str = "none") -> Machine:
+    """Return this machine, for jobs without an inventory."""
+    return Machine("this machine", "127.0.0.1", gpus, runtime=runtime)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a job: one agent, which starts the ranks on `machine` with the node's share of its GPUs."""
+
+    name: str
+    machine: Machine
+    gpus: tuple[Gpu, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +99,7 @@ class Queue:
     With Slurm, all nodes share `run_dir` and `data_dir` of the `login` node. `settings` are the backend's.
     """
 
-    login: Node
+    login: Machine
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,11 +107,11 @@ class Queue:
 class Inventory:
     """The machines that jobs may run on, and defaults for their jobs.
 
-    `is_assigned`: a scheduler assigns the machines, and the only node is the one that reaches it. `settings` are the
+    `is_assigned`: a scheduler assigns the machines, and the only one here is that which reaches it. `settings` are the
     section of the backend in cluster.yaml.
     """
 
-    nodes: tuple[Node, ...]
+    machines: tuple[Machine, ...]
     backend: str = "ssh"
     is_assigned: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -152,8 +161,8 @@ class Job:
     timeout_s: float = 300.0
     says_ready: bool = True
     gpus: tuple[Gpu, ...] = ()
-    hosts: tuple[Node, ...] = ()
-    spares: tuple[Node, ...] = ()
+    hosts: tuple[Machine, ...] = ()
+    spares: tuple[Machine, ...] = ()
     queue: Queue | None = None
     min_nodes: int = 0
     max_restarts: int = 0
@@ -179,7 +188,7 @@ class Job:
                 raise UsageError(f"{option} {value:g}: must be at least {least}")
         if self.grace_s > contract.MAX_GRACE_S:
             raise UsageError(f"--grace {self.grace_s:g}s: must be at most {contract.MAX_GRACE_S:g}s (18 hours)")
-        used = [gpu for gpus in (self.gpus, *(node.gpus for node in self.hosts)) for gpu in gpus]
+        used = [*self.gpus, *(gpu for host in self.hosts for gpu in host.gpus[: self.procs_per_node])]
         if self.procs_per_node > 1 and any(isinstance(gpu, str) for gpu in used):
             why = f"--gpus {self.procs_per_node}: CUDA shows a process only one MIG slice"
             raise UsageError(why, "--gpus 1, with one slice for each node")
@@ -245,24 +254,29 @@ class Plan:
         return f"{self.run_dir}/attempt-{self.attempt}"
 
     @property
-    def machines(self) -> list[Node]:
-        """The first node of each machine. Nodes with the same login share a machine."""
-        first: dict[tuple[str, str], Node] = {}
+    def machines(self) -> list[Machine]:
+        """The machines of its nodes. Those with the same login are one."""
+        first: dict[tuple[str, str], Machine] = {}
         for node in self.nodes:
-            first.setdefault((node.login, node.ssh_config), node)
+            first.setdefault((node.machine.login, node.machine.ssh_config), node.machine)
         return list(first.values())
 
-    def nodes_on(self, machine: Node) -> list[Node]:
+    def nodes_on(self, machine: Machine) -> list[Node]:
         """Return the nodes on a machine."""
-        return [node for node in self.nodes if (node.login, node.ssh_config) == (machine.login, machine.ssh_config)]
+        there = (machine.login, machine.ssh_config)
+        return [node for node in self.nodes if (node.machine.login, node.machine.ssh_config) == there]
 
-    def dir_on(self, node: Node) -> str:
-        """Return the job's run directory on a node."""
-        return f"{node.run_dir}/{self.job_id}" if node.run_dir else self.run_dir
+    def gpus_on(self, machine: Machine) -> tuple[Gpu, ...]:
+        """Return the GPUs of all nodes on a machine."""
+        return tuple(gpu for node in self.nodes_on(machine) for gpu in node.gpus)
 
-    def is_elsewhere(self, node: Node) -> bool:
-        """Whether the node writes to another folder than `run_dir` here, so that results must be fetched."""
-        return bool(node.login) or self.dir_on(node) != self.run_dir
+    def dir_on(self, machine: Machine) -> str:
+        """Return the job's run directory on a machine."""
+        return f"{machine.run_dir}/{self.job_id}" if machine.run_dir else self.run_dir
+
+    def is_elsewhere(self, machine: Machine) -> bool:
+        """Whether a machine has another run directory than `run_dir` here, so that results must be fetched."""
+        return bool(machine.login) or self.dir_on(machine) != self.run_dir
 
 
 @dataclass(frozen=True)
@@ -335,10 +349,7 @@ class JobRecord:
     stop_grace_s: float = 0.0
 
 
-def local_nodes(job: Job, addresses: Sequence[str], runtime: str = "none") -> tuple[Node, ...]:
-    """Return the nodes of a job on this machine: `node-0`, `node-1`, ..., each with its part of the GPUs."""
-    per_node = job.procs_per_node
-    return tuple(
-        Node(f"node-{rank}", address, job.gpus[rank * per_node : (rank + 1) * per_node], runtime=runtime)
-        for rank, address in enumerate(addresses)
-    )
+def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:
+    """Return the nodes of a job on one machine: `node-0`, `node-1`, ..., each with its part of the job's GPUs."""
+    each = job.procs_per_node
+    return tuple(Node(f"node-{rank}", machine, job.gpus[rank * each : (rank + 1) * each]) for rank in range(job.nodes))

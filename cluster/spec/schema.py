@@ -26,7 +26,7 @@ from cluster.errors import UsageError
 from cluster.runtimes import ENGINES, RUNTIMES
 from cluster.spec import inventory
 from cluster.spec.defaults import ENV_NAME, mount
-from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Node
+from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Machine
 from cluster.spec.traits import Table, Traits
 
 _Key = tuple[str | int, ...]
@@ -133,7 +133,7 @@ class Defaults(_NodeKeys):
     port: int | None = Field(default=None, ge=1, le=65535, description="SSH port of logins that have none.")
 
 
-class Machine(_NodeKeys):
+class MachineKeys(_NodeKeys):
     """A node: clusterctl finds everything that is left out on the machine."""
 
     login: Annotated[str, AfterValidator(inventory.valid_login)] | None = Field(
@@ -147,7 +147,7 @@ class Machine(_NodeKeys):
     labels: tuple[str, ...] = Field(default=(), description="Words that `--only` may select the node by.")
 
 
-_NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=Machine | None)
+_NONE_IS_EMPTY = BeforeValidator(lambda keys: {} if keys is None else keys, json_schema_input_type=MachineKeys | None)
 
 
 class File(Keys):
@@ -174,8 +174,8 @@ class File(Keys):
     )
     defaults: Defaults = Field(default_factory=Defaults, description="Values for nodes that do not have these keys.")
     nodes: Annotated[
-        dict[Name, Annotated[Machine, _NONE_IS_EMPTY]],
-        BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, Machine | None]),
+        dict[Name, Annotated[MachineKeys, _NONE_IS_EMPTY]],
+        BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, MachineKeys | None]),
     ] = Field(
         default={},
         description="List of names, or map from names to the keys below; on Slurm only the login node, on Kubernetes "
@@ -310,7 +310,7 @@ def _model_at(model: type[BaseModel], key: Sequence[str | int]) -> type[BaseMode
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models in a type such as `dict[str, Machine]`."""
+    """Return the models in a type such as `dict[str, MachineKeys]`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [found for inner in get_args(annotation) for found in _models_in(inner)]
@@ -331,10 +331,10 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
             raise source.error((other.name,), problem, f"set backend: {other.name}")
     _check_nodes(file, backend, table, source)
     folder = posixpath.dirname(posixpath.join(cwd, path))
-    nodes = tuple(_node(name, machine, file, backend, source, folder) for name, machine in file.nodes.items())
+    machines = tuple(_machine(name, keys, file, backend, source, folder) for name, keys in file.nodes.items())
     section = getattr(file, backend.name) if backend.section else {}
     made = Inventory(
-        nodes=nodes or (backend.login_node(file.image),),
+        machines=machines or (backend.login_node(file.image),),
         backend=backend.name,
         is_assigned=backend.machines == "assigned",
         settings=section.model_dump(mode="json", exclude_defaults=True) if isinstance(section, BaseModel) else section,
@@ -345,7 +345,7 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
         mounts=tuple(mount(text, folder) for text in file.mounts),
         path=path,
     )
-    _refuse_addresses(made.nodes, source)
+    _refuse_addresses(made.machines, source)
     return made
 
 
@@ -368,8 +368,8 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
         raise source.error(("nodes",), "no node", "for example: nodes: [gpu-a, gpu-b]")
 
 
-def _node(name: str, machine: Machine, file: File, backend: Traits, source: Source, folder: str) -> Node:
-    """Return a node with its own values, or those of `defaults`."""
+def _machine(name: str, keys: MachineKeys, file: File, backend: Traits, source: Source, folder: str) -> Machine:
+    """Return a machine with its own values, or those of `defaults`."""
     defaults = file.defaults
     values: dict[str, Any] = {
         "address": "",
@@ -377,10 +377,10 @@ def _node(name: str, machine: Machine, file: File, backend: Traits, source: Sour
         "runtime": backend.default_runtime,
         "ssh_config": file.ssh_config if file.ssh_config[:1] in ("", "~") else posixpath.join(folder, file.ssh_config),
         **defaults.model_dump(exclude_none=True, exclude={"user", "port"}),
-        **machine.model_dump(exclude_none=True),
+        **keys.model_dump(exclude_none=True),
     }
     if values.get("gpus") == () and file.device == "cuda":
-        where = ("nodes", name) if machine.gpus is not None else ("defaults",)
+        where = ("nodes", name) if keys.gpus is not None else ("defaults",)
         raise source.error((*where, "gpus"), "no GPU, and device is cuda", "set device: cpu at the top, or omit gpus")
     login = values["login"]
     if login and defaults.user and "@" not in login:
@@ -389,10 +389,10 @@ def _node(name: str, machine: Machine, file: File, backend: Traits, source: Sour
         if ":" in login:
             raise source.error(("nodes", name), f"defaults.port cannot follow {login}", "set Port in ~/.ssh/config")
         login = f"{login}:{defaults.port}"
-    return Node(name, **{**values, "login": login})
+    return Machine(name, **{**values, "login": login})
 
 
-def _refuse_addresses(nodes: Sequence[Node], source: Source) -> None:
+def _refuse_addresses(nodes: Sequence[Machine], source: Source) -> None:
     """Raise UsageError if two nodes have the same address, or if one of several nodes has a loopback address."""
     seen: dict[str, str] = {}
     for node in nodes:
@@ -413,10 +413,10 @@ def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[s
     """Return the cluster.yaml of machines that `init` found; `notes` are comments above a node, by its name."""
     text = "".join(f"# {_one_line(line)}\n" for line in head)
     text += yaml_text({"device": found.device})
-    if found.nodes[0].ssh_config:
-        text += yaml_text({"ssh_config": found.nodes[0].ssh_config})
+    if found.machines[0].ssh_config:
+        text += yaml_text({"ssh_config": found.machines[0].ssh_config})
     text += "nodes:\n"
-    for node in found.nodes:
+    for node in found.machines:
         first = node.gpus == tuple(range(len(node.gpus)))
         keys = {key: getattr(node, key) for key in ("address", "run_dir", "data_dir", "runtime")}
         keys["gpus"] = len(node.gpus) if first else list(node.gpus)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from cluster.errors import UsageError
 from cluster.runtimes.base import Runtime
-from cluster.spec.model import Device, Node
+from cluster.spec.model import Device, Machine
 
 
 class Traits:
@@ -34,7 +34,7 @@ class Traits:
         """Return whether its machines can use a runtime."""
         return True
 
-    def login_node(self, image: str) -> Node:
+    def login_node(self, image: str) -> Machine:
         """Return the node that reaches the scheduler if there is no cluster.yaml; `image` is that of the request."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, UnreachableError, UsageError
-from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node
+from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Machine, this_machine
 from cluster.spec.request import Request
 from cluster.supervisor import launcher
 from cluster.transport import Completed, parallel, reach
@@ -25,7 +25,7 @@ _POLL_S = 2.0
 class GpuQueue:
     """The place of one launcher in the queue. It is at the end until `leave`."""
 
-    def __init__(self, name: str, nodes: Sequence[Node], in_use: Callable[[], dict[Gpu, str]]) -> None:
+    def __init__(self, name: str, nodes: Sequence[Machine], in_use: Callable[[], dict[Gpu, str]]) -> None:
         """`in_use` returns more GPUs in use, with their jobs, which a single node's locks do not show."""
         # Log in before the arrival time is set: a slow login would let a later launcher start first.
         parallel.each(nodes, lambda node: reach(node).run(["true"], timeout_s=15))
@@ -36,7 +36,7 @@ class GpuQueue:
         """Remove the tickets. Those on nodes that do not answer expire."""
         parallel.each(self._nodes, lambda node: self._run(node, "leave"))
 
-    def wait(self, job: Job, until: float, note: Callable[[str], None]) -> list[Node]:
+    def wait(self, job: Job, until: float, note: Callable[[str], None]) -> list[Machine]:
         """Wait until this launcher is the first and enough GPUs are free, and return the nodes with only those.
 
         `until` is a Unix time. `note` gets a sentence when the reason for waiting changes. Raises LaunchError if there
@@ -86,10 +86,10 @@ class GpuQueue:
             raise next(error for error in answers.values() if isinstance(error, ClusterError))
         return held, tickets
 
-    def _run(self, node: Node, what: str) -> Completed:
+    def _run(self, node: Machine, what: str) -> Completed:
         done = reach(node).run(scripts.command("queue", self._ticket, what), timeout_s=15)
         if done.code:
-            raise UnreachableError(f"{node.display_name}: {done.last_line}", "the queue needs GNU find on the node")
+            raise UnreachableError(f"{node.name}: {done.last_line}", "the queue needs GNU find on the node")
         return done
 
 
@@ -112,8 +112,8 @@ def launch_in_turn(
     """
     job, backend, _ = launcher.resolve(request, inventory)
     BACKENDS[backend].refuse("--wait", BACKENDS)
-    here = Node("this-machine", "", launcher.local_machine(request, backend).gpus)
-    nodes = inventory.nodes if job.hosts and inventory else [here]
+    here = this_machine(launcher.local_machine(request, backend).gpus)
+    nodes = inventory.machines if job.hosts and inventory else [here]
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
     until = time.time() + wait_s
@@ -122,7 +122,7 @@ def launch_in_turn(
         while True:
             free = queue.wait(job, until, note)
             if job.hosts and inventory:
-                job, _, _ = launcher.resolve(request, replace(inventory, nodes=tuple(free)))
+                job, _, _ = launcher.resolve(request, replace(inventory, machines=tuple(free)))
             else:
                 job, _, _ = launcher.resolve(request, inventory, free[0].gpus)
             try:

@@ -26,7 +26,7 @@ from cluster.errors import (
 )
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
-from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Node, Plan, Step
+from cluster.spec.model import Gpu, Inventory, Job, JobRecord, Machine, Plan, Step
 from cluster.spec.request import Request
 from cluster.store import JobStore
 from cluster.supervisor import jobs
@@ -297,7 +297,9 @@ def check_files(job: Job) -> None:
     files.check(nodes, [mount.source for mount in job.mounts if mount.synced])
 
 
-def survey(job: Job, plan: Plan, nodes: Sequence[Node], joining: Sequence[Node] = ()) -> dict[str, ClusterError | None]:
+def survey(
+    job: Job, plan: Plan, nodes: Sequence[Machine], joining: Sequence[Machine] = ()
+) -> dict[str, ClusterError | None]:
     """Check whether each of the nodes can run the attempt after `plan`; it returns None for those that can.
 
     `joining` are nodes that have not run the job. Their image, files and route to the master are checked too.

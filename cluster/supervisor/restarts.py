@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cluster import contract
 from cluster.errors import ClusterError
 from cluster.spec import slurm
-from cluster.spec.model import Job, JobRecord, Node
+from cluster.spec.model import Job, JobRecord, Machine
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary
 from cluster.supervisor.report import cause, exit_code
 
@@ -161,16 +161,16 @@ def refusal(job: Job, view: JobView, verdict: Verdict, past: Sequence[Failure]) 
     return rule.why_not.format(job=job, last=past[-1])
 
 
-def choose(job: Job, nodes: Sequence[Node], state: Mapping[str, ClusterError | None]) -> tuple[Node, ...]:
-    """Return the nodes of the next attempt: the last ones in order, with spares in place of those with an error.
+def choose(job: Job, state: Mapping[str, ClusterError | None]) -> tuple[Machine, ...]:
+    """Return the hosts of the next attempt: the job's in order, with spares for those with an error.
 
-    `state` has the error of each node, or None. Return () if fewer than `job.least_nodes` are left.
+    `state` has the error of each host, or None. Return () if fewer than `job.least_nodes` are left.
     """
-    spares = [node for node in job.spares if node not in nodes and state.get(node.name) is None]
+    spares = [host for host in job.spares if state.get(host.name) is None]
     chosen = []
-    for node in nodes:
-        if state.get(node.name) is None:
-            chosen.append(node)
+    for host in job.hosts:
+        if state.get(host.name) is None:
+            chosen.append(host)
         elif spares:
             chosen.append(spares.pop(0))
     chosen += spares[: job.nodes - len(chosen)]

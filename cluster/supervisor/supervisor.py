@@ -14,7 +14,7 @@ from cluster import contract
 from cluster.backends import BACKENDS, monitor
 from cluster.errors import ClusterError, LaunchError, UnreachableError, with_hint
 from cluster.spec import defaults
-from cluster.spec.model import JobRecord, Node, PastAttempt, Plan
+from cluster.spec.model import JobRecord, Machine, PastAttempt, Plan
 from cluster.store import JobStore
 from cluster.supervisor import jobs, launcher, notes, restarts
 from cluster.supervisor.job_state import RETURN_S, JobView
@@ -132,11 +132,12 @@ class Supervisor:
         job, record = self.record.job, self.records.load(self.record.plan.job_id)
         if record.outcome:
             return 0.0
-        silent = [node.name for node in view.nodes if node.unanswered_since is not None]
-        others = [node for node in self._candidates() if node.name not in silent]
+        unanswered = [node.name for node in view.nodes if node.unanswered_since is not None]
+        silent = [node.machine for node in self.record.plan.nodes if node.name in unanswered]
+        others = [machine for machine in self._candidates() if machine not in silent]
         if len(record.history) >= job.max_restarts or len(others) < job.least_nodes:
             return RETURN_S
-        answers = parallel.each(others, lambda node: reach(node).run(["true"], timeout_s=8))
+        answers = parallel.each(others, lambda machine: reach(machine).run(["true"], timeout_s=8))
         answering = [answer for answer in answers.values() if not isinstance(answer, ClusterError)]
         return 0.0 if len(answering) >= job.least_nodes else RETURN_S
 
@@ -145,10 +146,10 @@ class Supervisor:
         if all(node.unanswered_since is not None for node in view.nodes) and self._patience_s(view):
             raise UnreachableError(f"{view.nodes[0].name}: {view.nodes[0].silent}")
 
-    def _candidates(self) -> tuple[Node, ...]:
+    def _candidates(self) -> tuple[Machine, ...]:
         """Return the machines that may run the next attempt."""
         job = self.record.job
-        return tuple(dict.fromkeys((*self.record.plan.nodes, *job.hosts, *job.spares)))
+        return tuple(dict.fromkeys((*self.record.plan.machines, *job.hosts, *job.spares)))
 
     def _start_next_attempt(self, view: JobView) -> None:
         record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
@@ -160,11 +161,11 @@ class Supervisor:
         lost = [node.name for node in view.nodes if node.silent]
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(self._cancel, lost)
-            nodes = self._choose_nodes(lost) if hosts else ()
+            chosen = self._choose_hosts(lost) if hosts else ()
             stopping.result()
-        job, attempt = replace(record.job, nodes=len(nodes) or record.job.nodes, hosts=nodes), plan.attempt + 1
-        if nodes and nodes[0] == plan.nodes[0] and not job.port:
-            # The survey has just checked these nodes and this master. The agent reports a taken port.
+        job, attempt = replace(record.job, nodes=len(chosen) or record.job.nodes, hosts=chosen), plan.attempt + 1
+        if chosen and chosen[0] == plan.nodes[0].machine and not job.port:
+            # The survey has just checked these hosts and this master. The agent reports a taken port.
             next_plan = backend.plan(job, attempt=attempt, port=defaults.auto_port(job.name, attempt))
         else:
             next_plan = launcher.free_plan(job, plan.backend, attempt=attempt)
@@ -176,7 +177,7 @@ class Supervisor:
         if returned:
             backend.cancel(replace(next_plan, nodes=returned), grace_s=0)
         if hosts:
-            self._copy_checkpoint(plan.nodes)
+            self._copy_checkpoint(plan.machines)
         Launcher(self.records, self.secrets).start(self.record)
 
     def _update(self, plan: Plan) -> None:
@@ -191,17 +192,17 @@ class Supervisor:
         )
         self.records.update(self.record)
 
-    def _copy_checkpoint(self, before: Sequence[Node]) -> None:
-        """Copy the newest checkpoint to the first node, if only a retired node has it.
+    def _copy_checkpoint(self, before: Sequence[Machine]) -> None:
+        """Copy the newest checkpoint to the first host, if only a retired host has it.
 
-        If a node of the attempt `before` has one, the trainer broadcasts it. If all of them are retired after the first
+        If a host of the attempt `before` has one, the trainer broadcasts it. If all of them are retired after the first
         step, wait for those that do not answer.
         """
-        plan, retired = self.record.plan, self.record.retired
-        stayed = [node for node in plan.nodes if node in before]
+        plan, retired = self.record.plan, [node.machine for node in self.record.retired]
+        first, stayed = plan.nodes[0].machine, [host for host in plan.machines if host in before]
         if _checkpoint_times(stayed, plan)[0]:
             return
-        own, _ = _checkpoint_times(plan.nodes, plan)
+        own, _ = _checkpoint_times(plan.machines, plan)
         found, silent = _checkpoint_times(retired, plan)
         if silent and not (found or own or stayed) and self.record.history[-1].step > (0, 0):
             self.show.note(f"no machine that answers has a checkpoint: waiting for {', '.join(silent)}")
@@ -214,16 +215,16 @@ class Supervisor:
                 self.show.note(f"{', '.join(silent)} did not come back: training restarts from the beginning")
         if max(found.values(), default=0) <= max(own.values(), default=0):
             return
-        source = max((node for node in retired if node.name in found), key=lambda node: found[node.name])
+        source = max((host for host in retired if host.name in found), key=lambda host: found[host.name])
         not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")
         files.collect(source, plan.dir_on(source), plan.run_dir, not_checkpoint)
-        files.send(plan.nodes[0], Path(plan.run_dir, contract.LAST_CHECKPOINT), plan.dir_on(plan.nodes[0]))
-        self.show.note(f"copied the newest checkpoint from {source.name} to {plan.nodes[0].name}")
+        files.send(first, Path(plan.run_dir, contract.LAST_CHECKPOINT), plan.dir_on(first))
+        self.show.note(f"copied the newest checkpoint from {source.name} to {first.name}")
 
     def _cancel(self, lost: Sequence[str]) -> None:
         """Stop the attempt. The `lost` nodes are stopped in a thread, without waiting for them."""
         plan = self.record.plan
-        if lost and plan.nodes[0].is_machine:
+        if lost and plan.nodes[0].machine.is_listed:
             silent = replace(plan, nodes=tuple(node for node in plan.nodes if node.name in lost))
             threading.Thread(target=_cancel_late, args=(silent,), daemon=True).start()
             plan = replace(plan, nodes=tuple(node for node in plan.nodes if node.name not in lost))
@@ -234,25 +235,25 @@ class Supervisor:
             # The ranks on it end when they lose their peers.
             self.show.note(f"a node could not be stopped: {error.message}")
 
-    def _choose_nodes(self, lost: Sequence[str]) -> tuple[Node, ...]:
-        """Return the nodes of the next attempt. With too few usable nodes, wait RETURN_S for the `lost` ones."""
+    def _choose_hosts(self, lost: Sequence[str]) -> tuple[Machine, ...]:
+        """Return the hosts of the next attempt. With too few usable hosts, wait RETURN_S for the `lost` ones."""
         job, plan, clock = self.record.job, self.record.plan, monitor.AwakeClock()
         until = clock() + RETURN_S
         candidates = self._candidates()
         unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
         while True:
-            reachable = [node for node in candidates if node.name not in unusable]
-            # Nodes of this attempt have its image and files, even if those of this machine have changed.
-            joining = [node for node in reachable if node not in plan.nodes]
+            reachable = [host for host in candidates if host.name not in unusable]
+            # Hosts of this attempt have its image and files, even if those of this machine have changed.
+            joining = [host for host in reachable if host not in plan.machines]
             state = launcher.survey(job, plan, reachable, joining) | unusable
-            failed = [node for node in reachable if node not in joining and state[node.name] is not None]
-            if failed and joining:  # compare image and route to the master with usable nodes only
-                state |= launcher.survey(job, plan, [node for node in reachable if node not in failed], joining)
-            for node in joining:
-                if (error := state[node.name]) is not None and not isinstance(error, UnreachableError):
+            failed = [host for host in reachable if host not in joining and state[host.name] is not None]
+            if failed and joining:  # compare image and route to the master with usable hosts only
+                state |= launcher.survey(job, plan, [host for host in reachable if host not in failed], joining)
+            for host in joining:
+                if (error := state[host.name]) is not None and not isinstance(error, UnreachableError):
                     self.show.note(f"not used: {error.message}")
-                    unusable[node.name] = error
-            chosen = restarts.choose(job, job.hosts, state)
+                    unusable[host.name] = error
+            chosen = restarts.choose(job, state)
             if len(chosen) == job.nodes or (chosen and (clock() > until or (job.least_nodes < job.nodes and not lost))):
                 return chosen
             if clock() > until:
@@ -299,12 +300,11 @@ def _not_restarted(error: ClusterError) -> str:
     return f"the job could not be restarted: {with_hint(error.message, error.hint)}"
 
 
-def _checkpoint_times(nodes: Sequence[Node], plan: Plan) -> tuple[dict[str, int], list[str]]:
-    """Return the time of the newest checkpoint of each node that has one, and the nodes that do not answer."""
+def _checkpoint_times(hosts: Sequence[Machine], plan: Plan) -> tuple[dict[str, int], list[str]]:
+    """Return the time of the newest checkpoint of each host that has one, and the hosts that do not answer."""
     stat = ["bash", "-c", 'stat -c %Y -- "$1" 2>/dev/null; exit 0', "stat"]
-    found = parallel.each(
-        nodes, lambda node: reach(node).run([*stat, f"{plan.dir_on(node)}/{contract.LAST_CHECKPOINT}"], timeout_s=8).out
-    )
+    path = f"{{}}/{contract.LAST_CHECKPOINT}"
+    found = parallel.each(hosts, lambda host: reach(host).run([*stat, path.format(plan.dir_on(host))], timeout_s=8).out)
     times = {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
     return times, [name for name, out in found.items() if isinstance(out, ClusterError)]
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import settings
 from cluster.transport.local import Completed, LocalShell
 from cluster.transport.openssh import Ssh
@@ -38,7 +38,7 @@ _shells: dict[tuple[str, str, str], "SshShell"] = {}
 _lock = threading.Lock()
 
 
-def reach(node: Node) -> Shell:
+def reach(node: Machine) -> Shell:
     """Return the shell of a node, always the same one. It connects at the first command."""
     if not node.login:
         return LocalShell()
@@ -51,7 +51,7 @@ def reach(node: Node) -> Shell:
         return _shells[key]
 
 
-def ssh_to(node: Node) -> Ssh:
+def ssh_to(node: Machine) -> Ssh:
     """Return the ssh program for a node, over the connection of its shell if that can be shared.
 
     Raises UnreachableError if the ssh configuration cannot be read.

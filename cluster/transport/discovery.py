@@ -9,7 +9,7 @@ from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UsageError
 from cluster.runtimes import BARE, DOCKER, ENGINES
 from cluster.spec import addresses, defaults, inventory
-from cluster.spec.model import Gpu, Inventory, Node
+from cluster.spec.model import Gpu, Inventory, Machine
 from cluster.spec.traits import Table, on_this_machine
 from cluster.transport import parallel, reach
 
@@ -20,13 +20,13 @@ _SCRIPT, _TIMEOUT_S = "transport/discovery.sh", 45.0
 
 @dataclass
 class Found:
-    """Facts about a machine: its completed `node`, and `notes` for the user.
+    """Facts about a machine: the completed `machine`, and `notes` for the user.
 
     `network` is the device of the address, `gpus` are model names by id, `engine` is the runtime with its version, or
     the reason why none is available. `login` is the address of the SSH connection.
     """
 
-    node: Node
+    machine: Machine
     hostname: str
     gpus: dict[Gpu, str]
     engine: str
@@ -76,8 +76,8 @@ def load(
         found = schema.read(_text(path or DEFAULT_FILE, "--inventory"), path or DEFAULT_FILE, table, str(Path.cwd()))
     if ssh_config:
         absolute = str(Path.cwd() / Path(ssh_config).expanduser())
-        found = replace(found, nodes=tuple(replace(node, ssh_config=absolute) for node in found.nodes))
-    for file in {node.ssh_config for node in found.nodes if node.ssh_config}:
+        found = replace(found, machines=tuple(replace(node, ssh_config=absolute) for node in found.machines))
+    for file in {node.ssh_config for node in found.machines if node.ssh_config}:
         _text(file, "--ssh-config" if ssh_config else f"{found.path}: ssh_config")
     return inventory.select(found, only) if only else found
 
@@ -87,29 +87,29 @@ def complete(found: Inventory) -> Inventory:
     if inventory.is_complete(found):
         return found
     wanted = replace(found, device="any") if found.is_assigned else found  # a login node needs no GPU
-    return replace(found, nodes=tuple(each.node for each in inspect(wanted).values()))
+    return replace(found, machines=tuple(each.machine for each in inspect(wanted).values()))
 
 
 def inspect(given: Inventory) -> dict[str, Found]:
     """Return the facts of every machine by node name; given values stay. Raises one ClusterError for all that fail."""
-    found = parallel.all_of(given.nodes, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
-    without = [name for name, each in found.items() if not each.node.in_container]
+    found = parallel.all_of(given.machines, lambda node: _inspect(node, needs_gpus=given.device == "cuda"))
+    without = [name for name, each in found.items() if not each.machine.in_container]
     if without and len(without) < len(found):
-        engine = next(each.node.runtime for each in found.values() if each.node.in_container)
+        engine = next(each.machine.runtime for each in found.values() if each.machine.in_container)
         why = "\n       ".join(f"{name}: {found[name].engine}" for name in without)
         hint = f"the other nodes have {engine}: start it there, omit the machine, or use --runtime {BARE.name} for all"
         raise LaunchError(why, hint)
-    if all(node.address for node in given.nodes):
+    if all(node.address for node in given.machines):
         return found
     for name, address in _addresses(found).items():
         each = found[name]
-        if not each.node.address:
-            each.node, each.network = replace(each.node, address=address.number), address.device
+        if not each.machine.address:
+            each.machine, each.network = replace(each.machine, address=address.number), address.device
             each.notes += addresses.warnings(address)
     return found
 
 
-def _inspect(node: Node, *, needs_gpus: bool) -> Found:
+def _inspect(node: Machine, *, needs_gpus: bool) -> Found:
     folders = {"run_dir": node.run_dir or inventory.RUN_DIR, "data_dir": node.data_dir or inventory.DATA_DIR}
     engines = (word for name, each in ENGINES.items() for word in (name, each.info))
     done = reach(node).run(scripts.bash(_SCRIPT, "machine", *engines, **folders), timeout_s=_TIMEOUT_S)
@@ -129,7 +129,7 @@ def _inspect(node: Node, *, needs_gpus: bool) -> Found:
         notes.append(reached)
     node = replace(node, gpus=node.gpus or tuple(gpus), runtime=node.runtime or runtime)
     return Found(
-        node=replace(node, run_dir=fields["run_dir"], data_dir=fields["data_dir"]),
+        machine=replace(node, run_dir=fields["run_dir"], data_dir=fields["data_dir"]),
         hostname=fields["hostname"],
         gpus=gpus,
         engine=engine,
@@ -140,7 +140,7 @@ def _inspect(node: Node, *, needs_gpus: bool) -> Found:
     )
 
 
-def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[Gpu, str], list[str]]:
+def _gpus(node: Machine, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[Gpu, str], list[str]]:
     """Return the machine's GPUs by id, and notes."""
     if fields.get("gpus_code", "0") != "0":
         last = (fields["gpus"].strip().splitlines() or ["no answer in 10 s"])[-1]
@@ -151,7 +151,7 @@ def _gpus(node: Node, fields: Mapping[str, str], *, needed: bool) -> tuple[dict[
     return {gpu: each.model for gpu, each in defaults.listed_gpus(fields.get("gpus", "")).items()}, []
 
 
-def _runtime(node: Node, fields: Mapping[str, str]) -> tuple[str, str]:
+def _runtime(node: Machine, fields: Mapping[str, str]) -> tuple[str, str]:
     """Return the first engine that answers, or no engine, and a description."""
     installed = [name for name in ENGINES if name in fields]
     for name in installed:
@@ -170,13 +170,13 @@ def _addresses(found: Mapping[str, Found]) -> dict[str, addresses.Address]:
     """Choose the addresses from every machine's routes to the addresses of the others."""
     numbers = {name: [each.number for each in addresses.candidates(of.addresses)] for name, of in found.items()}
 
-    def routes(node: Node) -> dict[str, addresses.Route]:
+    def routes(node: Machine) -> dict[str, addresses.Route]:
         wanted = [number for name, theirs in numbers.items() if name != node.name for number in theirs]
         done = reach(node).run(scripts.bash(_SCRIPT, "routes", *wanted), timeout_s=_TIMEOUT_S)
         words = done.out.split("\0")
         return {number: addresses.route(text) for number, text in zip(words[0::2], words[1::2], strict=False)}
 
-    known = parallel.all_of([each.node for each in found.values()], routes)
+    known = parallel.all_of([each.machine for each in found.values()], routes)
     logins = {name: each.login for name, each in found.items()}
     return addresses.choose({name: each.addresses for name, each in found.items()}, known, logins)
 

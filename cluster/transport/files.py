@@ -18,7 +18,7 @@ from typing import Literal, cast
 from cluster.agent import scripts
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.inventory import DATA_DIR
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import parallel, reach
 from cluster.transport.process import interruptible
 from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, no_rsync, reason
@@ -79,7 +79,7 @@ def command(folder: str, *, delete: bool = False) -> str:
     return shlex.join(["clusterctl", "sync", folder, *(["--delete"] if delete else [])])
 
 
-def with_data_dir(node: Node) -> Node:
+def with_data_dir(node: Machine) -> Machine:
     """Return the node, with the default `data_dir` if it has none."""
     return node if node.data_dir else replace(node, data_dir=DATA_DIR)
 
@@ -88,7 +88,7 @@ def with_data_dir(node: Node) -> Node:
 class _Mirror:
     """The mirror of the path `here` on a node, as `files.sh` prints it; `is_shared`: the node sees the marker file."""
 
-    node: Node
+    node: Machine
     here: Path
     state: State
     path: str
@@ -140,14 +140,14 @@ class _Mirror:
         return ClusterError(why, f"remove the link on {name} (see: ls -ld {self.path}), then sync again")
 
 
-def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
+def check(nodes: Sequence[Machine], folders: Sequence[str]) -> None:
     """Raise ClusterError with node, folder and first differing files unless every node has the files that are here.
 
     Files whose size or time differs are compared by content. Raises UsageError for a missing folder.
     """
     heres = [_here(folder) for folder in folders]
 
-    def compare(node: Node) -> None:
+    def compare(node: Machine) -> None:
         wrong = {}
         for mirror in _mirrors(node, heres):
             if difference := mirror.difference(checksum=False):
@@ -160,14 +160,14 @@ def check(nodes: Sequence[Node], folders: Sequence[str]) -> None:
         interruptible(lambda: parallel.all_of(_remote(nodes), compare))
 
 
-def differences(nodes: Sequence[Node], folder: str) -> dict[str, Difference | ClusterError]:
+def differences(nodes: Sequence[Machine], folder: str) -> dict[str, Difference | ClusterError]:
     """Return how the folder's content differs from each node's mirror, or the error, by node name. Raise UsageError."""
     here = _here(folder)
     return interruptible(lambda: parallel.each(nodes, lambda node: _mirrors(node, [here])[0].difference(checksum=True)))
 
 
 def sync(
-    nodes: Sequence[Node],
+    nodes: Sequence[Machine],
     folder: str,
     *,
     delete: bool = False,
@@ -204,7 +204,7 @@ def links_leading_out(folder: str) -> tuple[str, ...]:
     return tuple(sorted(out))
 
 
-def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence[str] = ()) -> Synced:
+def collect(node: Machine, remote_folder: str, local_folder: str, exclude: Sequence[str] = ()) -> Synced:
     """Fetch the files of a node's folder that differ here in size or time and match no pattern of `exclude`.
 
     The patterns are rsync's: `*.tmp` and `ranks` match names at any depth. No local file is removed. Raises
@@ -227,14 +227,14 @@ def collect(node: Node, remote_folder: str, local_folder: str, exclude: Sequence
     return Synced(node.name, "rsync" if files else "same", files, run.moved, seconds=time.monotonic() - began)
 
 
-def send(node: Node, file: Path, remote_folder: str) -> None:
+def send(node: Machine, file: Path, remote_folder: str) -> None:
     """Send a local file into a folder of the node. Raise ClusterError naming the node if that fails."""
     run = Rsync(node, ["--perms", "--copy-links", "--", str(file), f"{at(node)}{remote_folder}/"])
     failures = f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read"
     interruptible(lambda: run(*failures))
 
 
-def _remote(nodes: Sequence[Node]) -> list[Node]:
+def _remote(nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes except this machine, each machine once."""
     return list({(node.login, node.data_dir, node.ssh_config): node for node in nodes if node.login}.values())
 
@@ -269,7 +269,7 @@ def _marker(here: Path) -> Iterator[str]:
             file.unlink()
 
 
-def _mirrors(node: Node, heres: Sequence[Path], marker: str = "") -> list[_Mirror]:
+def _mirrors(node: Machine, heres: Sequence[Path], marker: str = "") -> list[_Mirror]:
     words = ["state", node.data_dir.rstrip("/"), marker, *map(str, heres)]
     done = reach(node).run(scripts.bash(_SCRIPT, *words))
     if done.code == _NO_RSYNC:
@@ -281,7 +281,7 @@ def _mirrors(node: Node, heres: Sequence[Path], marker: str = "") -> list[_Mirro
     return [_Mirror(node, here, cast(State, state), path, bool(seen)) for here, state, path, seen in each]
 
 
-def _sync(node: Node, here: Path, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
+def _sync(node: Machine, here: Path, marker: str, delete: bool, checksum: bool, copy: bool, report: Report) -> Synced:
     began = time.monotonic()
     report(node.name, "comparing", 0, 0)
     mirror = _mirrors(node, [here], marker)[0]
@@ -310,7 +310,7 @@ def _sync(node: Node, here: Path, marker: str, delete: bool, checksum: bool, cop
     return Synced(node.name, "rsync", files, run.moved, removed, time.monotonic() - began, left)
 
 
-def _run_on(node: Node, argv: Sequence[str], failed: str) -> None:
+def _run_on(node: Machine, argv: Sequence[str], failed: str) -> None:
     done = reach(node).run(argv)
     if done.code:
         raise error_of(failed, done.err)

@@ -4,7 +4,7 @@ import subprocess
 from dataclasses import dataclass
 
 from cluster.errors import UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import keywords, known_hosts, settings
 from cluster.transport.known_hosts import KnownKey
 from cluster.transport.openssh import Ssh
@@ -21,7 +21,7 @@ class Login:
     and `has_master` says that the user has a ControlMaster open.
     """
 
-    node: Node
+    node: Machine
     settings: Settings
     changed: tuple[str, ...] = ()
     known: tuple[KnownKey, ...] = ()
@@ -34,7 +34,7 @@ class Login:
         return f"{self.node.name} ({user}@{host}:{port})"
 
 
-def inspect(node: Node) -> Login:
+def inspect(node: Machine) -> Login:
     """Return what this machine knows about a node; nothing is sent to it. Raises UnreachableError."""
     found = settings.read(node)
     try:

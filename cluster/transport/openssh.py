@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport.local import MORE_PATH
 from cluster.transport.settings import Settings, destination, options
 
@@ -43,7 +43,7 @@ MARK = f"{BEGIN}\n".encode()
 class Ssh:
     """The ssh program for a node; `socket` is that of a connection which clusterctl has open, or ""."""
 
-    node: Node
+    node: Machine
     settings: Settings = field(default_factory=Settings)
     socket: str = ""
 

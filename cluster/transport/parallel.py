@@ -5,18 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine, Node
 
 T = TypeVar("T")
+Target = TypeVar("Target", Machine, Node, str)
 
 #: Concurrent nodes; beyond this number the sockets and CPU of this machine are the limit.
 WIDTH = 64
 
 
-def each(nodes: Sequence[Node], work: Callable[[Node], T]) -> dict[str, T | ClusterError]:
+def each(nodes: Sequence[Target], work: Callable[[Target], T]) -> dict[str, T | ClusterError]:
     """Return the result of `work` for every node by name, or the ClusterError that it raised."""
 
-    def call(node: Node) -> T | ClusterError:
+    def call(node: Target) -> T | ClusterError:
         try:
             return work(node)
         except ClusterError as error:
@@ -24,10 +25,12 @@ def each(nodes: Sequence[Node], work: Callable[[Node], T]) -> dict[str, T | Clus
 
     # Also for one node: Ctrl-C then waits for the call's end. A start that is under way would escape the stop after it.
     with ThreadPoolExecutor(min(WIDTH, len(nodes) or 1)) as pool:
-        return dict(zip((node.name for node in nodes), pool.map(call, nodes), strict=True))
+        return dict(
+            zip((node if isinstance(node, str) else node.name for node in nodes), pool.map(call, nodes), strict=True)
+        )
 
 
-def all_of(nodes: Sequence[Node], work: Callable[[Node], T]) -> dict[str, T]:
+def all_of(nodes: Sequence[Target], work: Callable[[Target], T]) -> dict[str, T]:
     """As `each`, but raise one ClusterError with all messages if any node failed."""
     return together(each(nodes, work))
 

@@ -14,7 +14,7 @@ from subprocess import PIPE
 from typing import IO, Any, TypeVar
 
 from cluster.errors import LaunchError, UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all, ssh_to
 from cluster.transport.local import Completed, environment
 from cluster.transport.login import answers
@@ -118,7 +118,7 @@ class PipedProcess:
 
 
 @contextmanager
-def piped(node: Node, argv: Sequence[str]) -> Iterator[PipedProcess]:
+def piped(node: Machine, argv: Sequence[str]) -> Iterator[PipedProcess]:
     """Start a command on a node with pipes; leaving the block ends it. Raise UnreachableError."""
     ssh = ssh_to(node)
     words = ssh.command(argv, marked=True)
@@ -128,7 +128,7 @@ def piped(node: Node, argv: Sequence[str]) -> Iterator[PipedProcess]:
     ):
         assert process.stdin
         assert process.stdout
-        running = PipedProcess(node.display_name, ssh, process.stdin, process.stdout, process, errors)
+        running = PipedProcess(node.name, ssh, process.stdin, process.stdout, process, errors)
         if node.login:
             limit = threading.Timer(_LOGIN_S, process.terminate)
             with CONNECTIONS:

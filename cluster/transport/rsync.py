@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import ssh_to
 from cluster.transport.openssh import BEGIN
 from cluster.transport.process import CONNECTIONS, started
@@ -62,7 +62,7 @@ def no_rsync(name: str) -> ClusterError:
     return ClusterError(f"{name}: rsync is not installed", f"on {name}: sudo apt-get install rsync")
 
 
-def at(node: Node) -> str:
+def at(node: Machine) -> str:
     """Return the prefix `user@host:` of paths on the node, "" if the node is this machine."""
     user, mark, host = destination(node.login).rpartition("@")
     return f"{user}{mark}{f'[{host}]' if ':' in host else host}:" if node.login else ""
@@ -71,7 +71,7 @@ def at(node: Node) -> str:
 class Rsync:
     """A run of rsync: exit code, stderr, changes, and transferred bytes."""
 
-    def __init__(self, node: Node, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, node: Machine, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
         self._node, self._sent = node, sent
         # Without --blocking-io, writes of the remote shell's filter fail if rsync reads too slowly.
         remote = ["--blocking-io", "-e", ssh_to(node).remote_shell(), f"--rsync-path=echo {BEGIN}; exec rsync"]

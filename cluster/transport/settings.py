@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.errors import UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 
 INSTALL = "sudo apt-get install openssh-client"
 #: Limit of `ssh -G`, which may run the commands of `Match exec`.
@@ -49,12 +49,12 @@ def options(login: str, config_file: str) -> list[str]:
     return [*file, *(["-p", port] if port else [])]
 
 
-def by_hand(node: Node, *more: str) -> str:
+def by_hand(node: Machine, *more: str) -> str:
     """Return the command that the user can type to log in."""
     return shlex.join(["ssh", *more, *options(node.login, node.ssh_config), destination(node.login)])
 
 
-def read(node: Node) -> Settings:
+def read(node: Machine) -> Settings:
     """Return the settings of a node's login. Raises UnreachableError."""
     try:
         return _evaluate([*options(node.login, node.ssh_config), "--", destination(node.login)])

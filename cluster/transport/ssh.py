@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from cluster.errors import UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import login
 from cluster.transport.links import BrokenError, Link, NotStartedError
 from cluster.transport.local import Completed
@@ -16,7 +16,7 @@ from cluster.transport.settings import by_hand
 class SshShell:
     """Runs commands on a node over one connection, which it opens again when it breaks."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Machine) -> None:
         self.name = node.name
         self.note = ""
         self._node = node

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from cluster.errors import ClusterError, UnreachableError, UsageError
-from cluster.spec.model import WORKDIR, Node, Plan
+from cluster.spec.model import WORKDIR, Machine, Plan
 from cluster.transport import files, parallel, reach
 from cluster.transport.local import LocalShell
 from cluster.transport.process import interruptible
@@ -67,7 +67,7 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
 
 
 def send(
-    sizes: Mapping[str, int], plan: Plan, nodes: Sequence[Node], earlier: Sequence[str], report: files.Report
+    sizes: Mapping[str, int], plan: Plan, nodes: Sequence[Machine], earlier: Sequence[str], report: files.Report
 ) -> str:
     """Copy the plan's working directory to the job's folder on each node. Return a sentence with the counts.
 
@@ -86,17 +86,17 @@ def send(
             parallel.each(machines, lambda node: reach(node).run(["bash", "-c", remove, plan.dir_on(node)]))
             raise
     most = max(sent.values(), default=0)
-    where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].display_name if machines else "")
+    where = f"{len(machines)} nodes" if len(machines) > 1 else (machines[0].name if machines else "")
     return f"working directory: {len(sizes)} files, {decimal(total)}; {most} sent to {where}"
 
 
-def without_copy(plan: Plan, nodes: Sequence[Node]) -> list[Node]:
+def without_copy(plan: Plan, nodes: Sequence[Machine]) -> list[Machine]:
     """Return the nodes that answer and have no copy, for example because their disk was replaced."""
     found = parallel.each(nodes, lambda node: reach(node).run(["test", "-d", f"{plan.dir_on(node)}/{WORKDIR}"]).code)
     return [node for node in nodes if found[node.name] == 1]
 
 
-def fetch(plan: Plan, node: Node) -> None:
+def fetch(plan: Plan, node: Machine) -> None:
     """Copy files that the job has written or changed in its workdir on a node to `workdir` here. Raise ClusterError."""
     source, target = f"{plan.dir_on(node)}/{WORKDIR}", f"{plan.run_dir}/{WORKDIR}"
     if reach(node).run(["test", "-d", source]).code:
@@ -117,18 +117,18 @@ def commit(folder: str) -> str:
     return "" if head.code else head.out.strip() + (" (dirty)" if changed.out.strip() else "")
 
 
-def _send(size: int, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Node) -> int:
+def _send(size: int, plan: Plan, listed: str, earlier: Sequence[str], report: files.Report, node: Machine) -> int:
     """Copy the files to one node, and return how many were sent."""
     target = f"{plan.dir_on(node)}/{WORKDIR}"
     made = reach(node).run(["mkdir", "-p", "--", target])
     if made.code:
-        raise ClusterError(f"{node.display_name}: {target} cannot be written: {made.last_line}")
+        raise ClusterError(f"{node.name}: {target} cannot be written: {made.last_line}")
     options = ["--perms", "--ignore-missing-args", "--from0", f"--files-from={listed}"]
     options += [f"--copy-dest=../../{job}/{WORKDIR}" for job in earlier[:EARLIER]]
     what = "sending the working directory"
     words = [*options, "--", f"{plan.workdir}/", f"{at(node)}{target}/"]
     run = Rsync(node, words, lambda sent: report(node.name, what, min(sent, size), size))
-    run(f"{node.display_name}: {target} cannot be written", f"{plan.workdir} cannot be read", may_vanish=True)
+    run(f"{node.name}: {target} cannot be written", f"{plan.workdir} cannot be read", may_vanish=True)
     return sum(change[:2] in ("<f", ">f") for change, _, _ in run.changes)
 
 

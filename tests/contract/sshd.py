@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from tests.conftest import wait_until
 
 #: A program without torch, for jobs that run, fail or stop.
@@ -81,10 +81,10 @@ class Sshd:
         os.kill(pid, signal.SIGTERM)
         wait_until(lambda: not (self.folder / "pid").exists())  # sshd removes the file after it closed its ports
 
-    def node(self, number: int, name: str = "", **keys: str) -> Node:
+    def node(self, number: int, name: str = "", **keys: str) -> Machine:
         """Return an address of the server as a node."""
         host = f"h{number}"
-        return Node(name or host, self.addresses[number], login=host, ssh_config=str(self.config), **keys)
+        return Machine(name or host, self.addresses[number], login=host, ssh_config=str(self.config), **keys)
 
     def prefer(self, *lines: str) -> None:
         """Put lines before all others of the ssh_config; ssh takes the first value of a keyword."""

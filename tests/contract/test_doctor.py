@@ -41,7 +41,7 @@ def test_probes_every_node_and_connects_each_pair(inventory, tmp_path):
     assert {finding.level for finding in found(report, "clock").values()} == {"ok"}
     # Several machines cannot use loopback addresses.
     assert {finding.level for finding in found(report, "address").values()} == {"failure"}
-    assert f"{inventory.nodes[0].address} is on lo" in found(report, "address")["h0"].detail
+    assert f"{inventory.machines[0].address} is on lo" in found(report, "address")["h0"].detail
     assert list(tmp_path.glob("**/.clusterctl-doctor*")) == []
     assert list(tmp_path.glob("runs of *")) == []
 
@@ -74,8 +74,8 @@ def _listeners(sshd):
 
 
 def test_different_data_fails_and_a_missing_folder_is_an_error(inventory, tmp_path):
-    nodes = tuple(replace(node, data_dir=str(tmp_path / "data of" / node.name)) for node in inventory.nodes)
-    inventory = replace(inventory, nodes=nodes)
+    nodes = tuple(replace(node, data_dir=str(tmp_path / "data of" / node.name)) for node in inventory.machines)
+    inventory = replace(inventory, machines=nodes)
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "a.txt").write_text("a")
     skip = (*doctor.CHECKS, "reachable", "link")
@@ -102,8 +102,8 @@ def test_changed_host_key_fails_one_node_and_others_are_checked(inventory, sshd)
 def test_run_dir_that_cannot_be_created_or_has_shell_characters(inventory, tmp_path):
     (tmp_path / "a file").write_text("")
     runs = [str(tmp_path / "a file" / "runs"), str(tmp_path / "a'; touch $HOME `id` \\"), str(tmp_path)]
-    nodes = tuple(replace(node, run_dir=run) for node, run in zip(inventory.nodes, runs, strict=True))
-    report = doctor.examine(replace(inventory, nodes=nodes), skip=(*WITHOUT_IMAGE, "reachable"))
+    nodes = tuple(replace(node, run_dir=run) for node, run in zip(inventory.machines, runs, strict=True))
+    report = doctor.examine(replace(inventory, machines=nodes), skip=(*WITHOUT_IMAGE, "reachable"))
     levels = {node: finding.level for node, finding in found(report, "run_dir").items()}
     assert levels == {"h0": "failure", "h1": "ok", "h2": "ok"}
     assert "Not a directory" in found(report, "run_dir")["h0"].detail

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ClusterError, UsageError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all, files, rsync
 from cluster.transport.files import Difference
 from tests.conftest import interrupted
@@ -267,13 +267,13 @@ def test_a_broken_transfer_leaves_complete_files_and_continues(sshd, nodes, tmp_
 INTERRUPTED = """
 import os, signal, sys, threading
 from cluster.transport import files
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 begun = threading.Event()
 def report(node, what, now, total):
     if what == "sending" and now > 10_000_000 and not begun.is_set():
         begun.set()
         os.kill(os.getpid(), signal.SIGINT)
-node = Node("gpu-a", "", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
+node = Machine("gpu-a", "", login="h0", data_dir=sys.argv[1], ssh_config=sys.argv[2])
 try:
     print(files.sync([node], sys.argv[3], copy=True, report=report), begun)
 except KeyboardInterrupt:
@@ -322,7 +322,7 @@ def test_a_large_result_and_many_small_ones_are_fetched(nodes, tmp_path):
 
 
 def test_results_of_this_machine_are_copied(folder, tmp_path):
-    done = files.collect(Node("here", "127.0.0.1"), str(folder), str(tmp_path / "results"))
+    done = files.collect(Machine("here", "127.0.0.1"), str(folder), str(tmp_path / "results"))
     assert done.files == len(NAMES) + 2
     assert contents(tmp_path / "results") == contents(folder)
 

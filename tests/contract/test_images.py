@@ -16,7 +16,7 @@ from cluster.agent import scripts
 from cluster.errors import ClusterError, UnreachableError
 from cluster.images import Blob, Layers, chain_ids, engine, send, send_missing
 from cluster.spec.defaults import DEFAULT_IMAGE
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all, process, rsync
 from tests.conftest import interrupted, wait_until
 
@@ -137,7 +137,7 @@ import os, signal, sys, threading
 from pathlib import Path
 from cluster.transport import process, rsync
 from cluster.images import Blob, send
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 rsync._OPTIONS = (*rsync._OPTIONS, "--bwlimit=15m")
 begun = threading.Event()
 def sent(node, what, done, total):
@@ -151,7 +151,7 @@ first.made.set_result(None)
 second = Blob(Path(here, "second.gz"), 1, ["sleep", "60"], ["cat"])
 compressing = threading.Thread(target=second.make)
 compressing.start()
-node = Node("h0", "", login="h0", ssh_config=config)
+node = Machine("h0", "", login="h0", ssh_config=config)
 try:
     process.interruptible(lambda: send(node, there, [first], sent))
 except KeyboardInterrupt:
@@ -195,7 +195,7 @@ def test_node_without_rsync_fails_before_compression(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("cluster.transport.local.MORE_PATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"^gpu-a: rsync is not installed$"):
-        engine.make_folder(Node("gpu-a", "", runtime="docker"))
+        engine.make_folder(Machine("gpu-a", "", runtime="docker"))
 
 
 def test_no_process_is_started_after_ctrl_c(monkeypatch):

@@ -40,7 +40,7 @@ def test_init_writes_a_complete_file(sshd, clusterctl):
     file = clusterctl.folder / "cluster.yaml"
     made = schema.read(file.read_text(), "cluster.yaml", BACKENDS)
     assert inventory.is_complete(made)
-    (node,) = made.nodes
+    (node,) = made.machines
     assert (node.name, node.login, node.ssh_config) == ("h0", "h0", str(sshd.config))
     assert node.run_dir == f"{Path.home()}/it's here/runs"
     own = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
@@ -132,7 +132,7 @@ def test_gpus_are_counted_and_a_failing_driver_is_an_error_with_its_message(sshd
     file = (clusterctl.folder / "cluster.yaml").read_text()
     assert ": 2 x NVIDIA H200 MIG 1g.18gb, 1 x NVIDIA H200, " in file
     made = schema.read(file, "cluster.yaml", BACKENDS)
-    assert (made.device, made.nodes[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
+    assert (made.device, made.machines[0].gpus) == ("cuda", ("MIG-0-a", "MIG-0-b", 1))
     nvidia_smi.install(sshd.bin(), [], broken=nvidia_smi.BROKEN)
     clusterctl.expect(3, *arguments, "-o", "x.yaml", has=f"h0: nvidia-smi fails: {nvidia_smi.BROKEN}")
 
@@ -145,17 +145,17 @@ def test_missing_values_of_cluster_yaml_are_found_and_given_ones_are_kept(sshd):
         "defaults: {runtime: none, data_dir: /var/tmp/data}\n"
         f"nodes:\n  h0: {{address: {first}, gpus: [1]}}\n  h1: {{address: {second}, run_dir: ~/r}}\n",
     )
-    assert [node.address for node in made.nodes] == [first, second]
-    assert [node.gpus for node in made.nodes] == [(1,), (0, 1)]
+    assert [node.address for node in made.machines] == [first, second]
+    assert [node.gpus for node in made.machines] == [(1,), (0, 1)]
     home = Path.home()
-    assert [node.run_dir for node in made.nodes] == [f"{home}/clusterctl/runs", f"{home}/r"]
-    assert {(node.runtime, node.data_dir) for node in made.nodes} == {("none", "/var/tmp/data")}
+    assert [node.run_dir for node in made.machines] == [f"{home}/clusterctl/runs", f"{home}/r"]
+    assert {(node.runtime, node.data_dir) for node in made.machines} == {("none", "/var/tmp/data")}
 
 
 def test_the_output_of_a_login_script_is_ignored(sshd):
     program(sshd, "bash", "#!/bin/sh\necho 'Welcome to h0!'\nprintf 'a\\0b\\0'\nexec /bin/bash \"$@\"\n")
     made = machine(sshd, f"device: cpu\nnodes: {{h0: {{address: {sshd.addresses[0]}, runtime: none}}}}")
-    assert made.nodes[0].run_dir.endswith("/clusterctl/runs")
+    assert made.machines[0].run_dir.endswith("/clusterctl/runs")
 
 
 def test_docker_on_some_nodes_only_and_without_permission_are_errors(sshd):

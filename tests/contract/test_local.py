@@ -487,7 +487,7 @@ def test_ctrl_c_waits_for_the_end_of_a_start_on_one_node():
     """A start that is under way would escape the stop after it."""
     program = (
         "import os, signal, time\n"
-        "from cluster.spec.model import Node\n"
+        "from cluster.spec.model import Machine\n"
         "from cluster.transport import parallel\n"
         "def start(node):\n"
         "    time.sleep(0.5)\n"
@@ -495,7 +495,7 @@ def test_ctrl_c_waits_for_the_end_of_a_start_on_one_node():
         "    time.sleep(0.5)\n"
         "    print('started', flush=True)\n"
         "try:\n"
-        "    parallel.each([Node('n0', '', ())], start)\n"
+        "    parallel.each([Machine('n0', '', ())], start)\n"
         "except KeyboardInterrupt:\n"
         "    print('stops')\n"
     )

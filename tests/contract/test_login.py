@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ClusterError, UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all, files, keywords, parallel, reach, settings, ssh_to
 from cluster.transport.process import piped
 from tests.conftest import ended, processes_of, wait_until
@@ -79,7 +79,7 @@ class Client:
 
     @property
     def node(self):
-        return Node("gpu-a", self.server.addresses[0], login="h0", ssh_config=str(self.config))
+        return Machine("gpu-a", self.server.addresses[0], login="h0", ssh_config=str(self.config))
 
     @property
     def shell(self):
@@ -650,9 +650,9 @@ def test_closing_ends_running_commands(through_ssh):
 
 LAUNCHER = """
 import sys
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import reach
-print(reach(Node("gpu-a", "", login="h0", ssh_config=sys.argv[1])).run(["echo", "up"]).out, flush=True)
+print(reach(Machine("gpu-a", "", login="h0", ssh_config=sys.argv[1])).run(["echo", "up"]).out, flush=True)
 sys.stdin.read()
 """
 

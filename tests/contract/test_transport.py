@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import UnreachableError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import LocalShell, close_all, files, reach
 from cluster.transport.openssh import remote_line
 from cluster.transport.process import piped
@@ -25,7 +25,7 @@ HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "√ºn√
 @pytest.fixture(params=["local", "fabric", "ssh"])
 def node(request):
     if request.param == "local":
-        yield Node("here", "127.0.0.1")
+        yield Machine("here", "127.0.0.1")
         return
     server = request.getfixturevalue("sshd")
     yield reached(server, request.param).node(0, "gpu-a")

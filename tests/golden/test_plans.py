@@ -13,7 +13,7 @@ import yaml
 from cluster.agent import scripts as resources
 from cluster.backends import BACKENDS, script
 from cluster.backends.compose import gpu_reservation
-from cluster.spec.model import Job, Mount, Node, Queue
+from cluster.spec.model import Job, Machine, Mount, Queue
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -54,7 +54,7 @@ STATIC = ("agent/node.sh", "agent/slurm_env.sh", "agent/batch.sh", "agent/slurm_
 
 def hosts(job, runtime):
     return tuple(
-        Node(
+        Machine(
             f"gpu-{letter}",
             f"10.0.0.{rank}",
             gpus=tuple(range(rank, rank + job.procs_per_node)),
@@ -77,7 +77,7 @@ def plan(case):
         mounts = (*job.mounts, Mount('/data/a,b "c"', "/data/ab"))
         job = replace(job, image="trainer:0.1", hosts=hosts(job, *runtime), mounts=mounts, secrets=("TOKEN",))
     if backend == "slurm":
-        login = Node(
+        login = Machine(
             "login",
             "",
             login="ann@cluster",
@@ -237,5 +237,5 @@ def test_exec_enters_the_container_that_the_node_has_started(case, rank, tmp_pat
         return done.stdout.splitlines()
 
     words = run(text)
-    (tmp_path / script.attempt_dir(made, node)[1:] / f"{node.name}.json").write_text('{"pid":1,"started_at":0}')
+    (tmp_path / script.attempt_dir(made, node.machine)[1:] / f"{node.name}.json").write_text('{"pid":1,"started_at":0}')
     assert run(enter, "exec", "nvidia-smi") == ["exec", "--interactive", words[words.index("--name") + 1], "nvidia-smi"]

@@ -11,7 +11,7 @@ from cluster.backends import logs
 from cluster.backends.kubernetes import KubernetesBackend
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
-from cluster.spec.model import Inventory, Job, JobRecord, Mount, Node, Plan, Queue
+from cluster.spec.model import Inventory, Job, JobRecord, Machine, Mount, Plan, Queue
 from cluster.supervisor import job_state
 
 pytestmark = pytest.mark.kubernetes
@@ -95,7 +95,7 @@ def start(kubectl, tmp_path, monkeypatch):
             "secrets": tuple(secrets or ()),
             **fields,
         }
-        queue = Queue(Node("kubernetes", "", run_dir="/runs"), options or {})
+        queue = Queue(Machine("kubernetes", "", run_dir="/runs"), options or {})
         job = Job(name=name, queue=queue, **settings)
         backend = KubernetesBackend()
         plan = backend.plan(job, attempt=attempt, port=29500)

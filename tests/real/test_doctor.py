@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster import doctor
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Inventory, Machine
 from cluster.transport import close_all, files
 from tests.conftest import ROOT
 
@@ -46,7 +46,7 @@ def inventory(testbed, addresses):
     for name in ("n1", "n2"):
         subprocess.run(testbed[name].ssh("docker load"), input=saved, capture_output=True, check=True)
     nodes = tuple(
-        Node(
+        Machine(
             name,
             address,
             (),
@@ -71,8 +71,8 @@ def fresh_logins():
 
 
 def changed(inventory, name, **fields):
-    nodes = tuple(replace(node, **fields) if node.name == name else node for node in inventory.nodes)
-    return replace(inventory, nodes=nodes)
+    nodes = tuple(replace(node, **fields) if node.name == name else node for node in inventory.machines)
+    return replace(inventory, machines=nodes)
 
 
 def failures(inventory, *skip, **options):
@@ -92,7 +92,7 @@ def test_1_wrong_host_key_and_user_key(inventory, testbed, tmp_path):
     key = next(line.split()[1] for line in config.splitlines() if "IdentityFile" in line)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True)
     other = " ".join((tmp_path / "other.pub").read_text().split()[:2])
-    address = next(node.address for node in inventory.nodes if node.name == "n1")
+    address = next(node.address for node in inventory.machines if node.name == "n1")
     lines = [line for line in Path(known).read_text().splitlines() if not line.startswith("n1,")]
     (tmp_path / "known").write_text("\n".join([*lines, f"{address} {other}", ""]))
     (tmp_path / "config").write_text(config.replace(known, str(tmp_path / "known")))
@@ -152,9 +152,9 @@ def test_5_different_data(inventory, testbed, tmp_path, monkeypatch):
     folder.mkdir()
     for index in range(20):
         (folder / f"{index}.jpg").write_bytes(os.urandom(1000))
-    files.sync(inventory.nodes, str(folder))
+    files.sync(inventory.machines, str(folder))
     assert failures(inventory, data=[str(folder)]) == {}
-    testbed["n1"].run(f"printf x >> '{inventory.nodes[1].mirror(str(folder))}/7.jpg'")
+    testbed["n1"].run(f"printf x >> '{inventory.machines[1].mirror(str(folder))}/7.jpg'")
     found = failures(inventory, data=[str(folder)])
     assert list(found) == [("data", "n1")]
     assert "1 file different (7.jpg)" in found["data", "n1"].detail
@@ -212,7 +212,7 @@ def test_link_is_measured_inside_the_image(inventory, image_on_hosts, testbed):
 
 
 def test_ctrl_c_during_the_link_measurement_leaves_no_containers(inventory, image_on_hosts, testbed, tmp_path):
-    nodes = "".join(f"  {node.name}: {{address: {node.address}}}\n" for node in inventory.nodes)
+    nodes = "".join(f"  {node.name}: {{address: {node.address}}}\n" for node in inventory.machines)
     text = f"ssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {image_on_hosts}\n"
     text += f"defaults: {{runtime: docker, run_dir: /root/runs, data_dir: /root/data}}\nnodes:\n{nodes}"
     (tmp_path / "cluster.yaml").write_text(text)

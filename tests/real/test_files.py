@@ -5,7 +5,7 @@ import os
 import pytest
 
 from cluster.errors import ClusterError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all, files
 
 pytestmark = pytest.mark.real
@@ -17,7 +17,7 @@ def nodes(testbed):
     for name, user in users.items():
         testbed[name].run(f"install -d -o {user} '/data/sync test'")
     yield [
-        Node(
+        Machine(
             name,
             f"172.30.0.1{name[1]}",
             login=f"{user}@{name}",

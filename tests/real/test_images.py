@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster import images
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import close_all
 
 pytestmark = pytest.mark.real
@@ -229,7 +229,7 @@ def test_unreadable_layers_send_the_whole_image(make_image, testbed, monkeypatch
     # A user who is not root reads them in a container of the image, and this image has no Python.
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     image, notes = make_image(5), []
-    node = Node("n0", "", login="n0", runtime="", ssh_config=str(testbed.ssh_config))
+    node = Machine("n0", "", login="n0", runtime="", ssh_config=str(testbed.ssh_config))
     pushed = images.push([node], image.name, notes.append, lambda *_: None)
     close_all()
     assert pushed["n0"].sent >= 5 << 20

@@ -11,7 +11,7 @@ import pytest
 
 from cluster import doctor
 from cluster.doctor import slurm
-from cluster.spec.model import Inventory, Node
+from cluster.spec.model import Inventory, Machine
 from cluster.transport import close_all
 from tests.conftest import ROOT
 
@@ -25,7 +25,7 @@ def inventory(testbed):
     programs = "cp --parents -L /bin/sh /bin/true $(ldd /bin/sh | grep -o '/[^ ]*') root"
     make = f"mkdir -p {name}/root && cd {name} && {programs} && apptainer build small.sif root && rm -r root"
     testbed["n0"].run(make, user="ada")
-    login = Node("login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config))
+    login = Machine("login", "", (), "ada@n0", f"{name}/runs", f"{name}/data", "apptainer", str(testbed.ssh_config))
     yield Inventory(
         (login,), "slurm", is_assigned=True, settings={"partition": "debug"}, image=f"{name}/small.sif", device="cpu"
     )
@@ -42,7 +42,7 @@ def no_files_left(testbed):
 
 
 def changed(inventory, **fields):
-    return replace(inventory, nodes=(replace(inventory.nodes[0], **fields),))
+    return replace(inventory, machines=(replace(inventory.machines[0], **fields),))
 
 
 def failures(inventory, **options):
@@ -113,7 +113,7 @@ def test_host_that_just_died(inventory, testbed, monkeypatch):
 
 
 def test_ctrl_c_cancels_a_pending_job(inventory, testbed, tmp_path):
-    n0, login = testbed["n0"], inventory.nodes[0]
+    n0, login = testbed["n0"], inventory.machines[0]
     (tmp_path / "cluster.yaml").write_text(
         f"backend: slurm\nssh_config: {testbed.ssh_config}\ndevice: cpu\nimage: {inventory.image}\n"
         f"nodes:\n  login: {{login: ada@n0, run_dir: {login.run_dir}, data_dir: {login.data_dir}}}\n"

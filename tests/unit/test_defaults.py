@@ -9,7 +9,7 @@ from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
-from cluster.spec.model import Mount, local_nodes
+from cluster.spec.model import Mount, nodes_of, this_machine
 from cluster.spec.request import Request
 
 LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
@@ -254,7 +254,7 @@ def test_visible_gpus_are_those_of_cuda_visible_devices(visible, gpus):
 def test_nodes_on_one_machine_divide_its_gpus():
     here = replace(LAPTOP, gpus=(3, 1))
     made, _ = job(here, nodes="2", gpus=1)
-    assert [node.gpus for node in local_nodes(made, ["", ""])] == [(3,), (1,)]
+    assert [node.gpus for node in nodes_of(made, this_machine())] == [(3,), (1,)]
     assert job(here, nodes="2", gpus=1, device="any")[0].gpus == (3, 1)
     assert job(here, nodes="2", gpus=2, device="any")[0].gpus == ()  # too few to divide: it sees both
     assert job(here, nodes="2", gpus=1, device="cpu")[0].gpus == ()

@@ -8,7 +8,7 @@ from cluster.doctor import CHECKS, exit_code, network
 from cluster.doctor.findings import Facts, Finding, NodeFacts, judge, parse
 from cluster.doctor.network import judge_connections
 from cluster.errors import ClusterError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 
 HEALTHY = """
 user=ada
@@ -54,7 +54,7 @@ def seen(*changes, count=2, device="cuda", addresses=None, runtime="docker", **m
     nodes, facts = [], {}
     for index in range(count):
         address = addresses[index] if addresses else f"10.0.0.{index + 1}"
-        nodes.append(Node(f"n{index + 1}", address, (0, 1), f"n{index + 1}", runtime=runtime))
+        nodes.append(Machine(f"n{index + 1}", address, (0, 1), f"n{index + 1}", runtime=runtime))
         lines = HEALTHY.replace("{last}", str(index + 1))
         values = dict(parse(lines).values)
         for key, *given in changes[index : index + 1] and changes[index]:

@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.errors import UsageError
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport import files
 from cluster.transport.files import Difference
 from cluster.transport.openssh import Ssh
@@ -11,8 +11,8 @@ from cluster.transport.rsync import at, reason
 
 
 def test_a_mirror_is_below_the_data_dir_and_this_machine_needs_none():
-    assert Node("a", "10.0.0.1", login="a", data_dir="/big/data").mirror("/home/me/coco") == "/big/data/home/me/coco"
-    assert Node("here", "10.0.0.1", data_dir="/big/data").mirror("/home/me/coco") == "/home/me/coco"
+    assert Machine("a", "10.0.0.1", login="a", data_dir="/big/data").mirror("/home/me/coco") == "/big/data/home/me/coco"
+    assert Machine("here", "10.0.0.1", data_dir="/big/data").mirror("/home/me/coco") == "/home/me/coco"
 
 
 def test_differences_are_counted_and_the_first_are_named():
@@ -44,7 +44,7 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
     [("gpu-a", "gpu-a", None), ("ada@gpu-a:2222", "ada@gpu-a", "2222"), ("ada@fe80::1", "ada@[fe80::1]", None)],
 )
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
-    node = Node("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
+    node = Machine("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")
     assert at(node) == f"{host}:"
     words = Ssh(node).remote_shell()
     for option in ("StrictHostKeyChecking=yes", "RemoteCommand=none", "RequestTTY=no"):
@@ -92,4 +92,4 @@ def test_what_cannot_be_synced_is_refused_before_any_node_is_asked(folder, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad\udce9").mkdir()
     with pytest.raises(UsageError):
-        files.sync([Node("a", "10.0.0.1", login="nowhere.invalid", data_dir="/d")], folder)
+        files.sync([Machine("a", "10.0.0.1", login="nowhere.invalid", data_dir="/d")], folder)

@@ -7,7 +7,7 @@ import pytest
 from cluster.errors import UsageError
 from cluster.images import chain_ids, engine, missing, push, refuse_name
 from cluster.images.engine import Engine
-from cluster.spec.model import Node
+from cluster.spec.model import Machine
 from cluster.transport.parallel import together
 
 OURS = ("sha256:base", "sha256:packages", "sha256:code")
@@ -48,7 +48,7 @@ def test_nothing_is_sent_unless_all_nodes_can_take_the_image(monkeypatch, there,
     fits = {"program": "docker", "version": (20,), "platform": "linux/amd64", "root": "/docker", "driver": "overlay2"}
     engines = {"this machine": Engine(**fits, id="sha256:1"), "gpu-a": Engine(**fits), "gpu-b": Engine(**fits | there)}
     monkeypatch.setattr(engine, "inspect", lambda node, image: engines[node.name])
-    results = push([Node("gpu-a", ""), Node("gpu-b", "")], "trainer:0.1", pytest.fail, pytest.fail)
+    results = push([Machine("gpu-a", ""), Machine("gpu-b", "")], "trainer:0.1", pytest.fail, pytest.fail)
     assert results["gpu-a"].message == "gpu-a: nothing was sent, because of gpu-b"
     assert results["gpu-b"].message.startswith(said)
     assert results["gpu-b"].hint
@@ -61,7 +61,7 @@ def test_invalid_image_name_is_an_error(image):
     with pytest.raises(UsageError, match="not an image's name"):
         refuse_name(image)
     with pytest.raises(UsageError, match="not an image's name"):
-        push([Node("gpu-b", "", login="user@127.0.0.1:1")], image, pytest.fail, pytest.fail)
+        push([Machine("gpu-b", "", login="user@127.0.0.1:1")], image, pytest.fail, pytest.fail)
 
 
 @pytest.mark.parametrize(

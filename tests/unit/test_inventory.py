@@ -3,7 +3,7 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import inventory, schema
-from cluster.spec.model import Inventory, Mount, Node
+from cluster.spec.model import Inventory, Machine, Mount
 from cluster.transport import discovery
 
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *", "# no", "\t", "😀"]
@@ -21,10 +21,10 @@ def refused(text):
 
 def test_a_list_of_names_is_enough_and_leaves_the_rest_to_discovery():
     made = read("nodes: [gpu-a, gpu-b]")
-    nodes = tuple(Node(name, "", login=name, runtime="") for name in ("gpu-a", "gpu-b"))
+    nodes = tuple(Machine(name, "", login=name, runtime="") for name in ("gpu-a", "gpu-b"))
     assert made == Inventory(nodes, path="cluster.yaml")
     assert not inventory.is_complete(made)
-    node = Node("gpu-a", "10.0.0.5", (0,), run_dir="/data/runs", data_dir="/data/sets", runtime="docker")
+    node = Machine("gpu-a", "10.0.0.5", (0,), run_dir="/data/runs", data_dir="/data/sets", runtime="docker")
     assert inventory.is_complete(Inventory((node,)))
 
 
@@ -45,8 +45,8 @@ def test_every_key_is_read_and_a_node_overrides_the_defaults():
         """
     )
     config = "/home/ann/keys/config"
-    assert made.nodes == (
-        Node(
+    assert made.machines == (
+        Machine(
             name="gpu-a",
             address="10.0.0.5",
             gpus=(0, 1, 2, 3),
@@ -57,8 +57,8 @@ def test_every_key_is_read_and_a_node_overrides_the_defaults():
             ssh_config=config,
             labels=("a100", "rack-1"),
         ),
-        Node("gpu-b", "fd00::5", (0, 2), "bob@10.9.9.9:22", "/scratch/runs", "~/data", "podman", config),
-        Node("here", "", (0, 1, 2, 3), "", "/data/runs", "~/data", "docker", config),
+        Machine("gpu-b", "fd00::5", (0, 2), "bob@10.9.9.9:22", "/scratch/runs", "~/data", "podman", config),
+        Machine("here", "", (0, 1, 2, 3), "", "/data/runs", "~/data", "docker", config),
     )
     assert (made.image, made.device) == ("trainer:0.1", "cpu")
     # as written: YAML itself would make these 2, 493 and true
@@ -121,11 +121,11 @@ def test_an_invalid_value_is_an_error_with_its_line(text, message):
 
 def test_a_written_file_reads_back_as_the_same_inventory():
     nodes = [
-        Node("gpu-a", "10.0.0.5", (0, 1), "gpu-a", "/data/runs", "/data/data", "docker", "/k/config"),
-        Node("on", "10.0.0.6", (0, 3), "ann@h:22", "/d/a b'; echo foo", '/d/"\\', "none", "/k/config"),
+        Machine("gpu-a", "10.0.0.5", (0, 1), "gpu-a", "/data/runs", "/data/data", "docker", "/k/config"),
+        Machine("on", "10.0.0.6", (0, 3), "ann@h:22", "/d/a b'; echo foo", '/d/"\\', "none", "/k/config"),
     ]
     for number, text in enumerate(HOSTILE):
-        nodes.append(Node(str(number), f"10.0.1.{number}", (), "", f"/d/{text}x", "/d", "podman", "/k/config"))
+        nodes.append(Machine(str(number), f"10.0.1.{number}", (), "", f"/d/{text}x", "/d", "podman", "/k/config"))
     made = Inventory(tuple(nodes), device="cpu", path="cluster.yaml")
     text = schema.write(made, {"on": ["found: x\nnodes: [evil]"]}, ["head\nimage: evil"])
     assert read(text) == made
@@ -133,7 +133,7 @@ def test_a_written_file_reads_back_as_the_same_inventory():
 
 def test_hosts_are_logins_and_name_the_nodes():
     made = inventory.from_hosts("gpu-a, ann@gpu-b:2222,10.0.0.7,fd00::7")
-    assert [(node.name, node.login) for node in made.nodes] == [
+    assert [(node.name, node.login) for node in made.machines] == [
         ("gpu-a", "gpu-a"),
         ("gpu-b", "ann@gpu-b:2222"),
         ("10.0.0.7", "10.0.0.7"),
@@ -150,7 +150,7 @@ def test_invalid_hosts_are_errors(text):
 def test_hostfiles_of_mpi_deepspeed_and_horovod_are_read():
     text = "# cluster\nworker-1 slots=4\n\nworker-2 slots=2 max_slots=8  # two\r\nworker-3:8\nann@worker-4\n"
     made = inventory.from_hostfile(text, "hostfile")
-    assert [(node.name, node.login, len(node.gpus)) for node in made.nodes] == [
+    assert [(node.name, node.login, len(node.gpus)) for node in made.machines] == [
         ("worker-1", "worker-1", 4),
         ("worker-2", "worker-2", 2),
         ("worker-3", "worker-3", 8),
@@ -179,9 +179,9 @@ def test_load_reads_the_file_in_the_folder_and_none_means_this_machine(tmp_path,
     monkeypatch.chdir(tmp_path)
     assert discovery.load(BACKENDS) is None
     (tmp_path / "cluster.yaml").write_text("nodes: [a, b]")
-    assert [node.name for node in discovery.load(BACKENDS).nodes] == ["a", "b"]
-    assert [node.name for node in discovery.load(BACKENDS, hosts="c").nodes] == ["c"]
-    assert [node.name for node in discovery.load(BACKENDS, only="b").nodes] == ["b"]
+    assert [node.name for node in discovery.load(BACKENDS).machines] == ["a", "b"]
+    assert [node.name for node in discovery.load(BACKENDS, hosts="c").machines] == ["c"]
+    assert [node.name for node in discovery.load(BACKENDS, only="b").machines] == ["b"]
     with pytest.raises(UsageError, match="no node 'c'"):
         discovery.load(BACKENDS, only="a,c")
 
@@ -203,9 +203,9 @@ def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
 
 
 def test_nodes_are_chosen_by_name_or_label():
-    made = Inventory((Node("a", "", labels=("fast",)), Node("b", ""), Node("c", "", labels=("fast", "new"))))
-    assert [node.name for node in inventory.select(made, "fast").nodes] == ["a", "c"]
-    assert [node.name for node in inventory.select(made, "b,new").nodes] == ["b", "c"]
+    made = Inventory((Machine("a", "", labels=("fast",)), Machine("b", ""), Machine("c", "", labels=("fast", "new"))))
+    assert [node.name for node in inventory.select(made, "fast").machines] == ["a", "c"]
+    assert [node.name for node in inventory.select(made, "b,new").machines] == ["b", "c"]
     with pytest.raises(UsageError, match="no node 'slow'") as refused:
         inventory.select(made, "slow")
     assert "a, b, c, fast, new" in refused.value.hint
@@ -214,8 +214,8 @@ def test_nodes_are_chosen_by_name_or_label():
 def test_json_schema_has_the_keys_of_the_file():
     found = schema.json_schema(schema.file_type(BACKENDS))
     assert {"backend", "image", "nodes", "defaults", "slurm"} <= found["properties"].keys()
-    assert {"login", "gpus", "run_dir", "runtime"} <= found["$defs"]["Machine"]["properties"].keys()
-    assert found["$defs"]["Machine"]["properties"]["gpus"]["anyOf"][0] == {"minimum": 0, "type": "integer"}
+    assert {"login", "gpus", "run_dir", "runtime"} <= found["$defs"]["MachineKeys"]["properties"].keys()
+    assert found["$defs"]["MachineKeys"]["properties"]["gpus"]["anyOf"][0] == {"minimum": 0, "type": "integer"}
 
 
 @pytest.mark.parametrize("line", ["defaults: {run_dir: /r}", "ssh_config: x", "pass_env: [A]", "nodes: [a]"])

@@ -15,7 +15,7 @@ import yaml
 from cluster.agent import scripts
 from cluster.backends.kubernetes import manifests
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Mount, Node, Queue
+from cluster.spec.model import Job, Machine, Mount, Queue
 from tests.conftest import ROOT
 
 PYTHON = ROOT / ".make" / "kubernetes" / "bin" / "python"  # packaging/test.sh makes it
@@ -62,7 +62,7 @@ ALL_KEYS = {
 
 
 def job(options=None, **more):
-    queue = Queue(Node("kubernetes", "", run_dir="/runs"), options or {})
+    queue = Queue(Machine("kubernetes", "", run_dir="/runs"), options or {})
     fields = {"name": "digits", "command": ("-m", "trainer", "train"), "nodes": 2, "procs_per_node": 2}
     return Job(**{**fields, "run_root": "/home/ann/runs", "image": "trainer:0.1", "queue": queue, **more})
 

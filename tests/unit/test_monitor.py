@@ -15,7 +15,7 @@ from cluster.agent import scripts
 from cluster.backends import BACKENDS, monitor
 from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _MachinePoll
 from cluster.errors import UnreachableError
-from cluster.spec.model import Job, JobRecord, Node, NodeStatus
+from cluster.spec.model import Job, JobRecord, Machine, NodeStatus
 from cluster.store import JobStore
 from cluster.supervisor import job_state, jobs
 from cluster.transport.local import LocalShell
@@ -83,7 +83,7 @@ def test_only_a_machine_that_does_not_answer_a_poll_is_silent():
     assert poll.silent_s > 0.4
 
 
-HOSTS = tuple(Node(name, f"10.0.0.{k}", (), name, "/runs", runtime="none") for k, name in enumerate("ab"))
+HOSTS = tuple(Machine(name, f"10.0.0.{k}", (), name, "/runs", runtime="none") for k, name in enumerate("ab"))
 PLAN = BACKENDS["ssh"].plan(Job("job", ("x.py",), 2, 1, "/here", hosts=HOSTS), attempt=1, port=20000)
 
 
@@ -238,7 +238,7 @@ class Watched:
     """The real polling script for the node n0, as a NodeMonitor sees it."""
 
     def __init__(self, folder):
-        nodes = (Node("n0", "10.0.0.1", (), "n0", "/runs", runtime="none"),)
+        nodes = (Machine("n0", "10.0.0.1", (), "n0", "/runs", runtime="none"),)
         self.plan = BACKENDS["ssh"].plan(Job("job", ("x.py",), 1, 1, "/here", hosts=nodes), attempt=1, port=20000)
         self.monitor = NodeMonitor(lambda plan, node: {"n0": status_of(folder)})
 
@@ -289,10 +289,10 @@ def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
         for attempt in ("1", "2")
     )
     with first, second:
-        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30, attempt=1)
+        monitor.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30, attempt=1)
         assert first.wait(10) == -signal.SIGTERM
         assert second.poll() is None
-        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30)
+        monitor.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30)
         assert second.wait(10) == -signal.SIGTERM
 
 
@@ -302,7 +302,7 @@ def test_agents_find_the_grace_before_the_signal(tmp_path, monkeypatch):
     job = f"grace-{os.getpid()}"
     with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
         assert wait_until((tmp_path / "begun").exists)
-        monitor.stop(Node("n0", "", ()), job, 20.5, (), timeout_s=30, folder=str(tmp_path))
+        monitor.stop(Machine("n0", "", ()), job, 20.5, (), timeout_s=30, folder=str(tmp_path))
         process.wait(10)
     assert (tmp_path / "seen").read_text() == "21\n"
 
@@ -368,6 +368,6 @@ def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
     job = f"stop-{os.getpid()}"
     with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
         assert wait_until((tmp_path / "begun").exists)
-        monitor.stop(Node("n0", "", ()), job, 0.5, (), timeout_s=30)
+        monitor.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30)
         process.wait(10)
     assert (tmp_path / "ended").exists()

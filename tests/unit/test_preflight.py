@@ -6,12 +6,11 @@ import pytest
 
 from cluster.backends import BACKENDS, preflight
 from cluster.errors import GpusHeldError, NameTakenError, PortTakenError, UsageError
-from cluster.runtimes import BARE
-from cluster.spec.model import Job, Node
+from cluster.spec.model import Job, Machine
 from cluster.transport.local import LocalShell
 
 HOSTS = tuple(
-    Node(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker") for k, name in enumerate("ab")
+    Machine(name, f"10.0.0.{k}", (0, 1), login=name, run_dir="/r", runtime="docker") for k, name in enumerate("ab")
 )
 PLAN = BACKENDS["ssh"].plan(
     Job("job", ("-m", "trainer"), 2, 2, "/runs", image="trainer:0.1", hosts=HOSTS), attempt=1, port=20000
@@ -45,7 +44,7 @@ def test_compatibility_libraries_of_the_image_make_an_older_driver_sufficient():
 
 
 def test_the_hint_for_a_missing_path_is_sync_or_with_runtime_none_a_common_disk():
-    node = Node("b", "", (), "ann@b", "/runs", "/data", "docker")
+    node = Machine("b", "", (), "ann@b", "/runs", "/data", "docker")
     assert node.hint_for_missing("/data/home/ann/coco") == "clusterctl sync /home/ann/coco"
     assert "provide the same path there" in replace(node, runtime="none").hint_for_missing("/home/ann/coco")
 
@@ -91,7 +90,7 @@ def test_one_error_lists_all_problems_else_the_conflicts_of_one_kind():
 
 
 def test_this_machine_in_an_inventory_is_checked_like_the_others():
-    box = Node("box", "10.0.0.7", (0, 1), run_dir="/r", runtime="none")
+    box = Machine("box", "10.0.0.7", (0, 1), run_dir="/r", runtime="none")
     plan = BACKENDS["ssh"].plan(
         Job("job", ("-m", "trainer"), 2, 2, "/runs", hosts=(box, HOSTS[1])), attempt=1, port=20000
     )
@@ -107,7 +106,7 @@ def test_this_machine_in_an_inventory_is_checked_like_the_others():
 def test_a_run_directory_without_space_is_reported_despite_its_permissions(tmp_path, limit, lines):
     """A file size limit of 0 acts as a full disk."""
     plan = replace(PLAN, job=replace(PLAN.job, device="cpu", python="true"))
-    *bash, text, name = preflight.command(plan, Node("n", "", run_dir=str(tmp_path / "runs")), BARE)
+    *bash, text, name = preflight.command(plan, Machine("n", "", run_dir=str(tmp_path / "runs")))
     done = LocalShell().run([*bash, f"ulimit -f {limit}; trap '' XFSZ\n{text}", name], timeout_s=60)
     assert done.out.splitlines() == [f"{each}{tmp_path / 'runs'}" for each in lines]
     assert list((tmp_path / "runs").iterdir()) == []

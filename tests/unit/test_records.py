@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cluster.backends import BACKENDS
 from cluster.cli.main import app
 from cluster.errors import ClusterError, UsageError
-from cluster.spec.model import Job, JobRecord, Node, Queue
+from cluster.spec.model import Job, JobRecord, Machine, Queue
 from cluster.store import JobStore, Watcher
 from cluster.supervisor.launcher import _unknown_gpus, gpus_in_use
 from cluster.web.server import Server
@@ -23,8 +23,8 @@ from cluster.web.server import Server
 
 def record(name, created_at=1.0, backend="compose"):
     queues = {
-        "slurm": Queue(Node("login", "", login="ann@cluster", runtime="apptainer"), {"time": "1:00:00"}),
-        "kubernetes": Queue(Node("kubernetes", "", run_dir="/runs"), {"limits": {"memory": "4Gi"}}),
+        "slurm": Queue(Machine("login", "", login="ann@cluster", runtime="apptainer"), {"time": "1:00:00"}),
+        "kubernetes": Queue(Machine("kubernetes", "", run_dir="/runs"), {"limits": {"memory": "4Gi"}}),
     }
     job = Job(name, ("x.py",), 2, 2, "/runs", image="trainer:0.1", queue=queues.get(backend))
     return JobRecord(BACKENDS[backend].plan(job, attempt=1, port=20000), created_at, job)

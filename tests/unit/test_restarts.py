@@ -9,12 +9,12 @@ import pytest
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
 from cluster.spec import slurm
-from cluster.spec.model import Job, Node, NodeStatus, Queue
+from cluster.spec.model import Job, Machine, NodeStatus, Queue
 from cluster.supervisor import job_state, restarts
 
 ROOT = Path(__file__).parents[2]
-HOSTS = tuple(Node(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b")))
-SPARES = tuple(Node(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d")))
+HOSTS = tuple(Machine(name, f"10.0.0.{index}", login=name, run_dir="/r") for index, name in enumerate(("a", "b")))
+SPARES = tuple(Machine(name, f"10.0.1.{index}", login=name, run_dir="/r") for index, name in enumerate(("c", "d")))
 JOB = Job("job", ("-m", "trainer"), 2, 1, "/runs", hosts=HOSTS, spares=SPARES, max_restarts=2)
 PLAN = BACKENDS["ssh"].plan(JOB, attempt=1, port=20000)
 
@@ -79,7 +79,7 @@ def test_the_table_of_the_docs_has_the_rules():
 
 
 def test_a_batch_script_requeues_after_the_ends_that_the_rules_name():
-    job = replace(JOB, hosts=(), spares=(), queue=Queue(Node("login", "", login="ann@login", run_dir="/r"), {}))
+    job = replace(JOB, hosts=(), spares=(), queue=Queue(Machine("login", "", login="ann@login", run_dir="/r"), {}))
     (text,) = BACKENDS["slurm"].plan(job, attempt=1, port=0).steps[0].files.values()
     (words,) = re.findall("^requeue_after='(.*)'$", text, re.MULTILINE)
     assert words.split() == [rule.on_slurm for rule in restarts.RULES if rule.on_slurm]
@@ -126,12 +126,12 @@ AWAY = UnreachableError("b: does not answer")
     ],
 )
 def test_spares_take_the_places_of_lost_nodes(state, names):
-    assert "".join(node.name for node in restarts.choose(JOB, HOSTS, state)) == names
+    assert "".join(node.name for node in restarts.choose(JOB, state)) == names
 
 
 def test_fewer_nodes_only_with_min_nodes():
     state = WELL | {"a": AWAY, "c": AWAY, "d": AWAY}
-    assert [node.name for node in restarts.choose(replace(JOB, min_nodes=1), HOSTS, state)] == ["b"]
+    assert [node.name for node in restarts.choose(replace(JOB, min_nodes=1), state)] == ["b"]
 
 
 def test_a_node_that_does_not_answer_is_not_late():

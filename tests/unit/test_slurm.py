@@ -14,11 +14,11 @@ from cluster.backends import BACKENDS
 from cluster.backends import slurm as slurm_backend
 from cluster.errors import UsageError
 from cluster.spec import slurm
-from cluster.spec.model import Job, Node, NodeStatus, Queue
+from cluster.spec.model import Job, Machine, NodeStatus, Queue
 from cluster.spec.request import Request
 from cluster.supervisor import job_state, restarts
 
-LOGIN = Node("login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none")
+LOGIN = Machine("login", "", login="ann@cluster", run_dir="/shared/runs", data_dir="/shared/data", runtime="none")
 JOB = Job(
     "digits", ("-m", "trainer", "train"), 2, 2, "/home/ann/runs", device="cpu", queue=Queue(LOGIN), max_restarts=3
 )

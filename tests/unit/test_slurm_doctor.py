@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from cluster.doctor import slurm
-from cluster.spec.model import Job, Node, Queue
+from cluster.spec.model import Job, Machine, Queue
 
-LOGIN = Node("login", "", (), "ann@login", "/shared/runs", "/shared/data", "apptainer")
+LOGIN = Machine("login", "", (), "ann@login", "/shared/runs", "/shared/data", "apptainer")
 
 
 def job(nodes=2, gpus=1, device="cpu", runtime="apptainer", **options):

@@ -27,7 +27,7 @@ from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, JOB_LABEL, MANA
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
-from cluster.spec.model import WORKDIR, Inventory, Job, JobRecord, Node, NodeStatus, Plan
+from cluster.spec.model import WORKDIR, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
 from cluster.transport import Completed, parallel
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible
@@ -132,9 +132,9 @@ class KubernetesBackend(Backend):
         self._skipped: dict[str, list[str]] = {}
         self._lock = threading.Lock()
 
-    def login_node(self, image: str) -> Node:
+    def login_node(self, image: str) -> Machine:
         """Return what all nodes of a job have in common: they have no login, and these folders in their pods."""
-        return Node("kubernetes", "", run_dir=manifests.RUNS, data_dir=manifests.INPUTS)
+        return Machine("kubernetes", "", run_dir=manifests.RUNS, data_dir=manifests.INPUTS)
 
     def settings(self, listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:
         """Return the section with the settings of the command line. Raise UsageError for an invalid one."""
@@ -291,12 +291,9 @@ class KubernetesBackend(Backend):
 
     def notes(self, job: Job) -> list[str]:
         """Return sentences about lost files, and about checks that were skipped."""
-        where = (
-            ""
-            if manifests.options_of(job).runs.is_persistent
-            else "runs: names no volume, so a pod that is lost loses its files"
-        )
-        return [*filter(None, [where]), *self._skipped.get(job.name, ())]
+        is_kept = manifests.options_of(job).runs.is_persistent
+        lost = () if is_kept else ("runs: names no volume, so a pod that is lost loses its files",)
+        return [*lost, *self._skipped.get(job.name, ())]
 
     def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
         """Return the jobs that have objects in the namespace."""
@@ -422,12 +419,12 @@ class KubernetesBackend(Backend):
         labels = {pod["metadata"]["name"]: pod["metadata"]["labels"] for pod in running}
         text = scripts.text(f"backends/kubernetes/in_pod/{script}.py")
 
-        def run(pod: Node) -> Completed:
-            attempt, rank = labels[pod.name][ATTEMPT_LABEL], labels[pod.name][RANK_LABEL]
-            node = f"{plan.dir_on(plan.nodes[0])}/attempt-{attempt}/node-{rank}"
-            return client.exec(pod.name, [plan.job.python, "-c", text, node, *words])
+        def run(pod: str) -> Completed:
+            attempt, rank = labels[pod][ATTEMPT_LABEL], labels[pod][RANK_LABEL]
+            node = f"{plan.dir_on(plan.nodes[0].machine)}/attempt-{attempt}/node-{rank}"
+            return client.exec(pod, [plan.job.python, "-c", text, node, *words])
 
-        return parallel.each([Node(name, "") for name in labels], run)
+        return parallel.each([*labels], run)
 
     def _collect(self, plan: Plan, client: Kubectl, skip: Collection[str]) -> list[str]:
         """Copy the results from the first pod that answers, of the others only the ranks' logs."""
@@ -441,20 +438,20 @@ class KubernetesBackend(Backend):
         if not readable:
             why = "their machines do not answer" if skip else "no container of the job runs any more"
             return [f"not copied: the files of the pods cannot be read, because {why}"]
-        folder, python = plan.dir_on(plan.nodes[0]), plan.job.python
+        folder, python = plan.dir_on(plan.nodes[0].machine), plan.job.python
 
-        def copy(pod: Node) -> None:
-            logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod.name].name}"
-            fetch = partial(files.fetch, client, pod.name, python)
-            if pod.name != readable[0]:
+        def copy(pod: str) -> None:
+            logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod].name}"
+            fetch = partial(files.fetch, client, pod, python)
+            if pod != readable[0]:
                 fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}")
                 return
             fetch(folder, plan.run_dir, excluded=(*monitor._STATE, f"/{WORKDIR}"))
             if plan.workdir:
-                since = states[pod.name].started_at
+                since = states[pod].started_at
                 fetch(plan.workdir, f"{plan.run_dir}/{WORKDIR}", since=since, compare=plan.workdir)
 
-        copied = interruptible(lambda: parallel.each([Node(name, "") for name in readable], copy))
+        copied = interruptible(lambda: parallel.each(readable, copy))
         failures = [f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)]
         if not failures:
             with suppress(OSError):

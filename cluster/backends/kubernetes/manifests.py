@@ -18,7 +18,7 @@ from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Mount, Node, Plan, Step
+from cluster.spec.model import Job, Mount, Node, Plan, Step, nodes_of
 
 Document = dict[str, Any]
 
@@ -50,7 +50,7 @@ def plan(job: Job, *, attempt: int, port: int) -> Plan:
     """Return a plan with one step: the manifest, and the command that creates its objects. Raises UsageError."""
     assert job.queue is not None
     options = options_of(job)
-    nodes = tuple(replace(job.queue.login, name=f"node-{rank}") for rank in range(job.nodes))
+    nodes = nodes_of(job, job.queue.login)
     made = Plan(job, attempt, "kubernetes", nodes, master(job, attempt), port)
     file = f"{made.attempt_dir}/pods.yaml"
     head = comment(job, options, attempt=attempt)

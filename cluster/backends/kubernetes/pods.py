@@ -154,7 +154,7 @@ class PodWatch:
 
     def _ask(self, kubectl: Kubectl) -> NodeStatus:
         at = self._copied
-        name = f"{self._plan.dir_on(self._plan.nodes[0])}/attempt-{self._plan.attempt}/{self.name}"
+        name = f"{self._plan.dir_on(self._plan.nodes[0].machine)}/attempt-{self._plan.attempt}/{self.name}"
         script = scripts.text("backends/kubernetes/in_pod/poll.py")
         words = [self._plan.job.python, "-c", script, name, str(at - self._begin), str(monitor.LOG_CHUNK)]
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
