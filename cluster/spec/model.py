@@ -290,7 +290,8 @@ class NodeStatus:
     `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
     heartbeat of that agent: clocks differ, and are set.
-    `is_final`: the node could not start, and another attempt could not, either.
+    `is_final`: the node could not start, and another attempt could not, either. `starts_over`: what was seen of it
+    before no longer holds, because the attempt has given its machines back and starts again later.
     """
 
     node: str
@@ -306,6 +307,7 @@ class NodeStatus:
     events: tuple[dict[str, Any], ...] = ()
     heartbeat: float = 0.0
     is_final: bool = False
+    starts_over: bool = False
 
 
 @dataclass(frozen=True)

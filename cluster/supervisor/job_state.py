@@ -19,7 +19,7 @@ RETURN_S = 60.0
 #: after which the monitor calls a machine lost, so a dead machine gets no benefit from the last step before its end.
 _STEPPING_S = 4.0
 
-#: A phase changes only to a later one.
+#: A phase changes only to a later one, because squeue's answer may be old, unless the node starts over.
 _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
 
 
@@ -187,8 +187,9 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
         node.note = "; ".join(texts) or (f"exit {status.exit_code}" if status.phase == "exited" else "")
         node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
         node.where, node.failure, node.is_final = status.where, status.failure, status.is_final
-    elif _ORDER[status.phase] > _ORDER[node.phase]:
+    elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):
         node.phase, node.since, node.note = status.phase, now, status.detail
+        node.reached = node.reached and not status.starts_over
     elif status.detail:
         node.note = status.detail
 

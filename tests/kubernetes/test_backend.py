@@ -1,18 +1,23 @@
 """The backend on a real cluster: jobs, what they wait for, and faults. Each test sees what a user would read."""
 
+import json
 import os
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from cluster.backends import logs
-from cluster.backends.kubernetes import KubernetesBackend
+from cluster.backends.base import FoundJob
+from cluster.backends.kubernetes import KubernetesBackend, pods
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Inventory, Job, JobRecord, Machine, Mount, Plan, Queue
 from cluster.supervisor import job_state
+from tests.conftest import wait_until
 
 pytestmark = pytest.mark.kubernetes
 
@@ -267,6 +272,7 @@ def test_a_half_started_job_gives_its_machine_back(start, fault):
     options = {"half_started_s": 3}
     run = start("half", device="cuda", procs_per_node=2, options=options, user="admin")
     run.until(lambda run: any("only 1 of 2 pods found a machine" in note for note in run.notes))
+    run.until(lambda run: all(said.startswith("pending: 1 of 2 pods had a machine") for said in run.said))
     fault("free", "n0")
     assert run.until_ended().verdict == "done"
 
@@ -279,3 +285,70 @@ def test_stop_lets_the_ranks_write_and_collects(start, tmp_path):
     assert (tmp_path / "stopped" / "saved").read_text() == "s"
     with pytest.raises(UsageError, match="does not exist"):
         run.backend.exec(JobRecord(run.plan, 0, run.job), run.plan.nodes[0], ["ls"], tty=False)
+
+
+#: A pod on a machine that has no kubelet: as if a kubelet had missed its deletion.
+GHOST = """
+apiVersion: v1
+kind: Node
+metadata: {name: ghost}
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: missed-a1-0
+  namespace: ada
+  labels: {app.kubernetes.io/managed-by: clusterctl, clusterctl/job: missed, clusterctl/attempt: "1"}
+spec:
+  nodeName: ghost
+  containers: [{name: node, image: pause:0.1}]
+"""
+
+
+@pytest.fixture
+def missed(kubectl):
+    """Return a function that gives the pod of a job this state of its container."""
+    kubectl("create", "--filename=-", text=GHOST)
+
+    def has(phase, state):
+        pod = json.loads(kubectl("get", "pod", "missed-a1-0", "--namespace", "ada", "--output", "json"))
+        container = {"name": "node", "image": "pause:0.1", "imageID": "", "ready": False, "restartCount": 0}
+        pod["status"] = {"phase": phase, "containerStatuses": [{**container, "state": state}]}
+        kubectl("replace", "--raw", "/api/v1/namespaces/ada/pods/missed-a1-0/status", "-f-", text=json.dumps(pod))
+
+    yield has
+    kubectl("delete", "node", "ghost")
+    force = ("--grace-period=0", "--force", "--ignore-not-found")
+    kubectl("delete", "pod", "missed-a1-0", "--namespace", "ada", *force)
+
+
+def test_a_kubelet_that_has_missed_a_deletion_is_asked_again(missed, kubectl, monkeypatch):
+    missed("Running", {"running": {"startedAt": "2026-01-01T00:00:00Z"}})
+    monkeypatch.setattr(pods, "MISSED_S", 1.0)
+    seen = []
+
+    def grace():
+        words = ("get", "pod", "missed-a1-0", "--namespace", "ada", "--ignore-not-found")
+        found = kubectl(*words, "--output", "jsonpath={.metadata.deletionGracePeriodSeconds}")
+        seen.extend([found] if found and found not in seen else [])
+        return seen
+
+    with removal(kubectl, monkeypatch) as remover:
+        assert wait_until(lambda: grace() == ["5", "2", "1"], timeout_s=60)
+        assert remover.is_alive()  # a container that runs is not removed by force
+        missed("Failed", {"terminated": {"exitCode": 143, "finishedAt": "2026-01-01T00:00:00Z"}})
+        remover.join(WAIT_S)
+    assert not kubectl("get", "pods", "--namespace", "ada", "--output", "name")
+
+
+@contextmanager
+def removal(kubectl, monkeypatch):
+    """A thread that removes the job `missed`, as `clusterctl gc` does."""
+    monkeypatch.setenv("PATH", f"{kubectl.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig("ada")))
+    backend = KubernetesBackend()
+    cluster = Inventory((backend.login_node(""),), backend.name, is_assigned=True)
+    remover = threading.Thread(target=backend.remove, args=(cluster, FoundJob(backend.name, "missed", False, {})))
+    remover.start()
+    yield remover
+    assert not remover.is_alive()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from cluster.backends import BACKENDS
@@ -151,6 +153,19 @@ def test_the_rendezvous_timeout_excludes_the_queue():
     view = fold(view, running(), [], 5010.0)
     assert judge(view, 5059.0, 60) == "waiting"
     assert judge(view, 5061.0, 60) == "late"
+
+
+def test_a_node_that_starts_over_is_pending_again():
+    """An attempt that gave its machines back: without the mark, pending is an old answer of squeue."""
+    joined = [NodeStatus("node-0", "ready"), NodeStatus("node-1", "pending", detail="no machine is free")]
+    view = fold(job_state.start(PLAN, 0.0), joined, [joining(0, 1.0, reachable=True)], 1.0)
+    waiting = [NodeStatus(node.name, "pending", detail="tries again in 5 s") for node in PLAN.nodes]
+    assert [node.phase for node in fold(view, waiting, [], 2.0).nodes] == ["ready", "pending"]
+    view = fold(view, [replace(status, starts_over=True) for status in waiting], [], 3.0)
+    assert [(node.phase, node.note, node.reached) for node in view.nodes] == [
+        ("pending", "tries again in 5 s", False)
+    ] * 2
+    assert view.nodes[0].since == 3.0
 
 
 def test_the_rendezvous_timeout_starts_after_the_last_setup():

@@ -344,6 +344,25 @@ def test_pods_wait_for_files_exactly_if_there_are_files_to_send(more, paths):
             assert mounted(pod, path)[1].get("readOnly", False) == (path == "/data")
 
 
+@pytest.mark.parametrize("mounts", [(DATA,), ()], ids=["data", "no data"])
+def test_a_volume_for_runs_keeps_each_nodes_working_directory(mounts):
+    """The job's own name and node, below the folder that the section names; its path may have spaces."""
+    runs = {"claim": "runs", "sub_path": "of ann"}
+    made = job({"runs": runs}, workdir="/home/ann/my p", copies_workdir=True, mounts=mounts)
+    for rank, pod in enumerate(pods(made)):
+        claim, mount = mounted(pod, "/home/ann/my p")
+        assert claim == {"persistentVolumeClaim": {"claimName": "runs"}}
+        assert mount["subPath"] == f"of ann/digits/workdir/node-{rank}"
+        assert [mounted(pod, each.target)[1]["subPath"] for each in mounts] == ["home/ann/data"] * len(mounts)
+        (waiting,) = pod["spec"]["initContainers"]
+        assert mounted(pod, "/runs", waiting)[1]["subPath"] == "of ann"
+        assert f"mkdir -p /runs/digits/workdir/node-{rank} " in waiting["command"][-1]
+        assert mounted(pod, "/inputs", waiting)[0] == {"emptyDir": {}}
+    text = manifests.plan(made, attempt=1, port=29500).steps[0].files.popitem()[1]
+    assert "tar -C '/home/ann/my p' -c . | " in text
+    assert "-- tar -x -C /runs/digits/workdir/node-${pod##*-}" in text
+
+
 @pytest.mark.parametrize("ends", ["files", "SIGTERM"])
 def test_the_init_container_waits_for_the_files_and_obeys_sigterm(tmp_path, ends):
     (container,) = pods(job(mounts=(DATA,)))[0]["spec"]["initContainers"]

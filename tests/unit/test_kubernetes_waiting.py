@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends.kubernetes import waiting
+from cluster.backends.kubernetes import pods, waiting
+from cluster.spec.model import NodeStatus
 
 PODS = json.loads(Path(__file__).with_name("kubernetes_pods.json").read_text())
 
@@ -87,6 +88,14 @@ def test_a_deleted_pod_says_who_deleted_it():
     assert waiting.gone("node-0", [preempted]).detail == "it was preempted: Preempted by default/hi-0 on node n0"
     assert waiting.gone("node-0").detail == "its pod was deleted"
     assert observed("running").deleted == ""
+
+
+def test_a_deleted_pod_that_has_failed_without_a_reason_was_deleted():
+    state = observed("deleted")
+    failed = NodeStatus("node-0", "lost", detail=waiting.FAILED)
+    assert pods._if_deleted(failed, state).detail == "its pod was deleted"
+    evicted = NodeStatus("node-0", "lost", detail="it was evicted")
+    assert pods._if_deleted(evicted, state).detail == "it was evicted"
 
 
 def test_later_versions_name_the_disruption():

@@ -42,6 +42,8 @@ _NO_PUSH = (
 OURS = f"{MANAGED_BY}=clusterctl"
 #: The files on this machine with what the pods get: the working directory as it was at the launch, and what is where.
 _INPUTS_TAR, _INPUTS = "inputs.tar", "inputs.json"
+#: The name in that archive of a working directory that a volume keeps. It is no path, so nothing else is below it.
+_KEPT = ".workdir"
 #: The file in an attempt's folder on this machine that says that its results are here.
 _COLLECTED = "collected"
 #: Time for Kubernetes to remove a pod after its grace period.
@@ -91,7 +93,7 @@ class _Transfer:
         """Whether its thread runs."""
         return self.thread is not None and self.thread.is_alive()
 
-    def start(self, client: Kubectl, pod: str, python: str, parts: Sequence[files.Part]) -> None:
+    def start(self, client: Kubectl, pod: str, python: str, parts: Sequence[files.Part], kept: Sequence[str]) -> None:
         """Send in a thread, because the other nodes of a job must be watched in that time."""
 
         def count(sent: int) -> None:
@@ -99,7 +101,7 @@ class _Transfer:
 
         def send() -> None:
             try:
-                files.send(client, pod, python, parts, count)
+                files.send(client, pod, python, parts, count, kept)
                 self.is_done = True
             except ClusterError as error:
                 self.error = error
@@ -197,7 +199,7 @@ class KubernetesBackend(Backend):
     def send_files(
         self, job: Job, plan: Plan, sizes: Mapping[str, int] | None, earlier: Sequence[str], report: Report
     ) -> list[str]:
-        """Keep the working directory as it is now. `tend` sends it, and the mounted files, once a pod has a machine.
+        """Keep the working directory as it is at the launch. Once a pod has a machine, `tend` sends it, and the mounts.
 
         `sizes` are the files of the working directory. Returns sentences for the user. Raises ClusterError.
         """
@@ -207,7 +209,11 @@ class KubernetesBackend(Backend):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if sizes is not None and plan.workdir in targets:
-                parts.append(files.keep(plan.workdir, sizes, targets[plan.workdir], folder / _INPUTS_TAR))
+                archive = folder / _INPUTS_TAR
+                if plan.attempt > 1 and archive.exists():  # a restart gets the files of the launch
+                    parts.append(files.Part(str(archive), is_archive=True))
+                else:
+                    parts.append(files.keep(plan.workdir, sizes, targets[plan.workdir], archive))
             if parts:
                 (folder / _INPUTS).write_text(json.dumps([asdict(part) for part in parts]) + "\n")
         except OSError as error:
@@ -222,6 +228,8 @@ class KubernetesBackend(Backend):
         plan, options = record.plan, manifests.options_of(record.job)
         attempt, client = self._known(plan), _client(plan)
         self._send_inputs(plan, attempt, client)
+        pairs = [*zip(attempt.watches, attempt.states, strict=False)]
+        _ask_again(client, {watch.pod: state for watch, state in pairs if watch.misses_deletion(state)})
         retries = attempt.retries
         if retries.is_waiting:
             return self._try_again(plan, attempt, client)
@@ -334,8 +342,8 @@ class KubernetesBackend(Backend):
         attempt = self._known(plan)
         with attempt.lock:
             if attempt.retries.is_waiting:
-                detail = attempt.retries.detail
-                return {node.name: NodeStatus(node.name, "pending", detail=detail) for node in plan.nodes}
+                waits = NodeStatus("", "pending", detail=attempt.retries.detail, starts_over=True)
+                return {node.name: replace(waits, node=node.name) for node in plan.nodes}
             if time.monotonic() - attempt.polled_at >= pods.INTERVAL_S:
                 statuses, attempt.states = pods.poll(_client(plan), attempt.watches, _selector(plan))
                 attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
@@ -360,7 +368,9 @@ class KubernetesBackend(Backend):
             parts = _kept_parts(plan)
             transfer = transfer or _Transfer(sum(part.size for part in parts))
             attempt.transfers[watch.name] = transfer
-            transfer.start(client, watch.pod, plan.job.python, parts)
+            kept = manifests.kept_workdir(plan.job, manifests.options_of(plan.job), watch.name)
+            words = [_KEPT, kept, str(plan.attempt)] if kept else []
+            transfer.start(client, watch.pod, plan.job.python, parts, words)
 
     def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
         """Create the pods of the attempt again, if it is time."""
@@ -462,21 +472,34 @@ class KubernetesBackend(Backend):
 
 
 def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_GRACE_S) -> None:
-    """Delete objects, and wait until the pods are gone; by force those whose machine does not end them."""
+    """Delete objects, and wait until the pods are gone; by force those whose machine does not end them.
+
+    A kubelet may miss a deletion: it is asked again. While it answers, a container that runs is never removed by force,
+    because it could go on writing.
+    """
     client.delete(kinds, selector, grace_s=grace_s)
     clock = monitor.AwakeClock()
-    until = clock() + grace_s + _REMOVAL_S
+    until, ask_at = clock() + grace_s + _REMOVAL_S, clock() + grace_s + pods.MISSED_S
     while left := client.get("pods", selector):
-        names = [pod["metadata"]["name"] for pod in left]
-        lost = [pod["metadata"]["name"] for pod in left if waiting.observed("", pod).host_is_silent]
+        states = {pod["metadata"]["name"]: waiting.observed("", pod) for pod in left}
+        lost = [name for name, state in states.items() if state.host_is_silent]
         if clock() > until - _REMOVAL_S:  # nothing runs in these, and a kubelet may take a minute to say so
-            lost += [pod["metadata"]["name"] for pod in left if pod["status"].get("phase") == "Pending"]
+            lost += [name for name, state in states.items() if not state.runs]
         if lost:
             client.delete("pods", *lost, force=True)
         elif clock() > until:
-            hint = f"kubectl delete pods {' '.join(names)} --grace-period=0 --force"
-            raise ClusterError(f"kubernetes: these pods do not end: {', '.join(names)}", hint)
+            hint = f"kubectl delete pods {' '.join(states)} --grace-period=0 --force"
+            raise ClusterError(f"kubernetes: these pods do not end: {', '.join(states)}", hint)
+        elif clock() > ask_at:
+            ask_at += pods.MISSED_S
+            _ask_again(client, states)
         time.sleep(_DELETE_POLL_S)
+
+
+def _ask_again(client: Kubectl, deleted: Mapping[str, waiting.PodState]) -> None:
+    """Delete pods again that have been deleted. Only a shorter grace period is news to a kubelet."""
+    for name, state in deleted.items():
+        client.delete("pods", name, grace_s=max(1, state.grace_s // 2))
 
 
 def _attempt(plan: Plan) -> _Attempt:
@@ -539,7 +562,9 @@ def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _input_targets(plan: Plan) -> dict[str, str]:
     """Return where the pods expect files of this machine: the folder in the volume, by the path in the container."""
-    return {mount.target: manifests.input_path(mount) for mount in manifests.inputs(plan.job)}
+    targets = {mount.target: manifests.input_path(mount) for mount in manifests.inputs(plan.job)}
+    is_kept = manifests.kept_workdir(plan.job, manifests.options_of(plan.job), "")
+    return targets | ({plan.workdir: _KEPT} if is_kept else {})
 
 
 def _kept_parts(plan: Plan) -> list[files.Part]:

@@ -83,12 +83,20 @@ def keep(folder: str, names: Iterable[str], target: str, file: Path) -> Part:
     return Part(str(file), is_archive=True)
 
 
-def send(kubectl: Kubectl, pod: str, python: str, parts: Sequence[Part], sent: Callable[[int], None]) -> int:
+def send(
+    kubectl: Kubectl,
+    pod: str,
+    python: str,
+    parts: Sequence[Part],
+    sent: Callable[[int], None],
+    kept: Sequence[str] = (),
+) -> int:
     """Unpack files into the waiting init container of a pod, which then ends. Return their number.
 
-    `sent` is called with the bytes so far. Raises ClusterError; the container then still waits.
+    `sent` is called with the bytes so far. `kept` are the last arguments of in_pod/unpack.py, for a folder that
+    outlives the pod. Raises ClusterError; the container then still waits.
     """
-    argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/unpack.py"), INPUTS, COMPLETE]
+    argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/unpack.py"), INPUTS, COMPLETE, *kept]
     with kubectl.piped(pod, argv, container=RECEIVER) as process:
         with suppress(BrokenPipeError):  # what it says of the reason comes below
             counted = _Counted(process.stdin, sent)

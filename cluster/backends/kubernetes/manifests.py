@@ -18,7 +18,7 @@ from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
 from cluster.errors import UsageError
-from cluster.spec.model import Job, Mount, Node, Plan, Step, nodes_of
+from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step, nodes_of
 
 Document = dict[str, Any]
 
@@ -29,6 +29,8 @@ ATTEMPT_LABEL, RANK_LABEL = "clusterctl/attempt", "clusterctl/rank"
 RUNS = "/runs"
 #: The container of a node's ranks, and the init container that waits for files of the launching machine.
 NODE_CONTAINER, FILES_CONTAINER = "node", "files"
+#: The volume of the run directories.
+RUNS_VOLUME = "runs"
 #: The volume of those files, where the init container has it, and the file that says that all have arrived.
 INPUTS_VOLUME, INPUTS = "inputs", "/inputs"
 COMPLETE = f"{INPUTS}/.complete"
@@ -165,6 +167,14 @@ def inputs(job: Job) -> tuple[Mount, ...]:
     return (*workdir, *(mount for mount in job.mounts if mount.synced))
 
 
+def kept_workdir(job: Job, options: Options, node: str) -> str:
+    """Return where the volume of `runs` keeps a node's working directory, so that it outlives the pod; "" if nowhere.
+
+    Each node has its own: two nodes that write a file of the same name must not share it.
+    """
+    return f"{RUNS}/{job.name}/{WORKDIR}/{node}" if job.copies_workdir and options.runs.is_persistent else ""
+
+
 def input_path(mount: Mount) -> str:
     """Return where the volume has a file or folder of this machine: at its path here, without the first '/'."""
     return mount.source.strip("/") or "."
@@ -184,11 +194,14 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
         lines.append(f"The pods need a Secret with {', '.join(job.secrets)}; FILE has lines NAME=VALUE:")
         lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
     if inputs(job):
-        paths = shlex.join(input_path(mount) for mount in inputs(job))
+        kept = kept_workdir(job, options, "node-${pod##*-}")
+        paths = shlex.join(input_path(each) for each in inputs(job) if not (kept and each.target == job.workdir))
         pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
         lines.append("The pods wait for files of this machine. Once their init containers run:")
         lines.append(f"  for pod in {pods}; do")
-        lines.append(f"    tar -C / -c -- {paths} | {command} exec -i $pod -c {FILES_CONTAINER} -- tar -C {INPUTS} -x")
+        unpack = f"{command} exec -i $pod -c {FILES_CONTAINER} -- tar -x -C"
+        lines += [f"    tar -C / -c -- {paths} | {unpack} {INPUTS}"] if paths else []
+        lines += [f"    tar -C {shlex.quote(job.workdir)} -c . | {unpack} {kept}"] if kept else []
         lines.append(f"    {command} exec $pod -c {FILES_CONTAINER} -- touch {COMPLETE}")
         lines.append("  done")
     return lines
@@ -207,7 +220,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         made["metadata"]["labels"] |= {_QUEUE_LABEL: options.kueue_queue, _GROUP_LABEL: service}
         group = {_GROUP_COUNT: str(job.nodes), _GROUP_RETRIES: "false"}
         made["metadata"]["annotations"] = {**made["metadata"].get("annotations", {}), **group}
-    volumes, mounts = _volumes(job, options, attempt)
+    volumes, mounts = _volumes(job, options, rank, attempt)
     spec: Document = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -223,7 +236,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         "tolerations": _tolerations(job, options),
         "securityContext": _pod_security(options.security_context),
         "terminationGracePeriodSeconds": math.ceil(job.grace_s + contract.GRACE_MARGIN_S),
-        "initContainers": [_files_container(job, options)] if inputs(job) else [],
+        "initContainers": [_files_container(job, options, rank)] if inputs(job) else [],
         "containers": [_node_container(job, options, rank, mounts, attempt=attempt, port=port)],
         "volumes": volumes,
     }
@@ -251,17 +264,23 @@ def _node_container(
     return _given(container)
 
 
-def _files_container(job: Job, options: Options) -> Document:
+def _files_container(job: Job, options: Options, rank: int) -> Document:
+    mounts = [{"name": INPUTS_VOLUME, "mountPath": INPUTS}]
+    wait = _WAIT
+    if kept := kept_workdir(job, options, f"node-{rank}"):
+        # Kubernetes would make this folder for the subPath, as root, which not every volume allows.
+        wait = f"mkdir -p {kept} && {{ {_WAIT}; }}"
+        mounts.append(_given({"name": RUNS_VOLUME, "mountPath": RUNS, "subPath": options.runs.sub_path}))
     container: Document = {
         "name": FILES_CONTAINER,
         "image": job.image,
         "imagePullPolicy": "IfNotPresent",
-        "command": ["sh", "-c", _WAIT],
+        "command": ["sh", "-c", wait],
         "resources": _resources(job, options, with_devices=False),
         "securityContext": _container_security(
             options.security_context.model_copy(update={"privileged": None, "add_capabilities": ()}), []
         ),
-        "volumeMounts": [{"name": INPUTS_VOLUME, "mountPath": INPUTS}],
+        "volumeMounts": mounts,
     }
     return _given(container)
 
@@ -308,7 +327,7 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
     return made
 
 
-def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], list[Document]]:
+def _volumes(job: Job, options: Options, rank: int, attempt: int) -> tuple[list[Document], list[Document]]:
     """Return the volumes of a pod, and where its node's container mounts them.
 
     A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
@@ -318,7 +337,7 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
     wanted: list[tuple[str, Document, Document]] = [
         ("agent", {"configMap": {"name": agent_name(job, attempt)}}, {"mountPath": _AGENT_FOLDER, "readOnly": True}),
         ("shm", {"emptyDir": memory}, {"mountPath": "/dev/shm"}),
-        ("runs", _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
+        (RUNS_VOLUME, _source(runs.claim, runs.host_path), {"mountPath": RUNS, "subPath": runs.sub_path}),
     ]
     for each in options.volumes:
         mount = {"mountPath": each.path, "subPath": each.sub_path, "readOnly": each.read_only or None}
@@ -328,15 +347,14 @@ def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], 
         for mount in job.mounts
         if not mount.synced
     ]
-    wanted += [
-        (
-            INPUTS_VOLUME,
-            {"emptyDir": {}},
-            {"mountPath": mount.target, "subPath": input_path(mount), "readOnly": mount.read_only or None},
-        )
-        for mount in inputs(job)
-    ]
-    volumes: list[Document] = []
+    kept = kept_workdir(job, options, f"node-{rank}")
+    volumes: list[Document] = [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []  # for the init container
+    for sent in inputs(job):
+        mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}
+        wanted.append((INPUTS_VOLUME, {"emptyDir": {}}, mount))
+        if kept and sent.target == job.workdir:
+            below = "/".join(filter(None, [runs.sub_path, kept.removeprefix(f"{RUNS}/")]))
+            wanted[-1] = (RUNS_VOLUME, wanted[2][1], {"mountPath": sent.target, "subPath": below})
     mounts: list[Document] = []
     for name, source, mount in wanted:
         made = {"name": name or f"volume-{len(volumes) - 2}", **source}

@@ -27,6 +27,8 @@ INTERVAL_S = 1.0
 _WAIT_S = 2.0
 #: Limit of a poll of one agent, and of one that did not answer the last time.
 _TIMEOUT_S, _SILENT_TIMEOUT_S = 10.0, 4.0
+#: A kubelet that has not ended a container so long after its grace period has missed that the pod was deleted.
+MISSED_S = 10.0
 #: How often the last part of the log of a container that has ended is asked for.
 _LOG_TRIES = 3
 
@@ -43,6 +45,8 @@ class PodWatch:
         #: The last description of the pod, and its machine.
         self.uid, self.host = "", ""
         self.is_complete = False
+        #: The grace period of its deletion, and since when (0, 0.0: it is not deleted).
+        self._deleted = (0, 0.0)
         self._plan = plan
         #: Where the log of this pod begins in the copy.
         self._begin = self._copied if is_again else 0
@@ -66,6 +70,14 @@ class PodWatch:
     def has_ended(self) -> bool:
         """Whether its ranks have ended, or its container can no longer be asked."""
         return self.error is not None or (self.answer is not None and self.answer.phase == "exited")
+
+    def misses_deletion(self, state: waiting.PodState) -> bool:
+        """Return whether its kubelet answers, but has not ended the container in the grace period that it got last."""
+        if not (state.deleted and state.runs) or self.error is not None:
+            self._deleted = (0, 0.0)
+        elif state.grace_s != self._deleted[0]:
+            self._deleted = (state.grace_s, self._clock())
+        return self._deleted[0] > 1 and self._clock() - self._deleted[1] > state.grace_s + MISSED_S
 
     def start(self, kubectl: Kubectl) -> None:
         """Start a poll of the agent, unless one is running."""
@@ -211,9 +223,10 @@ def poll(
 
 def _if_deleted(status: NodeStatus, state: waiting.PodState) -> NodeStatus:
     """Return the status of a node whose pod is being deleted: how its ranks end follows from that."""
-    if not state.deleted or status.phase == "lost" or (status.phase == "exited" and not status.exit_code):
+    knows_more = status.phase == "lost" and not status.detail.startswith(waiting.FAILED)
+    if not state.deleted or knows_more or (status.phase == "exited" and not status.exit_code):
         return status
-    if status.phase == "exited":
+    if status.phase in ("exited", "lost"):
         return NodeStatus(status.node, "lost", detail=state.deleted, where=state.host)
     return replace(status, detail=state.deleted)
 

@@ -35,7 +35,8 @@ class PodState:
     `runs`: the agent in its container can be asked, and knows better. `is_final`: waiting does not help. `host` is the
     machine ("": none yet). `host_is_silent`: Kubernetes has not heard from that machine. `wants_room`: the scheduler
     finds no machine with enough free resources. `receives`: its init container waits for files. `started_at` is a Unix
-    time by the machine's clock. `deleted`: why Kubernetes or a user ends the pod ("": it does not).
+    time by the machine's clock. `deleted`: why Kubernetes or a user ends the pod ("": it does not), and `grace_s` the
+    time that it then has.
     """
 
     status: NodeStatus
@@ -47,6 +48,7 @@ class PodState:
     receives: bool = False
     started_at: float = 0.0
     deleted: str = ""
+    grace_s: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ _DELETED = {
 }
 #: Reasons why a container waits that only events explain ("": none yet).
 _NEED_EVENTS = ("", "ContainerCreating", "ErrImagePull", "ImagePullBackOff")
+#: How a pod ended about which Kubernetes says nothing more.
+FAILED = "its pod has failed"
 _OUT_OF_MEMORY = "its container ran out of memory: raise its memory limit, or use smaller batches"
 
 
@@ -121,7 +125,8 @@ def observed(node: str, pod: Document, events: Sequence[Document] = ()) -> PodSt
     state = _observed(node, pod, events)
     if "deletionTimestamp" not in pod["metadata"]:
         return state
-    return replace(state, deleted=_deletion(events) or "its pod was deleted")
+    grace_s = pod["metadata"].get("deletionGracePeriodSeconds", 0)
+    return replace(state, deleted=_deletion(events) or "its pod was deleted", grace_s=grace_s)
 
 
 def _observed(node: str, pod: Document, events: Sequence[Document]) -> PodState:
@@ -226,7 +231,7 @@ def _ended(node: str, pod: Document) -> NodeStatus:
         return _exited(node, ended, host)
     if status.get("phase") == "Succeeded":
         return NodeStatus(node, "exited", 0, where=host)
-    return NodeStatus(node, "lost", detail=_with("its pod has failed", status.get("message", "") or why), where=host)
+    return NodeStatus(node, "lost", detail=_with(FAILED, status.get("message", "") or why), where=host)
 
 
 def _terminated(pod: Document) -> Document | None:

@@ -57,13 +57,16 @@ def pack(archive: tarfile.TarFile, path: Path, name: str, about: os.stat_result)
 def main() -> None:
     """Pack what is asked for."""
     wanted = json.loads(sys.stdin.readline())
-    top, have = wanted["folder"], wanted["have"]
+    top, have, since = wanted["folder"], wanted["have"], wanted["since"]
+    sent = Path(top, ".clusterctl-sent")  # of unpack.py: the folder has been there for longer than the container
+    if sent.exists():
+        since = sent.stat().st_ctime
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for name in files(top, wanted["excluded"]):
             path = Path(top, name)
             try:
                 about = path.lstat()
-                is_same = have.get(name) == [about.st_size, about.st_mtime_ns] or about.st_ctime < wanted["since"]
+                is_same = have.get(name) == [about.st_size, about.st_mtime_ns] or about.st_ctime < since
                 if not is_same and (stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode)):
                     pack(archive, path, name, about)
             except FileNotFoundError:  # a running job removes files

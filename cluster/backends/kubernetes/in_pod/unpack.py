@@ -1,26 +1,60 @@
-"""Unpack the tar archive on standard input into a folder, then create a file: `unpack.py FOLDER FILE`.
+"""Unpack the tar archive on standard input into a folder, then create a file.
 
-The file says that the archive was complete: its last member is END. A connection can break off without an error.
+`unpack.py FOLDER FILE [NAME KEPT ATTEMPT]`: what is below NAME in the archive goes to the folder KEPT, which outlives
+the pod. A later attempt leaves it as the attempt before has left it. The first one moves aside what an earlier job of
+this name has left.
+
+FILE says that the archive was complete: its last member is END. A connection can break off without an error.
 """
 
+import os
+import shutil
 import sys
 import tarfile
 from pathlib import Path
 
-if __name__ == "__main__":
-    folder, mark = sys.argv[1:]
+#: In KEPT: it is complete. Its time tells what has changed since.
+SENT = ".clusterctl-sent"
+
+
+def clear(kept: Path) -> None:
+    """Make an empty folder, and keep one with files of an earlier job beside it."""
+    before = kept.with_name(kept.name + ".before")
+    if Path(kept, SENT).exists():
+        shutil.rmtree(str(before), ignore_errors=True)
+        kept.rename(before)
+    shutil.rmtree(str(kept), ignore_errors=True)
+    kept.mkdir(parents=True)
+
+
+def main(folder: str, file: str, name: str = "", kept: str = "", attempt: str = "") -> None:
+    """Unpack, and print the number of files, and whether the archive was complete."""
     count, complete = 0, False
+    is_there = bool(kept) and attempt != "1" and Path(kept, SENT).exists()
+    if kept and not is_there:
+        clear(Path(kept))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extraction_filter = lambda member, _: member  # the launcher's own files, with links as they are
         for member in archive:
             if member.name == "END":
                 complete = True
                 break
-            path = Path(folder, member.name)
+            to = folder
+            if kept and (member.name + "/").startswith(name + "/"):
+                if is_there:
+                    continue
+                to, member.name = kept, os.path.relpath(member.name, name)
+            path = Path(to, member.name)
             if path.is_symlink() or path.is_file():
                 path.unlink()  # of a transfer that broke off
-            archive.extract(member, folder)
+            archive.extract(member, to)
             count += not member.isdir()
     if complete:
-        Path(mark).touch()
+        if kept and not is_there:
+            Path(kept, SENT).touch()
+        Path(file).touch()
     print("unpacked", count, complete)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
