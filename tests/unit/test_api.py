@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -117,6 +118,14 @@ def test_custom_model_data_and_callback_by_import_path(folder: Path, monkeypatch
     assert again.folder.name == "train2"
     assert math.isnan(again.map50)  # no validation
     assert math.isnan(again.history[0]["map"])
+
+
+def test_the_example_with_own_parts_trains(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(ROOT / "examples/own_parts.py", folder)
+    parts = {"data": "own_parts:data", "cfg": "own_parts:Net", "callback": "own_parts:Log"}
+    result = train(**parts, ranks=1, **{**QUICK, "epochs": 1, "batch": 64})
+    assert "epoch 1 of 1: mAP50 " in capfd.readouterr().out
+    assert result.history[0]["box_loss"] > 0
 
 
 @pytest.mark.parametrize(
