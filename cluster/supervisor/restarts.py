@@ -76,7 +76,7 @@ RULES = (
         "it was cancelled with scancel",
     ),
     Rule(
-        "a pod cannot start, and waiting does not help: a wrong image name, a missing Secret",
+        "a pod can never start: a wrong image name, a missing Secret",
         "no restart",
         lambda ended: ended.first is not None and ended.first.is_final,
         "it could not start, and another attempt could not, either",
@@ -94,13 +94,13 @@ RULES = (
         "its nodes never joined",
     ),
     Rule(
-        "the program fails before its first step, for the second time in a row",
+        "the program fails before its first step, twice in a row",
         "no restart",
         lambda ended: ended.is_repeated and not ended.past[-1].step[0],
         "it failed before its first step twice",
     ),
     Rule(
-        "the program fails at the same step with the same error, for the second time in a row",
+        "the program fails at the same step with the same error, twice in a row",
         "no restart",
         lambda ended: ended.is_repeated and ended.past[-1].why == ended.past[-2].why,
         "it failed with the same error at epoch {last.step[0]}, step {last.step[1]} twice",
@@ -112,7 +112,7 @@ RULES = (
         NO_RESTARTS,
     ),
     Rule(
-        "the job was restarted `--max-restarts` times; a restart that does not start counts, too",
+        "the job was restarted `--max-restarts` times, including restarts that did not start",
         "no restart",
         lambda ended: len(ended.past) > ended.job.max_restarts,
         "it was restarted {job.max_restarts} times (--max-restarts)",
@@ -125,7 +125,7 @@ RULES = (
     ),
     Rule(
         "a machine, its engine or the agent on it is gone",
-        "restart with a spare, or with fewer nodes (`--nodes 2:4`), or when the machine answers again",
+        "restart with a spare, with fewer nodes (`--nodes 2:4`), or when the machine answers again",
         lambda ended: ended.first is not None and ended.first.phase == "lost",
         on_slurm=slurm.ENDED_WITHOUT_CODE,
     ),
