@@ -3,6 +3,7 @@
 import pytest
 
 from cluster.backends.kubernetes.kubectl import (
+    ContainerEndedError,
     ForbiddenError,
     Kubectl,
     NodeSilentError,
@@ -29,6 +30,12 @@ ERRORS = [
         UsageError,
         "needs the program gke-gcloud-auth-plugin",
     ),
+    (
+        "error: cannot exec into a container in a completed pod; current phase is Failed",
+        ContainerEndedError,
+        "its container has ended",
+    ),
+    ('error: unable to upgrade connection: container not found ("node")', ContainerEndedError, "has ended"),
     ("error: You must be logged in to the server (Unauthorized)", UsageError, "does not accept the credentials"),
     (
         "Unable to connect to the server: x509: certificate signed by unknown authority",

@@ -91,7 +91,7 @@ def test_tries_are_random_and_rarer_each_time():
         retries = Retries(clock=lambda: now[0])
         waits.append([retries.give_up("half") for _ in range(6)])
         assert retries.is_waiting
-        assert retries.detail.startswith("half; tries again in ")
+        assert retries.detail.startswith("half; tries again at ")
     for nth, most in enumerate((10, 20, 40, 60, 60, 60)):
         column = [each[nth] for each in waits]
         assert 5 <= min(column) <= max(column) <= most

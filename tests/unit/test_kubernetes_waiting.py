@@ -90,6 +90,13 @@ def test_a_deleted_pod_says_who_deleted_it():
     assert observed("running").deleted == ""
 
 
+def test_a_volume_that_the_kubelet_mounts_at_its_next_try_is_no_reason():
+    pod, events = PODS["mount"]["pod"], deepcopy(PODS["mount"]["events"])
+    for event in events:
+        event["message"] = 'MountVolume.SetUp failed for volume "agent" : failed to sync configmap cache: timed out'
+    assert observed("", pod, events).status.detail == "its container is being created"
+
+
 def test_a_deleted_pod_that_has_failed_without_a_reason_was_deleted():
     state = observed("deleted")
     failed = NodeStatus("node-0", "lost", detail=waiting.FAILED)

@@ -41,6 +41,10 @@ class QuotaError(GpusHeldError):
     """A quota of the namespace does not allow more at present."""
 
 
+class ContainerEndedError(ClusterError):
+    """The container of a command does not run any more."""
+
+
 class NodeSilentError(UnreachableError):
     """The API server answers, and the kubelet of a pod's node does not."""
 
@@ -119,6 +123,11 @@ _RULES = (
         RIGHTS_HINT,
     ),
     _Rule(r"\(Forbidden\)|is forbidden", ForbiddenError, "the cluster refuses it: {all}"),
+    _Rule(
+        r"in a completed pod|container not found|ontainer \S+ is not running|in a stopped state",
+        ContainerEndedError,
+        "its container has ended",
+    ),
     _Rule(r"AlreadyExists|already exists", NameTakenError, "{all}", "choose another --name, or clusterctl gc"),
     _Rule(r"NotFound|not found", NotFoundError, "{all}"),
     _Rule(

@@ -17,7 +17,7 @@ from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import logs, monitor
 from cluster.backends.kubernetes import manifests, waiting
-from cluster.backends.kubernetes.kubectl import Kubectl, NotFoundError
+from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
 from cluster.errors import ClusterError
 from cluster.spec.model import NodeStatus, Plan
 
@@ -44,7 +44,7 @@ class PodWatch:
         self.error: ClusterError | None = None
         #: The last description of the pod, and its machine.
         self.uid, self.host = "", ""
-        self.is_complete = False
+        self.is_complete = self._is_over = False
         #: The grace period of its deletion, and since when (0, 0.0: it is not deleted).
         self._deleted = (0, 0.0)
         self._plan = plan
@@ -69,7 +69,7 @@ class PodWatch:
     @property
     def has_ended(self) -> bool:
         """Whether its ranks have ended, or its container can no longer be asked."""
-        return self.error is not None or (self.answer is not None and self.answer.phase == "exited")
+        return self._is_over or self.error is not None or (self.answer is not None and self.answer.phase == "exited")
 
     def misses_deletion(self, state: waiting.PodState) -> bool:
         """Return whether its kubelet answers, but has not ended the container in the grace period that it got last."""
@@ -156,6 +156,9 @@ class PodWatch:
     def _run(self, kubectl: Kubectl) -> None:
         try:
             answer = self._ask(kubectl)
+        except ContainerEndedError:  # since the pods were listed
+            self._is_over = True
+            return
         except ClusterError as error:
             self.error = error
             return

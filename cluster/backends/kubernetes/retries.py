@@ -5,6 +5,7 @@ Without gang scheduling, two jobs can each hold half of the GPUs and wait for th
 
 import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 from cluster.backends.kubernetes.waiting import PodState
@@ -55,5 +56,5 @@ class Retries:
     @property
     def detail(self) -> str:
         """What a node waits for in that time."""
-        left_s = max(0.0, (self.due_at or 0.0) - self.clock())
-        return f"{self.why}; tries again in {left_s:.0f} s"
+        at = time.localtime(time.time() + (self.due_at or 0.0) - self.clock())
+        return f"{self.why}; tries again at {time.strftime('%H:%M', at)}"

@@ -185,7 +185,8 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     if any("running" in each.get("state", {}) for each in pod["status"].get("initContainerStatuses", ())):
         return PodState(NodeStatus(node, "pending", detail="waits for its files", where=host), host=host, receives=True)
     for name, reason in _CREATING.items():
-        if found := _events(events, name):
+        # A kubelet that has not seen a new ConfigMap yet tries again at once.
+        if found := [each for each in _events(events, name) if "failed to sync" not in str(each.get("message"))]:
             return _state(node, reason, host, image=image, message=_last(found), tries=_count(found))
     detail = "its container is being created" if host else "waits for the scheduler"
     if _events(events, "Pulling") and not _events(events, "Pulled"):
