@@ -6,9 +6,10 @@ import tarfile
 
 import pytest
 
-from cluster.backends.kubernetes import files
+from cluster.backends.kubernetes import KubernetesBackend, files
 from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.errors import ClusterError, UnreachableError
+from cluster.spec.model import Job, Machine, Queue
 
 #: Runs what follows `--`; the volume is a folder here. With CUT, the stream ends after that many bytes, the code is 0.
 PROGRAM = """#!{python}
@@ -196,3 +197,17 @@ def test_files_that_cannot_be_sent_leave_the_container_waiting(kubectl, source, 
     with pytest.raises(ClusterError, match="kubectl is not installed"):
         send(kubectl, [files.Part(str(source), "data")])
     assert not (tmp_path / "inputs" / ".complete").exists()
+
+
+def test_a_restart_gets_the_working_directory_as_it_was_at_the_launch(tmp_path):
+    code = tmp_path / "my code"
+    code.mkdir()
+    queue = Queue(Machine("kubernetes", "", run_dir="/runs"), {"runs": {"claim": "runs"}})
+    fields = {"workdir": str(code), "copies_workdir": True, "queue": queue, "image": "trainer:0.1"}
+    job = Job("x", ("train.py",), 1, 1, str(tmp_path / "runs"), **fields)
+    for attempt, text in ((1, "launched"), (2, "edited since")):
+        (code / "train.py").write_text(text)
+        plan = KubernetesBackend().plan(job, attempt=attempt, port=1)
+        KubernetesBackend().send_files(job, plan, {"train.py": 1}, (), lambda *_: None)
+        with tarfile.open(tmp_path / "runs" / "x" / "inputs.tar") as archive:
+            assert archive.extractfile(".workdir/train.py").read() == b"launched"
