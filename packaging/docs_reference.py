@@ -84,6 +84,7 @@ def _keys(schema: dict[str, Any]) -> Iterator[str]:
 
 def _text(text: str, key: dict[str, Any]) -> str:
     """Return the description of a key with what its text does not say: the values and the default."""
+    text = re.sub(r"\[default: (.+)\]$", r"Default: \1.", text)
     choices = key.get("enum", ())
     if not {*choices} <= {*re.findall(r"\w+", text)}:
         text += f" One of {', '.join(f'`{each}`' for each in choices)}."

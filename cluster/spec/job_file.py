@@ -91,8 +91,12 @@ class JobFile(Keys):
     array_limit: PositiveInt = Field(default=256, description="Slurm: how many jobs of the array may run at a time.")
     spares: NonNegativeInt = 0
     max_restarts: NonNegativeInt | None = None
-    rendezvous_timeout: NonNegativeFloat = 300.0
-    stall_timeout: NonNegativeFloat | None = None
+    rendezvous_timeout: NonNegativeFloat = Field(default=300.0, description="Seconds to wait for all nodes to join.")
+    stall_timeout: NonNegativeFloat | None = Field(
+        default=None,
+        description="Seconds without progress after which the job fails; 0: never. By default 300, and 0 with "
+        "`command`, where output and the use of CPU or GPU are progress.",
+    )
     grace: Time = ""
     master_port: Text = "auto"
     run_dir: str = ""

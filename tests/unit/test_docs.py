@@ -23,7 +23,7 @@ PROGRAMS = {
     "trainer": typer.main.get_command(trainer.cli.app),
 }
 #: Options that do their work while they are parsed.
-EAGER = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+EAGER = ("--help", "--help-all", "-h", "--version", "--install-completion", "--show-completion")
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "bash", "shell", "console")
 
@@ -100,7 +100,7 @@ def test_every_command_within_a_sentence_exists_and_has_the_options(page):
             command = command.commands[words.pop(0)]
         known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
-        assert given <= known | {"--help"}, inline
+        assert given <= known | {"--help", "--help-all"}, inline
 
 
 @pages
