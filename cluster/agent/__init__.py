@@ -5,6 +5,24 @@ orphans.sh.
 slurm: slurm_check.sh, slurm_submit.sh or slurm_array.sh, batch.sh, slurm_node.sh, node.sh, agent.pyz, slurm_poll.sh,
 slurm_cancel.sh. common.sh has functions that they share.
 
+Variables of the agent, besides torchrun's `PET_*` and those that docs/reference/contract.md has for the trainer:
+
+CLUSTER_NODE        name of the node; by default node-N
+CLUSTER_NODE_ADDRESS
+                    the address that the other nodes use; the node's script finds its network device
+CLUSTER_HOSTS       under Slurm instead of the address: the hosts of all nodes
+CLUSTER_SECRETS     names of variables whose values the agent masks in every log, separated by commas
+CLUSTER_STALL_TIMEOUT
+                    seconds without progress after which the agent reports a stall; not set: never
+CLUSTER_GRACE       seconds that ranks get after SIGTERM (`launch --grace`); not set: 120. `stop --grace` writes its
+                    seconds to the file `grace`. A second stop can only shorten the first.
+CLUSTER_RENDEZVOUS_TIMEOUT
+                    seconds to wait until the master's name resolves; not set: start the ranks at once
+CLUSTER_HOLD        seconds for which the container outlives its ranks, so that the launcher can copy files; not set: 0
+CLUSTER_SETUP, CLUSTER_SETUP_DIR, CLUSTER_IMAGE
+                    the setup commands, the folder of their virtual environments, and the container image's name and ID,
+                    each of which has another environment
+
 Files of a node in the folder of an attempt, `CLUSTER_RUN_DIR/attempt-N`:
 
 NODE.json           the agent's status, replaced atomically
