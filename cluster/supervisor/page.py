@@ -52,26 +52,28 @@ Ranks = Mapping[int, Mapping[str, Any]]
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: #0550ae;
  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7 }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem }
-h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem;
+ overflow-wrap: anywhere }
+h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem }
 a { color: var(--link) } table { border-collapse: collapse; width: 100% }
 td, th { padding: .25rem .75rem .25rem 0; text-align: left; vertical-align: top }
-tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem } td { overflow-wrap: anywhere }
+tr { border-top: 1px solid var(--line) } th { font-weight: 600; min-width: 5rem; white-space: nowrap }
 .scores { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; margin: .75rem 0 }
 .scores div { display: flex; flex-direction: column-reverse }
 dt { font-size: .9rem } dd { font-size: 1.5rem; margin: 0 }
-.wide { overflow-x: auto } .wide td { white-space: nowrap } .wide th { min-width: 0 }
+.wide { overflow-x: auto } .wide td { white-space: nowrap }
+.wide td:last-child { white-space: normal; min-width: 8rem } .wide th { min-width: 0 }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { overflow: auto; max-height: 30rem; margin: .5rem 0 }
 .done, .running { color: #1a7f37 } .failed, .unreachable { color: #cf222e } .stopped, .joining { color: #9a6700 }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: 0 } figcaption { font-size: .9rem } img, figure svg { width: 100%; height: auto }
-figcaption { overflow-wrap: anywhere } figcaption b, figcaption span { display: inline-block; margin-right: .75rem }
+figcaption b, figcaption span { display: inline-block; margin-right: .75rem }
 figcaption i { border-top: 3px solid; display: inline-block; margin-right: .3rem; vertical-align: middle; width: 1rem }
 .large img { max-height: 32rem; max-width: 100%; width: auto }
 .spark { border-bottom: 1px solid var(--line); display: block; width: 4rem; height: 1rem }
 .bar { display: block; fill: #0072b2; width: 100%; height: .5rem; margin: .25rem 0 } summary { cursor: pointer }
 svg text { fill: currentColor; font: 11px system-ui, sans-serif } polyline { fill: none; stroke-width: 1.5 }
-polyline { stroke-linecap: round }
+polyline { stroke-linecap: round } .dot { stroke-width: 6 }
 .s0 { stroke: var(--c0) } .s1 { stroke: var(--c1) } .s2 { stroke: var(--c2) } .s3 { stroke: var(--c3) }
 .k0 { color: var(--c0) } .k1 { color: var(--c1) } .k2 { color: var(--c2) } .k3 { color: var(--c3) }
 progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0) } nav, #link { font-size: .9rem }
@@ -163,7 +165,7 @@ def sections(
         _failure(plan, view) if view and record.outcome == "failed" else "",
         _section("Predictions", predictions, "large"),
         _section("Curves", curves),
-        _nodes(plan, view, past, is_live=is_live) if view or is_live else "",
+        _nodes(plan, view, past, is_live=is_live, has_ended=bool(record.outcome)) if view or is_live else "",
         "<h2>Attempts</h2>" + _attempts(attempts) if len(attempts) > 1 else "",
         _section("Images", (_image(path, is_live) for path in images if path.name != _PREDICTIONS)),
         "<h2>Job</h2>" + _table(facts),
@@ -215,19 +217,21 @@ def _progress(view: JobView) -> str:
     )
 
 
-def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool) -> str:
-    """Return a table of the nodes, and one of the ranks with the newest sample of their use and lines over time."""
+def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool) -> str:
+    """Return a table of the nodes, and one of running ranks with the newest sample of their use and lines over time."""
     rows, ranks, has_gpus = [], [], False
     for index, node in enumerate(plan.nodes):
         seen = view.nodes[index] if view else None
         name = escape(node.name)
         cells = [f'<a href="logs/{name}">{name}</a>' if is_live else name]
         if seen:
-            note = seen.silent or seen.note
+            # The launcher stops what still runs after a failure.
+            is_stopped = has_ended and seen.phase == "ready"
+            phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.silent or seen.note)
             step = f"{number(seen.progress, 'epoch'):.0f}/{number(seen.progress, 'step'):.0f}" if seen.progress else ""
-            cells += [f'<span class="{_PHASES.get(seen.phase, "")}">{seen.phase}</span>', step, escape(note)]
+            cells += [f'<span class="{_PHASES.get(phase, "")}">{phase}</span>', step, escape(note)]
         rows.append(cells)
-        usage = (seen.usage if seen else None) or {}
+        usage = (seen.usage if seen and not has_ended else None) or {}
         host = usage.get("host")
         for row in usage.get("ranks", ()):
             has_gpus = has_gpus or "gpu" in row
@@ -253,14 +257,15 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
         titles = [
             "rank",
             "node",
-            "CPU cores",
+            "CPU",
             "memory",
             "host memory",
             *(["GPU", "GPU memory", "temperature"] if has_gpus else []),
         ]
         table = _wide(titles, [row[: len(titles)] for row in ranks])
+        count = f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}"
         shown = " open" if len(ranks) <= MOST_RANKS else ""
-        text += f'<details id="ranks"{shown}><summary>{len(ranks)} ranks</summary>{table}</details>'
+        text += f'<details id="ranks"{shown}><summary>{count}</summary>{table}</details>'
     return text
 
 
@@ -367,18 +372,18 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
     points = [point for line in lines.values() for point in line]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     low = min(low, 0.0)  # from 0, so that noise does not look like a change
-    right, high = max(right, left + 1e-9), max(high, low + 1e-9)
+    high = max(high, low + 1e-9)
     left_px, top, width, height = 54, 6, _WIDTH - 60, _HEIGHT - 26
 
     def place(point: tuple[float, float]) -> str:
-        x, y = (point[0] - left) / (right - left), (point[1] - low) / (high - low)
+        x, y = (point[0] - left) / ((right - left) or 1.0), (point[1] - low) / (high - low)
         return f"{left_px + width * x:.1f},{top + height * (1 - y):.1f}"
 
     bottom = top + height
-    drawn = "".join(
-        f'<polyline class="s{k % 4}" points="{" ".join(map(place, line if len(line) > 1 else 2 * line))}"/>'
-        for k, line in enumerate(lines.values())
-    )
+    drawn = ""
+    for k, line in enumerate(lines.values()):
+        kind, points = (f"s{k % 4}", line) if len(line) > 1 else (f"s{k % 4} dot", 2 * line)
+        drawn += f'<polyline class="{kind}" points="{" ".join(map(place, points))}"/>'
     grid = f"M{left_px} {top}h{width}M{left_px} {top + height / 2}h{width}"
     axes = f'<path d="{grid}M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
     texts = (
@@ -386,8 +391,9 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
         f'<text x="{left_px - 4}" y="{top + height / 2 + 4}" text-anchor="end">{(low + high) / 2:.3g}</text>'
         f'<text x="{left_px - 4}" y="{bottom}" text-anchor="end">{low:.3g}</text>'
         f'<text x="{left_px}" y="{_HEIGHT - 4}">epoch {left:.0f}</text>'
-        f'<text x="{left_px + width}" y="{_HEIGHT - 4}" text-anchor="end">{right:.0f}</text>'
     )
+    if right > left:
+        texts += f'<text x="{left_px + width}" y="{_HEIGHT - 4}" text-anchor="end">{right:.0f}</text>'
     names = "".join(
         f'<span><i class="k{k % 4}"></i>{escape(f"{name} {line[-1][1]:.4g}".lstrip())}</span>'
         for k, (name, line) in enumerate(lines.items())

@@ -141,7 +141,7 @@ class Server(ThreadingHTTPServer):
             cells = (each.job_id, "unreadable", "", "", "", "", each.error.message)
             rows += "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
         titles = "".join(
-            f"<th>{title}" for title in ("job", "state", "backend", "nodes", "attempt", "duration", "cause")
+            f"<th>{title}" for title in ("job", "state", "duration", "nodes", "attempt", "backend", "cause")
         )
         return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
 

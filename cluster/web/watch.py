@@ -129,10 +129,10 @@ class PolledJob:
         cells = (
             f'<a href="jobs/{escape(plan.job_id)}/">{escape(plan.job_id)}</a>',
             f'<span class="{self.state}">{self.state}</span>',
-            escape(plan.backend),
+            seconds(max(0.0, self.ended_at - begin)),
             f"{ready}{count}",
             str(plan.attempt),
-            seconds(max(0.0, self.ended_at - begin)),
+            escape(plan.backend),
             escape(record.detail),
         )
         return "<tr>" + "".join(f"<td>{cell}" for cell in cells)

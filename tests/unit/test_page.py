@@ -125,9 +125,12 @@ def test_a_section_without_content_has_no_heading(record):
 def test_a_failure_has_the_lines_and_the_hint_of_the_terminal(record, tmp_path):
     (tmp_path / "job" / "attempt-2" / "node-1.log").write_text(f"[1] other\nallocating {SCRIPT}\n")
     failure = {"rank": 2, "local_rank": 0, "time": 100.0, "error": "out of memory", "hint": "a smaller --batch"}
-    ends = [NodeStatus("node-0", "exited", 0), NodeStatus("node-1", "exited", 1, failure=failure)]
+    usage = {"ranks": [{"rank": 0, "cpu": 0.5, "rss": 1e9}]}
+    ends = [NodeStatus("node-0", "ready", usage=usage), NodeStatus("node-1", "exited", 1, failure=failure)]
     view = job_state.fold(job_state.start(record.plan, 1032.0), ends, [], 1090.0)
     text = Tags(page.render(record, view)).text
     assert f"hint: a smaller --batch  node-1 | allocating {SCRIPT}" in text
     assert "[1] other" not in text.partition("Nodes")[0]
+    assert "node-0stoppednode-1exitedexit 1" in text  # and no use of the ranks, which have ended
+    assert "host memory" not in text
     assert "hint:" not in Tags(page.render(replace(record, outcome="done"), view)).text
