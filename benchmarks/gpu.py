@@ -350,9 +350,9 @@ def goals(done: Done) -> str:
     """Return the goals beside what was measured, as a table."""
     on_16, painted = done.get(step_name("yolov5n", 16, "graphs"), {}), done.get("painter, batch 64", {})
     rows: list[tuple[str, str, float | None]] = [
-        ("yolov5n, resident images, batch 16", "1,700 img/s", on_16.get("images_per_s")),
-        ("yolov5n, resident images, batch 64", "2,800 img/s", speed(done, step_name("yolov5n", 64, "graphs"))),
-        ("yolov5n from JPEG, epoch 2 and later, batch 16", "1,600 img/s", speed(done, "train yolov5n,")),
+        ("yolov5n, resident images, batch 16", "1,700 images/s", on_16.get("images_per_s")),
+        ("yolov5n, resident images, batch 64", "2,800 images/s", speed(done, step_name("yolov5n", 64, "graphs"))),
+        ("yolov5n from JPEG, epoch 2 and later, batch 16", "1,600 images/s", speed(done, "train yolov5n,")),
         ("yolov5nu: times ultralytics yolov5nu", "3.5", ratio(done, "train yolov5nu,")),
         ("yolov5n: times ultralytics yolov5nu", "5", ratio(done, "train yolov5n,")),
         ("painter, batch 64, on the GPU", "0.5 ms", painted.get("gpu_ms")),
@@ -371,7 +371,7 @@ def shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-COLUMNS = {"images_per_s": "img/s", "step_images_per_s": "one batch, img/s", "host_ms": "host, ms"}
+COLUMNS = {"images_per_s": "images/s", "step_images_per_s": "one batch, images/s", "host_ms": "host, ms"}
 COLUMNS |= {"kernel_ms": "kernels, ms", "launches": "launches", "copies": "copies", "first_step_s": "first step, s"}
 COLUMNS |= {"gib": "GiB", "waiting": "waiting for data, %"}
 

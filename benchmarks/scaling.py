@@ -152,7 +152,7 @@ def main() -> None:
         ]
         for name, values in efficiency.items()
     ]
-    header = ["", "1 rank, img/s", f"{arguments.ranks} ranks, img/s", "efficiency", "by round"]
+    header = ["", "1 rank, images/s", f"{arguments.ranks} ranks, images/s", "efficiency", "by round"]
     print(markdown(header, rows, left=1))
     ratios = [a / b for a, b in zip(efficiency["trainer"], efficiency["plain DDP"], strict=True)]
     print(f"\nefficiency over that of plain DDP: {statistics.median(ratios):.3f}", end="")

@@ -68,11 +68,11 @@ def node_table(view: JobView, plan: Plan, now: float) -> Table:
 
 
 def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
-    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 img/s   epoch ends in 0:06`."""
+    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 images/s   epoch ends in 0:06`."""
     steps, step = max(1, round(number(progress, "steps"))), round(number(progress, "step"))
     eta_s = round(number(progress, "eta_s"))
     words = f"{100 * step // steps:3d} %   loss {number(progress, 'loss'):.2f}"
-    words += f"   {number(progress, 'images_per_s'):.0f} img/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
+    words += f"   {number(progress, 'images_per_s'):.0f} images/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
     bar = ProgressBar(total=steps, completed=step, width=max(10, min(40, width - 75)))
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_row(f"epoch {progress.get('epoch')}/{progress.get('epochs')}", bar, words)
@@ -109,7 +109,13 @@ class UsageTable:
         """Return a table with a row per rank, or per node. `host` is the memory in use on the machine."""
         samples = [(node, node.usage or {}) for node in view.nodes]
         has_gpus = any("gpu" in row for _, usage in samples for row in usage.get("ranks", ()))
-        titles = [*(["rank"] if by_rank else []), "cpu", "memory", "host", *(["gpu", "gpu memory"] if has_gpus else [])]
+        titles = [
+            *(["rank"] if by_rank else []),
+            "CPU",
+            "memory",
+            "host memory",
+            *(["GPU", "GPU memory"] if has_gpus else []),
+        ]
         columns = [Column(title, justify="right", no_wrap=True) for title in titles]
         table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
         for node, usage in samples:

@@ -243,7 +243,7 @@ def top(
         usage.add(follower.view)
 
     def drawn() -> Group:
-        speed = f"   {follower.view.progress['images_per_s']:.0f} img/s" if follower.view.progress else ""
+        speed = f"   {follower.view.progress['images_per_s']:.0f} images/s" if follower.view.progress else ""
         return Group(f"{header(record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(follower.view))
 
     sample()

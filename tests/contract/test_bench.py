@@ -62,7 +62,7 @@ def test_bad_input_fails_on_rank_0_and_ends_the_other_ranks(clusterctl, launch, 
 
 def test_ctrl_c_stops_the_job_and_logs_what_was_measured(clusterctl, launch, job_name):
     process = clusterctl.start(*launch("--data", "few:pages", "--ranks", "1", "--rounds", "500"))
-    clusterctl.wait_for(job_name, "img/s", timeout_s=250)
+    clusterctl.wait_for(job_name, "images/s", timeout_s=250)
     process.send_signal(signal.SIGINT)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 130, text

@@ -78,7 +78,7 @@ def test_workers_are_measured(tmp_path: Path, run_trainer) -> None:
     code, out, err = run_trainer(*arguments)
     assert (code, err) == (0, "")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
-    assert rows[0] == ["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"]
+    assert rows[0] == ["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"]
     assert [row[0] for row in rows[2:]] == ["0", "1"]
     assert all(float(row[1]) > float(row[2]) for row in rows[2:])  # a loader without a training is quicker
 

@@ -75,10 +75,10 @@ def test_the_record_of_a_run(tmp_path, shown, task):
 
     events = read_events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
-        *("loss/box", "loss/obj", "loss/cls", "val/map50", "val/map", "val/precision", "val/recall"),
+        *("loss/box", "loss/obj", "loss/cls", "val/mAP50", "val/mAP50-95", "val/precision", "val/recall"),
         *("lr", "speed/images_per_s", "speed/seconds", "share/data", "share/compute"),
     }
-    assert [p.step for p in events.Scalars("val/map50")] == [2, 3]
+    assert [p.step for p in events.Scalars("val/mAP50")] == [2, 3]
     assert [p.step for p in events.Scalars("loss/box")] == [p.step for p in events.Scalars("lr")] == [1, 2, 3]
     assert len(list(tmp_path.glob("events*"))) == 1
     images = events.Images("predictions")

@@ -118,7 +118,7 @@ def _outcome_of(measure_one: Callable[[P], Measurement], point: P, title: str, i
     outcome: Outcome
     try:
         outcome = measure_one(point)
-        text = f"{outcome.train_images_per_s:.1f} img/s"
+        text = f"{outcome.train_images_per_s:.1f} images/s"
     except TrainerError as error:
         if is_first and not isinstance(error, NoMemory):
             raise

@@ -106,7 +106,14 @@ def detail_table(rows: Sequence[Row]) -> str:
     """Return the table of each point's rates, memory and time shares."""
     unit = unit_of(rows)
     has_strategies = len({row.point.parallel for row in rows}) > 1
-    header = [*(["strategy"] if has_strategies else []), f"{unit}s", "batch", "precision", "train img/s", "val img/s"]
+    header = [
+        *(["strategy"] if has_strategies else []),
+        f"{unit}s",
+        "batch",
+        "precision",
+        "train images/s",
+        "val images/s",
+    ]
     header += ["gain", "efficiency", *(["GPU GB"] if unit == "GPU" else []), "host GB", "loading", "communication"]
     lines = []
     for row in rows:
@@ -164,7 +171,7 @@ def workers_table(found: Mapping[int, Sequence[Measurement]]) -> str:
         memory = _gigabytes(max(m.host_bytes for m in rounds))
         rate = f"{base * statistics.median(ratios):.1f}"
         rows.append([str(workers), f"{loader:.1f}", rate, f"{waiting:.0%}", memory])
-    return markdown(["workers", "loader alone img/s", "training img/s", "waiting for data", "host GB"], rows)
+    return markdown(["workers", "loader alone images/s", "training images/s", "waiting for data", "host GB"], rows)
 
 
 def scaling_text(rows: Sequence[Row], settings: Settings, threads: int, rounds: int) -> str:

@@ -30,7 +30,7 @@ class TrainingDisplay:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         columns = (TextColumn("epoch {task.description}"), BarColumn(), TaskProgressColumn())
-        rates = TextColumn("loss {task.fields[loss]}   {task.fields[rate]} img/s   epoch ends in")
+        rates = TextColumn("loss {task.fields[loss]}   {task.fields[rate]} images/s   epoch ends in")
         self._bar = Progress(*columns, rates, TimeRemainingColumn(), transient=True)
         self._task = self._bar.add_task(f"{epoch}/{epochs}", total=steps, loss="-", rate="-")
         self._bar.start()
@@ -44,7 +44,7 @@ class TrainingDisplay:
         elif self._enabled and not self._launched and time.monotonic() - self._last > PLAIN_EVERY_S:
             self._last = time.monotonic()
             self.print(
-                f"epoch {epoch}/{epochs}   step {step}/{steps}   loss {loss:.3f}   {images_per_s:.0f} img/s"
+                f"epoch {epoch}/{epochs}   step {step}/{steps}   loss {loss:.3f}   {images_per_s:.0f} images/s"
                 f"   epoch ends in {eta_s:.0f} s"
             )
 

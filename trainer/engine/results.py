@@ -84,7 +84,7 @@ def report(
     scored = "".join(f"{title} {found[key]:.3f}  " for key, title in training.task.headlines.items()) if scores else ""
     slowest = "" if slow is None else f"  slowest rank {slow}"
     done = f"epoch {epoch + 1}/{training.settings.epochs}"
-    speed = f"{first['images_per_s']:.0f} img/s"
+    speed = f"{first['images_per_s']:.0f} images/s"
     training.display.end_epoch(f"{done}  {scored}loss {sum(losses):.3f}  {speed}  {spent}{slowest}")
 
 

@@ -80,5 +80,5 @@ class RunLogger:
         if name.endswith("_loss"):
             return f"loss/{name.removesuffix('_loss')}"
         if name in self._task.columns:
-            return f"val/{name}"
+            return f"val/{self._task.headlines.get(name, name)}"
         return name if name == "lr" else f"{'speed' if name in _SPEED else 'share'}/{name}"
