@@ -2,7 +2,9 @@
 # Layers: base, packages (5 GB, change with the lock file), code.
 ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
+# packaging/image.sh adds the version, the revision and its date.
 LABEL org.opencontainers.image.title=clusterctl-trainer \
+      org.opencontainers.image.description="Detection, classification and segmentation trainer for clusterctl jobs" \
       org.opencontainers.image.licenses=Apache-2.0
 
 # NCCL uses InfiniBand and RoCE only with the verbs libraries. torch.compile and Triton, which paints training images on a

@@ -22,6 +22,15 @@ for secret in pip.conf ca.crt; do
 done
 
 echo "image: building $NAME on $base (a few minutes at first, seconds later)"
+# The last commit that changed the content of the image, so that other commits leave the image and its ID as they are.
+label=org.opencontainers.image
+set -- "$@" --label "$label.version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)"
+content=$(sed -n 's/^!//p' .dockerignore)
+# shellcheck disable=SC2086  # several paths
+if revision=$(git log -1 --format='%H %cI' -- Dockerfile $content 2>/dev/null) && [ -n "$revision" ]; then
+    [ -z "$(git status --porcelain -- Dockerfile $content)" ] || changed=-dirty
+    set -- "$@" --label "$label.revision=${revision% *}${changed:-}" --label "$label.created=${revision#* }"
+fi
 set -- --load --build-arg BASE_IMAGE="$base" "$@" --tag "$NAME" .
 if [ -t 2 ]; then
     docker buildx build "$@"

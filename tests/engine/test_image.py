@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -103,12 +104,23 @@ def test_nothing_of_the_build_machine_is_kept(image: str) -> None:
     assert "file:/" not in environment
 
 
+def test_labels_name_the_version_and_its_commit(image: str) -> None:
+    found = json.loads(docker("image", "inspect", "--format", "{{json .Config.Labels}}", image))
+    labels = {name.rpartition(".")[2]: value for name, value in found.items() if name.startswith("org.opencontainers.")}
+    assert labels.keys() >= {"title", "description", "licenses"}
+    assert labels["version"] == docker("run", "--rm", image, "clusterctl", "--version").split()[-1]
+    if (PROJECT / ".git").exists():
+        commit = ["git", "show", "--no-patch", "--format=%cI", labels["revision"].removesuffix("-dirty")]
+        date = subprocess.run(commit, cwd=PROJECT, capture_output=True, text=True, check=True).stdout.strip()
+        assert labels["created"] == date
+
+
 def test_changed_line_of_our_code_rebuilds_a_thin_layer(image: str, tmp_path: Path) -> None:
     """The new image shares all but its last layers with the old one: under 2 % of the bytes are new."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("cluster", "trainer", "packaging", "requirements"):
         shutil.copytree(PROJECT / name, tmp_path / name, ignore=ignored)
-    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "LICENSE", "README.md"):
+    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "setup.py", "LICENSE", "README.md"):
         if (PROJECT / name).exists():
             shutil.copy2(PROJECT / name, tmp_path / name)
     with (tmp_path / "trainer" / "__init__.py").open("a") as file:

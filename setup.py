@@ -1,0 +1,42 @@
+"""The long description: README.md, with links that also lead somewhere outside of the repository.
+
+Everything else is in pyproject.toml. A package index resolves no relative links. They get the address of the repository
+from `[project.urls]`; as long as it has none, only their text remains.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).parent
+# [text](path) and ![text](path), but neither addresses nor anchors; fenced blocks and code in backticks are skipped.
+LINK = re.compile(
+    r"(?P<code>^```.*?^```|`[^`\n]+`)|(?P<image>!?)\[(?P<text>[^]]*)\]\((?!\w+:|#)(?P<path>[^)]+)\)", re.M | re.S
+)
+
+
+def described(readme: str, repository: str) -> str:
+    """Return the text with absolute links into the repository, or without relative ones if `repository` is ""."""
+
+    def replaced(link: re.Match[str]) -> str:
+        if link["code"]:
+            return link[0]
+        if not repository:
+            return "" if link["image"] else link["text"]
+        kind = "raw" if link["image"] else "blob"
+        return f"{link['image']}[{link['text']}]({repository}/{kind}/HEAD/{link['path']})"
+
+    return LINK.sub(replaced, readme)
+
+
+def repository() -> str:
+    """Return the address of the repository in pyproject.toml, "" without one."""
+    urls = re.search(r"^\[project\.urls\]$(.*?)(?=^\[|\Z)", (ROOT / "pyproject.toml").read_text("utf-8"), re.M | re.S)
+    found = urls and re.search(r'^repository *= *"([^"]+?)/?"', urls[1], re.M | re.I)
+    return found[1] if found else ""
+
+
+if __name__ == "__main__":
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    setup(long_description=described(text, repository()), long_description_content_type="text/markdown")
