@@ -54,7 +54,8 @@ def doctor(
     from cluster import doctor as checks
     from cluster.backends import BACKENDS
     from cluster.transport import discovery
-    from cluster.transport.process import interruptible, refuse_interrupted
+    from cluster.transport.interruption import refuse_interrupted
+    from cluster.transport.process import interruptible
 
     machines = inventory.need(complete=False)
     given = settings.given_settings(machines.backend, BACKENDS)

@@ -230,6 +230,10 @@ def statuses(
     return made
 
 
+#: What squeue shows in the first seconds, before Slurm has considered the job.
+_NO_REASON = ("", "None", "(null)", "N/A")
+
+
 def is_pending(found: Row) -> bool:
     """Whether the job is in the queue or its nodes are being configured."""
     return found.state in _PENDING
@@ -239,7 +243,8 @@ def _pending_reason(found: Row) -> str:
     """Return `in the queue: Resources; expected start: 2026-11-21T17:02:11`, with the reason that squeue shows."""
     if not is_pending(found):
         return {"SUSPENDED": "suspended", "STOPPED": "suspended"}.get(found.state, "")
-    words = "its nodes are being configured" if found.state == "CONFIGURING" else f"in the queue: {found.reason}"
+    reason = "" if found.reason in _NO_REASON else f": {found.reason}"
+    words = "its nodes are being configured" if found.state == "CONFIGURING" else f"in the queue{reason}"
     has_start = re.match(r"\d{4}-\d\d-\d\dT", found.start)
     return f"{words}; expected start: {found.start}" if has_start else words
 

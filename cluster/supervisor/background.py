@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cluster.backends import BACKENDS
@@ -55,13 +56,19 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
         with notes.path(plan).open("ab") as log:
             process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         assert process.stdin
-        with process.stdin:
+        with (
+            suppress(BrokenPipeError),
+            process.stdin,
+        ):  # it has exited already: its exit code says whether that is wrong
             process.stdin.write(json.dumps(dict(secrets)).encode())
     except OSError as error:
         return f"{error.filename or 'the supervisor'}: {error.strerror}"
     while not records.watcher(plan.job_id):
         if process.poll() is not None:
-            return "" if process.returncode == 0 else f"exit {process.returncode}: see {notes.path(plan)}"
+            if process.returncode == 0:  # the job ended, or another process supervises it
+                return ""
+            last = (notes.Reader(plan).lines() or ["it printed no reason"])[-1]
+            return f"it exited with {process.returncode}: {last} (all of {notes.path(plan)})"
         time.sleep(_POLL_S)
     return ""
 

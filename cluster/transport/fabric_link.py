@@ -4,8 +4,11 @@ Commands use paramiko's channels as bytes, because fabric's `run` decodes output
 code. paramiko gets its settings from `ssh -G` and its host keys from `ssh-keygen -F`, and reads no files but keys.
 """
 
+import errno
 import logging
+import os
 import random
+import select
 import socket
 import subprocess
 import time
@@ -17,6 +20,7 @@ import paramiko
 from fabric import Config, Connection
 
 from cluster.transport import failures
+from cluster.transport.interruption import refuse_interrupted
 from cluster.transport.known_hosts import fingerprint
 from cluster.transport.links import BrokenError, NotStartedError
 from cluster.transport.login import Login
@@ -27,6 +31,8 @@ _BUSY_S = 20.0
 #: Interval of keep-alive messages, which detect a dead connection.
 _KEEPALIVE_S = 5
 _CHUNK = 1 << 16
+#: Milliseconds between two checks for Ctrl-C while a machine does not answer.
+_POLL_MS = 100
 #: Exceptions of a connection that broke.
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
 #: paramiko's lists of algorithms, and the keywords that restrict them.
@@ -157,11 +163,38 @@ def _socket(login: Login, timeout_s: float) -> tuple[socket.socket, subprocess.P
             return ours, subprocess.Popen(jump, stdin=pipe, stdout=pipe, stderr=DEVNULL, start_new_session=True)
     host, port = login.settings.text("hostname"), int(login.settings.text("port"))
     try:
-        return socket.create_connection((host, port), timeout_s), None
+        return _connected(host, port, timeout_s), None
     except socket.gaierror as error:
         raise failures.unresolved(login) from error
     except OSError as error:
         raise failures.unreachable(login, error.strerror or str(error)) from error
+
+
+def _connected(host: str, port: int, timeout_s: float) -> socket.socket:
+    """As socket.create_connection, but Ctrl-C ends it. Raises OSError, LaunchError."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setblocking(False)
+            code, until = made.connect_ex(address), time.monotonic() + timeout_s
+            connecting = select.poll()  # not select.select, which takes no descriptor above 1023
+            connecting.register(made, select.POLLOUT)
+            while code in (errno.EINPROGRESS, errno.EAGAIN):
+                refuse_interrupted()
+                if time.monotonic() > until:
+                    code = errno.ETIMEDOUT
+                elif connecting.poll(_POLL_MS):
+                    code = made.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code:
+                made.settimeout(timeout_s)
+                return made
+            failure = OSError(code, os.strerror(code))
+        except BaseException:
+            made.close()
+            raise
+        made.close()
+    raise failure or OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
 
 
 def _connection(login: Login, timeout_s: float) -> Connection:

@@ -7,15 +7,16 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from subprocess import PIPE
 from typing import IO, Any, TypeVar
 
-from cluster.errors import LaunchError, UnreachableError
+from cluster.errors import UnreachableError
 from cluster.spec.model import Machine
 from cluster.transport import close_all, ssh_to
+from cluster.transport.interruption import interrupted, refuse_interrupted
 from cluster.transport.local import Completed, environment
 from cluster.transport.login import answers
 from cluster.transport.openssh import MARK, Ssh, after_mark
@@ -30,9 +31,8 @@ _LOGIN_S = 30.0
 #: prints nothing.
 _SSH_FAILED = 255
 _BROKE = re.compile(r"client_loop: |Connection to \S+ (closed by|timed out)|Timeout, server ")
-#: The running processes, which Ctrl-C terminates, and whether it was pressed.
+#: The running processes, which Ctrl-C terminates.
 _processes: set[subprocess.Popen[Any]] = set()
-_interrupted = threading.Event()
 _lock = threading.Lock()
 
 
@@ -68,26 +68,34 @@ def _end(process: subprocess.Popen[Any]) -> None:
             os.killpg(process.pid, signal.SIGTERM)
 
 
-def refuse_interrupted() -> None:
-    """Raise LaunchError if Ctrl-C ends the running work."""
-    if _interrupted.is_set():
-        raise LaunchError("this machine: interrupted")
-
-
 def interruptible(work: Callable[[], T]) -> T:
     """Run `work` and return its result. Ctrl-C ends its transfers, waits for it, and raises KeyboardInterrupt."""
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(work)
+    result: Future[T] = Future()
+    is_cancelled = threading.Event()
+
+    def run() -> None:
+        if is_cancelled.is_set():
+            return
         try:
-            return running.result()
-        except KeyboardInterrupt:
-            with _lock:
-                _interrupted.set()
-                end_all()
-            close_all()  # ends remote commands that threads wait for
-            wait([running])
-            _interrupted.clear()
-            raise
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    # Not a ThreadPoolExecutor: Ctrl-C within its `submit` would leave the work running, and wait for its end.
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+        return result.result()
+    except KeyboardInterrupt:
+        is_cancelled.set()
+        with _lock:
+            interrupted.set()
+            end_all()
+        close_all()  # ends remote commands that threads wait for
+        with suppress(RuntimeError):  # not started yet: it will find that it is cancelled
+            thread.join()
+        interrupted.clear()
+        raise
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ _OPTIONS = (
 )
 #: rsync's exit codes: source files vanished during the transfer; the connection failed.
 VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
-#: Seconds of login retries.
+#: Two runs to one folder share the folder of incomplete transfers: the other one has used up a file of it.
+_CONFLICT = "got a block match with no basis file"
+#: Seconds of retries.
 _BUSY_S = 20.0
 #: A line of `--out-format`: the eleven letters of an itemized change, the size, the name.
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
@@ -80,7 +82,7 @@ class Rsync:
         self.changes: list[tuple[str, int, str]] = []
 
     def __call__(self, receiver: str, sender: str, *, may_vanish: bool = False) -> None:
-        """Run rsync, and retry if sshd refuses the connection because of MaxStartups.
+        """Run rsync, and retry if sshd refuses the connection because of MaxStartups, or after a conflict.
 
         `receiver` and `sender` are the messages for a failure on each side, such as `gpu-a: /data cannot be written`.
         With `may_vanish` other programs may remove files. Raises LaunchError after an interruption, else ClusterError.
@@ -89,13 +91,20 @@ class Rsync:
         until = time.monotonic() + _BUSY_S
         with CONNECTIONS:
             self._run()
-            while self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors):
+            while self._is_passing:
                 if time.monotonic() > until:
                     break
                 time.sleep(random.uniform(0.5, 1.5))
                 self._run()
         if self.code and not (may_vanish and self.code == VANISHED):
             raise self._failure(receiver, sender)
+
+    @property
+    def _is_passing(self) -> bool:
+        """Whether the same run may succeed a moment later."""
+        if _CONFLICT in self.errors:
+            return self.code != 0
+        return self.code in _DISCONNECTED and re.search("kex_exchange|banner exchange", self.errors) is not None
 
     def _run(self) -> None:
         # In the C locale rsync escapes every byte except printable ASCII as \#ooo.

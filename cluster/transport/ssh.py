@@ -4,9 +4,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cluster.errors import UnreachableError
+from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Machine
 from cluster.transport import login
+from cluster.transport.interruption import refuse_interrupted
 from cluster.transport.links import BrokenError, Link, NotStartedError
 from cluster.transport.local import Completed
 from cluster.transport.openssh import after_mark, remote_line
@@ -76,6 +77,7 @@ class SshShell:
             if self._link is not None:
                 self._link.close()
                 self._link = None
+            refuse_interrupted()
             self._link, why = _log_in(login.inspect(self._node), timeout_s)
             self.note = f"through ssh ({why})" if why else ""
             return self._link, True
@@ -90,7 +92,7 @@ def _log_in(found: login.Login, timeout_s: float) -> tuple[Link, str]:
 
         try:
             return FabricLink(found, timeout_s), ""
-        except UnreachableError:
+        except ClusterError:
             raise
         except Exception as error:  # whatever paramiko cannot do, ssh may be able to
             why = login.why_ssh(found, error)

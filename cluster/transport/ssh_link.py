@@ -19,6 +19,7 @@ from subprocess import DEVNULL, PIPE
 from cluster.agent import scripts
 from cluster.errors import UnreachableError
 from cluster.transport import failures
+from cluster.transport.interruption import refuse_interrupted
 from cluster.transport.links import BrokenError, NotStartedError
 from cluster.transport.local import environment
 from cluster.transport.login import Login, answers
@@ -75,6 +76,7 @@ class _Master:
     def wait(self, until: float) -> bool:
         """Wait until the login has succeeded; return whether it has. Raise TimeoutError."""
         while not self.is_open:
+            refuse_interrupted()
             self._read_log()
             if self._has_ended():
                 return False

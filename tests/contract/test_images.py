@@ -17,7 +17,7 @@ from cluster.errors import ClusterError, UnreachableError
 from cluster.images import Blob, Layers, chain_ids, engine, send, send_missing
 from cluster.spec.defaults import DEFAULT_IMAGE
 from cluster.spec.model import Machine
-from cluster.transport import close_all, process, rsync
+from cluster.transport import close_all, interruption, process, rsync
 from tests.conftest import interrupted, wait_until
 
 MB = 1 << 20
@@ -199,8 +199,8 @@ def test_node_without_rsync_fails_before_compression(monkeypatch, tmp_path):
 
 
 def test_no_process_is_started_after_ctrl_c(monkeypatch):
-    monkeypatch.setattr(process, "_interrupted", threading.Event())
-    process._interrupted.set()
+    monkeypatch.setattr(interruption, "interrupted", threading.Event())
+    interruption.interrupted.set()
     with pytest.raises(ClusterError, match="interrupted"), process.started(["true"]):
         pytest.fail("a process was started after Ctrl-C")
 

@@ -1,9 +1,11 @@
 """One suite for all shells, against a real sshd; then cases of SSH only."""
 
+import contextlib
 import getpass
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -14,11 +16,12 @@ import pytest
 from cluster.errors import UnreachableError
 from cluster.spec.model import Machine
 from cluster.transport import LocalShell, close_all, files, reach
-from cluster.transport.openssh import remote_line
+from cluster.transport.openssh import CONNECT_TIMEOUT_S, remote_line
 from cluster.transport.process import piped
-from tests.conftest import wait_until
+from tests.conftest import interrupted, wait_until
 from tests.contract.sshd import THROUGH_SSH, Sshd, addresses
 
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIZAvwKQ6cVyjuM0SyLN4F8Sdu5RPw6h7nB6XzJ0Zr1z"
 HOSTILE = ["a'; echo foo", 'a"=0"', "one\ntwo", "$HOME `id` \\", "", "-n", "ünïcode", "!x *"]
 
 
@@ -253,3 +256,68 @@ def test_the_first_proxy_setting_wins_and_none_is_not_a_host(either):
     assert LocalShell().run(jumps).code == 0
     shell.close()
     assert wait_until(lambda: LocalShell().run(jumps).code == 1)
+
+
+STARTING = """
+import os, signal, threading
+from cluster.transport.process import interruptible, started
+
+def start_and_interrupt(thread, start=threading.Thread.start):
+    start(thread)
+    os.kill(os.getpid(), signal.SIGINT)
+
+def work():
+    with started(["sleep", "600"]) as process:
+        process.wait()
+
+threading.Thread.start = start_and_interrupt
+try:
+    interruptible(work)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_transfer_that_is_just_starting():
+    """The signal arrives when the thread of the transfer exists, before anybody waits for its result."""
+    done = interrupted(STARTING, timeout_s=60)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+CONNECTING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from cluster.spec.model import Machine
+from cluster.transport import process, reach
+node, port = Machine("gpu-a", "", login="silent", ssh_config=sys.argv[1]), int(sys.argv[2])
+
+def interrupt():
+    while f":{port:04X} 02 " not in Path("/proc/self/net/tcp").read_text():  # SYN_SENT
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt, daemon=True).start()
+began = time.monotonic()
+try:
+    process.interruptible(lambda: reach(node).run(["true"]))
+except KeyboardInterrupt:
+    print(time.monotonic() - began, flush=True)
+"""
+
+
+def test_ctrl_c_ends_a_login_to_a_machine_that_does_not_answer(tmp_path):
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        for _ in range(4):  # the queue of the socket is full, so the system answers no further connection
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{port} {KEY}\n")
+        (tmp_path / "config").write_text(
+            f"Host silent\n  HostName 127.0.0.1\n  Port {port}\n  UserKnownHostsFile {tmp_path}/known_hosts\n"
+        )
+        done = interrupted(CONNECTING, tmp_path / "config", port, timeout_s=60)
+    assert float(done.stdout) < CONNECT_TIMEOUT_S / 2, done.stderr

@@ -1,5 +1,7 @@
 """What is decided about folders, without a node."""
 
+import os
+
 import pytest
 
 from cluster.errors import UsageError
@@ -7,7 +9,7 @@ from cluster.spec.model import Machine
 from cluster.transport import files
 from cluster.transport.files import Difference
 from cluster.transport.openssh import Ssh
-from cluster.transport.rsync import at, reason
+from cluster.transport.rsync import Rsync, at, reason
 
 
 def test_a_mirror_is_below_the_data_dir_and_this_machine_needs_none():
@@ -93,3 +95,22 @@ def test_what_cannot_be_synced_is_refused_before_any_node_is_asked(folder, tmp_p
     (tmp_path / "bad\udce9").mkdir()
     with pytest.raises(UsageError):
         files.sync([Machine("a", "10.0.0.1", login="nowhere.invalid", data_dir="/d")], folder)
+
+
+#: The first run fails as two runs at once may, the next succeeds.
+CONFLICT = """#!/bin/sh
+[ ! -e "$0.ran" ] || exit 0
+: > "$0.ran"
+echo 'got a block match with no basis file for "/data/a" [Receiver]' >&2
+exit 2
+"""
+
+
+def test_rsync_runs_again_after_a_conflict_with_another_run(tmp_path, monkeypatch):
+    (tmp_path / "rsync").write_text(CONFLICT)
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = Rsync(Machine("gpu-a", ""), ["--", "/data/", "/copy/"])
+    run("gpu-a: /copy cannot be written", "this machine: /data cannot be read")
+    assert run.code == 0
+    assert (tmp_path / "rsync.ran").exists()

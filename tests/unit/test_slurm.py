@@ -39,6 +39,8 @@ def test_a_pending_job_has_a_reason_and_an_expected_start():
     (first, second) = seen(line("PENDING", reason="Resources", start="2026-11-21T17:00:00"), attempt=0, hosts=())
     assert (first.phase, second.phase) == ("pending", "pending")
     assert first.detail == "in the queue: Resources; expected start: 2026-11-21T17:00:00"
+    (first, _) = seen(line("PENDING", reason="None"), attempt=0, hosts=())  # Slurm has not considered it yet
+    assert first.detail == "in the queue"
     (first, _) = seen(line("CONFIGURING"), attempt=0, hosts=())  # its nodes boot: the timeout does not run yet
     assert (first.phase, first.detail) == ("pending", "its nodes are being configured")
 
