@@ -54,9 +54,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the table in docs/how-to/failures.md. The first one that applies decides.
+    """A rule of the list in docs/how-to/failures.md. The first one that applies decides.
 
-    `when` and `then` are the table's text. `why_not` is the reason against a restart, formatted with the job and its
+    `when` and `then` are the list's text. `why_not` is the reason against a restart, formatted with the job and its
     last failure; "" restarts the job. `on_slurm` is the end of a node after which a batch script requeues the job.
     """
 
@@ -106,7 +106,7 @@ RULES = (
         "it failed with the same error at epoch {last.step[0]}, step {last.step[1]} twice",
     ),
     Rule(
-        "`--max-restarts 0`",
+        "`--max-restarts` is 0",
         "no restart",
         lambda ended: ended.job.max_restarts == 0,
         NO_RESTARTS,

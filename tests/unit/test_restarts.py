@@ -71,10 +71,13 @@ def test_bad_input_used_up_restarts_and_late_nodes_are_not_restarted():
     assert "never joined" in restarts.refusal(JOB, seen(), "late", [restarts.failure(seen(), "late")])
 
 
-def test_the_table_of_the_docs_has_the_rules():
+def test_the_docs_have_the_rules():
+    """First a list of the rules against a restart, then a table of the others."""
     text = (ROOT / "docs/how-to/failures.md").read_text()
+    lines = re.search(r"restarted if\n\n((?:- .*\n)+)", text)[1]
     table = re.search(r"^\| the attempt ends because .*\n\|-.*\n((?:\|.*\n)+)", text, re.MULTILINE)[1]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
+    rows = [(line[2:].rstrip(",.").removesuffix(", or"), "no restart", "") for line in lines.splitlines()] + rows
     assert rows == [(rule.when, rule.then, "requeued" if rule.on_slurm else "") for rule in restarts.RULES]
 
 
@@ -97,7 +100,7 @@ def test_every_rule_decides():
         "did not join": (JOB, seen(), "late", 1),
         "before its first step": (JOB, early, "failed", 2),
         "at the same step": (JOB, error, "failed", 2),
-        "--max-restarts 0": (replace(JOB, max_restarts=0), lost, "failed", 1),
+        "`--max-restarts` is 0": (replace(JOB, max_restarts=0), lost, "failed", 1),
         "restarted `--max-restarts` times": (JOB, lost, "failed", 3),
         "exit code 75": (JOB, seen(b=failed("b", "", 75)), "failed", 1),
         "is gone": (JOB, lost, "failed", 1),
