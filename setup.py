@@ -7,8 +7,6 @@ from `[project.urls]`; as long as it has none, only their text remains.
 import re
 from pathlib import Path
 
-from setuptools import setup
-
 ROOT = Path(__file__).parent
 # [text](path) and ![text](path), but neither addresses nor anchors; fenced blocks and code in backticks are skipped.
 LINK = re.compile(
@@ -38,5 +36,7 @@ def repository() -> str:
 
 
 if __name__ == "__main__":
+    from setuptools import setup  # not for the tests, whose Python may have no setuptools
+
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     setup(long_description=described(text, repository()), long_description_content_type="text/markdown")
