@@ -25,10 +25,14 @@ _COLOURS = (RED, ORANGE, GREEN, PURPLE, SKY, "#8c6d31")
 _MOST_NUMBERED = 24  # a confusion matrix of more classes has no numbers
 _MOST_LABELLED = 100  # and of more than these no names
 BOXES_TITLE = "predicted class for each true class\n(IoU 0.45, confidence 0.25)"
-_LOSSES = [("box_loss", "box", BLUE), ("obj_loss", "object", ORANGE), ("cls_loss", "class", GREEN)]
-_LOSSES += [("dfl_loss", "distribution", PURPLE)]
+_LOSSES = [
+    ("box_loss", "box", BLUE),
+    ("obj_loss", "obj", ORANGE),
+    ("cls_loss", "cls", GREEN),
+    ("dfl_loss", "dfl", PURPLE),
+]
 _PANELS = [  # title; column of results.csv, label and colour of its lines
-    ("training loss", _LOSSES),
+    ("loss", _LOSSES),
     ("validation", [("map50", "mAP50", BLUE), ("map", "mAP50-95", RED)]),
     ("validation", [("top1", "top-1", BLUE), ("top5", "top-5", RED)]),
     ("validation", [("miou", "mIoU", BLUE), ("accuracy", "pixel accuracy", RED)]),
@@ -89,7 +93,7 @@ def plot_results(csv_path: Path, png_path: Path) -> None:
             axes.plot(rows["epoch"], rows[name], color=colour, label=label, marker=marker, markersize=3.5)
         style_axes(axes, title, "epoch")
         axes.locator_params(axis="x", integer=True)
-        axes.set_ylim(0, None if title == "training loss" else 1.02)
+        axes.set_ylim(0, None if title == "loss" else 1.02)
         axes.legend(frameon=False, fontsize=9)
     write(fig, png_path)
 
