@@ -13,6 +13,8 @@ IMAGE=$1
 HERE=$(dirname "$0")
 # Limits OpenMP's spinning threads, as in trainer/__main__.py.
 export GOMP_SPINCOUNT=3000
+# Some machines turn bytecode off. The tests start clusterctl some thousand times, which would compile it each time.
+unset PYTHONDONTWRITEBYTECODE
 PYTEST=".venv/bin/python -m pytest"
 
 list_tests_not_run() {

@@ -52,6 +52,7 @@ SLOW = frozenset(
         "test_uneven_shares_of_a_batch_train_as_one_rank_does",
         "test_verify_finds_the_gradients_of_ranks_equal",
         "test_compiled_ranks_have_the_losses_of_uncompiled_ones",
+        "test_kept_gradients_do_not_change_the_losses_of_compiled_ranks",
         "test_every_strategy_resumes_from_the_checkpoint_of_another",
         "test_workers_exit_with_a_killed_trainer",
     }

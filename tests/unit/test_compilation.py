@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.settings import settings
+from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import squares
 from trainer.__main__ import _keep_compiled_code
 from trainer.config import Hyp
@@ -65,7 +66,7 @@ def test_a_short_run_and_a_machine_without_a_compiler_are_not_compiled(
 
 def run_of(tmp_path: Path, **more: Any) -> Trainer:
     data = squares(tmp_path / "set", train=7)  # batches of 4 and 3 images
-    run = Trainer(settings(str(data), hyp=Hyp(), noautoanchor=True, **more), World(), CPU, Events({}))
+    run = Trainer(settings(str(data), cfg=TINY, hyp=Hyp(), noautoanchor=True, **more), World(), CPU, Events({}))
     run.start()
     run.local_model.train()
     return run
