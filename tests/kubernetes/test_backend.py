@@ -162,6 +162,15 @@ def test_a_job_says_what_it_waits_for_and_starts_then(start, fault):
     assert run.until_ended().verdict == "done"
 
 
+def test_a_job_that_never_ran_has_nothing_to_collect(start, fault):
+    for host in ("n0", "n1", "n2"):
+        fault("busy", host)
+    run = start("idle", device="cuda", user="admin")
+    run.until(lambda run: all("Insufficient nvidia.com/gpu" in said for said in run.said))
+    assert KubernetesBackend().collect(run.plan) != []  # another process does not know
+    assert run.end() == []
+
+
 @pytest.mark.parametrize(
     ("image", "words"),
     [("trainer:NO:1", "is not the name of a container image"), ("trainer:absent", "cannot be pulled")],
@@ -226,7 +235,9 @@ def test_an_exhausted_quota_is_refused_with_nothing_left(start, kubectl, fault):
 
 def test_a_restart_waits_for_its_quota(start, fault):
     fault("quota", "ada", "1")
+    began = time.monotonic()
     run = start("again", device="cuda", attempt=2, check=False)
+    assert time.monotonic() - began < 30  # the pod that was created before the quota was reached
     run.until(lambda run: all("quota" in said for said in run.said))
     fault("no-quota", "ada")
     assert run.until_ended().verdict == "done"

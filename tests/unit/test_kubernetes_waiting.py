@@ -21,6 +21,7 @@ CASES = {
     "never": ("exited", 2, True, "nothere:1 is not on the machine"),
     "mount": ("exited", 2, True, 'a volume cannot be mounted: "v" configmap "nope" not found'),
     "hostpath": ("exited", 2, True, "/nope is not a directory"),
+    "hostpath with files": ("exited", 2, True, "/no/such is not a directory"),
     "secret": ("exited", 2, True, 'its container cannot be configured: secret "nope" not found'),
     "running": ("starting", None, False, ""),
     "done": ("exited", 0, False, ""),

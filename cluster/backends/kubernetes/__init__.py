@@ -72,6 +72,8 @@ class _Attempt:
     statuses: NodeStatuses = field(default_factory=dict)
     retries: Retries = field(default_factory=Retries)
     transfers: dict[str, "_Transfer"] = field(default_factory=dict)
+    #: Whether a container of it has run, so that there are files to collect; None: not known in this process.
+    has_run: bool | None = None
     #: What could not be collected before the pods were deleted; None: nothing was collected yet.
     collected: list[str] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -261,6 +263,8 @@ class KubernetesBackend(Backend):
         listed = client.get("pods", _selector(plan, all_attempts=not only_attempt))
         running = [pod for pod in listed if waiting.observed("", pod).runs]
         silent, is_stopped = self._stop_ranks(plan, client, running, grace_s)
+        if listed and all(pod["status"].get("phase") == "Pending" for pod in listed):
+            attempt.has_run = bool(attempt.has_run)
         own = [pod for pod in running if pod["metadata"]["labels"].get(ATTEMPT_LABEL) == str(plan.attempt)]
         if own and not only_attempt and plan.nodes:
             attempt.collected = self._collect(plan, client, skip=silent)
@@ -290,8 +294,8 @@ class KubernetesBackend(Backend):
         The files of pods can be read only while their containers exist, so `cancel` has done it before it deleted them.
         """
         attempt = self._known(plan)
-        if attempt.collected is not None:
-            return attempt.collected
+        if attempt.collected is not None or attempt.has_run is False:
+            return attempt.collected or []
         try:
             return self._collect(plan, _client(plan), skip=())
         except ClusterError as error:
@@ -348,6 +352,11 @@ class KubernetesBackend(Backend):
                 statuses, attempt.states = pods.poll(_client(plan), attempt.watches, _selector(plan))
                 attempt.statuses = {status.node: self._with_transfer(attempt, status) for status in statuses}
                 attempt.polled_at = time.monotonic()
+                idle = [state.status.phase == "pending" or state.is_final for state in attempt.states]
+                if any(state.runs for state in attempt.states):
+                    attempt.has_run = True
+                elif attempt.has_run is None and all(idle):
+                    attempt.has_run = False
             return attempt.statuses
 
     def _with_transfer(self, attempt: _Attempt, status: NodeStatus) -> NodeStatus:

@@ -23,6 +23,8 @@ from cluster.transport.process import started
 REQUEST_S, CALL_S = 10, 25.0
 #: Time for objects to disappear that were created a moment ago.
 _GONE_S = 60.0
+#: A pod of which nothing runs yet is removed by force after this time: Kubernetes 1.20 can take half a minute.
+_PENDING_S = 3.0
 #: What to do about a missing right.
 RIGHTS_HINT = "ask for that right; the page Kubernetes of the documentation has the Role that a job needs"
 #: How `kubectl get` prints an object of the API.
@@ -96,7 +98,7 @@ _RULES = (
         r"exceeded quota: ([^,]+), requested: ([^\n]+?), used: ([^\n]+?), limited: ([^\n]+)",
         QuotaError,
         "the quota {0} of the namespace is exhausted: requested {1}, used {2}, limited to {3}",
-        "wait for other jobs of the namespace: clusterctl launch --wait 2h ..., or see: kubectl describe quota {0}",
+        "wait until other jobs of the namespace have ended; to see its limits: kubectl describe quota {0}",
     ),
     _Rule(
         r'violates PodSecurity "([^":]+)[^"]*": ([^\n]+)',
@@ -206,11 +208,17 @@ class Kubectl:
 
     def _delete_again(self, created: Sequence[str]) -> None:
         """Delete what has just been created, and wait until it is gone."""
-        until = time.monotonic() + _GONE_S
+        began = time.monotonic()
         if created:
             self.delete(*created, grace_s=1)
-        while created and time.monotonic() < until:
+        while created and time.monotonic() < began + _GONE_S:
             created = self.text("get", *created, "--ignore-not-found", "--output=name").split()
+            pods = [name for name in created if name.startswith("pod/")]
+            if pods and time.monotonic() > began + _PENDING_S:
+                left = self.get(*pods, "--ignore-not-found")
+                pending = [pod["metadata"]["name"] for pod in left if pod.get("status", {}).get("phase") == "Pending"]
+                if pending:
+                    self.delete("pods", *pending, force=True)
             time.sleep(0.3)
 
     def delete(self, *words: str, grace_s: int | None = None, force: bool = False) -> None:

@@ -246,7 +246,7 @@ def _quota(kubectl: Kubectl, needs: Needs) -> list[str]:
                 raise UsageError(f"the quota {name} allows {limit} {resource}, and the job needs {_plain(need)}", hint)
             if need and need + amount(str(used.get(resource, "0"))) > have:
                 why = f"the job needs {_plain(need)} {resource}, and {used[resource]} of the quota {name}'s {limit} are"
-                hint = "wait until other jobs of the namespace end: clusterctl launch --wait 2h ..."
+                hint = "wait until other jobs of the namespace have ended"
                 raise GpusHeldError(f"{why} in use", hint)
     return []
 

@@ -111,7 +111,9 @@ _DELETED = {
     "Evicted": "it was evicted",
 }
 #: Reasons why a container waits that only events explain ("": none yet).
-_NEED_EVENTS = ("", "ContainerCreating", "ErrImagePull", "ImagePullBackOff")
+_NEED_EVENTS = ("", "ContainerCreating", "PodInitializing", "ErrImagePull", "ImagePullBackOff")
+#: Messages of the event FailedMount that say nothing: the first kubelet tries again at once, the second repeats others.
+_NO_REASON = re.compile("failed to sync|^Unable to attach or mount volumes")
 #: How a pod ended about which Kubernetes says nothing more.
 FAILED = "its pod has failed"
 _OUT_OF_MEMORY = "its container ran out of memory: raise its memory limit, or use smaller batches"
@@ -185,8 +187,7 @@ def _waiting(node: str, pod: Document, events: Sequence[Document], host: str) ->
     if any("running" in each.get("state", {}) for each in pod["status"].get("initContainerStatuses", ())):
         return PodState(NodeStatus(node, "pending", detail="waits for its files", where=host), host=host, receives=True)
     for name, reason in _CREATING.items():
-        # A kubelet that has not seen a new ConfigMap yet tries again at once.
-        if found := [each for each in _events(events, name) if "failed to sync" not in str(each.get("message"))]:
+        if found := [each for each in _events(events, name) if not _NO_REASON.search(str(each.get("message")))]:
             return _state(node, reason, host, image=image, message=_last(found), tries=_count(found))
     detail = "its container is being created" if host else "waits for the scheduler"
     if _events(events, "Pulling") and not _events(events, "Pulled"):
