@@ -62,7 +62,7 @@ def test_an_existing_file_is_overwritten_only_with_force(sshd, clusterctl):
     clusterctl.expect(2, *arguments, "--force", "-o", "fifo", has="fifo is not a regular file")
     text = clusterctl.expect(0, *arguments, "--force", "--json")
     (found,) = json.loads(text)["nodes"]
-    assert found["node"]["address"] in file.read_text()
+    assert found["machine"]["address"] in file.read_text()
     assert found["free_gb"] > 0
     clusterctl.expect(2, *arguments, "-o", "no/folder/x.yaml", has="no/folder/x.yaml: No such file")
 
