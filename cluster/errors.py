@@ -1,5 +1,7 @@
 """Exceptions with a message, a hint and an exit code, which `clusterctl` prints without a traceback."""
 
+from collections.abc import Sequence
+
 
 class ClusterError(Exception):
     """Base class: the message says what happened and where, the hint what to type next."""
@@ -47,3 +49,11 @@ class Terminated(KeyboardInterrupt):
 def with_hint(why: str, hint: str) -> str:
     """Return message and hint in one line."""
     return f"{why} ({hint})" if hint else why
+
+
+def near_or_all(name: str, known: Sequence[str]) -> str:
+    """Return a hint with the names that are like an unknown one, or else with all."""
+    import difflib
+
+    near = difflib.get_close_matches(name, known, 2)
+    return f"did you mean {' or '.join(near)}?" if near else f"use one of: {', '.join(known)}"

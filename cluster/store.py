@@ -58,8 +58,8 @@ class JobStore:
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
             if path.exists():
-                hint = "choose another --name; to list jobs: clusterctl ps"
-                raise NameTakenError(f"a job {record.plan.job_id} exists already", hint)
+                hint = "choose another name (--name NAME); to list all jobs: clusterctl ps --all"
+                raise NameTakenError(f"a job named {record.plan.job_id} already exists", hint)
             _replace(path, record)
 
     def forget(self, job_id: str) -> None:
@@ -125,7 +125,7 @@ class JobStore:
         path = self._path(job_id) if NAME.fullmatch(job_id) else None
         if path is None or not path.exists():
             known = ", ".join(record.plan.job_id for record in self) or "none"
-            raise UsageError(f"no job {job_id!r} (known: {known})", "clusterctl ps")
+            raise UsageError(f"no job {job_id!r} (known: {known})", "to list all jobs: clusterctl ps --all")
         return _load(path)
 
     def taken(self, job_id: str) -> bool:

@@ -20,6 +20,7 @@ from cluster.backends import monitor, preflight, script
 from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
+from cluster.spec.defaults import how_to_get
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.transport import Completed, LocalShell
 
@@ -50,8 +51,10 @@ class ComposeBackend(Backend):
         if problem := self.problem():
             raise UsageError(*problem)
         if self._docker("image", "inspect", "--format", "{{.Id}}", plan.job.image).code:
-            hint = "make image, in a clone of the repository; or name another: --image NAME"
-            raise UsageError(f"this machine: no image {plan.job.image}", hint)
+            image = plan.job.image
+            raise UsageError(f"this machine has no image {image}", how_to_get(image, DOCKER.name))
+        for source in (each.source for each in plan.job.mounts if not Path(each.source).exists()):
+            raise UsageError(f"--mount {source}: no such file or folder on this machine", "check the path")
         # compose would replace the other job's containers
         if plan.attempt == 1 and (left := self._left(plan.job_id)):
             raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")

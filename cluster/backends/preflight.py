@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from cluster.agent import scripts
 from cluster.errors import ClusterError, GpusHeldError, LaunchError, NameTakenError, PortTakenError, UsageError
 from cluster.runtimes import ARCHITECTURES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
-from cluster.spec.defaults import listed_gpus
+from cluster.spec.defaults import DEFAULT_IMAGE, listed_gpus
 from cluster.spec.model import Gpu, Machine, Plan
 
 #: The exit code of agent/start.sh and agent/compose_up.sh if another job holds a GPU.
@@ -40,7 +40,7 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
             why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
         elif word == "run_dir":
             why = f"cannot write to the run directory {text} (no permission, or no space)"
-            hint = f"run_dir of {where} in cluster.yaml"
+            hint = f"in cluster.yaml, set run_dir of {where} to a folder that you can write to"
         elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"
             hint = "in a clone of the repository: pip install '.[trainer]'"
@@ -53,12 +53,14 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
         elif word == "image" and ARCHITECTURES.get(text.split()[2], text.split()[1]) != text.split()[1]:
             _, platform, own = text.split()
             why = f"{plan.job.image} is an image for {platform}, and the machine is {own}"
-            hint = f"build one there, or name one for {own}: --image NAME"
+            hint = f"build it on such a machine, or name an image for {own}: --image NAME"
         elif word == "no_way":
             why = f"cannot reach the master at {text}"
-            hint = f"open its ports to {where}, or set another address in cluster.yaml: clusterctl doctor"
+            hint = "to see which addresses and ports work: clusterctl doctor"
         elif word == "no_image":
-            why, hint = f"no image {plan.job.image}", f"clusterctl image push {where}   (or launch with --push)"
+            why, hint = f"no image {plan.job.image}", "copy it from this machine: add --push to the command"
+            if plan.job.image != DEFAULT_IMAGE:
+                hint += f"; or on {where}: {machine.runtime} pull {plan.job.image}"
         elif word == "missing":
             why, hint = f"{text} does not exist", machine.hint_for_missing(text)
         else:
@@ -72,7 +74,7 @@ def _gpu_problems(where: str, gpus: Sequence[Gpu], report: Sequence[str]) -> lis
     text = "\n".join(line[7:] for line in report if line.startswith("listed "))
     listed = listed_gpus(text)
     here = ", ".join(map(str, listed)) or text.partition("\n")[0] or "none"
-    hint = f"gpus of {where} in cluster.yaml, or --device cpu"
+    hint = f"in cluster.yaml, correct gpus of {where}; or use --device cpu"
     absent = [gpu for gpu in gpus if gpu not in listed]
     found = [UsageError(f"{where}: no GPU {gpu}: nvidia-smi lists {here}", hint) for gpu in absent]
     facts = dict(line.partition("=")[::2] for line in reversed(report))  # Python imports the first of two packages
@@ -90,11 +92,11 @@ def different(plan: Plan, reports: Mapping[str, Sequence[str]]) -> dict[str, Usa
         if line.startswith("image ")
     }
     first, wanted = next(iter(images.items()), ("", ""))
-    hint = f"clusterctl image push {' '.join(images)}   (or launch with --push)"
+    hint = "copy this machine's image to all of them: add --push to the command"
     found = {}
     for name, image in images.items():
         if image != wanted:
-            why = f"its image {plan.job.image} is {short_id(image)}, that of {first} is {short_id(wanted)}"
+            why = f"its image {plan.job.image} is {short_id(image)}, but on {first} it is {short_id(wanted)}"
             found[name] = UsageError(f"{name}: {why}", hint)
     return found
 
@@ -106,14 +108,14 @@ def conflicts(plan: Plan, machine: Machine, report: Sequence[str]) -> list[Usage
     for line in report:
         word, _, text = line.partition(" ")
         if word == "exists":
-            hint = "choose another --name, or remove the folder"
+            hint = "choose another name: --name NAME"
             found.append(NameTakenError(f"{where}: {text} already exists", hint))
         elif word == "runs":
             found.append(name_taken(plan.job_id, where, text))
         elif word == "held" and (holder := text.split()[0]) != plan.job_id:
             found.append(gpus_held(where, holder))
         elif word == "port":
-            hint = "choose another: --master-port N, or auto"
+            hint = "choose another port, or let clusterctl choose: --master-port auto"
             found.append(PortTakenError(f"{where}: port {plan.master_port} is {text}", hint))
     return found
 
@@ -122,22 +124,22 @@ def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
     """Return the error for a name in use. `stop` finds jobs by name, so it would stop both."""
     return NameTakenError(
         f"{where}: a job {job_id} already exists: {what}",
-        "choose another --name, stop that job where it was launched, or remove an orphan: clusterctl gc",
+        "choose another name (--name NAME), stop that job where it was launched, or remove an orphan: clusterctl gc",
     )
 
 
 def gpus_held(where: str, job: str) -> GpusHeldError:
     """Return the error for a node whose GPUs another job holds."""
     return GpusHeldError(
-        f"{where}: its GPUs are held by the job {job}",
-        f"clusterctl stop {job}, other nodes (--only a,b), or wait: clusterctl launch --wait 2h ...",
+        f"{where}: job {job} is using its GPUs",
+        "wait for them by adding --wait 2h, or choose other machines: --only a,b",
     )
 
 
 def lost_race(plan: Plan, where: str, job: str) -> ClusterError:
     """Return the error for a node whose GPUs another job has taken since the preflight check."""
     if job == plan.job_id:  # of another launcher: its folders on the node are not this launcher's
-        return LaunchError(f"{where}: its GPUs are held by another job {job}", "choose another --name")
+        return LaunchError(f"{where}: another job named {job} is using its GPUs", "choose another name: --name NAME")
     return gpus_held(where, job)
 
 

@@ -39,8 +39,10 @@ class SlurmBackend(Backend):
     name, machines = "slurm", "assigned"
     has_login_node = requeues = True
     supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
+    supports |= {"--partition", "--account", "--qos", "--time"}
+    flags = frozenset({"exclusive"})
     refusals: ClassVar[Mapping[str, str]] = {
-        "--wait": "Slurm has a queue of its own",
+        "--wait": "Slurm queues the job anyway",
         "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",
     }
     section = "cluster.backends.slurm_section:Section"
@@ -136,7 +138,9 @@ class SlurmBackend(Backend):
                 if "--help" not in line
             ]
             why = f"{'the login node' if login.is_listed else login.name}: sbatch: {'; '.join(lines) or done.last_line}"
-            hint = "print the batch script: the same command with plan instead of launch"
+            hint = "to see the batch script, run the same command with plan instead of launch"
+            if "unrecognized option" in why:
+                hint = "correct it in --set or in the section slurm of cluster.yaml; `man sbatch` lists all options"
             raise LaunchError(why, hint)
 
     def array(self, job: Job, plans: Sequence[Plan], at_once: int) -> Step:

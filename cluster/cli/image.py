@@ -48,8 +48,8 @@ class ImageOptions(NodeOptions):
         BACKENDS[found.backend].refuse("image push", BACKENDS)
         kind = RUNTIMES.get(found.machines[0].runtime)  # None: not known yet
         if kind and kind.image_is_file:
-            why = f"{found.path}: {kind.name} runs a file on the shared disk, not a Docker image"
-            raise UsageError(why, kind.image_from)
+            why = f"{found.path}: {kind.name} runs an image file on the shared disk, so there is nothing to copy"
+            raise UsageError(why, kind.image_command())
         known = {node.name: node for node in found.machines}
         for name in self.names:
             if name not in known:

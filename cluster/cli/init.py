@@ -97,7 +97,7 @@ def init(
         ("--runtime", runtime, ("auto", *ENGINES, BARE.name)),
     ):
         if value not in values:
-            raise UsageError(f"{name} {value!r}", f"one of: {', '.join(values)}")
+            raise UsageError(f"{name} {value}: unknown", f"use one of: {', '.join(values)}")
     for name, folder in (("--run-dir", run_dir), ("--data-dir", data_dir)):
         if not folder.startswith(("/", "~/")) or "\0" in folder:
             raise UsageError(f"{name} {folder!r}: not an absolute path", f"for example: {name} /data/runs")
@@ -144,9 +144,10 @@ def init(
 def _writable(path: Path, output: str, *, force: bool) -> Path:
     """Return the path of the file to write. Raises UsageError if another file would be lost."""
     if path.exists() and not path.is_file():  # for example /dev/null, which the file would replace
-        raise UsageError(f"{output} is not a regular file", "to write another: -o FILE")
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise UsageError(f"-o {output}: it is {what}", "write another file: -o FILE")
     if path.exists() and not force:
-        raise UsageError(f"{output} exists already", "to overwrite it: --force; to write another: -o FILE")
+        raise UsageError(f"{output} already exists", "write another file: -o FILE; or overwrite this one: --force")
     return path
 
 
@@ -159,7 +160,7 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
         known = ", ".join(name for name, each in BACKENDS.items() if each.machines == "assigned")
         raise UsageError(f"--backend {backend!r}: unknown backend", f"one of: {known}")
     if device not in _DEVICES:
-        raise UsageError(f"--device {device!r}", f"one of: {', '.join(_DEVICES)}")
+        raise UsageError(f"--device {device}: unknown", f"use one of: {', '.join(_DEVICES)}")
     settings, notes = BACKENDS[backend].discover()
     chosen = device if device != "auto" else "cuda" if "gpu_resource" in settings else "cpu"
     head = f"# Found by: clusterctl init --backend {backend}\n# All keys: docs/reference/configuration.md\n"

@@ -277,7 +277,8 @@ def read_secrets(path: str) -> dict[str, str]:
             continue
         match = _VARIABLE.fullmatch(line.strip())
         if match is None:
-            raise UsageError(f"--env-file {path}, line {number}: not NAME=VALUE")
+            hint = "write one NAME=VALUE per line; lines that begin with # are comments"
+            raise UsageError(f"--env-file {path}, line {number}: not NAME=VALUE", hint)
         value = match[2]
         found[match[1]] = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
     return found

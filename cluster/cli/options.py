@@ -139,7 +139,7 @@ class ArrayOptions:
         return jobs, chosen, notes
 
 
-def read_text(path: str, option: str = "", hint: str = "") -> str:
+def read_text(path: str, option: str = "", hint: str = "check the path") -> str:
     """Return the content of a file. Raise UsageError for an unreadable one."""
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -160,7 +160,7 @@ def with_job_file(
     from cluster.spec import job_file
 
     path, *rest = request.arguments
-    text = read_text(path, hint="expected a job file: clusterctl launch JOB.yaml")
+    text = read_text(path, hint="check the path of the job file; arguments for the trainer follow after --")
     values = job_file.read(text, path, BACKENDS)
     sources = {name: context.get_parameter_source(name) for name in context.params}
     typed = {name for name, source in sources.items() if source is not None and source.name != "DEFAULT"}

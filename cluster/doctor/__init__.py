@@ -11,7 +11,7 @@ from cluster.agent import scripts
 from cluster.backends import BACKENDS
 from cluster.doctor import engine, machine, network
 from cluster.doctor.findings import TIMEOUT_S, Check, Facts, Finding, NodeFacts, Say, exit_code, judge, parse, with_note
-from cluster.errors import ClusterError, UnreachableError, UsageError
+from cluster.errors import ClusterError, UnreachableError, UsageError, near_or_all
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import DEFAULT_IMAGE, auto_port
 from cluster.spec.model import Inventory, Job, Machine, Queue
@@ -78,7 +78,7 @@ def examine(
     order = scheduler.ORDER if scheduler else _LAUNCH if inventory.is_assigned else ORDER
     for check in skip:
         if check not in order[1:]:
-            raise UsageError(f"--skip {check!r}: unknown check", f"one of: {', '.join(order[1:])}")
+            raise UsageError(f"--skip {check}: unknown check", near_or_all(check, order[1:]))
     data = () if "data" in skip else data
     image = image or inventory.image
     names = tuple(node.name for node in inventory.machines)

@@ -5,8 +5,9 @@ import re
 from cluster.agent import scripts
 from cluster.doctor.findings import Facts, NodeFacts, Verdict, typed_on, usual
 from cluster.doctor.machine import is_wsl
-from cluster.runtimes import ARCHITECTURES, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
+from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, NEWER_DRIVER, RUNTIMES, driver_problem, short_id
 from cluster.spec import defaults
+from cluster.spec.defaults import how_to_get
 from cluster.spec.model import Gpu, Machine
 
 
@@ -107,7 +108,7 @@ def image(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict | None:
     found = facts.text("image_id")
     fix = f"clusterctl image push {node.name} --image {seen.image}"
     if not seen.image_id:
-        fix = f"on this machine: make image, or docker pull {seen.image}; then: {fix}"
+        fix = f"on this machine, {how_to_get(seen.image, DOCKER.name)}; then: {fix}"
     if not found:
         return Verdict("failure", f"no image {seen.image} on this node", fix)
     if short_id(found) != short_id(wanted):

@@ -62,7 +62,7 @@ def judge_request(job: Job, site: Mapping[str, Sequence[str]]) -> list[Finding]:
     name = job.queue.login.name
     wrong = slurm.problems(job, site, name)
     if job.queue.login.in_container and not job.image:
-        hint = f"{RUNTIMES[job.queue.login.runtime].image_from}, then set image in cluster.yaml"
+        hint = f"{RUNTIMES[job.queue.login.runtime].image_command()}, then set image in cluster.yaml"
         wrong = [(f"no image: {job.queue.login.runtime} has no default image", hint)]
     if wrong:
         wrong = [(why.removeprefix(f"{name}: "), hint or "sinfo") for why, hint in wrong]

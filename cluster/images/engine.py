@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.agent import scripts
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import ARCHITECTURES, DOCKER, ENGINES, RUNTIMES
+from cluster.spec.defaults import how_to_get
 from cluster.spec.model import Machine, this_machine
 from cluster.transport import reach
 from cluster.transport.process import started
@@ -78,8 +79,7 @@ def local(image: str) -> Engine:
     """Return the facts of this machine's engine. Raise UsageError if it lacks the image."""
     here = inspect(HERE, image)
     if not here.id:
-        hint = "make image, in a clone of the repository; or name another: --image NAME"
-        raise UsageError(f"this machine: no image {image}", hint)
+        raise UsageError(f"this machine has no image {image}", how_to_get(image, here.program))
     return here
 
 
@@ -108,7 +108,7 @@ def load(node: Machine, image: str, files: Sequence[str], manifest: str, config:
 def build(folder: str, image: str) -> None:
     """Build an image on this machine with docker, whose progress goes to stderr. Raises UsageError or LaunchError."""
     if not Path(folder, "Dockerfile").is_file():
-        raise UsageError(f"--build {folder}: no Dockerfile", f"expected at {Path(folder, 'Dockerfile').absolute()}")
+        raise UsageError(f"--build {folder}: no Dockerfile", f"it would be {Path(folder, 'Dockerfile').absolute()}")
     try:
         with started([DOCKER.name, "build", "--tag", image, folder], stdout=sys.stderr) as process:
             code = process.wait()
@@ -121,7 +121,7 @@ def build(folder: str, image: str) -> None:
 def _script(operation: str, node: Machine, *files: str, **values: str) -> list[str]:
     known = [ENGINES[node.runtime]] if node.runtime in ENGINES else [*ENGINES.values()]  # engine.sh chooses one
     if node is not HERE and node.runtime and not RUNTIMES[node.runtime].engine:
-        hint = RUNTIMES[node.runtime].image_from or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
+        hint = RUNTIMES[node.runtime].image_command() or f"to use an image, in cluster.yaml: runtime: {DOCKER.name}"
         raise UsageError(f"{node.name}: runtime {node.runtime} has no engine that keeps images", hint)
     engines = [word for engine in known for word in (engine.name, *engine.image_facts)]
     return scripts.bash("images/engine.sh", operation, *files, engines=engines, **values)

@@ -19,9 +19,12 @@ class ApptainerRuntime(Runtime):
 
     name = "apptainer"
     image_is_file = takes_names = True
-    image_from = "clusterctl image sif"
     script = "runtimes/apptainer.sh"
     version = ("apptainer", "--version")
+
+    def image_command(self, file: str = "") -> str:
+        """Return the command that makes the image file."""
+        return f"clusterctl image sif {file}".rstrip()
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `apptainer run`, with `--nv` for GPUs.

@@ -21,8 +21,6 @@ class Runtime(ABC):
     engine = ""
     #: Whether the image is a file on the shared disk.
     image_is_file = False
-    #: The command that makes the image, if an engine does not keep it.
-    image_from = ""
     #: Whether its script needs `names`, the variables that the container gets.
     takes_names = False
     #: The file of its shell functions, or "". agent/node.sh calls them if they exist: `image_id` prints the image's ID,
@@ -51,6 +49,10 @@ class Runtime(ABC):
     def check(self, image: str, *command: str) -> tuple[str, ...]:
         """Return the words that run a command in the image without mounts, for checks; () if a check cannot run it."""
         return ()
+
+    def image_command(self, file: str = "") -> str:
+        """Return the command that makes the image `file`, or "" if an engine keeps the images."""
+        return ""
 
     def gpus(self, node: Node) -> tuple[Gpu, ...]:
         """Return the ids of the node's GPUs in the container: by default those of the host."""

@@ -17,9 +17,12 @@ class EnrootRuntime(Runtime):
 
     name = "enroot"
     image_is_file = takes_names = True
-    image_from = "enroot import --output FILE.sqsh dockerd://IMAGE"
     script = "runtimes/enroot.sh"
     version = ("enroot", "version")
+
+    def image_command(self, file: str = "") -> str:
+        """Return the command that makes the image file."""
+        return f"enroot import --output {file or 'FILE.sqsh'} dockerd://IMAGE"
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `enroot start --mount SOURCE:TARGET:none:OPTIONS ...`.

@@ -17,9 +17,12 @@ class PyxisRuntime(Runtime):
 
     name = "pyxis"
     takes_names = True
-    image_from = "enroot import docker://NAME:TAG"
     script = "runtimes/pyxis.sh"
     version = ("sh", "-c", "srun --help | grep -q -- --container-image && echo pyxis: srun has --container-image")
+
+    def image_command(self, file: str = "") -> str:
+        """Return the command that makes the image file."""
+        return "enroot import docker://NAME:TAG"
 
     def run(self, job: Job, node: Node, mounts: Sequence[Mount], names: Sequence[str]) -> tuple[str, ...]:
         """Return `srun --container-image ...` for this node."""

@@ -18,6 +18,15 @@ from cluster.spec.request import Request
 from cluster.spec.traits import Table, Traits
 
 DEFAULT_IMAGE = "trainer:0.1"
+
+
+def how_to_get(image: str, engine: str) -> str:
+    """Return how to get an image that this machine's container engine lacks."""
+    if image == DEFAULT_IMAGE:
+        return "build it in a clone of the repository: make image; or name another: --image NAME"
+    return f"{engine} pull {image}, or build it: {engine} build -t {image} FOLDER"
+
+
 DEFAULT_RESTARTS = 3
 DEFAULT_STALL_TIMEOUT_S = 300.0
 
@@ -156,8 +165,14 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
     """Raise UsageError for an option that the backend does not support."""
     if is_range:
         backend.refuse("--nodes MIN:MAX", table, f"--nodes {request.nodes}")
+    for name, option in {"partition": "", "account": "", "qos": "", "time_limit": "--time"}.items():
+        if getattr(request, name):
+            backend.refuse(option or f"--{name}", table)
     for name in request.given_settings(backend.name, table):
         backend.refuse("--set", table, f"--set {name}")
+    for text in request.settings:
+        if "=" not in text and text not in backend.flags:
+            raise UsageError(f"--set {text}: expected KEY=VALUE", f"give it a value: --set {text}=VALUE")
     given = {"--spares": request.spares, "--image": request.image, "--mount": request.mounts, "--build": request.build}
     for option in (option for option, value in given.items() if value):
         backend.refuse(option, table)
@@ -170,7 +185,7 @@ def _device(
 ) -> tuple[Device, list[str]]:
     """Return the device of the ranks, and notes. `auto` is the inventory's device, or what this machine has."""
     if request.device not in ("auto", "cpu", "cuda", "any"):
-        raise UsageError(f"--device {request.device!r}", "one of: auto, cpu, cuda, any")
+        raise UsageError(f"--device {request.device}: unknown", "use one of: auto, cpu, cuda, any")
     device = cast(Device, "cuda" if request.device == "auto" else request.device)
     notes = []
     if request.device == "auto" and inventory is not None:
@@ -225,7 +240,7 @@ def _arguments(
             paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
             argument = path
         elif "/" in argument and arguments and arguments[-1] in contract.INPUT_OPTIONS and not is_mounted:
-            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"expected at {path}")
+            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"it would be {path}")
         arguments.append(argument)
     paths = list(dict.fromkeys(paths))
     folders = [path for path in paths if here.is_folder(path)]
@@ -275,7 +290,7 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     if request.workdir and not request.command:
         raise UsageError("--workdir: only with --command", "the trainer needs no working directory: omit it")
     if request.workdir and not here.is_folder(path):
-        raise UsageError(f"--workdir {request.workdir}: no such folder", f"expected at {path}")
+        raise UsageError(f"--workdir {request.workdir}: no such folder", f"it would be {path}")
     if request.command and any(each.target == path for each in mounts):
         raise UsageError(f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount")
     return path
@@ -364,7 +379,7 @@ def _image(
     if RUNTIMES[queue.login.runtime].inside:
         return ""
     if not image:
-        hint = f"run {RUNTIMES[queue.login.runtime].image_from}, then set image in cluster.yaml"
+        hint = f"run {RUNTIMES[queue.login.runtime].image_command()}, then set image in cluster.yaml"
         raise UsageError(f"no image: {queue.login.runtime} has no default image", hint)
     return image
 

@@ -86,7 +86,7 @@ def export(request: Request, here: Here, to: str) -> str:
     Raises UsageError for an invalid request, an unknown launcher, or a container image that no registry has.
     """
     if to not in FORMATS:
-        raise UsageError(f"--export {to}: no such launcher", f"one of: {', '.join(FORMATS)}")
+        raise UsageError(f"--export {to}: unknown", f"use one of: {', '.join(FORMATS)}")
     job, notes = _job(request, here)
     if job.image == defaults.DEFAULT_IMAGE:
         hint = f"push it to a registry with docker push, and name it there: --image REGISTRY/{job.image}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import posixpath
 import re
@@ -22,7 +21,7 @@ from pydantic import (
     create_model,
 )
 
-from cluster.errors import UsageError
+from cluster.errors import UsageError, near_or_all
 from cluster.runtimes import ENGINES, RUNTIMES
 from cluster.spec import inventory
 from cluster.spec.defaults import ENV_NAME, mount
@@ -265,7 +264,7 @@ def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
 
 
 def validate(model: type[Keys_], source: Source, hint: str) -> Keys_:
-    """Return the file's keys and values. Raises one UsageError with every invalid key; `hint` is for an empty file."""
+    """Return the file's keys and values. Raises one UsageError with all invalid keys; `hint` is for an empty one."""
     if not isinstance(source.data, dict):
         problem = "it is empty" if source.data is None else "expected keys and values"
         raise UsageError(f"{source.path}: {problem}", hint)
@@ -289,8 +288,7 @@ def _translate(error: Any, model: type[Keys], source: Source) -> UsageError:
     problem, hint = f"{given!r}: {error['msg'][0].lower()}{error['msg'][1:]}", ""
     if kind == "extra_forbidden":
         known = list(_model_at(model, key[:-1]).model_fields)
-        near = difflib.get_close_matches(str(key[-1]), known, 1)
-        problem, hint = "unknown key", f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        problem, hint = "unknown key", near_or_all(str(key[-1]), known)
     elif kind in ("dict_type", "model_type"):
         problem, hint = f"{given!r}: must be keys and values", f"for example: {key[-1]}: {{key: value}}"
     elif kind == "tuple_type":
@@ -323,7 +321,9 @@ def read(text: str, path: str, table: Table, cwd: str = "/") -> Inventory:
     invalid key.
     """
     source = Source(text, path)
-    file = validate(file_type(table), source, "clusterctl init gpu-a gpu-b writes one")
+    more = " --force" if source.data is None else ""  # an empty file may be replaced, any other text may not
+    to = path if source.data is None else "example.yaml"
+    file = validate(file_type(table), source, f"to write one: clusterctl init gpu-a gpu-b -o {to}{more}")
     backend = table[file.backend]
     for other in table.values():
         if other is not backend and other.name in file.model_fields_set:

@@ -95,7 +95,7 @@ def checked(options: Mapping[str, str]) -> Mapping[str, str]:
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UsageError(f"--set {name}: not an option of sbatch", "use its long name: --set mem=32G")
         if not value and name != "exclusive":
-            raise UsageError(f"--set {name}: it has no value", f"set one: --set {name}=...")
+            raise UsageError(f"--set {name}: it has no value", f"give it one: --set {name}=VALUE")
         if re.search(r"[\x00-\x1f\"'\\`$]", value):
             raise UsageError(f"--set {name}={value!r}: it contains a quote, '$' or control character")
     if options.get("time") and seconds(options["time"]) is None:
@@ -293,7 +293,7 @@ def problems(job: Job, has: Mapping[str, Sequence[str]], where: str) -> list[tup
         "no_program": ("{} not found", "set login in cluster.yaml to a login node of the Slurm cluster"),
         "down": ("Slurm does not answer: {}", "check it: scontrol ping"),
         "run_dir": ("cannot write to the run directory {}", "run_dir in cluster.yaml, or --run-dir: a shared folder"),
-        "no_image": ("no image {}", RUNTIMES[job.queue.login.runtime].image_from),
+        "no_image": ("no image {}", RUNTIMES[job.queue.login.runtime].image_command(job.image)),
         "missing": ("{} does not exist", ""),
     }
     found = [

@@ -21,6 +21,8 @@ class Traits:
     in_containers: bool | None = None
     #: The options of `launch` that only some backends support, of those here that it supports.
     supports: frozenset[str] = frozenset()
+    #: The settings that need no value: `--set exclusive`.
+    flags: frozenset[str] = frozenset()
     #: Why it does not support an option, where that is not obvious.
     refusals: ClassVar[Mapping[str, str]] = {}
     #: The type of its section in cluster.yaml, as `module:name`, or "". It is imported when it is needed.
@@ -61,9 +63,9 @@ class Traits:
             return
         if why := self.refusals.get(option):
             raise UsageError(f"{given or option}: {why}", "omit it" if option.startswith("--") else "")
-        others = [other.name for other in table.values() if option in other.supports]
-        hint = f"omit it, or use --backend {others[0]}" if others else "omit it"
-        raise UsageError(f"{given or option}: --backend {self.name} does not support it", hint)
+        others = [f"--backend {other.name}" for other in table.values() if option in other.supports]
+        hint = f"omit it, or use a backend that supports it: {', '.join(others)}" if others else "omit it"
+        raise UsageError(f"{given or option} is not supported by the backend {self.name}", hint)
 
 
 #: All backends by name, in the order in which `--backend here` and the hints prefer them.

@@ -22,6 +22,7 @@ from cluster.errors import (
     PortTakenError,
     UnreachableError,
     UsageError,
+    near_or_all,
     with_hint,
 )
 from cluster.spec import defaults
@@ -58,7 +59,7 @@ def choose_backend(wanted: str, inventory: Inventory | None = None) -> tuple[str
     if named:
         return wanted, ""
     if wanted not in ("auto", "here"):
-        raise UsageError(f"--backend {wanted!r}: unknown backend", f"one of: auto, {', '.join(BACKENDS)}, here")
+        raise UsageError(f"--backend {wanted}: unknown", near_or_all(wanted, ["auto", *BACKENDS, "here"]))
     best, fallback = itertools.islice((each for each in BACKENDS.values() if each.machines == "here"), 2)
     problem = best.problem()
     if problem is None:
@@ -205,7 +206,7 @@ class Launcher:
             folder.mkdir()
         except FileExistsError:
             self.records.forget(record.plan.job_id)
-            raise NameTakenError(f"{folder} already exists", "choose another --name, or remove the folder") from None
+            raise NameTakenError(f"{folder} already exists", "choose another name: --name NAME") from None
         except OSError:  # `start` says why
             return
 
@@ -347,8 +348,8 @@ def _check_gpus(job: Job, records: JobStore) -> None:
     for name in dict.fromkeys(held[gpu] for gpu in job.gpus if gpu in held):
         ids = ", ".join(str(gpu) for gpu in job.gpus if held.get(gpu) == name)
         raise GpusHeldError(
-            f"this machine: GPU {ids} is held by the job {name}",
-            "choose others: CUDA_VISIBLE_DEVICES=... clusterctl launch, or wait: clusterctl launch --wait 2h ...",
+            f"this machine: job {name} is using GPU {ids}",
+            "wait for it by adding --wait 2h, or choose other GPUs: CUDA_VISIBLE_DEVICES=2,3 clusterctl launch ...",
         )
 
 
@@ -372,7 +373,7 @@ def _unknown_gpus(job: Job, records: JobStore) -> list[str]:
 
 def _check_run_dir(plan: Plan) -> None:
     if Path(plan.run_dir).exists():
-        raise UsageError(f"{plan.run_dir} already exists", "choose another --name, or remove the folder")
+        raise UsageError(f"{plan.run_dir} already exists", "choose another name: --name NAME")
 
 
 def _unused_names(job: Job, records: JobStore) -> Iterator[Job]:

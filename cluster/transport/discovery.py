@@ -197,10 +197,16 @@ def device(found: Mapping[str, Found], given: str) -> str:
 
 
 def _text(path: str, option: str) -> str:
+    if Path(path).expanduser().is_dir():
+        inside = Path(path, DEFAULT_FILE)
+        hint = f"use -i {inside}" if inside.is_file() else "give the path of a file"
+        if option == "--inventory" and path == DEFAULT_FILE:  # it was found, not typed
+            raise UsageError(f"{DEFAULT_FILE} is a folder, not an inventory", "name the inventory: -i FILE")
+        raise UsageError(f"{option} {path}: it is a folder", hint)
     try:
         return Path(path).expanduser().read_text()
     except UnicodeDecodeError:
         raise UsageError(f"{option} {path}: not a text file") from None
     except OSError as error:
-        hint = "clusterctl init gpu-a gpu-b writes one" if option == "--inventory" else ""
+        hint = f"to write one: clusterctl init gpu-a gpu-b -o {path}" if option == "--inventory" else "check the path"
         raise UsageError(f"{option} {path}: {error.strerror}", hint) from None

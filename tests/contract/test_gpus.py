@@ -320,7 +320,7 @@ def test_two_users_never_get_the_same_gpu_or_mig_slice(machine, gpus, ids, job_n
         codes = {process.returncode: name for name, process in both.items()}
         assert codes.keys() == {0, 2}, texts
         winner = codes[0]
-        assert "held by the job" in texts[codes[2]]
+        assert "is using its GPUs" in texts[codes[2]]
         assert sees(winner) == ids[0]
         second = start("dan", "--wait", "60s")
         ended(second, 0, timeout_s=90)
@@ -370,7 +370,7 @@ def test_a_launcher_that_has_lost_a_race_leaves_nothing(race, tmp_path, job_name
     options = ["--detach", *(["--python", sys.executable] if race.name != "compose" else [])]
     losing = ann.start(*launch(race, job_name, *options))
     with taken(tmp_path):
-        ended(losing, 2, has="its GPUs are held by the job other")
+        ended(losing, 2, has="job other is using its GPUs")
     assert json.loads(ann.run("ps", "--all", "--json")[1]) == []
     assert list(ann.folder.glob(f"*/{job_name}")) == []
     assert processes_of(job_name) == []
@@ -386,11 +386,11 @@ def test_containers_of_compose_and_other_jobs_never_get_the_same_gpu(tmp_path, s
     python = ["--python", sys.executable]
     ann.expect(0, *launch(compose, one, "--detach"))
     try:
-        bob.expect(2, *launch(local, two, *python), has=f"this machine: its GPUs are held by the job {one}")
-        bob.expect(2, *launch(compose, two), has=f"this machine: its GPUs are held by the job {one}")
+        bob.expect(2, *launch(local, two, *python), has=f"this machine: job {one} is using its GPUs")
+        bob.expect(2, *launch(compose, two), has=f"this machine: job {one} is using its GPUs")
         (compose.containers / one).unlink()  # the container has ended
         bob.expect(0, *launch(local, two, *python, "--wait", "60s", "--detach", seconds=600))
-        ann.expect(2, *launch(compose, f"{one}-2"), has=f"this machine: its GPUs are held by the job {two}")
+        ann.expect(2, *launch(compose, f"{one}-2"), has=f"this machine: job {two} is using its GPUs")
         assert not (compose.containers / f"{one}-2").exists()
         bob.expect(0, "stop", two)
         ann.expect(0, *launch(compose, f"{one}-3", "--detach"))

@@ -107,7 +107,7 @@ def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
         (("a", "--hostfile", "x"), "exclude each other"),
         (("--hostfile", "nowhere"), "--hostfile nowhere: No such file"),
         (("a", "--ssh-config", "nowhere"), "--ssh-config"),
-        (("a", "--device", "tpu"), "--device 'tpu'"),
+        (("a", "--device", "tpu"), "--device tpu: unknown"),
         (("a", "--runtime", "lxc"), "--runtime 'lxc'"),
         (("a", "--run-dir", "runs"), "--run-dir 'runs': not an absolute path"),
     ],

@@ -77,7 +77,7 @@ def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, j
     clusterctl.expect(0, *launch("show.py", "--detach", "--gpus", "1", name=first))
     try:
         clusterctl.wait_for(first, "sees 2")
-        clusterctl.expect(2, *launch("show.py", "--gpus", "1", name=second), has=f"GPU 2 is held by the job {first}")
+        clusterctl.expect(2, *launch("show.py", "--gpus", "1", name=second), has=f"job {first} is using GPU 2")
         clusterctl.expect(0, *launch("show.py", "--detach", "--wait", "60s", "--gpus", "1", name=third))
         clusterctl.wait_for(third, "sees 1")
         text = clusterctl.expect(3, *launch("show.py", "--wait", "1s", "--gpus", "1", name=second))

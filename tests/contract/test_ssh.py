@@ -475,5 +475,5 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
         text = ended(process, 0)
     finally:
         assert machines.run("stop", holder)[0] == 0
-    assert f"spare not usable: node-2: its GPUs are held by the job {holder}" in text
+    assert f"spare not usable: node-2: job {holder} is using its GPUs" in text
     assert "attempt 2 on node-0," in text

@@ -89,7 +89,7 @@ def test_a_frozen_node_is_named_after_the_rendezvous_timeout(clusterctl):
 def test_a_missing_image_is_an_error_and_nothing_is_written(clusterctl):
     code, text = clusterctl.run("launch", "--backend", "compose", "--image", "no-such/image:7")
     assert code == 2
-    assert text.startswith("error: this machine: no image no-such/image:7\nhint: make image")
+    assert text.startswith("error: this machine has no image no-such/image:7\nhint: docker pull no-such/image:7")
     assert list(clusterctl.folder.iterdir()) == []
 
 

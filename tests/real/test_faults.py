@@ -317,7 +317,7 @@ def test_a_second_launch_on_the_same_gpus_is_refused_with_the_name_of_the_first(
     cluster.launch("ft-second", "--gpus", "2")
     code, text = cluster.end(60)
     assert code == 2, text
-    assert "n0: its GPUs are held by the job ft-first" in text
+    assert "n0: job ft-first is using its GPUs" in text
     assert cluster.left() == {}
     assert cluster.clusterctl.run("stop", "ft-first")[0] == 0
     first.communicate(timeout=60)

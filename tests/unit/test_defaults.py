@@ -192,7 +192,7 @@ def test_automatic_ports_depend_on_the_name_and_are_outside_the_ephemeral_range(
         ({"name": "a'; echo foo"}, "--name"),
         ({"master_port": "http"}, "--master-port 'http'"),
         ({"master_port": "80"}, "--master-port '80'"),
-        ({"device": "gpu"}, "--device 'gpu'"),
+        ({"device": "gpu"}, "--device gpu: unknown"),
         ({"env": ("1FOO",)}, "--env '1FOO'"),
         ({"env": ("A;B=1",)}, "--env 'A;B'"),
         ({"mounts": ("a:b",)}, "absolute"),

@@ -21,7 +21,7 @@ ID = "sha256:" + "1" * 64
 @pytest.mark.parametrize(
     ("line", "why", "hint"),
     [
-        ("no_image", "b: no image trainer:0.1", "clusterctl image push b"),
+        ("no_image", "b: no image trainer:0.1", "add --push"),
         ("no_runtime docker", "b: docker is not installed", "clusterctl init"),
         ("engine permission denied while trying to connect", "b: docker does not answer", "usermod -aG docker"),
         (f"image {ID} arm64 x86_64", "b: trainer:0.1 is an image for arm64, and the machine is x86_64", "--image NAME"),
@@ -57,8 +57,8 @@ def test_nodes_with_another_image_are_named():
     seen = {"a": [f"image {ID} amd64 x86_64"], "b": ["image sha256:222222222 amd64 x86_64"]}
     ((name, error),) = preflight.different(PLAN, seen).items()
     assert name == "b"
-    assert error.message == "b: its image trainer:0.1 is 222222222, that of a is 111111111111"
-    assert "clusterctl image push a b" in error.hint
+    assert error.message == "b: its image trainer:0.1 is 222222222, but on a it is 111111111111"
+    assert "--push" in error.hint
     podman = [f"image {ID.removeprefix('sha256:')} amd64 x86_64"]  # podman omits the algorithm of the id
     assert preflight.different(PLAN, {"a": seen["a"], "b": seen["a"], "c": podman}) == {}
 
@@ -66,7 +66,7 @@ def test_nodes_with_another_image_are_named():
 @pytest.mark.parametrize(
     ("line", "kind", "message"),
     [
-        ("held other 1", GpusHeldError, "b: its GPUs are held by the job other"),
+        ("held other 1", GpusHeldError, "b: job other is using its GPUs"),
         ("exists /r/job", NameTakenError, "b: /r/job already exists"),
         ("runs process 7", NameTakenError, "b: a job job already exists: process 7"),
         ("port taken by pid 7", PortTakenError, "b: port 20000 is taken by pid 7"),
@@ -85,7 +85,7 @@ def test_one_error_lists_all_problems_else_the_conflicts_of_one_kind():
     assert (error.value.message.split("\n       "), error.value.hint) == (["a: no image", "b: no image"], "push")
     with pytest.raises(UsageError) as error:
         preflight.refuse(taken)
-    assert error.value.message == "a: its GPUs are held by the job other"
+    assert error.value.message == "a: job other is using its GPUs"
     preflight.refuse([])
 
 

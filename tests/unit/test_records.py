@@ -38,7 +38,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path, backend):
 
 def test_a_name_is_given_once(tmp_path):
     JobStore(tmp_path).reserve(record("a"))
-    with pytest.raises(UsageError, match="a job a exists already"):
+    with pytest.raises(UsageError, match="a job named a already exists"):
         JobStore(tmp_path).reserve(record("a"))
 
 

@@ -276,7 +276,7 @@ def test_a_run_is_resumed_without_its_model_file_and_initial_weights(data: Path,
 
 
 def test_a_new_run_needs_its_model_file_and_its_weights(data: Path, tmp_path: Path) -> None:
-    assert "model.yaml: no such model file" in train(tmp_path, *options(data, "--cfg", "model.yaml"), code=2).stderr
+    assert "--cfg model.yaml: no such model" in train(tmp_path, *options(data, "--cfg", "model.yaml"), code=2).stderr
     assert "first.pt: no such file" in train(tmp_path, *options(data, "--weights", "first.pt"), code=2).stderr
 
 

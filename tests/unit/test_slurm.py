@@ -177,12 +177,12 @@ def slurm_cluster(clusterctl):
     ("words", "message"),
     [
         (["launch", "--push"], "--push: the nodes of a Slurm cluster share one file"),
-        (["launch", "--spares", "1"], "--spares: --backend slurm does not support it"),
-        (["launch", "--nodes", "2:4"], "--nodes 2:4: --backend slurm does not support it"),
+        (["launch", "--spares", "1"], "--spares is not supported by the backend slurm"),
+        (["launch", "--nodes", "2:4"], "--nodes 2:4 is not supported by the backend slurm"),
         (["launch", "--set", "nodes=3"], "--set nodes=...: clusterctl sets it"),
         (["launch", "--backend", "ssh"], "--backend ssh: cluster.yaml has backend: slurm"),
-        (["launch", "-b", "local", "--partition", "gpu"], "--set partition: --backend local does not support it"),
-        (["image", "push"], "cluster.yaml: apptainer runs a file on the shared disk, not a Docker image"),
+        (["launch", "-b", "local", "--partition", "gpu"], "--partition is not supported by the backend local"),
+        (["image", "push"], "cluster.yaml: apptainer runs an image file on the shared disk"),
     ],
 )
 def test_an_option_that_slurm_does_not_support_is_one_error_line(slurm_cluster, words, message):

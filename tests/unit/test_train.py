@@ -112,7 +112,7 @@ def test_two_ranks_under_a_launcher(data: Path, tmp_path: Path) -> None:
 
 BAD = [
     (["--data", "none.yaml"], "none.yaml: no such dataset"),
-    (["--cfg", "none.yaml"], "none.yaml: no such model file"),
+    (["--cfg", "none.yaml"], "--cfg none.yaml: no such model"),
     (["--weights", "none.pt"], "none.pt: no such file"),
     (["--hyp", "none.yaml"], "none.yaml: No such file"),
     (["--device", "tpu"], "--device tpu"),

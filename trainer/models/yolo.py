@@ -1,5 +1,6 @@
 """YOLO detectors, built from model files in YOLOv5's syntax: rows of [from, number, module, arguments]."""
 
+import difflib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.config import imports, yaml_file
 from trainer.config.faults import BadData
+from trainer.config.presets import FAMILY_MODELS
 from trainer.errors import TrainerError
 from trainer.models.blocks import C3, SPPF, Bottleneck, Concat, Conv
 from trainer.models.heads import Detect, DetectDFL
@@ -98,12 +100,22 @@ def load_cfg(cfg: str) -> dict[str, Any]:
     if not path.is_file() and path.name == cfg:
         path = Path(__file__).parent / cfg
     if not path.is_file():
-        packaged = ", ".join(sorted(p.name for p in Path(__file__).parent.glob("*.yaml")))
-        raise TrainerError(f"{cfg}: no such model file", f"give a path, or one of {packaged}")
+        raise TrainerError(f"--cfg {cfg}: no such model", _models_like(cfg))
     content = yaml_file.read(path)
     if unknown := content.unknown((*KEYS, *OPTIONAL_KEYS)):
         raise BadData(unknown)
     return check_cfg(content.values, cfg)
+
+
+def _models_like(cfg: str) -> str:
+    """Return a hint with the models whose names are like `cfg`, or else with one of each kind."""
+    if cfg.endswith((".pt", ".pth", ".safetensors")):
+        return f"initial weights are another option: --weights {cfg}"
+    packaged = {path.stem: path.name for path in Path(__file__).parent.glob("*.yaml")}
+    known = packaged | {name: name for name in FAMILY_MODELS}
+    near = [known[name] for name in difflib.get_close_matches(cfg.removesuffix(".yaml"), known, 2)]
+    kinds = "yolov5n.yaml (n, s, m, l or x), dfine-n, rtdetrv2-r18, torchvision:MODEL, or your own model file"
+    return f"did you mean {' or '.join(near)}? Models are {kinds}" if near else f"use {kinds}"
 
 
 def check_cfg(content: Any, where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import script
 from cluster.backends.kubernetes.options import Options, SecurityContext
-from cluster.errors import UsageError
+from cluster.errors import UsageError, near_or_all
 from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step, nodes_of
 
 Document = dict[str, Any]
@@ -84,11 +84,10 @@ def settings(listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raised, where = first.get("ctx", {}).get("error"), ".".join(map(str, first["loc"]))
-        known = ", ".join(Options.model_fields)
         if isinstance(raised, UsageError):
             raise UsageError(f"--set {where}: {raised.message}", raised.hint) from None
         if first["type"] == "extra_forbidden":
-            raise UsageError(f"--set {where}: unknown key", f"one of: {known}") from None
+            raise UsageError(f"--set {where}: unknown key", near_or_all(where, list(Options.model_fields))) from None
         raise UsageError(f"--set {where}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
     return made.model_dump(mode="json", exclude_defaults=True)
 
