@@ -62,5 +62,5 @@ def test_what_is_not_taken_over_is_said(to: str) -> None:
 def test_an_image_of_this_machine_and_an_unknown_launcher_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot pull"):
         task("dstack", image="")
-    with pytest.raises(UsageError, match="--export .*: unknown"):
+    with pytest.raises(UsageError, match="unknown"):
         task("ray")
