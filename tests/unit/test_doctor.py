@@ -164,6 +164,8 @@ def test_missing_or_different_image_suggests_a_push():
     mine = "sha256:fedcba9876543210fedc"
     stale = bad("image", seen(image_id=mine))
     assert [fix for *_, fix in stale] == [f"clusterctl image push n{n} --image trainer:0.1" for n in (1, 2)]
+    assert {level for _, level, *_ in stale} == {"warning"}  # a launch runs the image that all nodes have
+    assert {level for _, level, *_ in bad("image", seen([], [old], image_id=mine))} == {"failure"}
 
 
 def test_driver_and_cpu_must_support_the_image():
