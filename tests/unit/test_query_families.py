@@ -18,8 +18,7 @@ if not importlib.util.find_spec("transformers"):
 import transformers
 
 from tests.unit.settings import settings as small
-from tests.unit.test_resume import assert_same, content, kill_after, steps
-from tests.unit.trainer_process import ranks, start, wait
+from tests.unit.test_resume import assert_resumes
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp, Settings
 from trainer.detectors import Limits, Parts, build, load_weights, read_cfg
@@ -303,22 +302,7 @@ def test_a_name_of_the_hub_needs_a_commit_and_the_network(
 
 @pytest.mark.slow
 def test_two_killed_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
-    data = squares(tmp_path / "squares", train=6)
-    hyp = tmp_path / "hyp.yaml"
-    hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\n")
-    options = ["train", "--data", str(data), "--cfg", "dfine-n", "--hyp", str(hyp), "--imgsz", "64", "--batch", "3"]
-    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--save-every", "1steps", "--exist-ok"]
-    wait(start(tmp_path, ranks(2), *options, "--name", "whole"), code=0)
-    whole, cut = tmp_path / "runs/whole", tmp_path / "runs/cut"
-    processes = start(tmp_path, ranks(2), *options, "--name", "cut")
-    kill_after(processes, cut, 1)
-    wait(processes)
-    wait(start(tmp_path, ranks(2), *options, "--name", "cut", "--resume", str(cut)), code=0)
-    assert steps(cut) == steps(whole)
-    assert len(steps(cut)) == 1 + 4
-    before, after = (content(run / "last.pt") for run in (whole, cut))
-    for key in ("model", "ema", "updates", "optimizer"):
-        assert_same(before[key], after[key], key)
+    assert_resumes(tmp_path, "dfine-n")
 
 
 def write_checkpoint(cfg: str, path: Path) -> str:

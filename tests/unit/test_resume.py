@@ -82,6 +82,29 @@ def kill_after(processes: list[Forked], run: Path, rows: int, by: int = signal.S
         p.send_signal(by)
 
 
+def assert_resumes(folder: Path, cfg: str) -> Path:
+    """Kill two ranks that train a detector after their first step, and compare the resumed run with a whole one.
+
+    Return the whole run.
+    """
+    data, hyp = squares(folder / "squares", train=8), folder / "hyp.yaml"
+    hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\n")
+    options = ["train", "--data", str(data), "--cfg", cfg, "--hyp", str(hyp), "--imgsz", "64", "--batch", "4"]
+    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--save-every", "1steps", "--exist-ok"]
+    wait(start(folder, ranks(2), *options, "--name", "whole"), code=0)
+    whole, cut = folder / "runs/whole", folder / "runs/cut"
+    processes = start(folder, ranks(2), *options, "--name", "cut")
+    kill_after(processes, cut, 1)
+    wait(processes)
+    wait(start(folder, ranks(2), *options, "--name", "cut", "--resume", str(cut)), code=0)
+    assert steps(cut) == steps(whole)
+    assert len(steps(cut)) == 1 + 4
+    before, after = (content(run / "last.pt") for run in (whole, cut))
+    for key in ("model", "ema", "updates", "optimizer"):
+        assert_same(before[key], after[key], key)
+    return whole
+
+
 def slow(nc: int) -> nn.Module:
     """A network with time for a kill in each of its steps and validations."""
     model = build_yolo(load_cfg(TINY), nc=nc)

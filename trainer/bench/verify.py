@@ -94,7 +94,7 @@ def record(settings: Settings, steps: int, wide: bool, threads: int) -> list[Ste
     training = Trainer(settings, world, device, Events({}))
     if wide:
         training.model.double()
-        training.model.register_forward_pre_hook(lambda _, images: (images[0].double(),))
+        training.model.register_forward_pre_hook(lambda _, inputs: (inputs[0].double(), *inputs[1:]))
     comm.join(world, device)
     training.task.criterion().without_noise()
     training.start()

@@ -259,8 +259,7 @@ class EpochLoader(BatchLoader[BatchType]):
         self.sampler = sampler = BatchSampler(len(collate.dataset), **sampling)
         self.steps, sides = sampler.steps, sampler.sides
         self._next: tuple[int, int] | None = None  # epoch and step of the next batch of the pass
-        # Cells of the coarsest grid in a rank's smallest batch; a lower bound if it is above one.
-        self.fewest_cells = sampler.count // self.steps // sampler.world * (sides[0] // sampler.stride)
+        self.fewest_images = sampler.count // self.steps // sampler.world  # in a rank's part of a batch
         images = -(-sampler.batch // sampler.world) + collate.extra
         super().__init__(collate, workers, images * sides[-1] ** 2, local_size)
 

@@ -1,5 +1,10 @@
-"""torchvision's RetinaNet (Lin et al. 2017) and FCOS (Tian et al. 2019), from random weights: --cfg torchvision:..."""
+"""torchvision's detectors, from random weights: --cfg torchvision:MODEL.
 
+They are RetinaNet (Lin et al. 2017), FCOS (Tian et al. 2019), SSDlite (Sandler et al. 2018) and Faster R-CNN (Ren et
+al. 2015).
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -7,9 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torchvision.models import detection
+from torchvision.models.detection._utils import BalancedPositiveNegativeSampler
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.models.detection.fcos import FCOSHead
 from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.roi_heads import fastrcnn_loss
+from torchvision.models.detection.rpn import concat_box_prediction_layers
+from torchvision.ops import box_iou
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
 from trainer.config import Hyp
@@ -18,9 +27,12 @@ from trainer.errors import TrainerError
 from trainer.losses import Criterion, Rows, Targets, exact
 from trainer.models.torchvision_nets import Classifier
 
+NO_BORDER = (torch.inf, torch.inf)  # boxes are clipped to the original image later
+Labels = list[dict[str, Tensor]]  # of each image: boxes (n, 4) xyxy in px, labels int64 (n,)
+
 SMALL = "retinanet_resnet18_fpn"  # of torchvision's parts, for a CPU
-FCOS = "fcos_resnet50_fpn"
-MODELS = ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", SMALL, FCOS)
+RCNNS = ("resnet50_fpn", "resnet50_fpn_v2", "mobilenet_v3_large_fpn", "mobilenet_v3_large_320_fpn")
+SSDLITE_STRIDE = 512  # of its coarsest level
 
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
@@ -29,16 +41,51 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
     if name not in MODELS:
         known = ", ".join(f"torchvision:{each}" for each in MODELS)
         raise TrainerError(f"{where}: torchvision has no detector {name!r} that can be trained here", f"use {known}")
+    return MODELS[name](name, nc)
+
+
+def _retinanet(name: str, nc: int) -> Parts:
     if name == SMALL:
         how = {"weights": None, "trainable_layers": 5, "returned_layers": [2, 3, 4], "norm_layer": nn.BatchNorm2d}
-        net = detection.RetinaNet(
-            resnet_fpn_backbone(backbone_name="resnet18", extra_blocks=LastLevelP6P7(256, 256), **how), nc
-        )
+        backbone = resnet_fpn_backbone(backbone_name="resnet18", extra_blocks=LastLevelP6P7(256, 256), **how)
+        net = detection.RetinaNet(backbone, nc)
     else:
-        head = {"head": CountingHead(256, 1, nc)} if name == FCOS else {}
-        net = getattr(detection, name)(weights=None, weights_backbone=None, num_classes=nc, **head)
-    loss = FcosLoss(net) if name == FCOS else RetinaNetLoss(net)
-    return Parts(Network(net), loss, postprocess, can_compile=False, unsupported={"parallel": ("pipeline",)})
+        net = _untrained(name, nc)
+    return _parts(Network(net), RetinaNetLoss(net), postprocess)
+
+
+def _fcos(name: str, nc: int) -> Parts:
+    net = _untrained(name, nc, head=CountingHead(256, 1, nc))
+    return _parts(Network(net), FcosLoss(net), postprocess)
+
+
+def _ssdlite(name: str, nc: int) -> Parts:
+    net = _untrained(name, nc + 1)
+    net.backbone.extra = nn.ModuleList(Float32(*block) for block in net.backbone.extra)
+    return _parts(Network(net), SsdLoss(net), postprocess_ssd, norm_stride=SSDLITE_STRIDE)
+
+
+def _rcnn(name: str, nc: int) -> Parts:
+    network = TwoStageNetwork(_untrained(name, nc + 1))
+    return _parts(network, TwoStageLoss(network.net), postprocess_rcnn, "dp")  # the network needs the targets
+
+
+def _untrained(name: str, classes: int, **more: Any) -> Any:
+    return getattr(detection, name)(weights=None, weights_backbone=None, num_classes=classes, **more)
+
+
+def _parts(network: nn.Module, loss: Criterion, postprocess: Any, *parallel: str, **more: Any) -> Parts:
+    refused = {"parallel": ("pipeline", *parallel)}
+    return Parts(network, loss, postprocess, can_compile=False, unsupported=refused, **more)
+
+
+# What makes each model, from its name and the number of classes.
+MODELS: dict[str, Callable[[str, int], Parts]] = {
+    **dict.fromkeys(("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_v2", SMALL), _retinanet),
+    "fcos_resnet50_fpn": _fcos,
+    "ssdlite320_mobilenet_v3_large": _ssdlite,
+    **dict.fromkeys((f"fasterrcnn_{each}" for each in RCNNS), _rcnn),
+}
 
 
 class Network(Classifier):
@@ -47,14 +94,37 @@ class Network(Classifier):
     def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
         """Return cls_logits (b, n, nc), bbox_regression (b, n, 4), anchors (n, 4) xyxy in px, cells of each level (l,).
 
-        FCOS has bbox_ctrness (b, n, 1) too.
+        FCOS has bbox_ctrness (b, n, 1) too, and SSDlite's classes are nc + 1, the first of which is the background.
         """
         net: Any = self.net
         images = (images - self.mean) / self.std
-        features, size = list(net.backbone(images).values()), (images.shape[2], images.shape[3])
-        anchors = net.anchor_generator(ImageList(images, [size]), features)[0]
+        features = list(net.backbone(images).values())
+        anchors = anchors_of(net.anchor_generator, images, features)
         cells = torch.tensor([each.shape[2] * each.shape[3] for each in features], device=images.device)
         return {**net.head(features), "anchors": anchors, "cells": cells}
+
+
+class Float32(nn.Sequential):
+    """Layers that are computed in float32.
+
+    In bf16 on a CPU, the gradient of a depthwise convolution with stride 2 of a single cell has undefined values (torch
+    2.15).
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Run the layers on features, and return those of the last."""
+        with torch.autocast(features.device.type, enabled=False):
+            features = features.to(torch.promote_types(features.dtype, torch.float32))
+            for layer in self:
+                features = layer(features)
+        return features
+
+
+def anchors_of(generator: Any, images: Tensor, features: Sequence[Tensor]) -> Tensor:
+    """Return the anchors (n, 4) xyxy px of an image, in float32: in bf16 they would be off by up to two pixels."""
+    sizes = [each.new_zeros((), dtype=torch.float32).expand(each.shape) for each in features]
+    anchors: Tensor = generator(ImageList(images, [images.shape[2:]]), sizes)[0]
+    return anchors
 
 
 class RetinaNetLoss(Criterion):
@@ -101,15 +171,145 @@ class FcosLoss(RetinaNetLoss):
         return (means * found["matched"].clamp(min=1))[:, None], found["matched"].double()[None]
 
 
+class SsdLoss(RetinaNetLoss):
+    """torchvision's loss of SSD: cross entropy with hard negatives of each image, and box loss, per matched anchor."""
+
+    def __init__(self, net: Any) -> None:
+        super().__init__(net)
+        self._matcher = net.proposal_matcher
+
+    def forward(self, outputs: dict[str, Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sums (2, 1) and the matched anchors (1,)."""
+        images, anchors = len(outputs["cls_logits"]), outputs["anchors"]
+        labels = labels_of(targets["boxes"], images, first=1)
+        none = torch.full((len(anchors),), -1, device=anchors.device)  # the matcher refuses images without boxes
+        matched = [self._matcher(box_iou(each["boxes"], anchors)) if len(each["boxes"]) else none for each in labels]
+        count = torch.stack([(each >= 0).sum() for each in matched]).sum()
+        found = self._compute(labels, heads_of(outputs), [anchors] * images, matched)
+        means = torch.stack((found["classification"], found["bbox_regression"]))
+        return (means * count.clamp(min=1))[:, None], count.double()[None]
+
+
+class Sampler(BalancedPositiveNegativeSampler):  # type: ignore[misc]
+    """torchvision's random choice of anchors or proposals, which here depends on the image and not on the rank."""
+
+    seeds: Sequence[int]  # of each image
+    drawn = 0  # by the last call
+
+    def __call__(self, labels: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the masks of the chosen positives and negatives of each image."""
+        chosen: tuple[list[Tensor], list[Tensor]] = [], []
+        for seed, each in zip(self.seeds, labels, strict=True):
+            torch.manual_seed(seed)
+            for masks, mask in zip(chosen, super().__call__([each]), strict=True):
+                masks += mask
+        self.drawn = int(torch.stack([mask.sum() for masks in chosen for mask in masks]).sum())
+        return chosen
+
+
+class TwoStageNetwork(Classifier):
+    """torchvision's Faster R-CNN without its resizing, behind the normalisation of its images."""
+
+    steps: Tensor
+
+    def __init__(self, net: Any) -> None:
+        super().__init__(net)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        for stage in (net.rpn, net.roi_heads):
+            old = stage.fg_bg_sampler
+            stage.fg_bg_sampler = Sampler(old.batch_size_per_image, old.positive_fraction)
+
+    @property
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """The backbone, and both stages, which are the head."""
+        net: Any = self.net
+        return [("backbone", net.backbone), ("head", nn.ModuleList((net.rpn, net.roi_heads)))]
+
+    def forward(self, images: Tensor, labels: Labels | None = None) -> dict[str, Any]:  # type: ignore[override]
+        """Find and classify proposals: p of all images together, of which the first are the first image's.
+
+        Return objectness (b n, 1), deltas (b n, 4) and anchors (n, 4) of the first stage, proposals [(p_k, 4)] xyxy
+        px, cls_logits (p, nc + 1) and bbox_regression (p, 4 (nc + 1)). With `labels` the proposals are a choice for
+        training, with their targets classes [(p_k,)] and offsets [(p_k, 4)].
+        """
+        net: Any = self.net
+        if labels is not None:
+            self._seed(images)
+        images = (images - self.mean) / self.std
+        features, sizes = net.backbone(images), [tuple(images.shape[2:])] * len(images)
+        levels = list(features.values())
+        objectness, deltas = net.rpn.head(levels)
+        anchors = anchors_of(net.rpn.anchor_generator, images, levels)
+        cells = [each[0].numel() for each in objectness]
+        objectness, deltas = (each.float() for each in concat_box_prediction_layers(objectness, deltas))
+        boxes = net.rpn.box_coder.decode(deltas.detach(), [anchors] * len(images)).view(len(images), -1, 4)
+        proposals, _ = net.rpn.filter_proposals(boxes, objectness, sizes, cells)
+        if levels[0].dtype == torch.float64:  # the pooling wants the features' type, or autocast converts these
+            proposals = [each.double() for each in proposals]
+        found = {"objectness": objectness, "deltas": deltas, "anchors": anchors}
+        if labels is not None:
+            proposals, _, classes, offsets = net.roi_heads.select_training_samples(proposals, labels)
+            found |= {"classes": classes, "offsets": offsets}
+        pooled = net.roi_heads.box_head(net.roi_heads.box_roi_pool(features, proposals, sizes))
+        logits, regression = net.roi_heads.box_predictor(pooled)
+        return {**found, "proposals": proposals, "cls_logits": logits.float(), "bbox_regression": regression.float()}
+
+    def _seed(self, images: Tensor) -> None:
+        """Seed the samplers by the pixels of each image and the number of the step."""
+        self.steps += 1
+        seeds = ((images * 255).round().long().sum((1, 2, 3)) + self.steps * 1_000_003).tolist()
+        net: Any = self.net
+        net.rpn.fg_bg_sampler.seeds = net.roi_heads.fg_bg_sampler.seeds = seeds
+
+
+class TwoStageLoss(Criterion):
+    """torchvision's loss of Faster R-CNN: class and box losses of each stage, per anchor or proposal that it chose."""
+
+    terms = ("cls", "box", "obj", "rpn_box")
+
+    def __init__(self, net: Any) -> None:
+        super().__init__([1.0] * len(self.terms))
+        self._rpn = (net.rpn,)  # in a tuple: its weights are the network's
+
+    def assigner(self, model: Any, /) -> Any:
+        """Return `boxes_of`."""
+        return boxes_of
+
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Targets, /) -> Any:
+        """Run the network on the images, and let it choose among the proposals by their boxes."""
+        return network(images, labels_of(targets["boxes"], len(images), first=1))
+
+    def forward(self, outputs: dict[str, Any], targets: Targets, /) -> tuple[Tensor, Tensor]:
+        """Return the sums (4, 2), and the chosen proposals and anchors (2,)."""
+        (rpn,), images = self._rpn, len(outputs["proposals"])
+        anchors = [outputs["anchors"]] * images
+        positive, boxes = rpn.assign_targets_to_anchors(anchors, labels_of(targets["boxes"], images, first=1))
+        first = rpn.compute_loss(
+            outputs["objectness"], outputs["deltas"], positive, rpn.box_coder.encode(boxes, anchors)
+        )
+        second = fastrcnn_loss(
+            outputs["cls_logits"],
+            outputs["bbox_regression"],
+            outputs["classes"],
+            [each.float() for each in outputs["offsets"]],
+        )
+        counts = torch.tensor([len(outputs["cls_logits"]), rpn.fg_bg_sampler.drawn], device=boxes[0].device)
+        stages = torch.eye(2, device=counts.device).repeat_interleave(2, 0)  # of each term
+        return torch.stack((*second, *first))[:, None] * stages * counts, counts.double()
+
+
 def heads_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of the network's head in float32."""
     return {name: values.float() for name, values in outputs.items() if name not in ("anchors", "cells")}
 
 
-def labels_of(boxes: Tensor, images: int) -> list[dict[str, Tensor]]:
-    """Return the labels of each image as torchvision takes them, from rows (n, 6) of `boxes_of`."""
+def labels_of(boxes: Tensor, images: int, first: int = 0) -> Labels:
+    """Return the labels of each image as torchvision takes them, from rows (n, 6) of `boxes_of`.
+
+    `first` is the number of the first class: 1 where 0 is the background.
+    """
     mine = [boxes[boxes[:, 0] == k] for k in range(images)]
-    return [{"boxes": each[:, 2:], "labels": each[:, 1].long()} for each in mine]
+    return [{"boxes": each[:, 2:], "labels": each[:, 1].long() + first} for each in mine]
 
 
 def boxes_of(
@@ -123,13 +323,55 @@ def boxes_of(
 
 def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
     """Return the detections of each image, by torchvision's thresholds and suppression over all levels together."""
-    net, images = model.net, len(outputs["cls_logits"])
-    net.score_thresh, net.nms_thresh, net.detections_per_img = limits.confidence, limits.iou, limits.most
     heads = {name: [values] for name, values in heads_of(outputs).items()}
     if limits.classes is not None:
         heads["cls_logits"][0] = heads["cls_logits"][0].clone()
         others = [k for k in range(heads["cls_logits"][0].shape[2]) if k not in limits.classes]
         heads["cls_logits"][0][..., others] = -torch.inf
-    no_border = [(torch.inf, torch.inf)] * images  # boxes are clipped to the original image later
-    found = net.postprocess_detections(heads, [[outputs["anchors"]]] * images, no_border)
+    images = len(outputs["cls_logits"])
+    found = limited(model.net, limits).postprocess_detections(
+        heads, [[outputs["anchors"]]] * images, [NO_BORDER] * images
+    )
     return [Detections(each["boxes"].cpu(), each["scores"].cpu(), each["labels"].cpu()) for each in found]
+
+
+def postprocess_ssd(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
+    """Return the detections of each image, by torchvision's thresholds and suppression per class."""
+    heads, images = heads_of(outputs), len(outputs["cls_logits"])
+    heads["cls_logits"] = without_others(heads["cls_logits"], limits)
+    found = limited(model.net, limits).postprocess_detections(
+        heads, [outputs["anchors"]] * images, [NO_BORDER] * images
+    )
+    return [Detections(each["boxes"].cpu(), each["scores"].cpu(), each["labels"].cpu() - 1) for each in found]
+
+
+def postprocess_rcnn(model: Any, outputs: dict[str, Any], limits: Limits) -> list[Detections]:
+    """Return the detections of each image, by torchvision's thresholds and suppression per class."""
+    logits, proposals = without_others(outputs["cls_logits"], limits), outputs["proposals"]
+    found = limited(model.net.roi_heads, limits).postprocess_detections(
+        logits, outputs["bbox_regression"], proposals, [NO_BORDER] * len(proposals)
+    )
+    return [
+        Detections(boxes.cpu(), scores.cpu(), labels.cpu() - 1) for boxes, scores, labels in zip(*found, strict=True)
+    ]
+
+
+def limited(net: Any, limits: Limits) -> Any:
+    """Return a network of torchvision, or a part of it, with these limits."""
+    net.score_thresh, net.nms_thresh, net.detections_per_img = limits.confidence, limits.iou, limits.most
+    return net
+
+
+def without_others(logits: Tensor, limits: Limits) -> Tensor:
+    """Return the logits (..., nc + 1) after which only the wanted classes have a probability, which does not change.
+
+    The others' is added to the background's.
+    """
+    if limits.classes is None:
+        return logits
+    wanted = [1 + k for k in limits.classes]
+    others = [k for k in range(logits.shape[-1]) if k not in wanted]
+    merged = torch.full_like(logits, -torch.inf)
+    merged[..., wanted] = logits[..., wanted]
+    merged[..., 0] = logits[..., others].logsumexp(-1)
+    return merged

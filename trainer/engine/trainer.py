@@ -100,12 +100,13 @@ class Trainer:
 
     def _check_batch_norm(self) -> None:
         """Raise TrainerError if batch norm can get a single value per channel on a rank, which has no variance."""
-        s, ranks, stride = self.settings, self.world.size, self.task.stride
+        s, ranks, side = self.settings, self.world.size, self.train_loader.sampler.sides[0]
         normalises = any(isinstance(m, nn.BatchNorm2d) for m in self.model.modules())
-        if normalises and self.train_loader.fewest_cells == 1 and not (s.sync_bn and ranks > 1):
+        cells = -(-side // (self.task.norm_stride or self.task.stride))  # of an image, on a side
+        if normalises and cells * self.train_loader.fewest_images == 1 and not (s.sync_bn and ranks > 1):
             part = "a rank's part of a batch" if ranks > 1 else "a batch"
             raise TrainerError(
-                f"--batch {s.batch} with --imgsz {s.imgsz}: {part} can be one image of {stride} x {stride} px, "
+                f"--batch {s.batch} with --imgsz {s.imgsz}: {part} can be one image of {side} x {side} px, "
                 "a single value for batch norm, which has no variance",
                 "use a larger --batch or --imgsz" + (", or --sync-bn" if ranks > 1 else ""),
             )

@@ -92,6 +92,7 @@ class Detection(Task):
         model, self.terms = self._parts.model, self._parts.criterion.terms
         self.stride, self.least_side = self._parts.stride, self._parts.least_side
         self.can_compile, self.backbone = self._parts.can_compile, self._parts.backbone
+        self.norm_stride = self._parts.norm_stride
         if self._weights:
             taken, kept = self._weights["ema"], other_anchors(model, self._weights["ema"]) if s.cfg else ()
             fit, of = checkpoint_file.transfer(model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
