@@ -187,6 +187,10 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
         "": Preset(imgsz=640, batch=16, epochs=72, optimizer="AdamW", hyp=replace(_QUERIES, lr0=1e-4, ema_tau=2000.0)),
         DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
     },
+    "detr": {  # the paper's backbone is pretrained, and its rate falls to a tenth in one step
+        "": Preset(640, 64, 300, "AdamW", replace(_QUERIES, lr0=1e-4, lrf=0.1, backbone_lr=1.0), "cosine"),
+        DIGITS: Preset(imgsz=128, batch=16, epochs=10, optimizer="AdamW", hyp=_DIGIT_QUERIES),
+    },
     "torchvision": {
         "": Preset(imgsz=640, batch=16, epochs=50, optimizer="AdamW", hyp=_TORCHVISION, schedule="cosine"),
         DIGITS: Preset(

@@ -23,6 +23,7 @@ FAMILIES = {
     "torchvision": "trainer.detectors.torchvision_nets",
     "dfine": "trainer.detectors.dfine",
     "rtdetrv2": "trainer.detectors.rtdetrv2",
+    "detr": "trainer.detectors.detr",
 }
 
 

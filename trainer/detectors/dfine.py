@@ -5,12 +5,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.ops import box_convert
 from transformers import DFineConfig, DFineForObjectDetection
-from transformers.loss.loss_d_fine import DFineLoss
+from transformers.loss.loss_d_fine import DFineLoss, bbox2distance
 
 from trainer.config import Hyp
 from trainer.detectors import Parts
-from trainer.detectors.transformers_nets import NOISE, Labels, QueryLoss, describe, parts_of
+from trainer.detectors.transformers_nets import (
+    NOISE,
+    InPairs,
+    Labels,
+    Matcher,
+    QueryLoss,
+    describe,
+    overlap,
+    parts_of,
+)
 
 TEMPERATURE = 5  # of the distributions that the last layer teaches the others
 _BACKBONES: dict[str, dict[str, Any]] = {  # HGNetV2 (PaddlePaddle)
@@ -107,38 +117,43 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
     return parts_of(DFineForObjectDetection(config).model, FineLoss(SummedLoss(config), config))
 
 
-class SummedLoss(DFineLoss):  # type: ignore[misc]
+class SummedLoss(DFineLoss, InPairs):  # type: ignore[misc]
     """The library's loss, whose distillation is two sums: over the matched queries, and over the others."""
 
-    def loss_local(self, outputs: Any, targets: Any, indices: Any, num_boxes: Any, T: int = TEMPERATURE) -> Any:
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.matcher = Matcher(config)
+
+    def loss_local(
+        self, outputs: dict[str, Tensor], targets: Labels, indices: Any, num_boxes: float, T: int = TEMPERATURE
+    ) -> dict[str, Tensor]:
         """Return the localisation loss, and the sums (2,) of the distillation loss."""
         if "pred_corners" not in outputs:
             return {}
         corners, teacher = outputs["pred_corners"], outputs["teacher_corners"]
-        untaught = {**outputs, "teacher_corners": corners}  # without the library's own distillation
-        losses = super().loss_local(untaught, targets, indices, num_boxes, T)
+        matched, boxes = self.matched(targets, indices)
+        with torch.no_grad():
+            wanted = box_convert(boxes, "cxcywh", "xyxy")
+            distances = outputs["ref_points"][matched], wanted, self.max_num_bins, self.reg_scale, self.up
+            bins, right, left = bbox2distance(*distances)
+            iou, _ = overlap(outputs["pred_boxes"][matched], boxes)
+        mine = corners[matched].reshape(-1, self.max_num_bins + 1)
+        weight = iou.repeat_interleave(4)
+        losses = {
+            "loss_fgl": self.unimodal_distribution_focal_loss(mine, bins, right, left, weight, avg_factor=num_boxes)
+        }
         if torch.equal(corners, teacher):  # the last layer
             return {**losses, "loss_ddf": corners.new_zeros(2)}
-        matched = self._get_source_permutation_idx(indices)
         is_matched = torch.zeros(corners.shape[:2], dtype=torch.bool, device=corners.device)
         is_matched[matched] = True
         with torch.no_grad():
-            boxes = [each["boxes"][j] for each, (_, j) in zip(targets, indices, strict=True)]
             weight = outputs["teacher_logits"].sigmoid().amax(-1)
-            weight[matched] = _iou(outputs["pred_boxes"][matched], torch.cat(boxes))
-        bins = (*corners.shape[:2], 4, self.max_num_bins + 1)
-        mine, theirs = (each.reshape(bins) / T for each in (corners, teacher.detach()))
+            weight[matched] = iou
+        shape = (*corners.shape[:2], 4, self.max_num_bins + 1)
+        mine, theirs = (each.reshape(shape) / T for each in (corners, teacher.detach()))
         divergence = F.kl_div(mine.log_softmax(-1), theirs.softmax(-1), reduction="none").sum((2, 3))
         loss = divergence * weight * T**2
         return {**losses, "loss_ddf": torch.stack((loss[is_matched].sum(), loss[~is_matched].sum()))}
-
-
-def _iou(a: Tensor, b: Tensor) -> Tensor:
-    """IoU of boxes in pairs: (n, 4), (n, 4) as cx, cy, w, h -> (n,)."""
-    low = torch.maximum(a[:, :2] - a[:, 2:] / 2, b[:, :2] - b[:, 2:] / 2)
-    high = torch.minimum(a[:, :2] + a[:, 2:] / 2, b[:, :2] + b[:, 2:] / 2)
-    overlap = (high - low).clamp(min=0).prod(1)
-    return overlap / (a[:, 2:].prod(1) + b[:, 2:].prod(1) - overlap)
 
 
 class FineLoss(QueryLoss):

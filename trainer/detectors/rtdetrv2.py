@@ -3,11 +3,10 @@
 from typing import Any
 
 from transformers import RTDetrV2Config, RTDetrV2ForObjectDetection
-from transformers.loss.loss_rt_detr import RTDetrLoss
 
 from trainer.config import Hyp
 from trainer.detectors import Parts
-from trainer.detectors.transformers_nets import QueryLoss, describe, parts_of
+from trainer.detectors.transformers_nets import InPairs, QueryLoss, describe, parts_of
 
 
 def _resnet(depths: list[int], **more: Any) -> dict[str, Any]:
@@ -33,4 +32,4 @@ SIZES: dict[str, dict[str, Any]] = {
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"rtdetrv2": a size, or the library's configuration} for `nc` classes."""
     config = RTDetrV2Config(**describe(cfg["rtdetrv2"], SIZES, nc, where))
-    return parts_of(RTDetrV2ForObjectDetection(config).model, QueryLoss(RTDetrLoss(config), config))
+    return parts_of(RTDetrV2ForObjectDetection(config).model, QueryLoss(InPairs(config), config))

@@ -4,16 +4,20 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
 from torchvision.ops import box_convert
 from transformers import AutoModelForObjectDetection
+from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher, RTDetrLoss
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from trainer.detectors import FAMILIES, Detections, Limits, Parts
@@ -69,13 +73,87 @@ class Network(nn.Module):
             # The embedding of noisy classes is used with labels only; a network can be without it.
             embedding = getattr(self.net, "denoising_class_embed", None)
             return {**outputs, "unused": embedding.weight.sum() * 0} if embedding else outputs
-        sides = torch.tensor([width, height] * 2, dtype=torch.float32, device=images.device)
-        boxes = box_convert(found.intermediate_reference_points[:, -1].float(), "cxcywh", "xyxy")
-        return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes * sides}
+        boxes = in_px(found.intermediate_reference_points[:, -1], images)
+        return {"logits": found.intermediate_logits[:, -1].float(), "boxes": boxes}
+
+
+def in_px(boxes: Tensor, images: Tensor) -> Tensor:
+    """Return boxes (..., 4), cx cy w h normalised, as xyxy in pixels of the images."""
+    sides = torch.tensor([images.shape[3], images.shape[2]] * 2, dtype=torch.float32, device=images.device)
+    corners: Tensor = box_convert(boxes.float(), "cxcywh", "xyxy")
+    return corners * sides
+
+
+class Matcher(RTDetrHungarianMatcher):  # type: ignore[misc]
+    """The library's matcher, which compares the queries of an image with its own boxes: the library's, with all."""
+
+    @torch.no_grad()
+    def forward(self, outputs: dict[str, Tensor], targets: Labels) -> list[tuple[Tensor, Tensor]]:
+        """Return the matched queries and boxes of each image."""
+        found, logits = outputs["pred_boxes"], outputs["logits"]
+        boxes, classes = (pad_sequence([each[key] for each in targets], True) for key in ("boxes", "class_labels"))
+        score = logits.sigmoid() if self.use_focal_loss else logits.softmax(-1)
+        score = score.gather(2, classes[:, None].expand(-1, logits.shape[1], -1))
+        cost = -score
+        if self.use_focal_loss:
+            negative = (1 - self.alpha) * score**self.gamma * -(1 - score + 1e-8).log()
+            cost = self.alpha * (1 - score) ** self.gamma * -(score + 1e-8).log() - negative
+        _, giou = overlap(found[:, :, None], boxes[:, None])
+        cost = self.class_cost * cost + self.bbox_cost * torch.cdist(found, boxes, p=1) - self.giou_cost * giou
+        most = torch.finfo(cost.dtype).max
+        cost = torch.nan_to_num(cost, nan=most, posinf=most, neginf=most).cpu()
+        pairs = [linear_sum_assignment(each[:, : len(own["boxes"])]) for each, own in zip(cost, targets, strict=True)]
+        return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in pairs]
+
+
+class InPairs(RTDetrLoss):  # type: ignore[misc]
+    """The library's loss, which compares a matched query with its own box: the library's, with all of them."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.matcher = Matcher(config)
+
+    def loss_labels_vfl(
+        self, outputs: dict[str, Tensor], targets: Labels, indices: Any, num_boxes: float, log: bool = True
+    ) -> dict[str, Tensor]:
+        """Return the varifocal loss."""
+        matched, boxes = self.matched(targets, indices)
+        classes = torch.cat([each["class_labels"][j] for each, (_, j) in zip(targets, indices, strict=True)])
+        logits, places = outputs["logits"], (*matched, classes)
+        iou, _ = overlap(outputs["pred_boxes"][matched].detach(), boxes)
+        score, others = torch.zeros_like(logits), torch.ones_like(logits)
+        score[places], others[places] = iou.to(logits.dtype), 0
+        weight = self.alpha * logits.detach().sigmoid().pow(self.gamma) * others + score
+        loss = F.binary_cross_entropy_with_logits(logits, score, weight, reduction="sum")
+        return {"loss_vfl": loss / num_boxes}
+
+    def loss_boxes(
+        self, outputs: dict[str, Tensor], targets: Labels, indices: Any, num_boxes: float
+    ) -> dict[str, Tensor]:
+        """Return the L1 and GIoU losses."""
+        matched, boxes = self.matched(targets, indices)
+        found = outputs["pred_boxes"][matched]
+        _, giou = overlap(found, boxes)
+        return {"loss_bbox": (found - boxes).abs().sum() / num_boxes, "loss_giou": (1 - giou).sum() / num_boxes}
+
+    def matched(self, targets: Labels, indices: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Return the images and numbers of the matched queries, and their boxes (n, 4)."""
+        boxes = torch.cat([each["boxes"][j] for each, (_, j) in zip(targets, indices, strict=True)])
+        return self._get_source_permutation_idx(indices), boxes
+
+
+def overlap(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the IoU and GIoU (Rezatofighi et al. 2019) of boxes (..., 4) as cx, cy, w, h, which broadcast."""
+    a_low, a_high, b_low, b_high = (each[..., :2] + k * each[..., 2:] for each in (a, b) for k in (-0.5, 0.5))
+    shared = (torch.minimum(a_high, b_high) - torch.maximum(a_low, b_low)).clamp(min=0).prod(-1)
+    hull = (torch.maximum(a_high, b_high) - torch.minimum(a_low, b_low)).prod(-1)
+    union = a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - shared
+    iou = shared / union
+    return iou, iou - (hull - union) / hull
 
 
 class QueryLoss(Criterion):
-    """A loss of transformers, RTDetrLoss or a subclass of it, with the boxes of all ranks as its divisor.
+    """A loss of transformers, `InPairs` or a subclass of it, with the boxes of all ranks as its divisor.
 
     The library divides by the boxes of a process. Here its values are multiplied by them, which gives sums.
     """
@@ -94,7 +172,7 @@ class QueryLoss(Criterion):
         """Run the network on the images and noisy copies of their boxes."""
         return network(images, labels_of(targets["labels"], len(images)))
 
-    def counts(self, outputs: dict[str, Any], labels: Labels) -> list[int]:
+    def counts(self, outputs: dict[str, Any], labels: Labels) -> Sequence[float]:
         """Return the counts (d,), of which the first are the boxes."""
         return [sum(len(each["boxes"]) for each in labels)]
 
@@ -106,7 +184,7 @@ class QueryLoss(Criterion):
         """Return the sums (t, d) and the counts (d,)."""
         outputs = {k: v.float() if isinstance(v, Tensor) else v for k, v in outputs.items()}
         rows = targets["labels"]
-        labels = labels_of(rows, len(outputs["enc_topk_logits"]))
+        labels = labels_of(rows, len(outputs[LAYERS["logits"]]))
         counts = torch.tensor(self.counts(outputs, labels), dtype=torch.float64, device=rows.device)
         tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
         zero = torch.stack([each.sum() for each in tensors]).sum() * 0  # every output takes part
@@ -128,12 +206,12 @@ class QueryLoss(Criterion):
         if noise:
             parts = {key: values.split(noise["dn_num_split"], 2) for key, values in whole.items()}
             noisy, whole = ({key: part[k] for key, part in parts.items()} for k in (0, 1))
-            extra = {"dn_auxiliary_outputs": _layers(noisy, layers), NOISE: noise}
+            extra = {"dn_auxiliary_outputs": by_layer(noisy, layers), NOISE: noise}
         last = {key: whole[key][:, -1] for key in ENCODER}
-        return {**last, "auxiliary_outputs": [*_layers(whole, layers - 1), encoder], **extra}
+        return {**last, "auxiliary_outputs": [*by_layer(whole, layers - 1), encoder], **extra}
 
 
-def _layers(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+def by_layer(values: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     """Return the outputs of the first `count` layers, and with corners the last layer's, which teach the others."""
     teacher = {}
     if "pred_corners" in values:
@@ -204,7 +282,7 @@ def load_snapshot(weights: str) -> dict[str, Any]:
     config = _config(folder, where)
     kind = str(config.get("model_type"))
     family = kind.replace("_", "")  # d_fine
-    known = [name for name in FAMILIES if name not in ("", "torchvision")]
+    known = [name for name in FAMILIES if name not in ("", "torchvision", "detr")]  # DETR's backbone would need timm
     if family not in known:
         raise TrainerError(f"{where}: config.json describes {kind!r}", f"the families are {', '.join(known)}")
     if not any(folder.glob("*.safetensors")):

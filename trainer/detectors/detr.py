@@ -1,0 +1,124 @@
+"""DETR (Carion et al. 2020), by transformers: --cfg detr-r50 or detr-r101."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DetrConfig, DetrForObjectDetection
+from transformers.loss.loss_for_object_detection import HungarianMatcher, ImageLoss
+from transformers.models.detr.modeling_detr import DetrFrozenBatchNorm2d
+
+from trainer.config import Hyp
+from trainer.detectors import Parts
+from trainer.detectors.transformers_nets import (
+    LAYERS,
+    Labels,
+    QueryLoss,
+    by_layer,
+    decode,
+    describe,
+    in_px,
+    postprocess,
+)
+from trainer.losses import Criterion
+from trainer.models.torchvision_nets import Classifier
+
+
+def _resnet(depths: list[int]) -> dict[str, Any]:
+    backbone = {"model_type": "resnet", "depths": depths, "out_features": ["stage4"]}
+    return {"backbone_config": backbone, "auxiliary_loss": True}
+
+
+SIZES = {"r50": _resnet([3, 4, 6, 3]), "r101": _resnet([3, 4, 23, 3])}
+
+
+def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
+    """Build {"detr": a size, or the library's configuration} for `nc` classes."""
+    net = DetrForObjectDetection(DetrConfig(**describe(cfg["detr"], SIZES, nc, where)))
+    _unfreeze(net.model.backbone)
+    return Parts(
+        Network(net),
+        DetrLoss(net),
+        postprocess,
+        can_compile=False,  # the matching runs on the CPU
+        backbone="net.model.backbone.",
+        decode=decode,
+        has_ranked_rows=True,
+        exports_any_size=False,  # the sides of the images are traced
+        unsupported={"parallel": ("pipeline",)},
+    )
+
+
+def _unfreeze(backbone: nn.Module) -> None:
+    """Let all layers of the backbone learn, and its batch norms see their batches: it has random weights."""
+    backbone.requires_grad_(True)
+    for module in list(backbone.modules()):
+        for name, frozen in module.named_children():
+            if isinstance(frozen, DetrFrozenBatchNorm2d):
+                setattr(module, name, nn.BatchNorm2d(len(frozen.weight)))
+
+
+class Network(Classifier):
+    """DETR without its loss, behind the normalisation of its images."""
+
+    @property
+    def parts(self) -> list[tuple[str, nn.Module]]:
+        """The backbone, the encoder, and the rest, which is the head."""
+        net: Any = self.net
+        rest = (net.model.query_position_embeddings, net.model.decoder, net.class_labels_classifier, net.bbox_predictor)
+        encoder = nn.ModuleList((net.model.input_projection, net.model.encoder))
+        return [("backbone", net.model.backbone), ("encoder", encoder), ("decoder", nn.ModuleList(rest))]
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        """Float (b, 3, h, w) in 0..1 -> logits (b, q, nc), and boxes (b, q, 4) xyxy in px.
+
+        In training the outputs of all layers instead, (b, layers, q, values), with nc + 1 classes.
+        """
+        net: Any = self.net
+        found = net.model((images - self.mean) / self.std)
+        if self.training:
+            hidden = torch.cat((found.intermediate_hidden_states[:-1], found.last_hidden_state[None])).transpose(0, 1)
+            values = net.class_labels_classifier(hidden), net.bbox_predictor(hidden).sigmoid()
+            return dict(zip((LAYERS["logits"], LAYERS["pred_boxes"]), values, strict=True))
+        scores = net.class_labels_classifier(found.last_hidden_state).float().softmax(-1)[..., :-1]
+        boxes = net.bbox_predictor(found.last_hidden_state).sigmoid()
+        return {"logits": scores.logit(), "boxes": in_px(boxes, images)}
+
+
+class DetrLoss(QueryLoss):
+    """DETR's loss: the cross entropy is a mean weighted by class, whose weights are added up over all ranks."""
+
+    terms = ("ce", "bbox", "giou")
+
+    def __init__(self, net: Any) -> None:
+        c = net.config
+        Criterion.__init__(self, [1.0, c.bbox_loss_coefficient, c.giou_loss_coefficient])
+        matcher = HungarianMatcher(c.class_cost, c.bbox_cost, c.giou_cost)
+        self.loss, self._net = ImageLoss(matcher, c.num_labels, c.eos_coefficient, ["labels", "boxes"]), (net,)
+
+    def without_noise(self) -> None:
+        """Learn without dropout."""
+        for module in self._net[0].modules():
+            for name in ("dropout", "attention_dropout", "activation_dropout"):
+                if hasattr(module, name):
+                    setattr(module, name, 0.0)
+
+    def outputs_of(self, network: nn.Module, images: Tensor, targets: Any, /) -> Any:
+        """Run the network on the images."""
+        return network(images)
+
+    def counts(self, outputs: dict[str, Any], labels: Labels) -> list[float]:
+        """Return the boxes, and the weights of the classes of all queries: those of no object count less."""
+        images, _, queries, _ = outputs[LAYERS["logits"]].shape
+        matched = sum(min(len(each["boxes"]), queries) for each in labels)
+        return [sum(len(each["boxes"]) for each in labels), matched + self.loss.eos_coef * (images * queries - matched)]
+
+    def sums(self, name: str, value: Tensor, counts: Tensor) -> Tensor:
+        """Return the sums (2,) whose quotients are a loss of the library."""
+        whole = value * counts.clamp(min=1).float()
+        return whole * whole.new_tensor([0, 1] if "_ce" in name else [1, 0])
+
+    def _by_layer(self, outputs: dict[str, Any]) -> dict[str, Any]:
+        whole = {key: outputs[name] for key, name in LAYERS.items() if name in outputs}
+        layers = by_layer(whole, whole["logits"].shape[1])
+        return {**layers.pop(), "auxiliary_outputs": layers}
