@@ -167,6 +167,6 @@ def check_refusals(clusterctl, job, nodes):
         ["port-forward", job, "80"],
     ):
         code, text = clusterctl.run(*words)
-        assert (code, text.splitlines()[0]) == (2, f"error: {job} has ended: stopped")
+        assert (code, text.splitlines()[0]) == (2, f"error: {job} is not running: stopped")
     clusterctl.expect(0, "cp", f"{job}:attempt-1/{nodes[0]}.log", str(clusterctl.folder / "copies"))
     assert "tick 1" in (clusterctl.folder / "copies" / f"{nodes[0]}.log").read_text()

@@ -90,7 +90,7 @@ class ComposeBackend(Backend):
             raise preflight.lost_race(plan, "this machine", up.out.strip())
         if up.code:
             self.cancel(plan, grace_s=0)
-            hint = "print the compose file: the same command with plan instead of launch"
+            hint = "to see the compose file, run the same command with plan instead of launch"
             raise LaunchError(f"this machine: docker compose up: {up.last_line}", hint)
 
     def observe(self, plan: Plan) -> Sequence[NodeStatus]:
@@ -118,7 +118,7 @@ class ComposeBackend(Backend):
         """Return `docker exec`."""
         status = next(each for each in self.observe(record.plan) if each.node == node.name)
         if status.phase in ("exited", "lost"):
-            raise UsageError(f"{node.name}: its ranks have ended")
+            raise UsageError(f"{node.name}: its ranks have exited")
         words = ["docker", "exec", "--interactive", *(["--tty"] if tty else []), f"{record.plan.job_id}-{node.name}"]
         return [*words, *script.in_setup(record.job, argv)]
 

@@ -195,7 +195,7 @@ class SlurmBackend(Backend):
         rank = [each.name for each in plan.nodes].index(node.name)
         # squeue's answer may be some seconds old: a job whose nodes are known may be PENDING in it
         if found is None or not found.is_active or rank >= len(hosts):
-            raise UsageError(f"{plan.job_id} does not run: {found.state if found else 'it has left the queue'}")
+            raise UsageError(f"{plan.job_id} is not running: {found.state if found else 'it has left the queue'}")
         step = [*_shell(_QUIET_STEP), "srun", f"--jobid={found.number}", "--overlap", *(["--pty"] if tty else [])]
         step += ["--nodes=1", "--ntasks=1", f"--nodelist={hosts[rank]}"]
         now = replace(plan, attempt=attempt)

@@ -93,7 +93,7 @@ def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoRe
         print_line(out, *problems, how)
         raise typer.Exit(interrupted())
     _, problems = stop_job(record, records, out)
-    print_line(out, *problems, "stopped; nothing of it is running")
+    print_line(out, *problems, "Stopped. No processes remain.")
     raise typer.Exit(interrupted())
 
 
@@ -219,7 +219,7 @@ def print_outcome(record: JobRecord, out: Console) -> int:
     """Print the outcome of a job that has ended, and return its exit code."""
     from cluster.supervisor import report
 
-    text = f"{record.plan.job_id} has ended: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
+    text = f"{record.plan.job_id}: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
     print_line(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
     return report.EXIT_DONE if record.outcome == "done" else record.exit_code
 

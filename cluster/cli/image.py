@@ -53,7 +53,7 @@ class ImageOptions(NodeOptions):
         known = {node.name: node for node in found.machines}
         for name in self.names:
             if name not in known:
-                raise UsageError(f"no node {name!r}", f"one of: {', '.join(known)}")
+                raise UsageError(f"no node {name!r}", f"the nodes are {', '.join(known)}")
         names = dict.fromkeys(self.names or known)
         return [known[name] for name in names], self.image or found.image or DEFAULT_IMAGE
 

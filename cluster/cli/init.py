@@ -80,9 +80,9 @@ def init(
     from cluster.transport import discovery
 
     if backend and (hosts or hostfile):
-        raise UsageError("--backend and machines exclude each other", "omit one of them")
+        raise UsageError("--backend and machines cannot be used together", "omit one of them")
     if hosts and hostfile:
-        raise UsageError("HOST... and --hostfile exclude each other", "use one of them to name the machines")
+        raise UsageError("HOST... and --hostfile cannot be used together", "use one of them")
     path = Path(output)
     if backend:
         _of_cluster(backend, _writable(path, output, force=force), device, as_json=as_json)
@@ -145,7 +145,7 @@ def _writable(path: Path, output: str, *, force: bool) -> Path:
     """Return the path of the file to write. Raises UsageError if another file would be lost."""
     if path.exists() and not path.is_file():  # for example /dev/null, which the file would replace
         what = "a folder" if path.is_dir() else "not a regular file"
-        raise UsageError(f"-o {output}: it is {what}", "write another file: -o FILE")
+        raise UsageError(f"-o {output}: expected a file, but this is {what}", "write another file: -o FILE")
     if path.exists() and not force:
         raise UsageError(f"{output} already exists", "write another file: -o FILE; or overwrite this one: --force")
     return path

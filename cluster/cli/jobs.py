@@ -103,7 +103,7 @@ def stop(
 
     records, out = JobStore(), console()
     record, problems = stop_job(records.load(job), records, out, seconds(grace, "--grace") if grace else None)
-    print_line(out, *problems, f"{job}: {record.outcome}; nothing of it is running")
+    print_line(out, *problems, f"{job}: {record.outcome}. No processes remain.")
 
 
 def ps(
@@ -235,7 +235,7 @@ def top(
 
     record = JobStore().load(job)
     if record.outcome:
-        raise UsageError(f"{job} has ended: {record.outcome}", f"clusterctl status {job}")
+        raise UsageError(f"{job} is not running: {record.outcome}", f"to see how it ended: clusterctl status {job}")
     follower, usage, out = jobs.Follower(record), UsageTable(), console()
 
     def sample() -> None:
@@ -291,7 +291,9 @@ def serve(
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
     except OSError as error:
-        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", "another --port, or --port 0") from error
+        raise UsageError(
+            f"cannot listen on {host}:{port}: {error.strerror}", "choose another port; --port 0 takes a free one"
+        ) from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name
     query = f"/?token={token}" if token else "/"

@@ -131,7 +131,7 @@ def launch(
             leave_behind(started, records, starter.secrets)
         elif started:
             stop_interrupted(started, records, out)
-        print_line(out, "stopped; nothing of it is running")
+        print_line(out, "Stopped. No processes remain.")
         raise typer.Exit(interrupted()) from None
     raise typer.Exit(code)
 
@@ -199,7 +199,7 @@ def plan(
             print(text, end="")
         return
     if output and as_json:
-        raise UsageError("--json and -o exclude each other", f"clusterctl plan --json ... > {output}")
+        raise UsageError("--json and -o cannot be used together", f"clusterctl plan --json ... > {output}")
     request = replace(request, env=[*request.env, *read_secrets(env_file)])
     machines = inventory.load(backend=request.backend)
     if array.array:
@@ -289,6 +289,6 @@ def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str,
     found = {**os.environ, **in_file}
     for name in names:
         if name not in found:
-            hint = f"export {name}=..., or use --env-file FILE"
-            raise UsageError(f"--env {name}: it is not set in your environment", hint)
+            hint = f"set it (export {name}=...), or put it in a file of secrets: --env-file FILE"
+            raise UsageError(f"--env {name}: {name} is not set in your environment", hint)
     return {name: found[name] for name in names}

@@ -125,7 +125,7 @@ class ArrayOptions:
         base, chosen, notes = launcher.resolve(request, machines)
         BACKENDS[chosen].refuse("--array", BACKENDS)
         jobs: list[Job] = []
-        text = read_text(self.array, "--array ", "one line of arguments for each job")
+        text = read_text(self.array, "--array ", "write one line of arguments per job")
         for nth, line in enumerate(text.splitlines(), 1):
             words = split(line, f"{self.array}:{nth}", comments=True)
             if not words:
@@ -135,7 +135,7 @@ class ArrayOptions:
                 one = {"command": f"{request.command} {shlex.join(words)}"}
             jobs.append(launcher.resolve(replace(request, name=f"{base.name}-{len(jobs)}", **one), machines)[0])
         if not jobs:
-            raise UsageError(f"--array {self.array}: the file has no arguments", "one line of arguments for each job")
+            raise UsageError(f"--array {self.array}: the file has no arguments", "write one line of arguments per job")
         return jobs, chosen, notes
 
 

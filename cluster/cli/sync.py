@@ -66,7 +66,7 @@ def sync(
             if not as_json:
                 print_line(out, f"{name}: {_line(done)}")
             if done.left:
-                hint = f"to remove files that are only on the nodes: {files.command(folder, delete=True)}"
+                hint = f"to delete the files that are only on the nodes: {files.command(folder, delete=True)}"
                 wrong[f"{name} {folder}"] = ClusterError(f"{name}: {folder} differs: {done.left}", hint)
         if not as_json:
             for link in files.links_leading_out(folder)[:3]:

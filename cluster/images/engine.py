@@ -108,7 +108,9 @@ def load(node: Machine, image: str, files: Sequence[str], manifest: str, config:
 def build(folder: str, image: str) -> None:
     """Build an image on this machine with docker, whose progress goes to stderr. Raises UsageError or LaunchError."""
     if not Path(folder, "Dockerfile").is_file():
-        raise UsageError(f"--build {folder}: no Dockerfile", f"it would be {Path(folder, 'Dockerfile').absolute()}")
+        raise UsageError(
+            f"--build {folder}: no Dockerfile", f"the full path would be {Path(folder, 'Dockerfile').absolute()}"
+        )
     try:
         with started([DOCKER.name, "build", "--tag", image, folder], stdout=sys.stderr) as process:
             code = process.wait()

@@ -86,7 +86,7 @@ def job(
     if request.command:
         if arguments:
             hint = "put all of them into --command '...'"
-            raise UsageError("--command and arguments after -- exclude each other", hint)
+            raise UsageError("--command and arguments after -- cannot be used together", hint)
         command = tuple(split(request.command, f"--command {request.command!r}"))
         if not copies:
             mounts.append(Mount(workdir, workdir, read_only=False))
@@ -240,7 +240,7 @@ def _arguments(
             paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
             argument = path
         elif "/" in argument and arguments and arguments[-1] in contract.INPUT_OPTIONS and not is_mounted:
-            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"it would be {path}")
+            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"the full path would be {path}")
         arguments.append(argument)
     paths = list(dict.fromkeys(paths))
     folders = [path for path in paths if here.is_folder(path)]
@@ -290,7 +290,7 @@ def _workdir(request: Request, here: Here, mounts: Sequence[Mount]) -> str:
     if request.workdir and not request.command:
         raise UsageError("--workdir: only with --command", "the trainer needs no working directory: omit it")
     if request.workdir and not here.is_folder(path):
-        raise UsageError(f"--workdir {request.workdir}: no such folder", f"it would be {path}")
+        raise UsageError(f"--workdir {request.workdir}: no such folder", f"the full path would be {path}")
     if request.command and any(each.target == path for each in mounts):
         raise UsageError(f"--mount: {path} is the working directory, which is mounted and writable", "omit this mount")
     return path
@@ -355,8 +355,8 @@ def _environment(given: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]
     pairs = [text.partition("=") for text in given]
     for name, _, _ in pairs:
         if not re.fullmatch(ENV_NAME, name):
-            hint = "NAME=VALUE, or NAME alone: its value comes from your environment and is not shown"
-            raise UsageError(f"--env {name!r}: not the name of a variable", hint)
+            hint = "use NAME=VALUE, or NAME alone to pass your own value as a secret"
+            raise UsageError(f"--env {name}: not a valid variable name", hint)
     secrets = dict.fromkeys(name for name, mark, _ in pairs if not mark)
     return {name: value for name, mark, value in pairs if mark}, tuple(secrets)
 

@@ -135,7 +135,9 @@ def read(text: str, path: str, table: Table) -> dict[str, Any]:
     source = schema.Source(text, path)
     file = schema.validate(file_type(table), source, "for example: command: train.py --lr 0.1")
     if file.command and file.args:
-        raise source.error(("args",), "command and args exclude each other", "args are for the trainer of the image")
+        raise source.error(
+            ("args",), "command and args cannot be used together", "args are for the trainer of the image"
+        )
     values = {_PARAMETERS.get(key, key): getattr(file, key) for key in file.model_fields_set}
     if "command" in values:
         values["command"] = shlex.join(file.command)

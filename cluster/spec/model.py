@@ -173,9 +173,9 @@ class Job:
         """Raise UsageError if a field is invalid for every backend."""
         if not NAME.fullmatch(self.name):
             hint = "for example: --name digits-2"
-            raise UsageError(f"--name {self.name!r}: expected lower-case letters, digits and '-', 48 at most", hint)
+            raise UsageError(f"--name {self.name!r}: use at most 48 lower-case letters, digits and '-'", hint)
         if not self.command:
-            raise UsageError("--command: it is empty", "for example: --command 'train.py --lr 0.1'")
+            raise UsageError("--command is empty", "for example: --command 'train.py --lr 0.1'")
         for option, value, least in (
             ("--nodes", self.nodes, 1),
             ("--gpus", self.procs_per_node, 1),

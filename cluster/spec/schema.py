@@ -266,8 +266,8 @@ def _at(event: Any, problem: str) -> yaml.MarkedYAMLError:
 def validate(model: type[Keys_], source: Source, hint: str) -> Keys_:
     """Return the file's keys and values. Raises one UsageError with all invalid keys; `hint` is for an empty one."""
     if not isinstance(source.data, dict):
-        problem = "it is empty" if source.data is None else "expected keys and values"
-        raise UsageError(f"{source.path}: {problem}", hint)
+        problem = "is empty" if source.data is None else "must contain keys and values"
+        raise UsageError(f"{source.path} {problem}", hint)
     try:
         return model.model_validate(source.data)
     except ValidationError as error:

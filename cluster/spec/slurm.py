@@ -99,7 +99,10 @@ def checked(options: Mapping[str, str]) -> Mapping[str, str]:
         if re.search(r"[\x00-\x1f\"'\\`$]", value):
             raise UsageError(f"--set {name}={value!r}: it contains a quote, '$' or control character")
     if options.get("time") and seconds(options["time"]) is None:
-        raise UsageError(f"--time {options['time']!r}: not a time", "minutes, H:MM:SS or D-HH:MM:SS: --time 8:00:00")
+        raise UsageError(
+            f"--time {options['time']!r}: not a time limit",
+            "use minutes, H:MM:SS or D-HH:MM:SS, for example --time 8:00:00",
+        )
     return options
 
 

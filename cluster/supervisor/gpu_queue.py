@@ -66,7 +66,10 @@ class GpuQueue:
                 note(f"waiting for {job.world_size} GPU{'s' if job.world_size > 1 else ''}: {why}")
                 shown = why
             if time.time() > until:
-                raise LaunchError(f"not enough free GPUs in time: {why}", "a longer --wait, or fewer --nodes or --gpus")
+                raise LaunchError(
+                    f"the GPUs did not become free in time: {why}",
+                    "wait longer (--wait), or ask for fewer --nodes or --gpus",
+                )
             time.sleep(_POLL_S)
 
     def _poll(self) -> tuple[dict[str, dict[Gpu, str]], set[str]]:

@@ -336,10 +336,12 @@ def _check_program(job: Job) -> None:
     program = job.command[1] if job.command[0] == "--no-python" and job.command[1:] else job.command[0]
     is_in_path = job.command[0] == "--no-python" and "/" not in program
     if not (is_in_path or program.startswith(("-", "/")) or Path(job.workdir, program).exists()):
-        hint = "another folder: --workdir DIR; a module: --command '-m MODULE'; a program: --command '--no-python NAME'"
+        hint = (
+            "for another folder: --workdir DIR; a module: --command '-m NAME'; a program: --command '--no-python NAME'"
+        )
         if program in ("python", "python3", "torchrun"):
-            hint = f"omit {program}: --command 'train.py --lr 0.1'"
-        raise UsageError(f"--command: {job.workdir} has no {program}", hint)
+            hint = f"leave out {program}: --command 'train.py --lr 0.1'"
+        raise UsageError(f"--command: no {program} in {job.workdir}", hint)
 
 
 def _check_gpus(job: Job, records: JobStore) -> None:

@@ -66,7 +66,9 @@ def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = F
 
 def _refuse_ended(record: JobRecord) -> None:
     if record.outcome:
-        raise UsageError(f"{record.plan.job_id} has ended: {record.outcome}", f"its files: {record.plan.run_dir}")
+        raise UsageError(
+            f"{record.plan.job_id} is not running: {record.outcome}", f"its files are in {record.plan.run_dir}"
+        )
 
 
 def run_on_all(record: JobRecord, argv: Sequence[str], show: Callable[[str, str], None]) -> int:
@@ -99,7 +101,7 @@ def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[
         if record.outcome:
             source = Path(record.plan.run_dir, path)
             if not source.exists() or Path(path).is_absolute():
-                raise UsageError(f"{job_id} has ended, and {record.plan.run_dir} has no {path}")
+                raise UsageError(f"{job_id} is not running, and there is no {path} in {record.plan.run_dir}")
             copied = Path(partial, target.name)
             shutil.copytree(source, copied) if source.is_dir() else shutil.copy2(source, copied)
         else:

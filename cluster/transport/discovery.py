@@ -54,7 +54,7 @@ def load(
     given = {"--inventory": path, "--hosts": hosts, "--hostfile": hostfile}
     named = [option for option, value in given.items() if value]
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} exclude each other", "use one of them")
+        raise UsageError(f"{' and '.join(named)} cannot be used together", "use one of them")
     if on_this_machine(backend, table):
         for option, value in {**given, "--ssh-config": ssh_config, "--only": only}.items():
             if value:
@@ -199,10 +199,10 @@ def device(found: Mapping[str, Found], given: str) -> str:
 def _text(path: str, option: str) -> str:
     if Path(path).expanduser().is_dir():
         inside = Path(path, DEFAULT_FILE)
-        hint = f"use -i {inside}" if inside.is_file() else "give the path of a file"
+        hint = f"use -i {inside}" if inside.is_file() else "give the path of a file in it, or another one"
         if option == "--inventory" and path == DEFAULT_FILE:  # it was found, not typed
             raise UsageError(f"{DEFAULT_FILE} is a folder, not an inventory", "name the inventory: -i FILE")
-        raise UsageError(f"{option} {path}: it is a folder", hint)
+        raise UsageError(f"{option} {path}: expected a file, but this is a folder", hint)
     try:
         return Path(path).expanduser().read_text()
     except UnicodeDecodeError:

@@ -152,7 +152,9 @@ def check(nodes: Sequence[Machine], folders: Sequence[str]) -> None:
         for mirror in _mirrors(node, heres):
             if difference := mirror.difference(checksum=False):
                 what = "does not exist" if mirror.state == "none" else f"differs: {difference}"
-                hint = command(str(mirror.here), delete=bool(difference.extra))
+                hint = command(str(mirror.here), delete=False)
+                if difference.extra:
+                    hint += " (with --delete, it also deletes the files that are only there)"
                 wrong[mirror.path] = ClusterError(f"{node.name}: {mirror.here} {what}", hint)
         parallel.together(wrong)
 

@@ -47,7 +47,7 @@ _CONSEQUENCE = re.compile(
 
 _HINTS = {
     "No space left on device": "free disk space there, or choose another data_dir in the inventory (clusterctl sync)",
-    "could not make way": "clusterctl sync --delete removes files that are only there",
+    "could not make way": "move what is in the way there, or delete what is only there: clusterctl sync --delete",
     "is your shell clean": "a program there prints text when rsync starts: check what ~/.bashrc and `type rsync` name",
     "Permission denied": "choose a data_dir in the inventory that the login can write to",
 }

@@ -154,7 +154,7 @@ def test_a_job_outlives_its_killed_launcher(clusterctl, backend, start, job_name
     assert backend.remains_of(job_name) != []
     assert json.loads(clusterctl.run("status", job_name, "--json")[1])["state"] == "running"
     for _ in range(2):  # safe to repeat
-        clusterctl.expect(0, "stop", job_name, has="nothing of it is running")
+        clusterctl.expect(0, "stop", job_name, has="No processes remain.")
         assert backend.remains_of(job_name) == []
 
 
@@ -177,7 +177,7 @@ def test_ctrl_c_stops_every_node(clusterctl, backend, start, job_name):
     process = start()
     clusterctl.wait_for(job_name, "tick 0")
     process.send_signal(signal.SIGINT)
-    ended(process, 130, timeout_s=60, has="stopped; nothing of it is running")
+    ended(process, 130, timeout_s=60, has="Stopped. No processes remain.")
     assert backend.remains_of(job_name) == []
 
 
@@ -198,10 +198,10 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end(clusterctl, backend, start,
     for node in ("node-0", "node-1"):
         clusterctl.wait_for(job_name, "stubborn", node=node)
     if command == "launch":
-        stopping, last = process, "stopped; nothing of it is running\n"
+        stopping, last = process, "Stopped. No processes remain.\n"
         process.send_signal(signal.SIGINT)
     else:
-        stopping, last = clusterctl.start("stop", job_name), f"{job_name}: stopped; nothing of it is running\n"
+        stopping, last = clusterctl.start("stop", job_name), f"{job_name}: stopped. No processes remain.\n"
     assert any("up to 600 s for a checkpoint (Ctrl-C stops it now)" in line for line in stopping.stdout)
     folder = clusterctl.folder / ("remote" if backend.name == "ssh" else "runs") / job_name / "attempt-1"
     for node in ("node-0", "node-1"):  # an interrupted launcher no longer copies the logs
@@ -231,7 +231,7 @@ def test_a_stop_gives_each_rank_its_time_although_a_launcher_follows(clusterctl,
     process = start("--grace", "1s", program="saves.py")
     for node in ("node-0", "node-1"):
         clusterctl.wait_for(job_name, "ready", node=node)
-    clusterctl.expect(0, "stop", job_name, "--grace", "60s", has="nothing of it is running")
+    clusterctl.expect(0, "stop", job_name, "--grace", "60s", has="No processes remain.")
     ended(process, 1, timeout_s=60, has=f"{job_name} was stopped\n")
     clusterctl.wait_for(job_name, "saved", timeout_s=0.1)
     assert backend.remains_of(job_name) == []

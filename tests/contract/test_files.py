@@ -95,7 +95,7 @@ def test_check_names_the_node_the_folder_and_the_first_files_that_differ(nodes, 
     assert differs.value.message == (
         f"gpu-b: {folder} differs: 1 file missing ('one\\ntwo'), 1 different (plain.txt), 1 only there (left over)"
     )
-    assert differs.value.hint == f"clusterctl sync '{folder}' --delete"
+    assert differs.value.hint.startswith(f"clusterctl sync '{folder}' (with --delete, ")
 
 
 def test_extra_files_stay_without_delete(nodes, folder):
@@ -362,7 +362,7 @@ def test_the_command_prints_a_line_per_node_and_fails_while_files_differ(nodes, 
     assert (rows["gpu-a"]["how"], rows["gpu-b"]["left"]["extra"]) == ("same", ["left over"])
     assert done.stderr == (
         f"error: gpu-b: {folder} differs: 1 file only there (left over)\n"
-        f"hint: to remove files that are only on the nodes: clusterctl sync '{folder}' --delete\n"
+        f"hint: to delete the files that are only on the nodes: clusterctl sync '{folder}' --delete\n"
     )
     assert clusterctl(*words, "--delete").returncode == 0
     done = clusterctl("sync", folder, tmp_path / "nowhere", "-i", tmp_path / "cluster.yaml")

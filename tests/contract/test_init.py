@@ -104,7 +104,7 @@ def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
         ((), "no machines given"),
         (("a", "a"), "a occurs twice"),
         (("a;reboot",), "'a;reboot' is not a login"),
-        (("a", "--hostfile", "x"), "exclude each other"),
+        (("a", "--hostfile", "x"), "cannot be used together"),
         (("--hostfile", "nowhere"), "--hostfile nowhere: No such file"),
         (("a", "--ssh-config", "nowhere"), "--ssh-config"),
         (("a", "--device", "tpu"), "--device tpu: unknown"),

@@ -124,12 +124,12 @@ def test_a_taken_automatic_port_is_skipped(clusterctl, launch, job_name):
     [
         (["launch", "--nodes", "0"], "--nodes 0"),
         ([*LOCAL, "--device", "cuda"], "GPUs on this machine: 0"),
-        (["launch", "--backend", "nomad"], "one of: auto, compose, local, ssh"),
+        (["launch", "--backend", "nomad"], "use one of: auto, compose, local, ssh"),
         (["attach", "nothing"], "no job 'nothing'"),
         ([*LOCAL, "--name", "UPPER"], "lower-case letters"),
-        ([*LOCAL, "--command", "nothere.py --lr 1"], "has no nothere.py\nhint: another folder: --workdir DIR"),
-        ([*LOCAL, "--command", "python train.py"], "has no python\nhint: omit python: --command 'train.py"),
-        ([*LOCAL, "--command", "--no-python ./run.sh"], "has no ./run.sh\nhint: another folder"),
+        ([*LOCAL, "--command", "nothere.py --lr 1"], "no nothere.py in "),
+        ([*LOCAL, "--command", "python train.py"], "hint: leave out python: --command 'train.py"),
+        ([*LOCAL, "--command", "--no-python ./run.sh"], "no ./run.sh in "),
     ],
 )
 def test_bad_input_is_one_error_line_and_writes_no_file(clusterctl, arguments, words):
@@ -310,7 +310,7 @@ def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
         text = ended(process, 130, timeout_s=60)
     assert text.endswith(f"exited before the job stopped; to stop it: clusterctl stop {job_name}\n")
     clusterctl.env["PATH"] = path
-    clusterctl.expect(0, "stop", job_name, "--grace", "1s", has="nothing of it is running")  # if the kill was too late
+    clusterctl.expect(0, "stop", job_name, "--grace", "1s", has="No processes remain.")  # if the kill was too late
     assert processes_of(job_name) == []
 
 
@@ -335,7 +335,7 @@ def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, l
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert done.returncode == 130, done.stderr
-    assert done.stdout.endswith("stopped; nothing of it is running\n")
+    assert done.stdout.endswith("Stopped. No processes remain.\n")
     time.sleep(1)
     assert processes_of(job_name) == []
 

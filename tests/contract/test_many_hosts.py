@@ -53,5 +53,5 @@ def test_64_hosts_start_over_two_connections_each_although_sshd_drops_some(clust
         assert {node["phase"] for node in nodes} <= {"starting", "joining"}
     finally:
         code, text = clusterctl.run("stop", job_name)
-    assert (code, text.splitlines()[-1]) == (0, f"{job_name}: stopped; nothing of it is running")
+    assert (code, text.splitlines()[-1]) == (0, f"{job_name}: stopped. No processes remain.")
     assert processes_of(job_name) == []

@@ -147,6 +147,6 @@ def test_a_killed_launcher_leaves_the_queue_and_ctrl_c_too(users, testbed):
         assert line
     text, _ = (late := launch(users[0], "late", (1, 1), wait="1s")).communicate(timeout=60)
     assert late.returncode == 3, text
-    assert text.splitlines()[-2] == "error: not enough free GPUs in time: held by holds-again"
+    assert text.splitlines()[-2] == "error: the GPUs did not become free in time: held by holds-again"
     end(testbed, "holds-again")
     assert holder.communicate(timeout=60)[0]

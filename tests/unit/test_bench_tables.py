@@ -165,5 +165,5 @@ def test_a_pipelines_options_are_dropped_for_other_strategies() -> None:
     assert (settings.stages, settings.imgsz, settings.device) == (2, 64, "cpu")
     varied = [settings_at(settings, Point(4, 2, "fp32", parallel=strategy)) for strategy in ("ddp", "pipeline")]
     assert [(each.parallel, each.stages, each.batch) for each in varied] == [("ddp", 0, 8), ("pipeline", 2, 8)]
-    with pytest.raises(TrainerError, match="--stages: --parallel ddp has none"):
+    with pytest.raises(TrainerError, match="--stages has no effect with --parallel ddp"):
         settings_of(["--stages", "2"], "cpu", "ddp,fsdp")

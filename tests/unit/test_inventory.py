@@ -75,8 +75,8 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "cluster.yaml: it is empty"),
-        ("- gpu-a", "expected keys and values"),
+        ("", "cluster.yaml is empty"),
+        ("- gpu-a", "must contain keys and values"),
         ("device: cpu", "cluster.yaml: nodes: no node"),
         ("nodes: []", "1: nodes: no node"),
         ("nodes: 3", "1: nodes: '3': must be keys and values"),
@@ -195,7 +195,7 @@ def test_a_missing_file_that_an_option_names_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "cluster.yaml").write_text("ssh_config: nowhere\nnodes: [a]")
     with pytest.raises(UsageError, match=r"cluster\.yaml: ssh_config .*nowhere: No such file"):
         discovery.load(BACKENDS)
-    with pytest.raises(UsageError, match="--hosts and --hostfile exclude each other"):
+    with pytest.raises(UsageError, match="--hosts and --hostfile cannot be used together"):
         discovery.load(BACKENDS, hosts="a", hostfile="b")
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(UsageError, match=r"--only: no cluster\.yaml"):

@@ -109,7 +109,7 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "job.yaml: it is empty"),
+        ("", "job.yaml is empty"),
         ("comand: train.py", "job.yaml:1: comand: unknown key"),
         ("gpus: two", "job.yaml:1: gpus: 'two': input should be a valid integer"),
         ("nodes: 0", "job.yaml:1: nodes: 0: expected a number, or MIN:MAX"),
@@ -118,7 +118,7 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
         ("env: [A]", "job.yaml:1: env: ['A']: must be keys and values"),
         ("secrets: [A-B]", "job.yaml:1: secrets.0: 'A-B': expected the name of a variable"),
         ("slurm:\n  nodes: 2", "job.yaml:1: slurm: nodes=...: clusterctl sets it"),
-        ("gpus: 1\ncommand: a\nargs: b", "job.yaml:3: args: command and args exclude each other"),
+        ("gpus: 1\ncommand: a\nargs: b", "job.yaml:3: args: command and args cannot be used together"),
         ("backend: k8s", "job.yaml:1: backend: 'k8s': input should be 'auto', "),
         ("grace: 90", "job.yaml:1: grace: '90': expected a time"),
     ],

@@ -270,7 +270,7 @@ def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None
     for count, more, message in (
         (1, ["--parallel", "fsdp"], "error: --parallel fsdp needs two or more ranks"),
         (1, ["--parallel", "all"], "error: --parallel all: unknown"),
-        (1, ["--stages", "2"], "error: --stages: --parallel ddp has none"),
+        (1, ["--stages", "2"], "error: --stages has no effect with --parallel ddp"),
         (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not divisible"),
         (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: too many for a"),
         (

@@ -317,11 +317,13 @@ class Settings:
             raise TrainerError(f"--imgsz {self.imgsz} is not a multiple of 32", f"use --imgsz {near}")
         if (self.stages or self.micro_batches) and self.parallel != "pipeline":
             given = "--stages" if self.stages else "--micro-batches"
-            raise TrainerError(f"{given}: --parallel {self.parallel} has none", "add --parallel pipeline")
+            raise TrainerError(f"{given} has no effect with --parallel {self.parallel}", "add --parallel pipeline")
         if self.unfreeze and not layers(self.freeze):
             raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
         if not self.name or Path(self.name).name != self.name:
-            raise TrainerError(f"--name {self.name!r} is not a folder's name", "--project takes a path")
+            raise TrainerError(
+                f"--name {self.name}: expected a folder name, not a path", "choose the parent folder with --project"
+            )
         layers(self.freeze)
         interval(self.save_every)
 
@@ -383,7 +385,7 @@ def layers(text: str) -> tuple[int, ...]:
     numbers = text.replace(",", " ").split()
     if not all(n.isdecimal() for n in numbers):
         raise TrainerError(
-            f"--freeze {text}: not a number of a layer",
+            f"--freeze {text}: expected layer numbers",
             f"use --freeze 10 (the first ten), --freeze 0 1 2, or --freeze {BACKBONE} (all but the head)",
         )
     listed = tuple(int(n) for n in numbers)

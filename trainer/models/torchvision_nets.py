@@ -111,7 +111,7 @@ def own_weights(name: str, imgsz: int) -> Mapping[str, Tensor]:
         raise TrainerError(
             f"--weights {OWN_WEIGHTS}: those of {name} cannot be had: {type(error).__name__}: {first}",
             f"put the whole file into {folder}/checkpoints (once a damaged one is removed, it is fetched again), or "
-            "start from scratch with --weights ''",
+            "start from random weights: --weights ''",
         ) from None
     state = net.state_dict()
     if isinstance(net, VisionTransformer):

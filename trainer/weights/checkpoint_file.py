@@ -123,7 +123,7 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         content = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         what = f"--weights {weights}: no such file"
-        hint = f"the names that are downloaded are {', '.join(download.NAMES)}; '' starts from scratch"
+        hint = f"check the path; names that are downloaded: {', '.join(download.NAMES)}"
         raise TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
         return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
@@ -158,7 +158,7 @@ def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = 
 
 
 def _foreign(weights: str) -> TrainerError:
-    hint = "give a best.pt or last.pt that one of them wrote, or '' to start from scratch"
+    hint = "give a best.pt or last.pt that one of them wrote"
     return TrainerError(f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged", hint)
 
 

@@ -37,7 +37,7 @@ COMPLETE = f"{INPUTS}/.complete"
 
 _AGENT_FOLDER = "/clusterctl"
 _AGENT = f"{_AGENT_FOLDER}/agent.pyz"
-#: Seconds for which a container stays after its ranks have ended, so that the launcher can copy its files, by whether
+#: Seconds for which a container stays after its ranks have exited, so that the launcher can copy its files, by whether
 #: they would otherwise be lost.
 _HOLD_S = {True: 600, False: 120}
 #: The settings that are mappings: `limits.memory` is a key in one of them.

@@ -68,7 +68,7 @@ class PodWatch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its ranks have ended, or its container can no longer be asked."""
+        """Whether its ranks have exited, or its container can no longer be asked."""
         return self._is_over or self.error is not None or (self.answer is not None and self.answer.phase == "exited")
 
     def misses_deletion(self, state: waiting.PodState) -> bool:
