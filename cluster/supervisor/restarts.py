@@ -76,13 +76,13 @@ RULES = (
         "it was cancelled with scancel",
     ),
     Rule(
-        "a pod can never start: a wrong image name, a missing Secret",
+        "a pod can never start, for example because of a wrong image name or a missing Secret",
         "no restart",
         lambda ended: ended.first is not None and ended.first.is_final,
         "it could not start, and another attempt could not, either",
     ),
     Rule(
-        "the trainer refuses its input (exit code 2)",
+        "the trainer exits with 2 (fix something first)",
         "no restart",
         lambda ended: exit_code(ended.view, ended.verdict) == contract.EXIT_BAD_INPUT,
         "the program refused its input",
@@ -112,7 +112,7 @@ RULES = (
         NO_RESTARTS,
     ),
     Rule(
-        "the job was restarted `--max-restarts` times, including restarts that did not start",
+        "the job was restarted `--max-restarts` times, counting attempts that failed to start",
         "no restart",
         lambda ended: len(ended.past) > ended.job.max_restarts,
         "it was restarted {job.max_restarts} times (--max-restarts)",
@@ -130,7 +130,7 @@ RULES = (
         on_slurm=slurm.ENDED_WITHOUT_CODE,
     ),
     Rule(
-        "anything else: an error of the program, a killed rank or container, a stall",
+        "anything else: a program error, a killed rank or container, a stall",
         "restart on the same nodes",
         lambda ended: True,
     ),

@@ -96,7 +96,7 @@ def test_every_rule_decides():
     cases = {
         "scancel": (JOB, cancelled, "failed", 1),
         "a pod can never start": (JOB, seen(a=NodeStatus("a", "exited", 2, "no image", is_final=True)), "failed", 1),
-        "refuses its input": (JOB, seen(a=failed("a", "--batch 1", 2)), "failed", 1),
+        "exits with 2": (JOB, seen(a=failed("a", "--batch 1", 2)), "failed", 1),
         "did not join": (JOB, seen(), "late", 1),
         "before its first step": (JOB, early, "failed", 2),
         "at the same step": (JOB, error, "failed", 2),
