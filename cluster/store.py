@@ -109,7 +109,7 @@ class JobStore:
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
         """Record the outcome of a job. A recorded outcome does not change. Return whether none was recorded.
 
-        `grace_s` is that of the stop, if the job was stopped.
+        `grace_s` is the grace of the stop, if the job was stopped.
         """
         path = self._path(job_id)
         with _lock(path.with_name(".lock")):

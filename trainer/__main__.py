@@ -17,7 +17,7 @@ from trainer.engine.signals import Stopped
 from trainer.errors import TrainerError
 
 EXIT_INTERRUPTED = 130
-# Errors of gloo and NCCL after another rank has ended or does not answer.
+# Errors of gloo and NCCL after another rank has exited or does not answer.
 _GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 PEER_ERRORS = (*_GLOO, "remote process exited", "NCCL communicator was aborted", "ncclRemoteError")
 # System errors that are not defects of the trainer; the code is 2 where another path avoids the error.

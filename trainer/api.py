@@ -25,7 +25,7 @@ JOB = "python"  # with a job id, ranks print their events
 
 @dataclass(frozen=True)
 class Result:
-    """Files and scores of a training. Scores are those of the best epoch, nan without validation."""
+    """Files and scores of a training. Scores are from the best epoch, nan without validation."""
 
     folder: Path
     best: Path

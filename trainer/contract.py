@@ -39,12 +39,12 @@ EXIT_RUN_ME_AGAIN = 75
 #: first, and its own limit matters only if the sender has died. From the outside to the inside:
 #:   the launcher's stop scripts, `docker stop`, `docker compose down`, Slurm's time limit    the grace
 #:   the agent, for its ranks                                                                GRACE_MARGIN_S more
-#:   a program in a job that starts ranks of its own (trainer/distributed/spawn.py)          no limit: the agent's
+#:   a program in a job that starts its own ranks (trainer/distributed/spawn.py)          no limit: the agent's
 STOP_GRACE_S = 120.0
 GRACE_MARGIN_S = 10.0
 #: The longest grace: Slurm's --signal takes at most 65535 seconds.
 MAX_GRACE_S = 65535.0
-#: The file in an attempt's folder with the seconds of `stop --grace`, which replace those of the job.
+#: The file in an attempt's folder with the seconds of `stop --grace`, which replace the job's own.
 GRACE_FILE = "grace"
 #: The ending of the file NODE.collected in an attempt's folder: the launcher has copied the node's files.
 COLLECTED_ENDING = ".collected"

@@ -58,7 +58,7 @@ failure             the node's first failure: rank, time, exit_code, error and h
                     the kernel's out-of-memory killer. Among nodes, a cause precedes a consequence; then the earlier
                     failure precedes the later one.
 
-Exit codes of the agent: that of the rank that failed first (128 + N for signal N); 75 if a rank exited with 75, or
+Exit codes of the agent: the code of the rank that failed first (128 + N for signal N); 75 if a rank exited with 75, or
 after SIGUSR2; 71 if the node is unfit (port taken, no such program; from the node's script: no network device, a secret
 without a value); 73 if the run directory cannot be written. After a failure the other ranks get no grace, because they
 cannot write a checkpoint without the failed one.

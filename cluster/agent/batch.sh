@@ -39,7 +39,7 @@ end_if_refused() {
 lacks=$(srun "${each[@]}" bash -c '[ -e "$1" ] || hostname' look "$run/common.$SLURM_JOB_ID" 2> "$out/srun.err")
 end_if_refused
 # shellcheck disable=SC2086
-[ -z "$lacks" ] || fail 78 "$run of ${hosts[0]} is another folder than that of" $lacks
+[ -z "$lacks" ] || fail 78 "$run of ${hosts[0]} is not the same folder as on" $lacks
 export CLUSTER_HOSTS="${hosts[*]}" PET_MASTER_ADDR="${hosts[0]}"
 
 # The port derives from the job's number, so that jobs on one node differ. A port in use is skipped.
@@ -75,7 +75,7 @@ trap 'signal_nodes USR2' USR2
 trap 'stopped=yes; signal_nodes TERM' TERM
 wait "$srun"
 code=$?
-while kill -0 "$srun" 2>/dev/null; do # a signal ends `wait` before srun has ended
+while kill -0 "$srun" 2>/dev/null; do # a signal ends `wait` before srun exits
     wait "$srun"
     code=$?
 done
@@ -118,7 +118,7 @@ for rank in $(seq 0 $((nodes - 1))); do
     esac
 done
 # A job that was cancelled is not requeued.
-# The number of an array's last task is that of the whole array.
+# The last task of an array has the number of the whole array.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 state=$(scontrol show job "$job" --oneliner | grep -o 'JobState=[A-Z_]*')

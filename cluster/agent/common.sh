@@ -31,7 +31,7 @@ milliseconds() { echo $(($(date +%s%N) / 1000000)); }
 # The processes of the job $1 on this machine.
 pids() { grep -lzxs "CLUSTER_JOB_ID=$1" /proc/[0-9]*/environ | cut -d/ -f3; }
 
-# The folder of the GPU locks of all users. The processes of a node's script hold them until the last one has ended.
+# The folder of the GPU locks of all users. The processes of a node's script hold them until the last one exits.
 locks() { printf '%s\n' "${CLUSTERCTL_LOCKS:-/tmp/clusterctl-gpus}"; }
 
 # Creates the folder $1 of the locks. It belongs to the first user, so nothing in it is trusted: not what a path leads to,
@@ -62,7 +62,7 @@ open_lock() {
 # The job that the lock file $1 names.
 holder() { head -c 48 -- "$1" | tr -cd 'a-z0-9-'; }
 
-# Locks the GPUs $1 (0,1,...) for the job $2, until the last process that inherits the locks has ended. If another job
+# Locks the GPUs $1 (0,1,...) for the job $2, until the last process that inherits the locks exits. If another job
 # holds one, prints its name and returns 74.
 take_locks() {
     local folder id lock held patience
@@ -92,7 +92,7 @@ holders() {
 
 # How each node of an attempt is: four lines a node for the arguments FOLDER NODE OFFSET (of its log; "": not wanted).
 # `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`; why, if the machine knows; the agent's status; the log from
-# there on, at most $most bytes, in base64. The state comes first: a node that has ended has written its last line.
+# there on, at most $most bytes, in base64. The state comes first: a node that has exited has written its last line.
 nodes() {
     local folder node at state
     while [ $# -gt 0 ]; do

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # Starts the containers of the job `job` with a command of docker compose, "$@", whose stdin is the compose file. The GPUs
-# `gpus` stay locked until the last container has ended. Exits with 74 and prints the job that holds a GPU, or with the
+# `gpus` stay locked until the last container exits. Exits with 74 and prints the job that holds a GPU, or with the
 # command's exit code.
 take_locks "$gpus" "$job" || exit $?
 "$@" || exit $?

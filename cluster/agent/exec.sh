@@ -19,7 +19,7 @@ is_agent() {
 options=() site=()
 # An engine finds the container by its name.
 if [ -z "$engine" ]; then
-    # The variables of the agent, whose pid is valid on the host. A container has a PATH of its own.
+    # The variables of the agent, whose pid is valid on the host. A container has its own PATH.
     names=()
     # After the agent's death its pid may be another process's, also a rank's.
     is_agent "$pid" "$out" "$node" || fail "its agent does not run on $(hostname)"

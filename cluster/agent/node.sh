@@ -83,7 +83,7 @@ run() {
     trap 'forward USR2' USR2
     wait "$child"
     code=$?
-    while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child has ended
+    while kill -0 "$child" 2>/dev/null; do # a signal ends `wait` before the child exits
         wait "$child"
         code=$?
     done

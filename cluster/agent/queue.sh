@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # The queue for GPUs on a node. $1 the launcher's ticket, $2 `leave` or the GPUs that it may use. Prints `held JOB ID` for
-# each GPU in use, and `ticket NAME` for each launcher that waits. A launcher that has ended stops to renew its ticket.
+# each GPU in use, and `ticket NAME` for each launcher that waits. A launcher that has exited stops renewing its ticket.
 folder=$(locks)
 make_locks "$folder" || exit 1
 if [ "$2" = leave ]; then

@@ -10,7 +10,7 @@ left() { squeue --noheader --array --user "$(id -un)" "${chosen[@]}" "$@" --Form
 until_gone() { local until=$((SECONDS + $1)); while [ "$SECONDS" -lt "$until" ] && [ -n "$(left)" ]; do sleep 1; done; }
 read -r attempt _ 2>/dev/null < "$folder/attempt" && (echo "$grace" > "$folder/attempt-$attempt/grace") 2>/dev/null
 running=$(left --states running)
-# The number of an array's last task is that of the whole array.
+# The last task of an array has the number of the whole array.
 [ -z "$task" ] || running=${running:+$task}
 if [ "$grace" -gt 0 ] && [ -n "$running" ]; then
     # shellcheck disable=SC2086

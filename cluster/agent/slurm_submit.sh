@@ -2,7 +2,7 @@
 # Submits a batch script with the command "$@". Variables: `dir` (the attempt's folder), `folder` (the job's), and `secrets`,
 # the number of their lines on stdin (the agent in one line of Base64 and the batch script follow). Prints the command's
 # output and writes it to `submitted`.
-# The secrets are in the job's environment, which Slurm keeps until the job has ended, also if it requeues the job. In a file
+# The secrets are in the job's environment, which Slurm keeps until the job ends, also if it requeues the job. In a file
 # on the shared disk they would remain after scancel or SIGKILL.
 clear_slurm
 mkdir -p -- "$dir" && cd -- "$dir" || exit 1

@@ -9,7 +9,7 @@ running() {
         [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
     done
 }
-# In a shell of its own: a limit of the file size would end it.
+# In a separate shell: a limit of the file size would end it.
 [ ! -d "$folder" ] || (echo "$grace" > "$folder/grace") 2>/dev/null
 for pid in $(running); do
     grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ" || kill -TERM "$pid" 2>/dev/null

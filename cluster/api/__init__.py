@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobResult:
-    """The end of a job: `outcome` is done, failed or stopped; `exit_code` is that of `clusterctl launch`."""
+    """The end of a job: `outcome` is done, failed or stopped; `exit_code` is as for `clusterctl launch`."""
 
     outcome: str
     exit_code: int

@@ -299,7 +299,7 @@ def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str |
 
 
 def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") -> NodeStatus:
-    """Return a node's status from the agent's status file, the state of the node's script, and why that has ended.
+    """Return a node's status from the agent's status file, the state of the node's script, and why that exited.
 
     `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
     """
@@ -317,7 +317,7 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
     if word == "no":
         return NodeStatus(name, "lost", detail="its folder does not exist")
     if word == "gone":
-        detail = "its script has ended without an exit code" + (f": {why}" if why else "")
+        detail = "its script exited without an exit code" + (f": {why}" if why else "")
         return NodeStatus(name, "lost", detail=detail)
     phase: Phase = "setup" if agent.get("phase") == "setup" else "starting"
     stall, heartbeat = tuple(agent.get("stall") or ()), float(agent.get("heartbeat") or 0.0)
@@ -352,7 +352,7 @@ def stop(
 def collect(plan: Plan) -> list[str]:
     """Copy the job's results from the nodes to its local folder; return a sentence for each failure.
 
-    The results are those of the first node that answers. Of the others only the ranks' logs are copied.
+    The results come from the first node that answers. Of the others only the ranks' logs are copied.
     """
     remote = [machine for machine in plan.machines if plan.is_elsewhere(machine)]
 
@@ -373,7 +373,7 @@ def collect(plan: Plan) -> list[str]:
         except ClusterError as error:
             return [*failures, f"not copied: {error.message}"]
         if answering[0] != plan.nodes[0].machine:
-            failures.append(f"the results here are those of {answering[0].name}")
+            failures.append(f"the results here come from {answering[0].name}")
     return failures
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from cluster.agent import scripts
@@ -116,6 +117,7 @@ def conflicts(plan: Plan, machine: Machine, report: Sequence[str]) -> list[Usage
             found.append(gpus_held(where, holder))
         elif word == "port":
             hint = "choose another port, or let clusterctl choose: --master-port auto"
+            text = re.sub(r' users:\(\("([^"]*)",(pid=\d+).*', r" by \1 (\2)", text)  # as `ss` prints it
             found.append(PortTakenError(f"{where}: port {plan.master_port} is {text}", hint))
     return found
 

@@ -176,7 +176,7 @@ class SlurmBackend(Backend):
         return self._monitor.statuses(plan)
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
-        """Cancel the job with scancel, and wait until it has ended. Raises ClusterError if it is still in the queue."""
+        """Cancel the job with scancel, and wait until it ends. Raises ClusterError if it is still in the queue."""
         login = plan.nodes[0].machine
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0

@@ -100,7 +100,7 @@ class UsageTable:
         self._past.setdefault(key, deque(maxlen=_SPARKS)).append(value)
 
     def spark(self, key: object) -> str:
-        """Return the last values as bars: the highest is that of the largest value."""
+        """Return the last values as bars, the highest for the largest value."""
         past = self._past.get(key, ())
         most = max([*past, 1e-9])
         return "".join(_BARS[min(len(_BARS) - 1, int(len(_BARS) * value / most))] for value in past)

@@ -41,8 +41,8 @@ def follow(
 ) -> int:
     """Print the job's header, follow it over its restarts to its end, and return the exit code.
 
-    `logs` are those of the `master` or of `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If the
-    terminal is closed, the job keeps running, and so does a supervisor in the background.
+    `logs` selects the `master` or `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If
+    the terminal is closed, the job keeps running, and so does a supervisor in the background.
     """
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import supervisor
@@ -82,7 +82,7 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
 
 
 def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoReturn:
-    """Stop a job after Ctrl-C, and exit. A job that has ended keeps its outcome; only the copy of its results ends."""
+    """Stop a job after Ctrl-C, and exit. A finished job keeps its outcome; only the copy of its results ends."""
     from cluster.supervisor import jobs
 
     job_id = record.plan.job_id
@@ -216,7 +216,7 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
 
 
 def print_outcome(record: JobRecord, out: Console) -> int:
-    """Print the outcome of a job that has ended, and return its exit code."""
+    """Print the outcome of a finished job, and return its exit code."""
     from cluster.supervisor import report
 
     text = f"{record.plan.job_id}: {record.outcome}" + (f" ({record.detail})" if record.detail else "")

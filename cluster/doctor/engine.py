@@ -81,7 +81,7 @@ def gpus(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
 
 
 def _compared(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
-    """Compare the node's GPUs with those of the other nodes, and their memory in use with nothing."""
+    """Compare the node's GPUs with the other nodes', and their memory in use with nothing."""
     mine = _used_rows(node, facts)
     busy = [row for row in mine if row[2].isdigit() and row[3].isdigit() and int(row[3]) > int(row[2]) // 10]
     if busy:

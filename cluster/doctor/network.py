@@ -193,7 +193,7 @@ def judge_link(seen: NodeFacts, outputs: Mapping[str, str | ClusterError], backe
     bytes_per_s = size * 2 * (nodes - 1) / nodes / large_s
     speed = f"{bytes_per_s / 1e6:.0f} MB/s ({bytes_per_s * 8e-9:.2g} Gbit/s)"
     names = " ".join(node.name for node in seen.nodes)
-    # The transport that NCCL chose, from its log: IB (InfiniBand or RoCE), Socket, or that of a plugin.
+    # The transport that NCCL chose, from its log: IB (InfiniBand or RoCE), Socket, or a plugin's.
     used = re.search(r"NCCL INFO Using network (\S+)", str(outputs[seen.nodes[0].name]))
     what = f"{backend} over {used[1]}" if used else backend
     detail = f"{what}: {speed}, {latency_s * 1e3:.2g} ms"

@@ -3,7 +3,7 @@
 #   inspect  print lines `NAME VALUE` with the facts of the engine, of `image`, and the layers of all images
 #   folder   create the folder for received files and print its path; exit with 4 without rsync
 #   load FILE...  load `image` and print its id. If `manifest` is "", FILE is an archive; else the input is the image's
-#       configuration and each FILE is a layer. The files are removed, and those of broken pushes after a day. The folder
+#       configuration and each FILE is a layer. The files are removed, and files of broken pushes after a day. The folder
 #       stays: another push may be about to write into it.
 for ((at = 0; at < ${#engines[@]}; at += 3)); do ! command -v "${engines[at]}" >/dev/null || break; done
 engine=${engines[at]:-${engines[0]}}

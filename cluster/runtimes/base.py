@@ -41,7 +41,7 @@ class Runtime(ABC):
     def exec(self, job: Job, node: Node, mounts: Sequence[Mount], *, tty: bool) -> tuple[str, ...]:
         """Return the words before a command that runs in the container of a running node.
 
-        By default the command gets a container of its own, with the same image and mounts. agent/exec.sh inserts the
+        By default the command gets its own container, with the same image and mounts. agent/exec.sh inserts the
         machine's options at the word `scripts.OPTIONS`.
         """
         return self.run(job, node, mounts, ())
@@ -55,7 +55,7 @@ class Runtime(ABC):
         return ""
 
     def gpus(self, node: Node) -> tuple[Gpu, ...]:
-        """Return the ids of the node's GPUs in the container: by default those of the host."""
+        """Return the ids of the node's GPUs in the container: by default the same as on the host."""
         return node.gpus
 
 

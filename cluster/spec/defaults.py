@@ -223,7 +223,7 @@ def _arguments(
 ) -> tuple[list[str], list[str]]:
     """Return the trainer's arguments with absolute paths, and what to mount: these paths, and what those files need.
 
-    Paths below `folders` are those of the nodes.
+    Paths below `folders` exist on the nodes.
     """
     there = (*(each.target for each in mounts), *folders)
     words: list[str] = []

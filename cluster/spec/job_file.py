@@ -86,7 +86,7 @@ class JobFile(Keys):
     )
     array: str = Field(
         default="",
-        description="Slurm: file with the arguments of one job per line, which follow those of `args` or `command`.",
+        description="Slurm: file with the arguments of one job per line, which are appended to `args` or `command`.",
     )
     array_limit: PositiveInt = Field(default=256, description="Slurm: how many jobs of the array may run at a time.")
     spares: NonNegativeInt = 0

@@ -315,7 +315,7 @@ class PastAttempt:
     """An attempt that has failed: its number, the names of its nodes, Unix times, and why it ended.
 
     A restart that does not start is one, too. `step` is the last (epoch, step) that was seen; (0, 0) is before the
-    first one. `is_program_error`: the program exited with an error of its own, so a restart may fail at the same step.
+    first one. `is_program_error`: the program itself failed, so a restart may fail at the same step.
     """
 
     attempt: int

@@ -369,7 +369,7 @@ def _check_nodes(file: File, backend: Traits, table: Table, source: Source) -> N
 
 
 def _machine(name: str, keys: MachineKeys, file: File, backend: Traits, source: Source, folder: str) -> Machine:
-    """Return a machine with its own values, or those of `defaults`."""
+    """Return a machine with its own values, or the `defaults`."""
     defaults = file.defaults
     values: dict[str, Any] = {
         "address": "",

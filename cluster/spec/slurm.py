@@ -68,7 +68,7 @@ COLUMNS = {
 }
 FORMAT = ",".join(f"{name}:{width}" for name, width in COLUMNS.items())
 
-#: The phases of Slurm's job states. A job in any other state has ended.
+#: The phases of Slurm's job states. A job in any other state is over.
 _PENDING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "CONFIGURING")
 _STARTED = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "COMPLETING")
 _PHASES: dict[str, Phase] = {**dict.fromkeys(_PENDING, "pending"), **dict.fromkeys(_STARTED, "starting")}

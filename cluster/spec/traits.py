@@ -37,7 +37,7 @@ class Traits:
         return True
 
     def login_node(self, image: str) -> Machine:
-        """Return the node that reaches the scheduler if there is no cluster.yaml; `image` is that of the request."""
+        """Return the node that reaches the scheduler if there is no cluster.yaml; `image` is the requested one."""
         raise NotImplementedError
 
     def settings(self, listed: Mapping[str, Any], given: Mapping[str, str]) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class Display:
 
 
 class Follower:
-    """Polls an attempt's node states and logs. `verdict` and `view` are those of the last poll."""
+    """Polls an attempt's node states and logs. `verdict` and `view` are from the last poll."""
 
     def __init__(self, record: JobRecord) -> None:
         self.plan = record.plan
@@ -63,7 +63,7 @@ class Follower:
     ) -> list[tuple[str, str]]:
         """Poll once and return the program's new lines, with `everything` also the agent's.
 
-        `patience_s` is that of `fold`.
+        `patience_s` is passed to `fold`.
         """
         # States before logs: the log of an exited node is then complete.
         statuses = BACKENDS[self.plan.backend].observe(self.plan)
@@ -250,7 +250,7 @@ def post_webhook(plan: Plan, event: Literal["done", "failed", "stopped", "restar
 
 
 def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[JobRecord, list[str]]:
-    """Stop a job on every node, wait until it has ended, and collect its results. Safe to repeat.
+    """Stop a job on every node, wait until it ends, and collect its results. Safe to repeat.
 
     Ranks that have not ended `grace_s` after SIGTERM are killed; None: after the time that the job was launched with.
     A second call with a shorter time shortens a stop that is under way. Return the record, and one sentence for each
@@ -266,7 +266,7 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
 
 
 def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
-    """Wait until the supervisor in the background has ended with the job. Return a sentence if it has not."""
+    """Wait until the supervisor in the background exits with the job. Return a sentence if it has not."""
     until = time.monotonic() + _SUPERVISOR_END_S
     while (watcher := records.watcher(job_id)) and watcher.in_background:
         if not watcher.is_here or time.monotonic() > until:

@@ -38,7 +38,7 @@ _CHARTS = (
     ("images/s", ("images_per_s",)),
     ("learning rate", ("lr",)),
 )
-#: Names of lines other than those of their columns. "" is the only line of a chart that says what it is.
+#: Names of lines that differ from their columns. "" is the only line of a chart that says what it is.
 _LABELS = {**SCORES, "images_per_s": "", "lr": ""}
 #: The image that has a section of its own, and one that is not shown because its curves are those of the page.
 _PREDICTIONS, _PLOTTED = "predictions.jpg", "results.png"
@@ -85,7 +85,7 @@ progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0
 
 
 def write(record: JobRecord, view: JobView | None = None) -> Path:
-    """Write the report of a job that has ended into its run directory. Raises OSError."""
+    """Write the report of a finished job into its run directory. Raises OSError."""
     path = Path(record.plan.run_dir, NAME)
     partial = path.with_suffix(".tmp")
     try:
@@ -97,7 +97,7 @@ def write(record: JobRecord, view: JobView | None = None) -> Path:
 
 
 def render(record: JobRecord, view: JobView | None = None) -> str:
-    """Return the page of a job that has ended, from its record, its last view and the files in its run directory."""
+    """Return the page of a finished job, from its record, its last view and the files in its run directory."""
     plan = record.plan
     logs = "\n".join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
     body = sections(record, record.outcome, view, record.ended_at) + (
@@ -127,7 +127,7 @@ def sections(
         record: The job.
         state: Its state in one word.
         view: The view of the last poll, if any.
-        now: A Unix time; of a job that has ended, its end.
+        now: A Unix time; for a finished job, its end.
         is_live: Link to the pages of `cluster.web.server`.
         past: The samples of the ranks over time.
     """

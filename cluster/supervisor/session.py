@@ -58,7 +58,7 @@ def node_named(record: JobRecord, text: str) -> Node:
 def command(record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool = False) -> list[str]:
     """Return the command that runs `argv` in the container of a running node, from this machine.
 
-    Raises UsageError if the job or the node has ended.
+    Raises UsageError if the job or the node is not running any more.
     """
     _refuse_ended(record)
     return BACKENDS[record.plan.backend].exec(record, node, argv, tty=tty)

@@ -243,7 +243,7 @@ class Supervisor:
         unusable: dict[str, ClusterError] = {name: UnreachableError(f"{name}: lost") for name in lost}
         while True:
             reachable = [host for host in candidates if host.name not in unusable]
-            # Hosts of this attempt have its image and files, even if those of this machine have changed.
+            # Hosts of this attempt have its image and files, even if this machine's have changed.
             joining = [host for host in reachable if host not in plan.machines]
             state = launcher.survey(job, plan, reachable, joining) | unusable
             failed = [host for host in reachable if host not in joining and state[host.name] is not None]
@@ -272,7 +272,7 @@ class Supervisor:
         show.update()
 
     def _wait_for_restart(self, show: notes.Copied) -> bool:
-        """Wait until another supervisor restarts the job, or ends. Return False if the job has ended."""
+        """Wait until another supervisor restarts the job, or ends. Return False if the job is over."""
         attempt, polls = self.record.plan.attempt, 0
         while True:
             polls += 1

@@ -227,7 +227,7 @@ def _connection(login: Login, timeout_s: float) -> Connection:
 
 
 def _disabled(login: Login) -> dict[str, list[str]]:
-    """Return the algorithms of paramiko that the settings exclude, and those of host keys that are not known."""
+    """Return the algorithms of paramiko that the settings exclude, and those for host keys that are not known."""
     known = {key.kind for key in login.known if not key.marker}
     kinds = [kind for kind in known if kind != "ssh-rsa"] + [*(_RSA if "ssh-rsa" in known else ())]
     disabled = {}

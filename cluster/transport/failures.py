@@ -86,7 +86,7 @@ def _by_master(login: Login) -> str:
 
 def _bad_host_key(login: Login, log: str) -> UnreachableError:
     kind, fingerprint = next(iter(_HOST_KEY.findall(log)), ("", ""))
-    kind = kind.removesuffix("-cert-v01@openssh.com")  # the fingerprint is that of the key in the certificate
+    kind = kind.removesuffix("-cert-v01@openssh.com")  # the fingerprint belongs to the key in the certificate
     key = f"its host key {kind} {fingerprint}".rstrip()
     if revoked := _revoked(login, log, fingerprint):
         hint = "do not log in, an attacker may have this key: ask the administrator of the machine for its new one"

@@ -45,7 +45,7 @@ class LocalShell:
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
         """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
         data, env = stdin.encode(), environment()
-        try:  # in a session of its own: Ctrl-C must reach only the launcher, which stops its commands in order
+        try:  # in a separate session: Ctrl-C must reach only the launcher, which stops its commands in order
             code, out, errors = _run(argv, data, env, timeout_s)
         except FileNotFoundError as error:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error

@@ -41,7 +41,7 @@ MARK = f"{BEGIN}\n".encode()
 
 @dataclass(frozen=True)
 class Ssh:
-    """The ssh program for a node; `socket` is that of a connection which clusterctl has open, or ""."""
+    """The ssh program for a node; `socket` belongs to a connection that clusterctl has open, or ""."""
 
     node: Machine
     settings: Settings = field(default_factory=Settings)

@@ -164,7 +164,7 @@ def _rules(top: str, below: str, names: set[str]) -> Iterator[tuple[str, GitIgno
             try:
                 yield below, GitIgnoreSpec.from_lines(file.read_text("utf-8", "surrogateescape").splitlines())
             except ValueError as error:
-                raise UsageError(f"{file}: {error}", "its syntax is that of .gitignore") from error
+                raise UsageError(f"{file}: {error}", "it has the syntax of .gitignore") from error
 
 
 def _is_ignored(name: str, rules: Sequence[tuple[str, GitIgnoreSpec]]) -> bool:

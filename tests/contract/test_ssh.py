@@ -428,7 +428,7 @@ def test_results_of_a_lost_master_are_collected_from_another_node(keeping, launc
     for node in ("node-0", "node-1"):
         machines.wait_for(job_name, "kept", node=node)
     silent.touch()
-    ended(process, 1, timeout_s=90, has="the results here are those of node-1")
+    ended(process, 1, timeout_s=90, has="the results here come from node-1")
     silent.unlink()
     assert (machines.folder / "runs" / job_name / "last.pt").read_text() == "epoch 7"
     assert machines.run("stop", job_name)[0] == 0

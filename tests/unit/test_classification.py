@@ -485,7 +485,9 @@ def test_a_file_of_torchvisions_weights_is_not_trusted(tmp_path: Path, monkeypat
     whole = file.read_bytes()
     for content in (whole, whole[: len(whole) // 2], b"", b"no weights", b"\x80"):
         file.write_bytes(content)
-        with pytest.raises(TrainerError, match=f"--weights torchvision: those of {SMALL} cannot be had") as error:
+        with pytest.raises(
+            TrainerError, match=f"--weights torchvision: the weights of {SMALL} are not available"
+        ) as error:
             task.build(print)
         assert str(tmp_path) in error.value.hint
     assert not touched.exists()

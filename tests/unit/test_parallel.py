@@ -271,7 +271,11 @@ def test_unsupported_combinations_are_errors(data: Path, tmp_path: Path) -> None
         (1, ["--parallel", "fsdp"], "error: --parallel fsdp needs two or more ranks"),
         (1, ["--parallel", "all"], "error: --parallel all: unknown"),
         (1, ["--stages", "2"], "error: --stages has no effect with --parallel ddp"),
-        (1, ["--parallel", "pipeline", "--stages", "2"], "error: --stages 2: 1 ranks are not divisible"),
+        (
+            1,
+            ["--parallel", "pipeline", "--stages", "2"],
+            "error: --stages 2: the number of ranks, 1, is not a multiple",
+        ),
         (1, ["--parallel", "pipeline", "--micro-batches", "4"], "error: --micro-batches 4: too many for a"),
         (
             1,

@@ -70,6 +70,7 @@ def test_nodes_with_another_image_are_named():
         ("exists /r/job", NameTakenError, "b: /r/job already exists"),
         ("runs process 7", NameTakenError, "b: a job job already exists: process 7"),
         ("port taken by pid 7", PortTakenError, "b: port 20000 is taken by pid 7"),
+        ('port taken users:(("python",pid=7,fd=3))', PortTakenError, "b: port 20000 is taken by python (pid=7)"),
     ],
 )
 def test_a_conflict_with_another_job_has_its_kind(line, kind, message):

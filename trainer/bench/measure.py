@@ -183,7 +183,7 @@ def _time_batches(
 ) -> tuple[float, int, int]:
     """Return images per second, images and steps of the next `steps` batches, or of as many as take SECONDS.
 
-    Their number is a multiple of `multiple`, so that the share of steps with an update is that of a training.
+    Their number is a multiple of `multiple`, so that the share of steps with an update is the same as in training.
     """
     pilot = steps or _rounded_up(max(FEWEST, 2 * run.workers), multiple)
     images, taken, wanted = 0, 0, pilot
@@ -239,7 +239,7 @@ def host_bytes() -> int:
     """Return the peak resident bytes of this process and its workers, shared pages in each; 0 without /proc."""
     peaks = []
     for process in (os.getpid(), *(worker.pid for worker in multiprocessing.active_children())):
-        with contextlib.suppress(OSError):  # has ended meanwhile
+        with contextlib.suppress(OSError):  # it has exited meanwhile
             lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
             peaks += [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
     return sum(peaks)

@@ -1,5 +1,6 @@
 """Command line of the trainer: one module per command; torch is imported only when a command runs."""
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.cli.profile import profile
 from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
-from trainer.config.presets import FAMILY_PRESETS, PRESETS, TASKS
+from trainer.config.presets import FAMILY_PRESETS, PRESETS, TASKS, Preset
 from trainer.config.settings import option_of
 
 WITHOUT_VALUE = {"--resume": "last", "--cache": "ram"}  # the value of an option given without one, as in YOLOv5
@@ -40,17 +41,23 @@ class Command(HelpCommand):
 
 
 def _defaults() -> str:
-    """Return the defaults that depend on the task and the dataset as a table."""
+    """Return a table of the defaults that depend on the task and the dataset, and one of detector families' defaults.
+
+    `train --help` prints the first one.
+    """
+    tasks = {f"{task} {data}": preset for task in TASKS for data, preset in PRESETS[task].items()}
+    families = {f"--cfg {family}": presets[""] for family, presets in FAMILY_PRESETS.items()}
+    return f"{_table('default of', tasks)}\n\n{_table('default of', families)}"
+
+
+def _table(title: str, presets: Mapping[str, Preset]) -> str:
+    """Return a table of presets; names with the same defaults, such as cifar10 and cifar100, share a row."""
     names = ("epochs", "batch", "imgsz", "optimizer", "schedule")
-    rows = [["default of", *(option_of(name) for name in names)]]
-    yolo = {f"detect yolov5 {data}": preset for data, preset in PRESETS["detect"].items()}
-    families = {f"detect {family}": presets[""] for family, presets in FAMILY_PRESETS.items()}
-    others = {f"{task} {data}": preset for task in TASKS[1:] for data, preset in PRESETS[task].items()}
-    merged: dict[tuple[str, ...], str] = {}  # cifar10 and cifar100 have the same defaults
-    for title, preset in {**yolo, **families, **others}.items():
-        key = (title.split()[0], *(str(getattr(preset, name)) for name in names))
-        merged[key] = f"{merged[key]}, {title.split()[-1]}" if key in merged else title.rstrip()
-    rows += [[title, *values] for (_, *values), title in merged.items()]
+    merged: dict[tuple[str, ...], str] = {}
+    for name, preset in presets.items():
+        key = (name.split()[0], *(str(getattr(preset, each)) for each in names))
+        merged[key] = f"{merged[key]}, {name.split()[-1]}" if key in merged else name.rstrip()
+    rows = [[title, *map(option_of, names)], *([name, *values] for (_, *values), name in merged.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)

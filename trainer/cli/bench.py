@@ -36,7 +36,7 @@ class BenchSettings:
     steps: int | None = option(
         None, "Timed steps per point, and validation batches. [default: as many as take 5 s]", least=1
     )
-    warmup: int = option(3, "Untimed steps before those of each point.", least=1)
+    warmup: int = option(3, "Untimed steps before each point.", least=1)
     rounds: int = option(3, "Measurements per point, each in a round over all points.", least=1)
     threads: int | None = option(
         None,

@@ -121,7 +121,7 @@ def voc(
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:
-    """Convert Pascal VOC's XML files; the splits are those of ImageSets/Main, if it defines them."""
+    """Convert Pascal VOC's XML files; the splits come from ImageSets/Main, if it defines them."""
     from trainer.data.convert.voc import from_voc
     from trainer.data.convert.writer import check_out
 

@@ -33,7 +33,7 @@ def export(
 ) -> None:
     """Export a detector to ONNX or TorchScript.
 
-    The file is written only if its outputs equal those of the model. Input: `images` (batch, 3, height, width), RGB in
+    The file is written only if its outputs equal the model's. Input: `images` (batch, 3, height, width), RGB in
     0..1. Outputs: `boxes` (batch, n, 4), x1 y1 x2 y2 in pixels, and `scores` (batch, n, classes).
     """
     from trainer.inference.export import export as write

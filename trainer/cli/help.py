@@ -52,10 +52,10 @@ class HelpCommand(TyperCommand):
             _section(formatter, heading or ("Common options" if len(headings) > 1 else "Options"), rows, is_full)
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the example or the table at the end without wrapping it."""
-        if self.epilog:
+        """Write the example or the tables at the end without wrapping them."""
+        for text in inspect.cleandoc(self.epilog or "").split("\n\n")[: None if _is_full(ctx) else 1]:
             formatter.write_paragraph()
-            formatter.write("".join(f"  {line}\n" for line in inspect.cleandoc(self.epilog).splitlines()))
+            formatter.write("".join(f"  {line}\n" for line in text.splitlines()))
 
     @functools.cached_property
     def _help_all(self) -> TyperOption:

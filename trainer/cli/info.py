@@ -23,7 +23,7 @@ def info(
     """Print a detector's layers with parameters, GFLOPs per image and bytes of gradients per step.
 
     GFLOPs count the convolutions and matrix products of a forward pass; a multiply-add counts as two operations.
-    Models other than those of model files are counted with 80 classes.
+    Models that are not model files are counted with 80 classes.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,4 @@
-"""`trainer verify`: compares losses and gradients of several ranks with those of one."""
+"""`trainer verify`: compares losses and gradients of several ranks with one rank's."""
 
 import dataclasses
 import json as json_format

@@ -12,7 +12,7 @@ class InferenceSettings:
 
     weights: str = option(
         REQUIRED,
-        "Weights: best.pt of a run, or any weights that trainer train accepts. predict needs those of a detector.",
+        "Weights: best.pt of a run, or any weights that trainer train accepts. predict needs a detector's weights.",
     )
     imgsz: int | None = option(
         None, "Longer side of the scaled images, in pixels. [default: as in training]", *("--imgsz", "--img")

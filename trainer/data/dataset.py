@@ -90,7 +90,7 @@ class Dataset(Protocol):
 
 
 class NoImages:
-    """A split without images: that of the validation with --noval, which needs none."""
+    """A split without images: the validation split with --noval."""
 
     flips = True
 

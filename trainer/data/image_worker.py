@@ -1,7 +1,7 @@
 """Program that decodes images: python -m trainer.data.image_worker. Each line of stdin is a path, of stdout its state.
 
 OpenCV's JPEG decoder writes about damage to stderr, without the file's name. Here stderr is a file that is read after
-each image. A process of its own also survives a file that ends the decoder.
+each image. A separate process also survives a file that ends the decoder.
 """
 
 import dataclasses

@@ -58,7 +58,7 @@ def apart(size: int, texts: int) -> Neighbours:
 def find(world: comm.World, texts: int) -> Neighbours:
     """Find out which ranks share memory, and share `texts` texts with them. A collective.
 
-    Ranks of one machine in different containers may share none; each of these is a machine of its own.
+    Ranks of one machine in different containers may share none; each of these counts as a separate machine.
     """
     if not comm.is_distributed():
         return apart(world.size, texts)

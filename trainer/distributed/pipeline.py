@@ -112,7 +112,7 @@ class Pipeline(Strategy):
         if world.size % self.stages:
             fits = [str(n) for n in range(1, world.size + 1) if not world.size % n]
             raise TrainerError(
-                f"--stages {self.stages}: {world.size} ranks are not divisible by the number of stages",
+                f"--stages {self.stages}: the number of ranks, {world.size}, is not a multiple of it",
                 f"use --stages {' or '.join(fits[1:] or fits)}" + (", or more --ranks" if world.size == 1 else ""),
             )
         if tuple(map(int, torch.__version__.split(".")[:2])) < MIN_TORCH:

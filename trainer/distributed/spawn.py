@@ -142,7 +142,7 @@ def rank_error(failed: Mapping[int, int], output: Sequence[Line]) -> TrainerErro
     if first and first["exit_code"] == contract.EXIT_BAD_INPUT:
         return TrainerError(first["error"], first["hint"])
     echoes = {event["rank"] for event in failures}
-    # NCCL's watchdog aborts a rank after another has ended.
+    # NCCL's watchdog aborts a rank after another one exits.
     ended = min(failed, key=lambda rank: (rank in echoes, failed[rank] == -signal.SIGABRT))
     rank, code = first["rank"] if first else ended, failed[ended]
     stderr = [line.text for line in output if line.stderr and line.rank == rank]
@@ -184,7 +184,7 @@ def _follow(
     on_line: Callable[[Line], None],
     peer_failed: Callable[[], bool],
 ) -> dict[int, int]:
-    """Forward lines until every rank has ended or its grace is over; return the exit codes of failed ranks."""
+    """Forward lines until every rank exits or its grace is over; return the exit codes of failed ranks."""
     deadline = float("inf")
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
         with contextlib.suppress(queue.Empty):

@@ -11,7 +11,7 @@ from trainer.errors import TrainerError
 
 
 class Callback:
-    """Base class of callbacks. The fields are those of docs/reference/contract.md."""
+    """Base class of callbacks. The fields are described in docs/reference/contract.md."""
 
     def on_epoch_end(self, metrics: Mapping[str, Any]) -> None:
         """Handle the end of an epoch: epoch, epochs, scores (nan without validation), losses, images_per_s."""

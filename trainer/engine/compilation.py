@@ -54,7 +54,7 @@ def _obstacle(s: Settings, ranks: int) -> tuple[str, str]:
         return "with --sync-bn the ranks communicate within the network", "leave one of the two out"
     if (s.multi_scale or s.rect) and s.compile != "on":
         option = "--multi-scale" if s.multi_scale else "--rect"
-        return f"{option} has many image shapes, and each needs graphs of its own", "use --compile on"
+        return f"{option} has many image shapes, and each needs its own graphs", "use --compile on"
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         return "this machine has no C++ compiler", "install g++, or use --compile off"
     return "", ""

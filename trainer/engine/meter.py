@@ -51,7 +51,7 @@ class LossMeter:
         self._read = comm.copy_to_host(requests)  # before the backward pass, for which a reader need not wait
 
     def requests(self, stop: bool, save: bool) -> tuple[bool, bool]:
-        """Return whether any rank has to stop, and whether any has to save; the arguments are those of this rank."""
+        """Return whether any rank has to stop, and whether any has to save; the arguments are this rank's."""
         if self._read is None:
             return stop, save
         stops, saves = self._read()
@@ -80,7 +80,7 @@ class LossMeter:
     def reduce_last(self) -> Tensor:
         """Return the terms of the epoch's last step, float64 (t,), of all ranks. A collective.
 
-        `sums` does not include them, so that a checkpoint before the validation is like that of any other step.
+        `sums` does not include them, so that a checkpoint before the validation is like one at any other step.
         """
         last = self.terms.double()
         comm.wait(comm.start_sum(last))

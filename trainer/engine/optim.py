@@ -78,7 +78,7 @@ class Schedule:
     def _one_cycle(self, step: int) -> Rates:
         """Rise from lr0 / 25 to lr0 in three tenths of the run, then fall to lr0 / 250 000, along cosines.
 
-        The momentum falls by 0.1 and rises again. The constants are those of torch's OneCycleLR.
+        The momentum falls by 0.1 and rises again. The constants are torch's, from OneCycleLR.
         """
         hyp, last = self.hyp, max(1, self.epochs * self.steps - 1)
         peak = max(0.3 * (last + 1) - 1, 1e-9)

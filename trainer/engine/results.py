@@ -116,7 +116,7 @@ def finish(results: Results, training: Trainer, seconds: float) -> None:
         training.display.print(problem)
     scores = training.state.best_scores or dict.fromkeys(training.task.headlines, math.nan)
     training.events.emit(contract.DONE, seconds=seconds, **scores, best=str(results.run_dir / "best.pt"))
-    if not training.events.launched:  # a launcher prints this with paths of its own machine
+    if not training.events.launched:  # a launcher prints this with its own paths
         titled = ((title, scores[key]) for key, title in training.task.headlines.items())
         scored = "".join(f"   {title} {score:.3f}" for title, score in titled if math.isfinite(score))
         training.display.print(

@@ -133,7 +133,7 @@ class Tracker:
         config = {k: v for k, v in dataclasses.asdict(settings).items() if k not in ("resume", "track")}
         try:
             self._client = _CLIENTS[self.kind](run_id, name, folder, config)
-        except Exception as error:  # each client has exceptions of its own
+        except Exception as error:  # each client has its own exceptions
             lines = str(error).splitlines() or [type(error).__name__]
             raise TrainerError(f"--track {self.kind}: {lines[0]}", _HINT) from error
         self.id = self._client.id

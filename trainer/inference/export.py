@@ -60,7 +60,7 @@ class Decoded(nn.Module):
 def export(
     weights: str, kind: str, *, imgsz: int | None, batch: int, dynamic: bool, image: str, out: str, cfg: str = ""
 ) -> Exported:
-    """Export the fused EMA model of a checkpoint, and compare the outputs of the file with those of the model.
+    """Export the fused EMA model of a checkpoint, and compare the file's outputs with the model's.
 
     The arguments are the options of `trainer export`. Raises TrainerError, and writes no file, if one is invalid or the
     outputs differ.
@@ -96,7 +96,7 @@ def export(
             run = write(decoded, images, temporary, dynamic, stride, metadata)
             swaps = trained.parts.has_ranked_rows
             found = [_compare(decoded, run, images, swaps)]
-            if dynamic:  # a shape other than that of the export
+            if dynamic:  # another shape than the exported one
                 more = images.repeat(2, 1, 1, 1)[: batch + 1]
                 other = nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)
                 found.append(_compare(decoded, run, other, swaps))

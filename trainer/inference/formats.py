@@ -104,7 +104,7 @@ class CocoTruth:
         return found[0][1]
 
     def check_images(self, images: Sequence[str]) -> None:
-        """Raise TrainerError unless each image has an id of its own."""
+        """Raise TrainerError unless every image has its own id."""
         owners: dict[Any, str] = {}
         for image in images:
             if (other := owners.setdefault(self.id_of(image), image)) != image:

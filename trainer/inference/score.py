@@ -62,7 +62,9 @@ def score(settings: Settings, *, plots: bool) -> Scored | None:
     world = comm.world_of(os.environ)
     device = comm.pick_device(s.device, world)
     comm.limit_threads(world, device)
-    task = open_task(dataclasses.replace(s, batch=s.batch * world.size))  # a task's batch is that of all ranks
+    task = open_task(
+        dataclasses.replace(s, batch=s.batch * world.size)
+    )  # a task's batch counts the images of all ranks
     if not len(task.val_set):
         raise TrainerError(f"--data {s.data}: the split val has no images", "add images to it")
     content = checkpoint_file.load(s.weights)

@@ -82,7 +82,7 @@ def validate(settings: ValSettings) -> Validation | None:
     left_out = note_left_out(s.data, getattr(dataset, "faults", ()))
     for note in (*left_out, *loader.notes) if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON
-    # Before the rendezvous, so that an error of the folder is that of rank 0 alone.
+    # Before the rendezvous, so that only rank 0 reports an error of the folder.
     writes = world.rank == 0 and (s.plots or s.save_json or s.save_txt)
     folder = checkpoint_file.make_run_dir(os.environ, s.project, s.name, s.exist_ok) if writes else None
     backend = comm.join(world, device)

@@ -26,7 +26,7 @@ class Criterion(nn.Module, ABC):
 
     Each term of a detector's loss is a mean over boxes, cells or images, and the mean is over all ranks together. A
     criterion therefore returns this rank's sums and its counts. The step adds up the counts of all ranks and divides,
-    so the ranks' gradients add up to exactly those of one process with the whole batch.
+    so the ranks' gradients add up exactly to the gradients of one process with the whole batch.
     """
 
     terms: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Cross-entropy of images or pixels: the mean over those of all ranks together."""
+"""Cross-entropy of images or pixels: the mean over all ranks together."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ class ClassificationLoss(Criterion):
         self._smoothing, self._batches = label_smoothing, batches
 
     def weight(self, images: Tensor, /) -> float:
-        """Return 1 / (accumulated batches), so that the gradient is that of their mean."""
+        """Return 1 / (accumulated batches), so that the gradient belongs to their mean."""
         return 1 / self._batches
 
     def forward(self, outputs: Tensor, targets: Targets, /) -> tuple[Tensor, Tensor]:

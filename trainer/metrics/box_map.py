@@ -86,7 +86,7 @@ class BoxScores(Scores):
 
 
 class _Boxes(NamedTuple):
-    """Detections by falling score, or ground truth. The columns are those of COCO's annotations."""
+    """Detections by falling score, or ground truth. The columns are named as in COCO's annotations."""
 
     image: Ints  # (n,) the image's number
     box: Floats  # (n, 4) xywh px
@@ -111,7 +111,7 @@ class _Matches(NamedTuple):
 
 
 class BoxMAP:
-    """Accumulator of detections and ground truth per image; `merge` adds those of another rank."""
+    """Accumulator of detections and ground truth per image; `merge` adds another rank's."""
 
     def __init__(self, names: list[str], *, by_area: bool = False, yolov5: bool = False) -> None:
         """`by_area` adds COCO's three ranges of areas; `yolov5`, without these, matches and integrates as YOLOv5."""
@@ -135,7 +135,7 @@ class BoxMAP:
         """Add an image: detections (n, 4), (n,), (n,) and ground truth (m, 4), (m,), both in the same pixels.
 
         `gt_crowd` (m,) marks regions of many objects (COCO's iscrowd): what is found in them counts neither way.
-        `gt_areas_px` (m,) are the objects' own areas where they are known; else those of their boxes.
+        `gt_areas_px` (m,) are the objects' own areas where they are known, or else the areas of their boxes.
         """
         found = _boxes(image_id, boxes_xyxy_px, classes, scores)
         found = found.where(np.argsort(-found.score, kind="stable"))

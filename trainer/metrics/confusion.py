@@ -60,7 +60,7 @@ class Overlap(Scores):
 
 
 class Confusion:
-    """Confusion matrix of pixels; `merge` adds that of another rank."""
+    """Confusion matrix of pixels; `merge` adds another rank's."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)

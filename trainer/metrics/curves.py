@@ -36,7 +36,7 @@ class BoxCurves:
 def over_confidence(score: Floats, found: Bools, boxes: int) -> tuple[Floats, Floats]:
     """Precision and recall, each over CONFIDENCES, of detections (n,) by falling score.
 
-    Where none is left, the precision stays that of the surest one; with none at all it is 0.
+    Where none is left, the precision stays at the surest one's; with none at all it is 0.
     """
     kept = len(score) - np.searchsorted(score[::-1], CONFIDENCES, side="left")
     hits = np.concatenate([[0], np.cumsum(found)])

@@ -76,7 +76,7 @@ class DetectDFL(nn.Module):
 
     A box is given by its four distances from a point, left, top, right, bottom, in strides; each distance is the
     mean of a distribution over `bins` whole numbers (distribution focal loss, Li et al. 2020). The points are
-    the middles of the cells. The names `cv2` and `cv3` are those of published checkpoints.
+    the middles of the cells. The names `cv2` and `cv3` are the same as in published checkpoints.
     """
 
     bins = 16

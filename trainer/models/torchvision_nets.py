@@ -109,7 +109,7 @@ def own_weights(name: str, imgsz: int) -> Mapping[str, Tensor]:
     except MALFORMED as error:
         first = (str(error).splitlines() or [""])[0]
         raise TrainerError(
-            f"--weights {OWN_WEIGHTS}: those of {name} cannot be had: {type(error).__name__}: {first}",
+            f"--weights {OWN_WEIGHTS}: the weights of {name} are not available: {type(error).__name__}: {first}",
             f"put the whole file into {folder}/checkpoints (once a damaged one is removed, it is fetched again), or "
             "start from random weights: --weights ''",
         ) from None

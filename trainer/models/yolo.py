@@ -168,7 +168,7 @@ def build_yolo(cfg: dict[str, Any], *, nc: int, where: str = "cfg") -> Yolo:
 
 
 def _imported(path: str, nc: int) -> Yolo:
-    """Build a user's model: any module whose outputs are those of its head `detect`."""
+    """Build a user's model: any module that returns the outputs of its head `detect`."""
     model = _IMPORTED[path](nc)
     head = getattr(model, "detect", None)
     if not isinstance(model, nn.Module) or not isinstance(head, Head) or not head.strides or head.nc != nc:

@@ -96,7 +96,7 @@ class Detection(Task):
         if self._weights:
             taken, kept = self._weights["ema"], other_anchors(model, self._weights["ema"]) if s.cfg else ()
             fit, of = checkpoint_file.transfer(model, {k: v for k, v in taken.items() if k not in kept}, s.weights)
-            anchors = f"; the anchors are those of {self._where}" if kept else ""
+            anchors = f"; the anchors are taken from {self._where}" if kept else ""
             before, now = len(self._weights["names"]), len(self.names)
             head = f"; a new head for {now} classes instead of {before}" if before != now else ""
             say(f"weights from {s.weights}: {fit}/{of} tensors{anchors}{head}")

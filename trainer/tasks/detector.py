@@ -23,7 +23,7 @@ class Detector:
     def __init__(
         self, model: nn.Module, parts: Parts, device: torch.device, dtype: torch.dtype, limits: Limits
     ) -> None:
-        """Infer with `model`, which is that of `parts` or its average."""
+        """Infer with `model`: the model of `parts`, or its average."""
         self._postprocess = parts.postprocess
         self._net = fuse(copy.deepcopy(model)).eval().to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.device, self.dtype, self.limits = device, dtype, limits

@@ -478,7 +478,7 @@ class KubernetesBackend(Backend):
         elif collected.exists():  # another process has done it meanwhile, and released the containers
             return []
         if readable[0] != next(iter(ranks)):
-            failures.append(f"the results here are those of {ranks[readable[0]].name}")
+            failures.append(f"the results here come from {ranks[readable[0]].name}")
         return failures
 
 

@@ -282,7 +282,7 @@ def report_joining(settings: Settings, log: Log, status: Status, *, reachable: b
 def remove_earlier_files(settings: Settings) -> None:
     """Remove the node's files of an earlier job of this name, which a volume has kept.
 
-    The launcher would take its log for that of this job.
+    The launcher would take its log for this job's.
     """
     for ending in (".json", ".log", COLLECTED_ENDING):
         with contextlib.suppress(FileNotFoundError):
@@ -354,7 +354,7 @@ def kill_descendants() -> None:
 def _parent(pid: str) -> int:
     with contextlib.suppress(OSError), open("/proc/{}/stat".format(pid), "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[1])
-    return 0  # the process has ended
+    return 0  # the process has exited
 
 
 def main(arguments: list[str]) -> int:

@@ -50,7 +50,7 @@ class Log:
         self.line(text.encode(errors="replace"), prefix=b"agent: ")
 
     def masked(self, text: str) -> str:
-        """Return the text with `***` in place of secrets."""
+        """Return the text with `***` instead of secrets."""
         return self._mask.text(text)
 
     def masked_event(self, event: Fields) -> Fields:

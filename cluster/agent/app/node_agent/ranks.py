@@ -142,7 +142,7 @@ def first_failure(ranks: Iterable[Rank]) -> Fields | None:
 
 
 def exit_code(ranks: Iterable[Rank], failure: Fields | None, checkpoint_requested: bool) -> int:
-    """Return the node's exit code from those of its ranks."""
+    """Return the node's exit code from its ranks' codes."""
     codes = [rank.code for rank in ranks if rank.code]
     if not codes:
         return 0

@@ -52,7 +52,7 @@ class Settings:
     def grace_s(self) -> float:
         """Return the seconds after which this node kills ranks that got SIGTERM: later than the sender of the SIGTERM.
 
-        The grace is that of `clusterctl stop --grace`, or else the job's.
+        The grace is the one of `clusterctl stop --grace`, or else the job's.
         """
         grace_s = self._grace_s
         with contextlib.suppress(OSError, ValueError), open(os.path.join(self.folder, GRACE_FILE)) as file:

@@ -38,7 +38,7 @@ class Setup:
         key = hashlib.sha256("\0".join(self._facts).encode(errors="replace")).hexdigest()[:16]
         self._folder = os.path.join(environment["CLUSTER_SETUP_DIR"], key)
         self._made = os.path.join(self._folder, "setup.done")
-        self.terminated = False  # whether a SIGTERM has ended the setup
+        self.terminated = False  # whether a SIGTERM ended the setup
         self._lock = -1  # a file descriptor that stays open, so that the lock is held until this process ends
         environment["VIRTUAL_ENV"] = self._folder
         environment["PATH"] = os.path.join(self._folder, "bin") + os.pathsep + environment.get("PATH", os.defpath)
