@@ -204,14 +204,6 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
 }
 
 
-# What --cfg may be besides a model file, for messages; the families know which models they have.
-FAMILY_MODELS = (
-    *(f"dfine-{size}" for size in "nsmlx"),
-    *(f"rtdetrv2-{size}" for size in ("r18", "r34", "r50", "r101")),
-    *(f"torchvision:{name}_resnet50_fpn" for name in ("retinanet", "fcos")),
-)
-
-
 def family_of(cfg: str) -> tuple[str, str]:
     """Return the family and the model that --cfg names, such as ("dfine", "n"); ("", cfg) for a model file."""
     family, _, model = re.sub("[:-]", " ", cfg, count=1).partition(" ")

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -12,7 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.config import imports, yaml_file
 from trainer.config.faults import BadData
-from trainer.config.presets import FAMILY_MODELS
+from trainer.config.presets import FAMILY_PRESETS
 from trainer.errors import TrainerError
 from trainer.models.blocks import C3, SPPF, Bottleneck, Concat, Conv
 from trainer.models.heads import Detect, DetectDFL
@@ -108,13 +109,13 @@ def load_cfg(cfg: str) -> dict[str, Any]:
 
 
 def _models_like(cfg: str) -> str:
-    """Return a hint with the models whose names are like `cfg`, or else with one of each kind."""
+    """Return a hint with the models whose names are like `cfg`, and with the detector families."""
     if cfg.endswith((".pt", ".pth", ".safetensors")):
         return f"initial weights are another option: --weights {cfg}"
-    packaged = {path.stem: path.name for path in Path(__file__).parent.glob("*.yaml")}
-    known = packaged | {name: name for name in FAMILY_MODELS}
-    near = [known[name] for name in difflib.get_close_matches(cfg.removesuffix(".yaml"), known, 2)]
-    kinds = "yolov5n.yaml (n, s, m, l or x), dfine-n, rtdetrv2-r18, torchvision:MODEL, or your own model file"
+    family, mark, model = re.fullmatch(r"([^:-]*)([:-]?)(.*)", cfg.removesuffix(".yaml"), re.DOTALL).groups()  # type: ignore[union-attr]
+    near = [f"{name}{mark or '-'}{model}" for name in difflib.get_close_matches(family, FAMILY_PRESETS, 1)]
+    near = near or difflib.get_close_matches(cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2)
+    kinds = f"yolov5n.yaml (n, s, m, l or x), your own model file, or a model of {', '.join(FAMILY_PRESETS)}"
     return f"did you mean {' or '.join(near)}? Models are {kinds}" if near else f"use {kinds}"
 
 
