@@ -135,6 +135,15 @@ def test_only_the_wanted_classes_are_found(name: str) -> None:
         torch.testing.assert_close(each.scores, every.scores[every.classes == 1][:5])
 
 
+@each_model
+def test_parameters_and_gflops_are_printed(name: str, tmp_path: Path) -> None:
+    shown = run(tmp_path, "info", "--cfg", SMALL[name], "--imgsz", "64", code=0).stdout
+    with torch.device("meta"):
+        model = build(read_cfg(SMALL[name]), nc=80, where="", hyp=Hyp(), imgsz=64).model
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in shown
+    assert re.search(r"[1-9.]+ GFLOPs for an image of 64 px", shown)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ssdlite", "rcnn"])
 def test_two_killed_ranks_resume_bit_for_bit_and_find_boxes(name: str, tmp_path: Path) -> None:

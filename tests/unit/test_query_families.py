@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import transformers
 
 from tests.unit.settings import settings as small
 from tests.unit.test_resume import assert_resumes
+from tests.unit.trainer_process import run
 from tests.unit.yolo_folder import squares
 from trainer.config import Hyp, Settings
 from trainer.detectors import Limits, Parts, build, detr, dfine, load_weights, read_cfg, rtdetrv2
@@ -303,6 +305,15 @@ def test_the_sizes_have_as_many_parameters_as_published(cfg: str) -> None:
     with torch.device("meta"):
         model = build(read_cfg(cfg), nc=80, where=cfg, hyp=Hyp(), imgsz=SIDE).model
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(MILLIONS[cfg], abs=0.05)
+
+
+@pytest.mark.parametrize("cfg", ["dfine-n", "rtdetrv2-r18", "detr-r50"])
+def test_parameters_and_gflops_are_printed(cfg: str, tmp_path: Path) -> None:
+    shown = run(tmp_path, "info", "--cfg", cfg, "--imgsz", "64", code=0).stdout
+    found = re.search(r"layers, ([\d,]+) parameters", shown)
+    assert found, shown
+    assert int(found[1].replace(",", "")) / 1e6 == pytest.approx(MILLIONS[cfg], abs=0.05)
+    assert re.search(r"[1-9.]+ GFLOPs for an image of 64 px", shown)
 
 
 def test_an_unknown_size_is_named_with_those_that_exist() -> None:

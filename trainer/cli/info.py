@@ -44,7 +44,8 @@ def info(
     nc = int(content.get("nc", COCO))
     parts = build(content, nc=nc, where=cfg, hyp=Hyp(), imgsz=imgsz)
     check_imgsz(imgsz, parts.stride)
-    model: Any = parts.model.to("meta")  # only shapes are needed
+    device = "cpu" if parts.reads_values else "meta"  # which computes shapes only
+    model: Any = parts.model.to(device)
     named = getattr(model, "parts", None) or list(model.named_children())
     strides = model.detect.strides if hasattr(model, "detect") else [parts.stride]
     sources = [{"from": list(row.sources)} for row in getattr(model, "rows", ())] or [{}] * len(named)
@@ -53,7 +54,7 @@ def info(
         for n, ((name, layer), source) in enumerate(zip(named, sources, strict=True))
     ]
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.eval()(torch.empty(1, 3, imgsz, imgsz, device="meta"))
+        model.eval()(torch.empty(1, 3, imgsz, imgsz, device=device))
     flops, whole = counter.get_total_flops(), parameters(model)
     cost = {"parameters": whole, "fused_parameters": parameters(fuse(model)), "flops": flops}
     cost["gradient_bytes"] = 4 * whole  # fp32

@@ -73,6 +73,7 @@ class Parts:
     norm_stride: int = 0  # pixels per value of the coarsest batch norm; 0: the stride
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
+    reads_values: bool = False  # whether the model reads values of tensors, which the meta device does not have
     backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
     # Values of settings that the model cannot be trained with.
     unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)

@@ -41,6 +41,7 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
         DetrLoss(net),
         postprocess,
         can_compile=False,  # the matching runs on the CPU
+        reads_values=True,  # of the mask, which is full
         backbone="net.model.backbone.",
         decode=decode,
         has_ranked_rows=True,

@@ -67,7 +67,7 @@ def _ssdlite(name: str, nc: int) -> Parts:
 
 def _rcnn(name: str, nc: int) -> Parts:
     network = TwoStageNetwork(_untrained(name, nc + 1))
-    return _parts(network, TwoStageLoss(network.net), postprocess_rcnn, "dp")  # the network needs the targets
+    return _parts(network, TwoStageLoss(network.net), postprocess_rcnn, "dp", reads_values=True)
 
 
 def _untrained(name: str, classes: int, **more: Any) -> Any:
@@ -75,7 +75,7 @@ def _untrained(name: str, classes: int, **more: Any) -> Any:
 
 
 def _parts(network: nn.Module, loss: Criterion, postprocess: Any, *parallel: str, **more: Any) -> Parts:
-    refused = {"parallel": ("pipeline", *parallel)}
+    refused = {"parallel": ("pipeline", *parallel)}  # "dp": the network needs the targets
     return Parts(network, loss, postprocess, can_compile=False, unsupported=refused, **more)
 
 
@@ -113,7 +113,7 @@ class Float32(nn.Sequential):
 
     def forward(self, features: Tensor) -> Tensor:
         """Run the layers on features, and return those of the last."""
-        with torch.autocast(features.device.type, enabled=False):
+        with torch.autocast("cuda" if features.is_cuda else "cpu", enabled=False):
             features = features.to(torch.promote_types(features.dtype, torch.float32))
             for layer in self:
                 features = layer(features)
