@@ -179,6 +179,14 @@ def test_the_loss_and_gradients_of_detr_are_the_librarys() -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_the_affine_blocks_of_dfine_are_the_librarys_and_keep_bf16() -> None:
+    blocks = [m for m in family("dfine-tiny").model.modules() if isinstance(m, dfine.Affine)]
+    library, features = dfine.HGNetV2LearnableAffineBlock(), torch.rand(2, 3, 4, 4)
+    library.load_state_dict(blocks[0].state_dict())
+    assert torch.equal(blocks[0](features), library(features))
+    assert blocks[0](features.bfloat16()).dtype == torch.bfloat16
+
+
 def test_detr_without_noise_has_no_dropout() -> None:
     parts, images = family("detr-tiny"), torch.rand(2, 3, SIDE, SIDE)
     parts.criterion.without_noise()

@@ -8,6 +8,7 @@ from torch import Tensor
 from torchvision.ops import box_convert
 from transformers import DFineConfig, DFineForObjectDetection
 from transformers.loss.loss_d_fine import DFineLoss, bbox2distance
+from transformers.models.hgnet_v2.modeling_hgnet_v2 import HGNetV2LearnableAffineBlock
 
 from trainer.config import Hyp
 from trainer.detectors import Parts
@@ -114,7 +115,23 @@ SIZES: dict[str, dict[str, Any]] = {
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"dfine": a size, or the library's configuration} for `nc` classes."""
     config = DFineConfig(**describe(cfg["dfine"], SIZES, nc, where))
-    return parts_of(DFineForObjectDetection(config).model, FineLoss(SummedLoss(config), config))
+    net = DFineForObjectDetection(config).model
+    for module in net.modules():
+        if isinstance(module, HGNetV2LearnableAffineBlock):
+            module.__class__ = Affine
+    return parts_of(net, FineLoss(SummedLoss(config), config))
+
+
+class Affine(HGNetV2LearnableAffineBlock):  # type: ignore[misc]
+    """The library's block, without its conversion of bf16 to float32: a scale without dimensions has a lower priority.
+
+    A step of D-FINE-n in bf16 takes a tenth less time on a CPU.
+    """
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scale and shift the features."""
+        scaled: Tensor = features * self.scale.reshape(()) + self.bias.reshape(())
+        return scaled
 
 
 class SummedLoss(DFineLoss, InPairs):  # type: ignore[misc]
