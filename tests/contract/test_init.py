@@ -57,9 +57,11 @@ def test_an_existing_file_is_overwritten_only_with_force(sshd, clusterctl):
     arguments = ("init", "h0", "--ssh-config", str(sshd.config))
     code, text = clusterctl.run(*arguments)
     assert (code, file.read_text()) == (2, "mine")
-    assert "to overwrite it: --force" in text
+    assert "overwrite this one: --force" in text
     os.mkfifo(clusterctl.folder / "fifo")  # as /dev/null, which the file would replace
-    clusterctl.expect(2, *arguments, "--force", "-o", "fifo", has="fifo is not a regular file")
+    clusterctl.expect(
+        2, *arguments, "--force", "-o", "fifo", has="-o fifo: expected a file, but this is not a regular file"
+    )
     text = clusterctl.expect(0, *arguments, "--force", "--json")
     (found,) = json.loads(text)["nodes"]
     assert found["machine"]["address"] in file.read_text()
@@ -108,7 +110,7 @@ def test_an_ssh_config_that_cannot_be_read_is_named(clusterctl, text):
         (("--hostfile", "nowhere"), "--hostfile nowhere: No such file"),
         (("a", "--ssh-config", "nowhere"), "--ssh-config"),
         (("a", "--device", "tpu"), "--device tpu: unknown"),
-        (("a", "--runtime", "lxc"), "--runtime 'lxc'"),
+        (("a", "--runtime", "lxc"), "--runtime lxc: unknown"),
         (("a", "--run-dir", "runs"), "--run-dir 'runs': not an absolute path"),
     ],
 )
