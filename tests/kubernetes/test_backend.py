@@ -178,7 +178,7 @@ def test_a_job_that_never_ran_has_nothing_to_collect(start, fault):
 def test_an_image_that_will_not_come_ends_the_attempt(start, image, words):
     run = start("image", image=image).until_ended()
     assert run.verdict == "failed"
-    assert all(words in said for said in run.said)
+    assert any(words in said for said in run.said)  # of the first pod, which ends the attempt
     assert 2 in [node.exit_code for node in run.view.nodes]  # the rule that does not restart
 
 

@@ -22,6 +22,7 @@ dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
 print(f"rank {dist.get_rank()} of {dist.get_world_size()} in {socket.gethostname()}: {total.item():g}", flush=True)
+dist.destroy_process_group()
 """
 
 

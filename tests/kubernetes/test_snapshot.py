@@ -10,7 +10,7 @@ from tests.kubernetes.test_cli import clusterctl  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.kubernetes
 
-#: Trains a line with DDP. The first rank of each node writes the snapshot, and all of them load it at their start.
+#: Trains a line with DDP. Rank 0 writes the snapshot, and all ranks load it at their start.
 PROGRAM = '''
 """Train for some epochs: train.py EPOCHS SNAPSHOT_EVERY."""
 
@@ -29,8 +29,8 @@ SNAPSHOT = "snapshot.pt"
 class Trainer:
     """A model that resumes from its snapshot."""
 
-    def __init__(self, data, rank, local_rank):
-        self.rank, self.local_rank, self.first_epoch = rank, local_rank, 0
+    def __init__(self, data, rank):
+        self.rank, self.first_epoch = rank, 0
         network = torch.nn.Linear(20, 1)
         if os.path.exists(SNAPSHOT):
             snapshot = torch.load(SNAPSHOT, weights_only=True)
@@ -54,7 +54,7 @@ class Trainer:
                 self.optimizer.step()
             time.sleep(0.3)
             print("rank", self.rank, "ended epoch", epoch + 1, flush=True)
-            if self.local_rank == 0 and (epoch + 1) % save_every == 0:
+            if self.rank == 0 and (epoch + 1) % save_every == 0:
                 self.save(epoch + 1)
 
 
@@ -63,7 +63,7 @@ def main():
     torch.manual_seed(0)
     inputs = torch.randn(512, 20)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    Trainer(data, dist.get_rank(), int(os.environ["LOCAL_RANK"])).train(int(sys.argv[1]), int(sys.argv[2]))
+    Trainer(data, dist.get_rank()).train(int(sys.argv[1]), int(sys.argv[2]))
     dist.destroy_process_group()
 
 

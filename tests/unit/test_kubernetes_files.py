@@ -103,37 +103,39 @@ def test_files_that_were_sent_and_not_changed_do_not_come_back(kubectl, source, 
 
 
 def test_a_kept_folder_stays_as_the_attempt_before_has_left_it(kubectl, source, tmp_path):
-    kept, archive = tmp_path / "runs" / "node-0", tmp_path / "kept.tar"
+    kept, archive = tmp_path / "runs" / "workdir", tmp_path / "kept.tar"
     names = ["below/a.txt", "END", "link"]
     parts = [files.keep(str(source), names, ".workdir", archive), files.Part(str(source / "large"), "my data/large")]
 
-    def send(attempt):
-        words = (".workdir", str(kept), str(attempt))
+    def send(launch, *fill):
+        words = (".workdir", str(kept), launch, *fill)
         return files.send(kubectl, "pod", sys.executable, parts, lambda _: None, words)
 
     def seen():
         return {name: tree(kept).get(name) for name in ("END", "link", "snapshot.pt")}
 
-    assert send(1) == 4
+    assert send("first") == 1  # another pod than the first
+    assert not kept.exists()
+    assert send("first", "fill") == 4
     assert seen() == {"END": b"end", "link": source.joinpath("link").readlink(), "snapshot.pt": None}
-    assert set(tree(tmp_path / "inputs")) == {"my data/large", ".complete"}
+    assert (kept / ".clusterctl-sent").read_text() == (tmp_path / "inputs" / ".complete").read_text() == "first"
     (kept / "snapshot.pt").write_bytes(b"1")
     (kept / "END").write_bytes(b"changed")
-    assert send(2) == 1
+    assert send("first", "fill") == 1
     assert seen() == {"END": b"changed", "link": source.joinpath("link").readlink(), "snapshot.pt": b"1"}
     assert fetch(kubectl, kept, tmp_path / "here", since=2**40) == 2  # what has changed since it was sent
     assert set(tree(tmp_path / "here")) == {"END", "snapshot.pt"}
-    assert send(1) == 4  # of a new job with this name
+    assert send("second", "fill") == 4  # a new job with this name
     assert seen()["snapshot.pt"] is None
-    assert (tmp_path / "runs" / "node-0.before" / "snapshot.pt").read_bytes() == b"1"
+    assert (tmp_path / "runs" / "workdir.before" / "snapshot.pt").read_bytes() == b"1"
 
 
 def test_a_kept_folder_whose_files_did_not_all_arrive_gets_them_again(kubectl, source, tmp_path):
-    kept = tmp_path / "runs" / "node-0"
+    kept = tmp_path / "runs" / "workdir"
     kept.mkdir(parents=True)
     (kept / "END").write_text("half of")  # what the attempt before had got, when its pod was lost
     parts = [files.keep(str(source), ["END"], ".workdir", tmp_path / "kept.tar")]
-    words = (".workdir", str(kept), "2")
+    words = (".workdir", str(kept), "first", "fill")
     assert files.send(kubectl, "pod", sys.executable, parts, lambda _: None, words) == 1
     assert (kept / "END").read_text() == "end"
 

@@ -16,7 +16,7 @@ from cluster.agent import scripts
 from cluster.backends.kubernetes import manifests
 from cluster.errors import UsageError
 from cluster.spec.model import Job, Machine, Mount, Queue
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 
 PYTHON = ROOT / ".make" / "kubernetes" / "bin" / "python"  # packaging/test.sh makes it
 VERSIONS = ("1.25", "1.29", "1.31", "1.34", "1.37")
@@ -345,22 +345,41 @@ def test_pods_wait_for_files_exactly_if_there_are_files_to_send(more, paths):
 
 
 @pytest.mark.parametrize("mounts", [(DATA,), ()], ids=["data", "no data"])
-def test_a_volume_for_runs_keeps_each_nodes_working_directory(mounts):
-    """The job's own name and node, below the folder that the section names; its path may have spaces."""
+def test_a_volume_for_runs_keeps_the_working_directory(mounts):
+    """In a folder with the job's name, below the folder that the section names; its path may have spaces."""
     runs = {"claim": "runs", "sub_path": "of ann"}
     made = job({"runs": runs}, workdir="/home/ann/my p", copies_workdir=True, mounts=mounts)
-    for rank, pod in enumerate(pods(made)):
+    for pod in pods(made):
         claim, mount = mounted(pod, "/home/ann/my p")
         assert claim == {"persistentVolumeClaim": {"claimName": "runs"}}
-        assert mount["subPath"] == f"of ann/digits/workdir/node-{rank}"
+        assert mount["subPath"] == "of ann/digits/workdir"
         assert [mounted(pod, each.target)[1]["subPath"] for each in mounts] == ["home/ann/data"] * len(mounts)
         (waiting,) = pod["spec"]["initContainers"]
         assert mounted(pod, "/runs", waiting)[1]["subPath"] == "of ann"
-        assert f"mkdir -p /runs/digits/workdir/node-{rank} " in waiting["command"][-1]
+        assert "mkdir -p /runs/digits/workdir " in waiting["command"][-1]
         assert mounted(pod, "/inputs", waiting)[0] == {"emptyDir": {}}
     text = manifests.plan(made, attempt=1, port=29500).steps[0].files.popitem()[1]
     assert "tar -C '/home/ann/my p' -c . | " in text
-    assert "-- tar -x -C /runs/digits/workdir/node-${pod##*-}" in text
+    assert "exec -i digits-a1-0 -c files -- tar -x -C /runs/digits/workdir\n" in text
+
+
+def test_pods_wait_until_the_first_has_filled_the_folder_that_they_share(tmp_path):
+    made = job({"runs": {"claim": "runs"}}, workdir="/home/ann/p", copies_workdir=True)
+    (container,) = pods(made)[1]["spec"]["initContainers"]
+    words = [
+        word.replace("/inputs/", f"{tmp_path}/").replace("/runs/", f"{tmp_path}/") for word in container["command"]
+    ]
+    with subprocess.Popen(words) as process:
+        try:
+            assert wait_until((tmp_path / "digits/workdir").is_dir)
+            (tmp_path / "digits/workdir/.clusterctl-sent").write_text("an earlier job")
+            (tmp_path / ".complete").write_text("this launch")
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            (tmp_path / "digits/workdir/.clusterctl-sent").write_text("this launch")
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("ends", ["files", "SIGTERM"])

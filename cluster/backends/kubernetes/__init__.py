@@ -377,8 +377,10 @@ class KubernetesBackend(Backend):
             parts = _kept_parts(plan)
             transfer = transfer or _Transfer(sum(part.size for part in parts))
             attempt.transfers[watch.name] = transfer
-            kept = manifests.kept_workdir(plan.job, manifests.options_of(plan.job), watch.name)
-            words = [_KEPT, kept, str(plan.attempt)] if kept else []
+            words = []
+            if kept := manifests.kept_workdir(plan.job, manifests.options_of(plan.job)):
+                launch = Path(plan.run_dir, _INPUTS_TAR).stat().st_mtime_ns
+                words = [_KEPT, kept, str(launch), *(["fill"] if watch is attempt.watches[0] else [])]
             transfer.start(client, watch.pod, plan.job.python, parts, words)
 
     def _try_again(self, plan: Plan, attempt: _Attempt, client: Kubectl) -> list[str]:
@@ -574,7 +576,7 @@ def _as_text(documents: Sequence[Mapping[str, Any]]) -> str:
 def _input_targets(plan: Plan) -> dict[str, str]:
     """Return where the pods expect files of this machine: the folder in the volume, by the path in the container."""
     targets = {mount.target: manifests.input_path(mount) for mount in manifests.inputs(plan.job)}
-    is_kept = manifests.kept_workdir(plan.job, manifests.options_of(plan.job), "")
+    is_kept = manifests.kept_workdir(plan.job, manifests.options_of(plan.job))
     return targets | ({plan.workdir: _KEPT} if is_kept else {})
 
 

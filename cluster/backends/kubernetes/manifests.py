@@ -44,6 +44,12 @@ _HOLD_S = {True: 600, False: 120}
 _NESTED = ("runs", "requests", "limits", "devices", "node_selector", "security_context", "labels", "annotations")
 #: Without the trap, a shell with process ID 1 ignores SIGTERM.
 _WAIT = f"trap 'exit 143' TERM; until [ -e {COMPLETE} ]; do sleep 0.2; done"
+#: As _WAIT, and until the first pod has filled the folder that all share: then the same text is in both files.
+SENT = ".clusterctl-sent"
+_WAIT_FOR_ALL = (
+    f"trap 'exit 143' TERM; until [ -e {COMPLETE} ] && [ \"$(cat {COMPLETE})\" = "
+    '"$(cat {sent} 2>/dev/null)" ]; do sleep 0.2; done'
+)
 _QUEUE_LABEL, _GROUP_LABEL = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"
 _GROUP_COUNT, _GROUP_RETRIES = "kueue.x-k8s.io/pod-group-total-count", "kueue.x-k8s.io/retriable-in-group"
 
@@ -166,12 +172,12 @@ def inputs(job: Job) -> tuple[Mount, ...]:
     return (*workdir, *(mount for mount in job.mounts if mount.synced))
 
 
-def kept_workdir(job: Job, options: Options, node: str) -> str:
-    """Return where the volume of `runs` keeps a node's working directory, so that it outlives the pod; "" if nowhere.
+def kept_workdir(job: Job, options: Options) -> str:
+    """Return where the volume of `runs` keeps the working directory, so that it outlives the pods; "" if nowhere.
 
-    Each node has its own: two nodes that write a file of the same name must not share it.
+    All nodes share it, as on Slurm: in most programs only rank 0 writes the snapshot from which all ranks resume.
     """
-    return f"{RUNS}/{job.name}/{WORKDIR}/{node}" if job.copies_workdir and options.runs.is_persistent else ""
+    return f"{RUNS}/{job.name}/{WORKDIR}" if job.copies_workdir and options.runs.is_persistent else ""
 
 
 def input_path(mount: Mount) -> str:
@@ -193,14 +199,16 @@ def comment(job: Job, options: Options, *, attempt: int) -> list[str]:
         lines.append(f"The pods need a Secret with {', '.join(job.secrets)}; FILE has lines NAME=VALUE:")
         lines.append(f"  {command} create secret generic {job.name}-secrets --from-env-file=FILE")
     if inputs(job):
-        kept = kept_workdir(job, options, "node-${pod##*-}")
+        kept = kept_workdir(job, options)
         paths = shlex.join(input_path(each) for each in inputs(job) if not (kept and each.target == job.workdir))
         pods = " ".join(pod_name(job, attempt, rank) for rank in range(job.nodes))
         lines.append("The pods wait for files of this machine. Once their init containers run:")
+        if kept:
+            first = f"{command} exec -i {pod_name(job, attempt, 0)} -c {FILES_CONTAINER} -- tar -x -C {kept}"
+            lines.append(f"  tar -C {shlex.quote(job.workdir)} -c . | {first}")
         lines.append(f"  for pod in {pods}; do")
         unpack = f"{command} exec -i $pod -c {FILES_CONTAINER} -- tar -x -C"
         lines += [f"    tar -C / -c -- {paths} | {unpack} {INPUTS}"] if paths else []
-        lines += [f"    tar -C {shlex.quote(job.workdir)} -c . | {unpack} {kept}"] if kept else []
         lines.append(f"    {command} exec $pod -c {FILES_CONTAINER} -- touch {COMPLETE}")
         lines.append("  done")
     return lines
@@ -219,7 +227,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         made["metadata"]["labels"] |= {_QUEUE_LABEL: options.kueue_queue, _GROUP_LABEL: service}
         group = {_GROUP_COUNT: str(job.nodes), _GROUP_RETRIES: "false"}
         made["metadata"]["annotations"] = {**made["metadata"].get("annotations", {}), **group}
-    volumes, mounts = _volumes(job, options, rank, attempt)
+    volumes, mounts = _volumes(job, options, attempt)
     spec: Document = {
         "restartPolicy": "Never",
         "hostname": name,
@@ -235,7 +243,7 @@ def _pod(job: Job, options: Options, rank: int, *, attempt: int, port: int) -> D
         "tolerations": _tolerations(job, options),
         "securityContext": _pod_security(options.security_context),
         "terminationGracePeriodSeconds": math.ceil(job.grace_s + contract.GRACE_MARGIN_S),
-        "initContainers": [_files_container(job, options, rank)] if inputs(job) else [],
+        "initContainers": [_files_container(job, options)] if inputs(job) else [],
         "containers": [_node_container(job, options, rank, mounts, attempt=attempt, port=port)],
         "volumes": volumes,
     }
@@ -263,12 +271,12 @@ def _node_container(
     return _given(container)
 
 
-def _files_container(job: Job, options: Options, rank: int) -> Document:
+def _files_container(job: Job, options: Options) -> Document:
     mounts = [{"name": INPUTS_VOLUME, "mountPath": INPUTS}]
     wait = _WAIT
-    if kept := kept_workdir(job, options, f"node-{rank}"):
+    if kept := kept_workdir(job, options):
         # Kubernetes would make this folder for the subPath, as root, which not every volume allows.
-        wait = f"mkdir -p {kept} && {{ {_WAIT}; }}"
+        wait = f"mkdir -p {kept} && {{ {_WAIT_FOR_ALL.format(sent=f'{kept}/{SENT}')}; }}"
         mounts.append(_given({"name": RUNS_VOLUME, "mountPath": RUNS, "subPath": options.runs.sub_path}))
     container: Document = {
         "name": FILES_CONTAINER,
@@ -326,7 +334,7 @@ def _tolerations(job: Job, options: Options) -> list[Document]:
     return made
 
 
-def _volumes(job: Job, options: Options, rank: int, attempt: int) -> tuple[list[Document], list[Document]]:
+def _volumes(job: Job, options: Options, attempt: int) -> tuple[list[Document], list[Document]]:
     """Return the volumes of a pod, and where its node's container mounts them.
 
     A claim that is mounted twice is one volume: with two, old versions of Kubernetes wait for ever.
@@ -346,7 +354,7 @@ def _volumes(job: Job, options: Options, rank: int, attempt: int) -> tuple[list[
         for mount in job.mounts
         if not mount.synced
     ]
-    kept = kept_workdir(job, options, f"node-{rank}")
+    kept = kept_workdir(job, options)
     volumes: list[Document] = [{"name": INPUTS_VOLUME, "emptyDir": {}}] if kept else []  # for the init container
     for sent in inputs(job):
         mount = {"mountPath": sent.target, "subPath": input_path(sent), "readOnly": sent.read_only or None}

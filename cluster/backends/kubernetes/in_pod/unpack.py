@@ -1,8 +1,9 @@
 """Unpack the tar archive on standard input into a folder, then create a file.
 
-`unpack.py FOLDER FILE [NAME KEPT ATTEMPT]`: what is below NAME in the archive goes to the folder KEPT, which outlives
-the pod. A later attempt leaves it as the attempt before has left it. The first one moves aside what an earlier job of
-this name has left.
+`unpack.py FOLDER FILE [NAME KEPT LAUNCH [fill]]`: what is below NAME in the archive belongs into the folder KEPT, which
+outlives the pods and is shared by them. LAUNCH is a word of the job's launch. With `fill`, KEPT is filled unless this
+launch has done it before: then it stays as the attempt before has left it. What an earlier job of this name has left is
+moved aside. The pods wait until their FILE and the file SENT in KEPT have the same content, LAUNCH.
 
 FILE says that the archive was complete: its last member is END. A connection can break off without an error.
 """
@@ -27,11 +28,12 @@ def clear(kept: Path) -> None:
     kept.mkdir(parents=True)
 
 
-def main(folder: str, file: str, name: str = "", kept: str = "", attempt: str = "") -> None:
+def main(folder: str, file: str, name: str = "", kept: str = "", launch: str = "", fill: str = "") -> None:
     """Unpack, and print the number of files, and whether the archive was complete."""
     count, complete = 0, False
-    is_there = bool(kept) and attempt != "1" and Path(kept, SENT).exists()
-    if kept and not is_there:
+    sent = Path(kept, SENT)
+    fills = bool(fill) and not (sent.exists() and sent.read_text() == launch)
+    if fills:
         clear(Path(kept))
     with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
         archive.extraction_filter = lambda member, _: member  # the launcher's own files, with links as they are
@@ -41,7 +43,7 @@ def main(folder: str, file: str, name: str = "", kept: str = "", attempt: str = 
                 break
             to = folder
             if kept and (member.name + "/").startswith(name + "/"):
-                if is_there:
+                if not fills:
                     continue
                 to, member.name = kept, os.path.relpath(member.name, name)
             path = Path(to, member.name)
@@ -50,9 +52,9 @@ def main(folder: str, file: str, name: str = "", kept: str = "", attempt: str = 
             archive.extract(member, to)
             count += not member.isdir()
     if complete:
-        if kept and not is_there:
-            Path(kept, SENT).touch()
-        Path(file).touch()
+        if fills:
+            sent.write_text(launch)
+        Path(file).write_text(launch)
     print("unpacked", count, complete)
 
 
