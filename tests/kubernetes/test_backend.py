@@ -277,6 +277,17 @@ def test_a_name_in_use_is_refused(start, tmp_path):
     assert backend.jobs_on(cluster) == {backend.name: []}
 
 
+def test_attempts_of_an_earlier_job_with_this_name_do_not_come_back(start, tmp_path):
+    options = {"runs": {"claim": "runs"}}
+    earlier = start("twice", attempt=2, check=False, nodes=1, options=options)
+    assert earlier.until_ended().verdict == "done"
+    assert earlier.end() == []
+    again = start("twice", nodes=1, options=options, run_root=str(tmp_path / "again"), max_restarts=3)
+    assert again.until_ended().verdict == "done"
+    assert again.end() == []
+    assert {path.name for path in (tmp_path / "again" / "twice").glob("attempt-*")} == {"attempt-1"}
+
+
 def test_a_half_started_job_gives_its_machine_back(start, fault):
     fault("busy", "n0")
     fault("busy", "n1")

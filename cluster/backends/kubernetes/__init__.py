@@ -467,7 +467,9 @@ class KubernetesBackend(Backend):
             if pod != readable[0]:
                 fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}")
                 return
-            fetch(folder, plan.run_dir, excluded=(*monitor._STATE, f"/{WORKDIR}"))
+            # An earlier job of this name may have left attempts in the volume that this job has yet to make.
+            later = (f"/attempt-{number}" for number in range(plan.attempt + 1, plan.job.max_restarts + 2))
+            fetch(folder, plan.run_dir, excluded=(*monitor._STATE, f"/{WORKDIR}", *later))
             if plan.workdir:
                 since = states[pod].started_at
                 fetch(plan.workdir, f"{plan.run_dir}/{WORKDIR}", since=since, compare=plan.workdir)
