@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.cli.follow import console
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Inventory, this_machine
 from cluster.spec.request import option
 
@@ -49,7 +50,7 @@ def gc(
         parts = ", ".join(f"{what}: {count}" for what, count in each.counts.items())
         out.print(f"{each.where}: {each.job} {state}: {parts}", markup=False)
     removable = [each for each in rows if not each.runs or job]
-    confirmed = bool(removable) and (yes or (not as_json and typer.confirm(f"remove {len(removable)} of them?")))
+    confirmed = bool(removable) and (yes or (not as_json and _confirm(f"remove {len(removable)} of them?")))
     removed = []
     for each in removable if confirmed else []:
         try:
@@ -65,6 +66,14 @@ def gc(
         out.print("no orphans on " + ", ".join(present), markup=False)
     if failed:
         raise failed[0]
+
+
+def _confirm(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "nothing was removed: gc asks first, and there is no terminal", "to remove them: clusterctl gc --yes"
+        )
+    return typer.confirm(question)
 
 
 def _as_json(found: FoundJob, is_removed: bool) -> dict[str, object]:

@@ -23,7 +23,8 @@ _DEFAULT = re.compile(r"\s*(\[[^\[\]]*(default|required|x[<>])[^\[\]]*\])$")
 class HelpCommand(TyperCommand):
     """A command whose options without a `rich_help_panel` are the common ones; a panel's name is a heading.
 
-    `--help` prints the first paragraph of each text, and `--help-all` everything.
+    `--help` prints the first paragraph of each text, and `--help-all` everything. A command whose options have no
+    headings is short, and has no `--help-all`: its `--help` prints everything.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -37,13 +38,13 @@ class HelpCommand(TyperCommand):
             formatter.write_paragraph()
             with formatter.indentation():
                 formatter.write_text(text)
-            if not _is_full(ctx):
+            if not self._is_full(ctx):
                 break
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options, by heading."""
         params = [(param, row) for param in self.get_params(ctx) if (row := param.get_help_record(ctx))]
-        is_full = _is_full(ctx)
+        is_full = self._is_full(ctx)
         _section(formatter, "Arguments", (row for param, row in params if param.param_type_name == "argument"), is_full)
         options = [(_heading(param), row) for param, row in params if param.param_type_name == "option"]
         headings = list(dict.fromkeys(heading for heading, _ in options))
@@ -53,9 +54,12 @@ class HelpCommand(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the example or the tables at the end without wrapping them."""
-        for text in inspect.cleandoc(self.epilog or "").split("\n\n")[: None if _is_full(ctx) else 1]:
+        for text in inspect.cleandoc(self.epilog or "").split("\n\n")[: None if self._is_full(ctx) else 1]:
             formatter.write_paragraph()
             formatter.write("".join(f"  {line}\n" for line in text.splitlines()))
+
+    def _is_full(self, ctx: Any) -> bool:
+        return bool(ctx.meta.get(__name__)) or not any(map(_heading, self.params))
 
     @functools.cached_property
     def _help_all(self) -> TyperOption:
@@ -85,10 +89,6 @@ class HelpGroup(TyperGroup):
 
 def _heading(described: Any) -> str:
     return getattr(described, "rich_help_panel", None) or ""
-
-
-def _is_full(ctx: Any) -> bool:
-    return bool(ctx.meta.get(__name__))
 
 
 def _section(formatter: Any, title: str, rows: Iterable[tuple[str, str]], is_full: bool) -> None:

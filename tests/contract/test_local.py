@@ -478,7 +478,8 @@ def test_a_stalled_program_says_which_ranks_wait_where(clusterctl, launch, job_n
 def test_gc_finds_that_a_job_is_running(clusterctl, launch, job_name):
     clusterctl.expect(0, *launch(f"{TICKS} --ticks 600", "--nodes", "2", "--detach"))
     clusterctl.wait_for(job_name, "tick 1")
-    text = clusterctl.run("gc", "--job", job_name)[1]
+    # The tests have no terminal, on which gc would ask.
+    text = clusterctl.expect(2, "gc", "--job", job_name, has="clusterctl gc --yes")
     assert f"this machine: {job_name} is running" in text
     clusterctl.expect(0, "stop", job_name)
 

@@ -42,6 +42,12 @@ def test_help_fits_a_screen(line: str) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_a_command_without_headings_has_its_whole_text_in_help() -> None:
+    text = "\n".join(shown("trainer export --help"))
+    assert "--help-all" not in text
+    assert "Outputs: `boxes` (batch, n, 4)" in text
+
+
 @pytest.mark.parametrize("line", ["clusterctl launch", "clusterctl plan", "trainer train"])
 def test_help_has_the_common_options_and_help_all_the_others_under_headings(line: str) -> None:
     """The descriptions of all options, and everything that `--help` says, are in `--help-all`."""
