@@ -31,16 +31,17 @@ _RANK = {
 }
 
 
-def render(jobs: Iterable[PolledJob]) -> bytes:
-    """Poll the jobs that run, and return the metrics of all jobs."""
+def render(jobs: Iterable[PolledJob], unreadable: Iterable[str] = ()) -> bytes:
+    """Poll the jobs that run, and return the metrics of all jobs; of those with an `unreadable` record, the state."""
     registry = CollectorRegistry()
-    registry.register(_Jobs(jobs))
+    registry.register(_Jobs(jobs, unreadable))
     return generate_latest(registry)
 
 
 class _Jobs(Collector):
-    def __init__(self, jobs: Iterable[PolledJob]) -> None:
+    def __init__(self, jobs: Iterable[PolledJob], unreadable: Iterable[str]) -> None:
         self._jobs = jobs
+        self._unreadable = unreadable
 
     def describe(self) -> list[GaugeMetricFamily]:
         """Return nothing, so that `register` does not collect."""
@@ -54,10 +55,15 @@ class _Jobs(Collector):
             family = families.setdefault(name, GaugeMetricFamily(f"clusterctl_{name}", text, labels=list(labels)))
             family.add_metric([str(label) for label in labels.values()], value)
 
+        def state(job: str, backend: str, state: str) -> None:
+            gauge("job_state", "1 for the job's state.", 1, job=job, backend=backend, state=state)
+
+        for name in self._unreadable:
+            state(name, "", "unreadable")
         for each in self._jobs:
             each.poll()
             job, plan = each.record.plan.job_id, each.record.plan
-            gauge("job_state", "1 for the job's state.", 1, job=job, backend=plan.backend, state=each.state)
+            state(job, plan.backend, each.state)
             gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)
             gauge("job_nodes", "Nodes of the job.", len(plan.nodes), job=job)
             if each.record.outcome or not each.view:

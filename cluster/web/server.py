@@ -198,7 +198,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics" and self.server.has_metrics:
             from cluster.web import metrics
 
-            text = metrics.render(self.server.jobs())
+            damaged = [each.job_id for each in self.server.store.unreadable()]
+            text = metrics.render(self.server.jobs(), damaged)
             self._head("text/plain; version=0.0.4; charset=utf-8", "default-src 'none'", len(text))
             self.wfile.write(text)
         elif not (found := re.fullmatch(r"/jobs/([^/]+)/(.*)", path)):

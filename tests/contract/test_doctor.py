@@ -122,10 +122,10 @@ def test_processes_of_an_unknown_job_are_orphans(inventory, job_name):
 
 
 def test_unknown_check_is_an_error_that_lists_the_checks(inventory):
-    with pytest.raises(UsageError, match="--skip 'links'") as refused:
+    with pytest.raises(UsageError, match="--skip links: unknown check") as refused:
         doctor.examine(inventory, skip=["links"])
     assert "link" in refused.value.hint
-    with pytest.raises(UsageError, match="--skip 'login'"):
+    with pytest.raises(UsageError, match="--skip login: unknown check"):
         doctor.examine(inventory, skip=["login"])
 
 

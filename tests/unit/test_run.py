@@ -46,7 +46,7 @@ def test_the_anchors_of_a_file_that_is_named_win_over_the_weights(
     assert pixels().flatten(1).tolist() == WIDE
     assert "349/349 tensors\n" in capsys.readouterr().out
     assert pixels(cfg="yolov5n.yaml")[0].flatten().tolist() == [10, 13, 16, 30, 33, 23]
-    assert "348/349 tensors; the anchors are those of yolov5n.yaml\n" in capsys.readouterr().out
+    assert "348/349 tensors; the anchors are taken from yolov5n.yaml\n" in capsys.readouterr().out
 
 
 def test_fp32_that_was_asked_for_is_not_tf32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
