@@ -12,11 +12,11 @@ import urllib.request
 import pytest
 
 from tests.conftest import ROOT
-from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import squares
 
 pytestmark = pytest.mark.timeout(900)
 PYTHON = ROOT / ".make" / "trackers" / "bin" / "python"  # packaging/test.sh makes it
+TINY = str(ROOT / "tests/unit/tiny.yaml")
 EPOCHS = 6
 
 

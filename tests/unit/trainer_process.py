@@ -36,6 +36,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch._dynamo", "trainer.engine.loop", "trainer.cli", "trainer.bench.verify", "trainer.plots"]
 _PRELOAD += ["trainer.inference.validate", "trainer.inference.predict", "matplotlib.figure", "pytest"]
 _PRELOAD += ["matplotlib.backends.backend_agg", "trainer.bench.scaling", "trainer.bench.profile"]
+_PRELOAD += ["trainer.detectors.torchvision_nets", "trainer.detectors.dfine"]
 
 _PLOTS = "PLOTS_IN_TESTS"  # in the environment of a forked trainer and of the ranks that it starts
 TINY = str(ROOT / "tests/unit/tiny.yaml")
