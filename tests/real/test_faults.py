@@ -289,7 +289,7 @@ def test_a_spare_with_another_image_is_reported_at_the_start_and_skipped(another
     finally:
         cluster.testbed["n1"].run("mv /usr/bin/docker.away /usr/bin/docker")
     assert code == 0, text
-    assert re.search(r"spare not usable: n2: its image \S+ is \w+, that of n0 is \w+", text), text
+    assert re.search(r"spare not usable: n2: its image \S+ is \w+, but on n0 it is \w+", text), text
     assert "not used: n2: its image" in text
     assert re.search(r"attempt 2 on n0,? \d", text), text
 
