@@ -4,7 +4,7 @@
     peer/bin/pip install accelerate albumentations
     python benchmarks/families.py --data bccd/data.yaml --peer-python peer/bin/python
 
-The peer's recipe is that of transformers' example for object detection: images and boxes by albumentations, the
+The peer follows transformers' example for object detection: images and boxes by albumentations, the
 library's image processor, and `Trainer`. Both train the same random weights from the same JPEG files, with
 validation off. Each round trains every contender for a few epochs, and counts all but the first of
 them: images per second, and CPU seconds per image, which other work on the machine changes less.

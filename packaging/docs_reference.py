@@ -31,7 +31,7 @@ def keys_of_cluster_yaml() -> str:
 
 
 def keys_of_job_yaml() -> str:
-    """Return the table of a job file's keys. The sections of the backends are those of cluster.yaml."""
+    """Return the table of a job file's keys. The backends' sections are described with cluster.yaml."""
     from cluster.backends import BACKENDS
     from cluster.spec import job_file
 
@@ -63,7 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def _keys(schema: dict[str, Any]) -> Iterator[str]:
-    """The lines of a JSON Schema's tables: its own keys, then those of the mappings in it."""
+    """The lines of a JSON Schema's tables: its own keys, then the keys of the mappings in it."""
     models = schema.get("$defs", {})
     waiting: list[tuple[str, dict[str, Any]]] = [("", schema)]
     while waiting:

@@ -43,7 +43,7 @@ class Machine:
     """A machine on which nodes of jobs run, or that submits them.
 
     The other machines connect to `address`; the launcher connects to `login` over SSH ("": this machine). On the
-    machine, `run_dir` has one folder per job ("": a job's folder is that of this machine), `data_dir` the synced
+    machine, `run_dir` has one folder per job ("": the job's folder on this machine), `data_dir` the synced
     folders, and `gpus` are the ids that jobs may use. `ssh_config` is a file to read instead of `~/.ssh/config`.
     """
 

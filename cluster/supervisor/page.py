@@ -40,7 +40,7 @@ _CHARTS = (
 )
 #: Names of lines that differ from their columns. "" is the only line of a chart that says what it is.
 _LABELS = {**SCORES, "images_per_s": "", "lr": ""}
-#: The image that has a section of its own, and one that is not shown because its curves are those of the page.
+#: The image that has its own section, and one that is not shown because the page draws the same curves.
 _PREDICTIONS, _PLOTTED = "predictions.jpg", "results.png"
 _IMAGES = ("*.png", "*.jpg")
 #: Classes of the phases' colours, and the number of ranks whose table is open at first and has lines over time.

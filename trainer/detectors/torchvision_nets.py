@@ -112,7 +112,7 @@ class Float32(nn.Sequential):
     """
 
     def forward(self, features: Tensor) -> Tensor:
-        """Run the layers on features, and return those of the last."""
+        """Run the layers on features, and return the last layer's output."""
         with torch.autocast("cuda" if features.is_cuda else "cpu", enabled=False):
             features = features.to(torch.promote_types(features.dtype, torch.float32))
             for layer in self:

@@ -490,7 +490,7 @@ def _delete(client: Kubectl, kinds: str, selector: str, grace_s: int = _DELETE_G
     """Delete objects, and wait until the pods are gone; by force those whose machine does not end them.
 
     A kubelet may miss a deletion: it is asked again. While it answers, a container that runs is never removed by force,
-    because it could go on writing.
+    because it could continue to write.
     """
     client.delete(kinds, selector, grace_s=grace_s)
     clock = monitor.AwakeClock()
