@@ -1,5 +1,6 @@
 """Fixtures for all tests: the command line in a folder of its own, and job names."""
 
+import gc
 import itertools
 import os
 import signal
@@ -16,6 +17,9 @@ from cluster.spec.defaults import auto_port
 # OpenMP's threads spin while they wait, and would take the core of another test process. torch reads this once, when it
 # is imported, which is at the collection of any test that imports it.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Collections would visit every imported module again and again, a tenth of the time of all tests.
+gc.disable()
 
 ROOT = Path(__file__).parents[1]
 _JOB_NUMBERS = itertools.count(1)
@@ -148,6 +152,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.originalname in SLOW:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # some extension modules warn of what they find at the exit
 
 
 @pytest.fixture(scope="session")

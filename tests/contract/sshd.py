@@ -21,7 +21,7 @@ TICKS = Path(__file__).with_name("ticks.py")
 class Sshd:
     """One server for any number of 127.x.y.z addresses; `config` is the ssh_config that reaches them.
 
-    `bare`: with its own home folder, because bash reads the user's `.bashrc` at every command.
+    Its folder is the home folder of each login, because bash reads the user's `.bashrc` at every command.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class Sshd:
         addresses: list[str],
         *,
         trusted: bool = True,
-        bare: bool = False,
         startups: str = "10:30:100",
     ) -> None:
         self.folder, self.addresses = folder, addresses
-        self._variables = {"HOME": str(folder)} if bare else {}
+        self._variables = {"HOME": str(folder)}
         folder.mkdir(parents=True)
         folder.chmod(0o700)
         for name in ("host", "user"):
@@ -61,7 +60,9 @@ class Sshd:
             "".join(f"ListenAddress {address}:{self.port}\n" for address in listen)
             + f"HostKey {folder / 'host'}\nAuthorizedKeysFile {folder / 'authorized'}\nPidFile {folder / 'pid'}\n"
             "StrictModes no\nUsePAM no\nPasswordAuthentication no\nAllowUsers *@127.0.0.0/8\n"
-            f"MaxStartups {startups}\n" + (f"SetEnv HOME={folder}\n" if bare else "")
+            # the post-quantum algorithms take 50 ms on each side
+            "KexAlgorithms -sntrup761*,mlkem*\n"
+            f"MaxStartups {startups}\nSetEnv HOME={folder}\n"
         )
         self.start()
 
@@ -157,12 +158,11 @@ THROUGH_SSH = "IdentityAgent none"
 
 
 @pytest.fixture
-def sshd(tmp_path, request, worker):
+def sshd(tmp_path, worker):
     """A server on three addresses, each a node of the launcher: h0, h1 and h2, known to its own known_hosts file.
 
-    Each worker of `pytest -n` has its own addresses. Modules with `BARE = True` log in to a home folder made for it.
+    Each worker of `pytest -n` has its own addresses.
     """
-    bare = getattr(request.module, "BARE", False)
-    server = Sshd(tmp_path / "sshd", addresses(worker, 3), bare=bare)
+    server = Sshd(tmp_path / "sshd", addresses(worker, 3))
     yield server
     server.stop()

@@ -14,8 +14,6 @@ import pytest
 from tests.conftest import ROOT, Clusterctl, ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
-BARE = True
-
 
 class Local:
     """Observes the processes of this machine, independently of the launcher."""

@@ -18,7 +18,6 @@ from tests import nvidia_smi
 from tests.conftest import Clusterctl, ended, processes_of, wait_until
 from tests.nvidia_smi import Gpu
 
-BARE = True
 SLICES = ("MIG-41b1ab3a-0000-0000-0000-000000000000", "MIG-41b1ab3a-0000-0000-0000-000000000001")
 MIG = [Gpu("GPU-0000", slices=SLICES)]
 BUSY = [Gpu("GPU-0000", memory_used=40960), Gpu("GPU-1111", memory_used=600)]

@@ -33,7 +33,7 @@ USER = getpass.getuser()
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, worker):
     """One server for the cases that change only the client's configuration."""
-    server = Sshd(tmp_path_factory.mktemp("login") / "sshd", addresses(worker, 3), bare=True)
+    server = Sshd(tmp_path_factory.mktemp("login") / "sshd", addresses(worker, 3))
     other = make_key(server.folder / "other", "-t", "ecdsa")
     server.serve("AcceptEnv CASE_* LANG", f"TrustedUserCAKeys {server.folder / 'user.pub'}", f"HostKey {other}")
     yield server
@@ -559,6 +559,7 @@ def test_algorithms_that_paramiko_lacks(sshd, tmp_path, side):
     if side == "server":
         sshd.serve(*lines)
     else:
+        sshd.serve(f"KexAlgorithms +{ONLY['KexAlgorithms']}")
         client.configure(*lines)
     assert client.ssh("true").returncode == 0
     assert client.shell.run(["echo", "hi"]).out == "hi\n"
@@ -707,7 +708,7 @@ def test_more_commands_than_the_server_allows_wait_for_each_other(sshd, tmp_path
 
 
 def test_many_hosts_at_once_although_the_server_drops_logins(tmp_path, worker):
-    server = Sshd(tmp_path / "many", addresses(worker, 16), bare=True, startups="2:60:100")
+    server = Sshd(tmp_path / "many", addresses(worker, 16), startups="2:60:100")
     server.prefer(THROUGH_SSH)
     nodes = [server.node(number) for number in range(16)]
     try:

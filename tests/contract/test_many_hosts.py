@@ -21,7 +21,7 @@ exec sleep 300
 
 @pytest.fixture
 def many(tmp_path, worker):
-    server = Sshd(tmp_path / "sshd", addresses(worker, HOSTS), bare=True, startups="5:50:100")
+    server = Sshd(tmp_path / "sshd", addresses(worker, HOSTS), startups="5:50:100")
     yield server
     server.stop()
 

@@ -6,7 +6,6 @@ from tests import sessions
 from tests.contract.test_backends import backend, start
 
 __all__ = ["backend", "start"]
-BARE = True
 NODES = ["node-0", "node-1"]
 
 

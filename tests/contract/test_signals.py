@@ -11,7 +11,6 @@ import pytest
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
-BARE = True
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda each: each.name)
 
 #: A program that does not end by itself. $FOREVER is the name of its process, and of those that must not remain.

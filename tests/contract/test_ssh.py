@@ -22,7 +22,6 @@ from cluster.store import JobStore
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
-BARE = True
 SECRET = f"{token_hex(16)} 'and' $more"
 
 

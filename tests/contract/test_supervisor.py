@@ -22,8 +22,6 @@ import pytest
 from tests.conftest import ended, processes_of, wait_until
 from tests.contract.sshd import TICKS, inventory
 
-BARE = True
-
 
 @pytest.fixture(params=["local", "ssh"])
 def launch(request, clusterctl, job_name):

@@ -135,7 +135,7 @@ def test_one_connection_is_used_for_everything_and_replaced_when_it_breaks(eithe
 @pytest.fixture(params=["fabric", "ssh"])
 def greeting(tmp_path, worker, request):
     """A machine whose ~/.bashrc prints, without a final newline, and counts how often it was read."""
-    server = Sshd(tmp_path / "sshd", addresses(worker, 1), bare=True)
+    server = Sshd(tmp_path / "sshd", addresses(worker, 1))
     (server.folder / ".bashrc").write_text(
         "echo Welcome to gpu-a; printf 'have a nice'\n"
         "echo bash: /usr/share/greeting: No such file or directory >&2; echo >> ~/read\n"

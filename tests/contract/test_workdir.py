@@ -10,7 +10,6 @@ import yaml
 from tests.conftest import wait_until
 from tests.contract.sshd import inventory
 
-BARE = True
 PROGRAM = """
 import os, pathlib
 from package import text

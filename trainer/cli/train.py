@@ -1,5 +1,6 @@
 """`trainer train`: trains a model. Its options are the fields of Settings."""
 
+import gc
 import os
 import signal
 import sys
@@ -53,9 +54,12 @@ def train(context: typer.Context, *, ranks: int | None, cos_lr: bool, **options:
     if cos_lr and options["schedule"] not in (None, "cosine"):
         raise TrainerError(f"--cos-lr and --schedule {options['schedule']} contradict each other", "give one of them")
     settings = Settings(**{**options, "schedule": "cosine" if cos_lr else options["schedule"]})
+    gc.disable()  # an import creates many objects and frees few: collections take a fifth of torch's import
     from trainer.engine import checkpoints
     from trainer.engine.loop import train as run
 
+    gc.freeze()  # later collections skip what was imported
+    gc.enable()
     if settings.resume:
         settings = checkpoints.settings_of(settings, typed_options(context))
     (context.obj or run)(settings)  # `trainer bench` passes a function that takes the settings
