@@ -143,7 +143,8 @@ def check_shell(clusterctl, job):
     terminal = Terminal(clusterctl, "shell", job, "1")
     terminal.type("PS1='$ '; echo rank-$PET_NODE_RANK\n")
     terminal.wait_for(r"rank-1")
-    size = "until [ $(stty size | tr ' ' x) = {} ]; do sleep 0.1; done; echo {}-$((6 * 7))\n"
+    # ssh can miss the signal of a new size until its next event, here a dot.
+    size = "until [ $(stty size | tr ' ' x) = {} ]; do printf .; sleep 0.1; done; echo {}-$((6 * 7))\n"
     terminal.type(size.format("33x101", "first"))  # docker sets the size a moment after the start
     terminal.wait_for(r"first-42")
     terminal.resize(40, 90)

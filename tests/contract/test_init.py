@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -42,7 +41,7 @@ def test_init_writes_a_complete_file(sshd, clusterctl):
     assert inventory.is_complete(made)
     (node,) = made.machines
     assert (node.name, node.login, node.ssh_config) == ("h0", "h0", str(sshd.config))
-    assert node.run_dir == f"{Path.home()}/it's here/runs"
+    assert node.run_dir == f"{sshd.folder}/it's here/runs"
     own = subprocess.run(["ip", "-o", "addr"], capture_output=True, text=True, check=True).stdout
     assert f" {node.address}/" in own
     assert node.address not in ("172.17.0.1", "127.0.0.1")
@@ -149,7 +148,7 @@ def test_missing_values_of_cluster_yaml_are_found_and_given_ones_are_kept(sshd):
     )
     assert [node.address for node in made.machines] == [first, second]
     assert [node.gpus for node in made.machines] == [(1,), (0, 1)]
-    home = Path.home()
+    home = sshd.folder
     assert [node.run_dir for node in made.machines] == [f"{home}/clusterctl/runs", f"{home}/r"]
     assert {(node.runtime, node.data_dir) for node in made.machines} == {("none", "/var/tmp/data")}
 

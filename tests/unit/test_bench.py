@@ -100,13 +100,13 @@ def test_a_batch_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
     program = tmp_path / "limited.py"
     program.write_text(
         "import resource\n"
-        "from trainer.__main__ import main\n"
+        "from trainer.__main__ import run\n"
         "import trainer.bench.measure, trainer.bench.profile, trainer.bench.verify\n"
         "import trainer.cli, trainer.detectors.yolo, trainer.tasks.detection\n"
         "pages = int(open('/proc/self/statm').read().split()[0])\n"
         f"limit = pages * {resource.getpagesize()} + (1200 << 20)\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
-        "main()\n"
+        "run()\n"
     )
     arguments = ["bench", "scaling", *SMALL, "--imgsz", "320", "--batch", "1,64", "--ranks", "1", "--precision", "fp32"]
     arguments += ["--data", str(data), "--noval", "--json"]
