@@ -7,10 +7,9 @@ import os
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import NoReturn
 
-from trainer import contract
+from trainer import cache_folders, contract
 from trainer.distributed.spawn import end_with_parent
 from trainer.engine.events import Events
 from trainer.engine.signals import Stopped
@@ -50,22 +49,22 @@ def run() -> NoReturn:
     os._exit(code)
 
 
-def _keep_compiled_code() -> None:
-    """Choose where torch.compile and Triton keep their code, before torch is loaded, which reads the variables.
+def _choose_caches() -> None:
+    """Choose where libraries keep compiled code and downloads, before they are imported and read the variables.
 
-    A job of the launcher keeps it in the node's cache folder, where it outlives the container and serves later jobs.
-    Any other run keeps it in the user's cache folder. Without a folder that can be written, torch and Triton choose.
+    Where no cache folder can be written, the libraries choose.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111 (Path.home can raise)
-    folders = [Path(home, "trainer", "compiled")]
-    if of_node := os.environ.get(contract.CACHE_DIR):
-        folders.insert(0, Path(of_node, "compiled"))
-    for folder in folders:
-        existing = next((part for part in (folder, *folder.parents) if part.exists()), folder)
-        if folder.is_absolute() and existing.is_dir() and os.access(existing, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-            os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
-            return
+    of_user, of_node = cache_folders.of_user(), cache_folders.of_node()
+    if of_node:
+        # An image may bring downloads in its user's cache folder.
+        if "HF_HOME" not in os.environ and not (of_user / "huggingface").exists():
+            os.environ.setdefault("HF_HUB_CACHE", str(of_node / "huggingface"))
+        if not (of_user / "torch").exists():
+            os.environ.setdefault("TORCH_HOME", str(of_node / "torch"))
+    compiled = of_node / "compiled" if of_node else of_user / "trainer" / "compiled"
+    if cache_folders.can_be_made(compiled):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+        os.environ.setdefault("TRITON_CACHE_DIR", str(compiled / "triton"))
 
 
 def main() -> None:
@@ -75,7 +74,7 @@ def main() -> None:
         # OpenMP's threads spin while they wait. By default they spin so long that any other load on a core slows a
         # process with two threads tenfold. OpenMP reads the variable once, when torch is loaded.
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    _keep_compiled_code()
+    _choose_caches()
     try:
         from trainer.cli import app  # slow import: Ctrl-C is handled from here on
 

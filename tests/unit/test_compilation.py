@@ -10,7 +10,7 @@ import torch
 from tests.unit.settings import settings
 from tests.unit.trainer_process import TINY
 from tests.unit.yolo_folder import squares
-from trainer.__main__ import _keep_compiled_code
+from trainer.__main__ import _choose_caches
 from trainer.config import Hyp
 from trainer.distributed.comm import World
 from trainer.engine.compilation import GRAPHS, PAYS_FROM, choose_mode
@@ -106,12 +106,33 @@ def test_compiled_code_outlives_a_container_and_is_kept_where_the_process_may_wr
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("CLUSTER_CACHE_DIR", str(tmp_path / folder) if folder else "")
-        _keep_compiled_code()
+        _choose_caches()
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(expected)
         assert os.environ["TRITON_CACHE_DIR"] == str(expected / "triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", "mine")
-    _keep_compiled_code()
+    _choose_caches()
     assert os.environ["TRITON_CACHE_DIR"] == "mine"
+
+
+def test_downloads_outlive_a_container_unless_its_image_brings_some(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CLUSTER_CACHE_DIR", str(tmp_path / "node"))
+
+    def chosen() -> list[str | None]:
+        names = ("TORCH_HOME", "HF_HUB_CACHE")
+        for name in (*names, "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        _choose_caches()
+        return [os.environ.get(name) for name in names]
+
+    of_node = [str(tmp_path / "node" / name) for name in ("torch", "huggingface")]
+    assert chosen() == of_node
+    (tmp_path / "home/torch").mkdir(parents=True)
+    assert chosen() == [None, of_node[1]]
+    monkeypatch.delenv("CLUSTER_CACHE_DIR")
+    assert chosen() == [None, None]
 
 
 def test_compilation_between_two_updates_keeps_the_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

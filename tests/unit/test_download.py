@@ -88,6 +88,24 @@ def test_a_file_that_is_there_is_taken(environment: dict[str, str], server: Serv
     assert server.asked == []
 
 
+def test_a_job_keeps_weights_in_the_nodes_cache_folder(
+    server: Server, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Another container of the node, with another home, finds them there."""
+    in_job = environment | {"CLUSTER_CACHE_DIR": str(tmp_path / "node")}
+    path = download.locate("yolov5n.pt", in_job)
+    assert path == tmp_path / "node" / "weights" / "yolov5n.pt"
+    assert download.locate("yolov5n.pt", in_job | {"XDG_CACHE_HOME": str(tmp_path / "other")}) == path
+    assert server.asked == ["/v7.0/yolov5n.pt"]
+    in_image = tmp_path / "cache" / "clusterctl" / "weights" / "yolov5s.pt"
+    in_image.parent.mkdir(parents=True)
+    in_image.write_bytes(CONTENT)
+    assert download.locate("yolov5s.pt", in_job) == in_image
+    (tmp_path / "file").touch()
+    fallback = download.locate("yolov5m.pt", environment | {"CLUSTER_CACHE_DIR": str(tmp_path / "file" / "cache")})
+    assert fallback == in_image.with_name("yolov5m.pt")
+
+
 def test_an_address_with_a_sum_is_checked_before_it_is_kept(
     server: Server, environment: dict[str, str], tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer import contract
+from trainer.cache_folders import of_node, of_user
 from trainer.config.faults import Fault
 from trainer.data.image_check import decode_images, read_headers
 from trainer.data.image_file import ImageState
@@ -142,10 +142,9 @@ def cache_folders(root: str) -> list[Path]:
 
     In a job, the node's cache folder outlives the container.
     """
-    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     name = hashlib.blake2b(os.fsencode(root), digest_size=8).hexdigest()
     # Check the write bits: os.access() is always true for root.
     writable = os.stat(root).st_mode & 0o222  # noqa: PTH116
     beside = [Path(root, FOLDER)] if writable else []
-    in_job = [Path(of_node, "labels", name)] if (of_node := os.environ.get(contract.CACHE_DIR)) else []
-    return [*beside, *in_job, Path(user, "clusterctl", "labels", name)]
+    in_job = [folder / "labels" / name] if (folder := of_node()) else []
+    return [*beside, *in_job, of_user() / "clusterctl" / "labels" / name]

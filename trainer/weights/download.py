@@ -1,4 +1,4 @@
-"""Downloads: weights by name or URL, once per node, into the user's cache folder."""
+"""Downloads: weights by name or URL, once per node, into the node's cache folder in a job, else into the user's."""
 
 import contextlib
 import hashlib
@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from trainer import cache_folders
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 
@@ -33,17 +34,17 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
     wanted = wanted.lower()
     if mark and not re.fullmatch("[0-9a-f]{64}", wanted):
         raise TrainerError(f"--weights {weights}: a sha256 has 64 hexadecimal digits", f"see: sha256sum {source}")
-    target, cache = Path(source), Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = Path(source)
     if source.startswith(("http://", "https://")):
         # Two URLs can end in the same file name.
         folder = hashlib.sha256(source.encode()).hexdigest()[:12]
         name = urllib.parse.unquote(source.partition("?")[0].rpartition("/")[2])
         if not name:
             raise TrainerError(f"--weights {weights}: the address names no file")
-        address, target = source, cache / "clusterctl" / "weights" / folder / name
+        address, target = source, _cached(f"{folder}/{name}", environment)
     elif source in NAMES and not target.exists():
         address = f"{environment.get(MIRROR) or RELEASE}/{source}"
-        target = cache / "clusterctl" / "weights" / source
+        target = _cached(source, environment)
     else:
         address = ""
     if address:
@@ -52,13 +53,26 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
                 raise TrainerError(f"--weights {weights}: another process of this machine could not fetch it")
             if not target.is_file():
                 print(f"weights: fetching {address}", flush=True)
-                by_hand = f"put the file there by hand: {target}; XDG_CACHE_HOME selects another folder"
+                by_hand = f"put the file there by hand: {target}"
+                if not cache_folders.of_node(environment):
+                    by_hand += "; XDG_CACHE_HOME selects another folder"
                 found = fetch(address, target, wanted, f"--weights {weights}", by_hand)
                 print(f"weights: {target} ({target.stat().st_size / 1e6:.1f} MB, sha256 {found})", flush=True)
     if wanted and target.is_file():
         hint = "correct the sum, or remove a damaged file: it is downloaded again" if address else _ANOTHER_FILE
         check_sha256(target, wanted, f"--weights {weights}: {target}", hint)
     return target
+
+
+def _cached(name: str, environment: Mapping[str, str]) -> Path:
+    """Return the path of a file that is in a cache folder, or where to download it.
+
+    An image may bring the file in its user's cache folder.
+    """
+    paths = [cache_folders.of_user(environment) / "clusterctl" / "weights" / name]
+    if of_node := cache_folders.of_node(environment):
+        paths.insert(0, of_node / "weights" / name)
+    return next((path for path in paths if path.is_file()), paths[0])
 
 
 @contextlib.contextmanager
