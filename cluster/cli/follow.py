@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
@@ -27,6 +28,7 @@ EXIT_INTERRUPTED = 130
 EXIT_HANGUP = 129
 _hung_up = False
 _ERROR = "bold red"
+_STOPS_AT_ONCE = 16
 
 
 def follow(
@@ -92,35 +94,55 @@ def stop_interrupted(record: JobRecord, records: JobStore, out: Console) -> NoRe
         how = f"interrupted; {job_id}: {record.outcome}. To copy the rest of its results: clusterctl stop {job_id}"
         print_line(out, *problems, how)
         raise typer.Exit(interrupted())
-    _, problems = stop_job(record, records, out)
-    print_line(out, *problems, "Stopped. No processes remain.")
+    for error in stop_jobs([record], records, out):
+        raise error
     raise typer.Exit(interrupted())
 
 
-def stop_job(
-    record: JobRecord, records: JobStore, out: Console, grace_s: float | None = None
-) -> tuple[JobRecord, list[str]]:
-    """Stop a job, wait for its end and collect its results, as `jobs.stop` does. The next Ctrl-C kills its ranks."""
+def stop_jobs(
+    stopping: Sequence[JobRecord], records: JobStore, out: Console, grace_s: float | None = None
+) -> list[ClusterError]:
+    """Stop jobs at the same time, wait for their ends and collect their results, as `jobs.stop` does.
+
+    The next Ctrl-C kills their ranks. Print what could not be collected, and return the errors of those that may still
+    be running.
+    """
     from cluster.supervisor import jobs
 
-    job_id, nodes = record.plan.job_id, len(record.plan.nodes)
-    grace_s = record.job.grace_s if grace_s is None else grace_s
     killing: list[threading.Thread] = []
+    errors: list[ClusterError] = []
 
     def kill() -> None:
-        print_line(out, f"stopping {job_id} now (Ctrl-C again exits at once)")
-        killing.append(threading.Thread(target=jobs.clean_up, args=(record, 0.0), daemon=True))
-        killing[-1].start()  # in a thread: the stop before it waits for the same processes
+        for record in stopping:
+            print_line(out, f"stopping {record.plan.job_id} now (Ctrl-C again exits at once)")
+            # in a thread: the stop before it waits for the same processes
+            killing.append(threading.Thread(target=jobs.clean_up, args=(record, 0.0), daemon=True))
+            killing[-1].start()
 
-    on_signals(kill, exit_now(out, f"exited before the job stopped; to stop it: clusterctl stop {job_id}"))
-    if not record.outcome:
-        where = f"on {nodes} node{'s' if nodes > 1 else ''}"
-        how = f"up to {grace_s:g} s for a checkpoint (Ctrl-C stops it now)" if grace_s else "now"
-        print_line(out, f"stopping {job_id} {where}: {how}")
-    result = jobs.stop(job_id, records, grace_s)
+    def stop(record: JobRecord) -> None:
+        job_id = record.plan.job_id
+        try:
+            ended, problems = jobs.stop(job_id, records, grace_s)
+        except ClusterError as error:
+            where = f"{job_id}: " if len(stopping) > 1 else ""
+            errors.append(type(error)(where + error.message, error.hint))
+        else:
+            print_line(out, *problems, f"{job_id}: {ended.outcome}. No processes remain.")
+
+    names = " ".join(record.plan.job_id for record in stopping)
+    what, them = ("the job", "it") if len(stopping) == 1 else ("all jobs", "them")
+    on_signals(kill, exit_now(out, f"exited before {what} stopped; to stop {them}: clusterctl stop {names}"))
+    for record in stopping:
+        if not record.outcome:
+            nodes, grace = len(record.plan.nodes), record.job.grace_s if grace_s is None else grace_s
+            how = f"up to {grace:g} s for a checkpoint (Ctrl-C stops it now)" if grace else "now"
+            where = f"on {nodes} node{'s' if nodes > 1 else ''}"
+            print_line(out, f"stopping {record.plan.job_id} {where}: {how}")
+    with ThreadPoolExecutor(_STOPS_AT_ONCE) as pool:
+        list(pool.map(stop, stopping))
     for thread in killing:
         thread.join()
-    return result
+    return errors
 
 
 def on_interrupt(out: Console, message: str) -> None:

@@ -19,7 +19,7 @@ from cluster.cli.follow import (
     on_interrupt,
     print_line,
     print_outcome,
-    stop_job,
+    stop_jobs,
 )
 from cluster.errors import ClusterError, UsageError, with_hint
 from cluster.spec.model import JobRecord
@@ -86,7 +86,10 @@ def supervise(job: options.JobName) -> None:
 
 
 def stop(
-    job: options.JobName,
+    names: options.JobNames = None,
+    every: Annotated[
+        bool, options.flag("Stop all running jobs that this machine has launched.", "--all", "-a")
+    ] = False,
     grace: Annotated[
         str,
         option(
@@ -95,15 +98,23 @@ def stop(
         ),
     ] = "",
 ) -> None:
-    """Stop a job on every node, and wait until all its processes have exited.
+    """Stop jobs on all their nodes, and wait until all processes have exited.
 
     You can run it again at any time. Ctrl-C kills what is still running.
     """
     from cluster.spec.defaults import seconds
 
     records, out = JobStore(), console()
-    record, problems = stop_job(records.load(job), records, out, seconds(grace, "--grace") if grace else None)
-    print_line(out, *problems, f"{job}: {record.outcome}. No processes remain.")
+    if every == bool(names):
+        raise UsageError("give the names of jobs, or --all", "clusterctl ps lists the running jobs")
+    stopping = [record for record in records if not record.outcome] if every else [*map(records.load, names or [])]
+    if not stopping:
+        print_line(out, "no running jobs")
+    errors = stop_jobs(stopping, records, out, seconds(grace, "--grace") if grace else None)
+    for error in errors[1:]:
+        print_line(out, with_hint(error.message, error.hint))
+    if errors:
+        raise errors[0]
 
 
 def ps(

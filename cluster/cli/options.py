@@ -29,6 +29,10 @@ def _job_names(incomplete: str) -> list[str]:
 JobName = Annotated[
     str, typer.Argument(metavar="JOB", help="The job's name, as in `clusterctl ps`.", autocompletion=_job_names)
 ]
+JobNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[JOB]...", help="Names of jobs, as in `clusterctl ps`.", autocompletion=_job_names),
+]
 # Headings of `launch --help-all`
 _MACHINES = "Machines"
 _ARRAY = "Slurm"

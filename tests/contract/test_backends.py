@@ -175,7 +175,7 @@ def test_ctrl_c_stops_every_node(clusterctl, backend, start, job_name):
     process = start()
     clusterctl.wait_for(job_name, "tick 0")
     process.send_signal(signal.SIGINT)
-    ended(process, 130, timeout_s=60, has="Stopped. No processes remain.")
+    ended(process, 130, timeout_s=60, has="stopped. No processes remain.")
     assert backend.remains_of(job_name) == []
 
 
@@ -196,10 +196,10 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end(clusterctl, backend, start,
     for node in ("node-0", "node-1"):
         clusterctl.wait_for(job_name, "stubborn", node=node)
     if command == "launch":
-        stopping, last = process, "Stopped. No processes remain.\n"
+        stopping = process
         process.send_signal(signal.SIGINT)
     else:
-        stopping, last = clusterctl.start("stop", job_name), f"{job_name}: stopped. No processes remain.\n"
+        stopping = clusterctl.start("stop", job_name)
     assert any("up to 600 s for a checkpoint (Ctrl-C stops it now)" in line for line in stopping.stdout)
     folder = clusterctl.folder / ("remote" if backend.name == "ssh" else "runs") / job_name / "attempt-1"
     for node in ("node-0", "node-1"):  # an interrupted launcher no longer copies the logs
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_end(clusterctl, backend, start,
     assert backend.remains_of(job_name) != []
     stopping.send_signal(signal.SIGINT)
     text = ended(stopping, 130 if command == "launch" else 0, timeout_s=60)
-    assert text == f"stopping {job_name} now (Ctrl-C again exits at once)\n{last}"
+    assert text == f"stopping {job_name} now (Ctrl-C again exits at once)\n{job_name}: stopped. No processes remain.\n"
     assert backend.remains_of(job_name) == []
     process.communicate(timeout=60)
 

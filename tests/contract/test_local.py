@@ -65,6 +65,22 @@ def test_a_job_whose_secrets_are_words_of_the_events_joins(clusterctl, launch, j
     assert "true, ***" in clusterctl.run("logs", job_name)[1]
 
 
+def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
+    names = [f"{job_name}-{nth}" for nth in ("first", "second", "third")]
+    for name in names:
+        clusterctl.expect(0, *launch(f"{TICKS}", "--detach", name=name))
+    text = clusterctl.expect(0, "stop", *names[:2])
+    assert {f"{name}: stopped. No processes remain." for name in names[:2]} <= {*text.splitlines()}
+    assert processes_of(names[2]) != []
+    for wrong in ((), (names[2], "--all")):
+        clusterctl.expect(2, "stop", *wrong, has="give the names of jobs, or --all")
+    clusterctl.expect(2, "stop", names[2], "no-such-job", has="no-such-job")
+    assert processes_of(names[2]) != []
+    assert clusterctl.expect(0, "stop", "--all").endswith(f"\n{names[2]}: stopped. No processes remain.\n")
+    assert [pid for name in names for pid in processes_of(name)] == []
+    assert clusterctl.expect(0, "stop", "--all") == "no running jobs\n"
+
+
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
     """Three simulated GPUs."""
     first, second, third = (f"{job_name}-{nth}" for nth in ("first", "second", "third"))
@@ -335,7 +351,7 @@ def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, l
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert done.returncode == 130, done.stderr
-    assert done.stdout.endswith("Stopped. No processes remain.\n")
+    assert done.stdout.lower().endswith("stopped. no processes remain.\n")
     time.sleep(1)
     assert processes_of(job_name) == []
 

@@ -305,7 +305,7 @@ def test_ctrl_c_stops_every_node(moment, cluster):
     cluster.process.send_signal(signal.SIGINT)
     code, text = cluster.end(60)
     assert code == 130, text
-    assert "Stopped. No processes remain." in text
+    assert "stopped. No processes remain." in text
     assert cluster.left() == {}
 
 

@@ -211,7 +211,7 @@ def test_ctrl_c_cancels_the_job_and_a_second_stop_is_no_error(slurm):
     slurm.process.send_signal(signal.SIGINT)
     code, text = slurm.end(120)
     assert code == 130, text
-    assert "Stopped. No processes remain." in text
+    assert "stopped. No processes remain." in text
     assert slurm.left() == ("", {})
     assert slurm.clusterctl.run("stop", "ctrl-c")[0] == 0
 
