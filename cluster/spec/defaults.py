@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple, cast
 
 from cluster import contract
-from cluster.errors import UsageError
+from cluster.errors import UsageError, near_or_all
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Job, Machine, Mount, Queue
 from cluster.spec.request import Request
@@ -92,7 +92,11 @@ def job(
             mounts.append(Mount(workdir, workdir, read_only=False))
     else:
         if not arguments or arguments[0].startswith("-"):
-            arguments.insert(0, "train")
+            arguments.insert(0, contract.COMMANDS[0])
+        if arguments[0] not in contract.COMMANDS:
+            hint = near_or_all(arguments[0], contract.COMMANDS)
+            hint += "" if hint.endswith("?") else "; for another program: --command 'train.py ...'"
+            raise UsageError(f"-- {arguments[0]}: the trainer has no such command", hint)
         if device != "any" and "--device" not in arguments:
             arguments += ["--device", device]
         command = ("-m", "trainer", *arguments)

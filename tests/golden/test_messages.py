@@ -38,6 +38,8 @@ launch --command missing.py -b local
 launch --command 'python ok.py' -b local
 launch --command ok.py --workdir none -b local
 launch --command ok.py -b local -- train
+launch -b local -- trian
+launch -b local -- python ok.py
 launch --env A-B=3 -b local
 launch --env NOT_SET -b local
 launch --env-file secrets.env -b local

@@ -1,8 +1,11 @@
 import re
 from pathlib import Path
 
+import typer
+
 import cluster.agent
 import cluster.contract
+import trainer.cli
 import trainer.contract
 from cluster.agent.app.node_agent import settings
 from trainer.distributed import spawn
@@ -13,6 +16,10 @@ def test_both_halves_have_the_same_names():
     theirs = {name: value for name, value in vars(trainer.contract).items() if name.isupper()}
     assert ours == theirs
     assert ours
+
+
+def test_the_launcher_knows_the_trainers_commands():
+    assert {*cluster.contract.COMMANDS} == {*typer.main.get_group(trainer.cli.app).commands}
 
 
 def test_the_agent_which_imports_neither_half_has_the_same_values():
