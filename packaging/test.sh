@@ -35,7 +35,7 @@ test_on_another_python() {
             "$python" -m venv --clear "$venv"
             sed '/--hash/d; s/ \\$//' requirements/dev.txt >"$venv/constraints.txt"
             "$venv/bin/pip" install -qq --disable-pip-version-check --constraint "$venv/constraints.txt" \
-                --editable . pytest pytest-timeout pytest-xdist
+                --config-settings editable_mode=compat --editable . pytest pytest-timeout pytest-xdist
             cp requirements/dev.txt "$venv/dev.txt"
         fi
         echo "test: the launcher on Python $version"
