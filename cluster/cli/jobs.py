@@ -50,9 +50,12 @@ def attach(job: options.JobName, logs: options.Logs = "master") -> None:
     Use it after `launch --detach`, or when the launcher is gone. Ctrl-C detaches: the job keeps running, and a
     background process restarts it after failures. The exit code is the job's, as for launch.
     """
+    from cluster.supervisor import jobs
+
     records, out = JobStore(), console()
     record = records.load(job)
     if record.outcome:
+        jobs.await_results(job, records)
         raise typer.Exit(print_outcome(record, out))
     raise typer.Exit(follow(record, records, out, logs, stop_on_interrupt=False))
 
@@ -64,6 +67,7 @@ def wait(job: options.JobName) -> None:
     records, out = JobStore(), console()
     record = records.load(job)
     if record.outcome:
+        jobs.await_results(job, records)
         raise typer.Exit(print_outcome(record, out))
     on_interrupt(out, "")
     try:

@@ -265,6 +265,12 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
     return record, problems + _write_page(record)
 
 
+def await_results(job_id: str, records: JobStore) -> None:
+    """Wait until a supervisor in the background, which records a job's outcome first, has copied the results."""
+    while (watcher := records.watcher(job_id)) and watcher.in_background and watcher.is_here:
+        time.sleep(POLL_S / 4)
+
+
 def _await_supervisor(job_id: str, records: JobStore) -> list[str]:
     """Wait until the supervisor in the background exits with the job. Return a sentence if it has not."""
     until = time.monotonic() + _SUPERVISOR_END_S

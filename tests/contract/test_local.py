@@ -65,6 +65,19 @@ def test_a_job_whose_secrets_are_words_of_the_events_joins(clusterctl, launch, j
     assert "true, ***" in clusterctl.run("logs", job_name)[1]
 
 
+@pytest.mark.parametrize("command", ["attach", "wait"])
+def test_a_job_has_its_results_when_attach_or_wait_returns(clusterctl, launch, job_name, command):
+    """A supervisor in the background records the outcome, and then copies the results."""
+    (clusterctl.folder / "nothing.py").touch()
+    clusterctl.expect(0, *launch("nothing.py"))
+    with JobStore(clusterctl.folder / "records").watch(job_name, in_background=True) as copies:
+        assert copies
+        process = clusterctl.start(command, job_name)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+    ended(process, 0, has=f"{job_name}: done")
+
+
 def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
     names = [f"{job_name}-{nth}" for nth in ("first", "second", "third")]
     for name in names:
