@@ -111,7 +111,10 @@ def stop(
     records, out = JobStore(), console()
     if every == bool(names):
         raise UsageError("give the names of jobs, or --all", "clusterctl ps lists the running jobs")
-    stopping = [record for record in records if not record.outcome] if every else [*map(records.load, names or [])]
+    chosen = records if every else map(records.load, dict.fromkeys(names or []))
+    stopping = [record for record in chosen if not (every and record.outcome)]
+    for damaged in records.unreadable() if every else []:
+        print_line(out, with_hint(f"not stopped: {damaged.error.message}", damaged.error.hint))
     if not stopping:
         print_line(out, "no running jobs")
     errors = stop_jobs(stopping, records, out, seconds(grace, "--grace") if grace else None)

@@ -82,7 +82,7 @@ def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
     names = [f"{job_name}-{nth}" for nth in ("first", "second", "third")]
     for name in names:
         clusterctl.expect(0, *launch(f"{TICKS}", "--detach", name=name))
-    text = clusterctl.expect(0, "stop", *names[:2])
+    text = clusterctl.expect(0, "stop", *names[:2], names[0])
     assert {f"{name}: stopped. No processes remain." for name in names[:2]} <= {*text.splitlines()}
     assert processes_of(names[2]) != []
     for wrong in ((), (names[2], "--all")):
@@ -92,6 +92,8 @@ def test_stop_ends_several_jobs_or_all(clusterctl, launch, job_name):
     assert clusterctl.expect(0, "stop", "--all").endswith(f"\n{names[2]}: stopped. No processes remain.\n")
     assert [pid for name in names for pid in processes_of(name)] == []
     assert clusterctl.expect(0, "stop", "--all") == "no running jobs\n"
+    (clusterctl.folder / "records" / "damaged.json").write_text("{")
+    clusterctl.expect(0, "stop", "--all", has="not stopped: ")
 
 
 def test_two_jobs_on_one_machine_do_not_take_the_same_gpus(clusterctl, launch, job_name):
