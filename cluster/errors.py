@@ -42,6 +42,10 @@ class UnreachableError(ClusterError):
     exit_code = 5
 
 
+class SlowError(UnreachableError):
+    """A command did not end in time. Its machine may still answer."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP: it ends a command as Ctrl-C does, with everything that the command has started."""
 

@@ -100,7 +100,7 @@ class Clusterctl:
         assert (found, has in text) == (code, True), text
         return text
 
-    def wait_for(self, job, text, node="node-0", timeout_s=90, attempt=1):
+    def wait_for(self, job, text, node="node-0", timeout_s=300, attempt=1):
         """Wait until a node's log has `text`."""
         log = self.folder / "runs" / job / f"attempt-{attempt}" / f"{node}.log"
         until = time.time() + timeout_s
@@ -111,7 +111,7 @@ class Clusterctl:
         raise AssertionError(f"no {text!r} in {log}: {log.read_text() if log.exists() else 'no log'}")
 
 
-def wait_until(condition, timeout_s=10, pause_s=0.05):
+def wait_until(condition, timeout_s=60, pause_s=0.05):
     """Wait until the condition has a true value, and return it; the last value after the timeout."""
     until = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < until:

@@ -23,7 +23,7 @@ from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import logs
 from cluster.backends.script import attempt_dir
-from cluster.errors import ClusterError, UnreachableError
+from cluster.errors import ClusterError, SlowError, UnreachableError
 from cluster.spec.model import WORKDIR, Machine, NodeStatus, Phase, Plan
 from cluster.transport import Shell, files, parallel, reach, workdir
 from cluster.transport.process import interruptible
@@ -242,7 +242,10 @@ class _MachinePoll:
         """Wait for the poll, and ping the machine while it runs. Return its error; raise one of this machine."""
         assert self._poll_thread is not None
         self._poll_thread.join(min(timeout_s, _POLL_WAIT_S))
-        if self._poll_thread.is_alive() and (self._ping_thread is None or not self._ping_thread.is_alive()):
+        # A machine that breaks each command off, before or after it answers a ping, does not answer.
+        is_broken = self.error is not None and not isinstance(self.error, SlowError)
+        is_polling = self._poll_thread.is_alive() and not is_broken
+        if is_polling and (self._ping_thread is None or not self._ping_thread.is_alive()):
             self._ping_thread = threading.Thread(target=self._ping, args=(shell, self._poll_thread), daemon=True)
             self._ping_thread.start()
         self._poll_thread.join(max(0.0, timeout_s - _POLL_WAIT_S))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +12,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from cluster.cli.console import console, print_line
+from cluster.cli.signals import exit_now, hung_up, interrupted, on_interrupt, on_signals
 from cluster.errors import ClusterError
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from cluster.store import JobStore
     from cluster.supervisor.jobs import Follower
 
-EXIT_INTERRUPTED = 130
-EXIT_HANGUP = 129
-_hung_up = False
 _ERROR = "bold red"
 _STOPS_AT_ONCE = 16
 
@@ -145,71 +141,6 @@ def stop_jobs(
     return errors
 
 
-def on_interrupt(out: Console, message: str) -> None:
-    """Raise KeyboardInterrupt on the first Ctrl-C, SIGTERM or SIGHUP. On the second, print `message` and exit at once.
-
-    A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines. After SIGHUP
-    the terminal is closed, so output is discarded and more signals are ignored; see `hung_up`.
-    """
-
-    def interrupt() -> NoReturn:
-        raise KeyboardInterrupt
-
-    def hang_up(*_: object) -> NoReturn:
-        global _hung_up
-        _hung_up = True
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        _discard_output()
-        raise KeyboardInterrupt
-
-    on_signals(interrupt, exit_now(out, message))
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, hang_up)
-
-
-def hung_up() -> bool:
-    """Return whether the terminal was closed, which leaves a job running."""
-    return _hung_up
-
-
-def interrupted() -> int:
-    """Return the exit code of an interrupted launcher."""
-    return EXIT_HANGUP if _hung_up else EXIT_INTERRUPTED
-
-
-def on_signals(*steps: Callable[[], None]) -> None:
-    """At each Ctrl-C or SIGTERM run the next one of `steps`, and the last one again and again."""
-    left = [*steps]
-
-    def handle(*_: object) -> None:
-        (left.pop(0) if len(left) > 1 else left[0])()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handle)
-
-
-def exit_now(out: Console, message: str) -> Callable[[], NoReturn]:
-    """Return a function that prints `message` and exits without waiting for threads."""
-
-    def end() -> NoReturn:
-        if message:
-            print_line(out, message)
-        out.file.flush()
-        os._exit(EXIT_INTERRUPTED)
-
-    return end
-
-
-def _discard_output() -> None:
-    """Send what is printed from now on nowhere, except to a file: a closed terminal or pipe would raise OSError."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.dup2(nowhere, descriptor)
-
-
 def finish(follower: Follower, refusal: str, records: JobStore, out: Console) -> int:
     """Clean up after a job, print its final report and return the exit code."""
     from cluster.supervisor import jobs, report, restarts
@@ -244,16 +175,3 @@ def print_outcome(record: JobRecord, out: Console) -> int:
     text = f"{record.plan.job_id}: {record.outcome}" + (f" ({record.detail})" if record.detail else "")
     print_line(out, f"{text}; see: clusterctl logs {record.plan.job_id}")
     return report.EXIT_DONE if record.outcome == "done" else record.exit_code
-
-
-def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return the console for standard output or standard error, with colours on a terminal only."""
-    from rich.console import Console
-
-    return Console(highlight=False, emoji=False, stderr=stderr, quiet=quiet)
-
-
-def print_line(out: Console, *texts: str, style: str | None = None) -> None:
-    """Print each text as a line without wrapping or markup."""
-    for text in texts:
-        out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.follow import console
+from cluster.cli.console import console
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Inventory, this_machine

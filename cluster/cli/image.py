@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
-from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
+from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
+from cluster.cli.signals import EXIT_INTERRUPTED
 from cluster.cli.sync import progress
 from cluster.errors import ClusterError, UsageError
 from cluster.runtimes import RUNTIMES, short_id

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from cluster.cli.follow import console
+from cluster.cli.console import console
 from cluster.cli.options import AsJson, Hostfile, SshConfig, flag
 from cluster.errors import UsageError
 from cluster.runtimes import BARE, ENGINES

@@ -9,18 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import (
-    EXIT_INTERRUPTED,
-    console,
-    finish,
-    follow,
-    interrupted,
-    leave_behind,
-    on_interrupt,
-    print_line,
-    print_outcome,
-    stop_jobs,
-)
+from cluster.cli.console import console, print_line
+from cluster.cli.follow import finish, follow, leave_behind, print_outcome, stop_jobs
+from cluster.cli.signals import EXIT_INTERRUPTED, interrupted, on_interrupt
 from cluster.errors import ClusterError, UsageError, with_hint
 from cluster.spec.model import JobRecord
 from cluster.spec.request import option

@@ -16,16 +16,9 @@ from typing import Annotated
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import (
-    console,
-    follow,
-    hung_up,
-    interrupted,
-    leave_behind,
-    on_interrupt,
-    print_line,
-    stop_interrupted,
-)
+from cluster.cli.console import console, print_line
+from cluster.cli.follow import follow, leave_behind, stop_interrupted
+from cluster.cli.signals import hung_up, interrupted, on_interrupt
 from cluster.errors import UsageError
 from cluster.spec.request import Request, option
 

@@ -9,11 +9,11 @@ import typer
 
 from cluster.cli import image, jobs, session
 from cluster.cli.doctor import doctor
-from cluster.cli.follow import EXIT_INTERRUPTED
 from cluster.cli.gc import gc
 from cluster.cli.help import CONTEXT, HelpCommand, HelpGroup
 from cluster.cli.init import init
 from cluster.cli.launch import launch, plan
+from cluster.cli.signals import EXIT_INTERRUPTED, wake_main_thread
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError, Terminated
 
@@ -86,6 +86,7 @@ def main() -> None:
 
     By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
     """
+    wake_main_thread()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _terminate)

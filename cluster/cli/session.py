@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from cluster.cli import options
-from cluster.cli.follow import EXIT_INTERRUPTED, console, print_line
+from cluster.cli.console import console, print_line
+from cluster.cli.signals import EXIT_INTERRUPTED
 from cluster.errors import Terminated, UsageError
 from cluster.spec.model import JobRecord, Node
 from cluster.spec.request import option

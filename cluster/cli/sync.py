@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
 
-from cluster.cli.follow import console, print_line
+from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.request import argument

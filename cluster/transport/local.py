@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from subprocess import PIPE
 
-from cluster.errors import UnreachableError
+from cluster.errors import SlowError, UnreachableError
 
 #: Folders of `ip`, docker and WSL's nvidia-smi that the PATH of a non-login session may lack.
 MORE_PATH = "/usr/local/bin:/usr/sbin:/sbin:/usr/lib/wsl/lib"
@@ -43,7 +43,7 @@ class LocalShell:
     note = ""
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
-        """Run a command. Raise UnreachableError if the program is missing or does not end in `timeout_s`."""
+        """Run a command. Raise UnreachableError if its program is missing, SlowError if `timeout_s` is too short."""
         data, env = stdin.encode(), environment()
         try:  # in a separate session: Ctrl-C must reach only the launcher, which stops its commands in order
             code, out, errors = _run(argv, data, env, timeout_s)
@@ -51,7 +51,7 @@ class LocalShell:
             raise UnreachableError(f"this machine: program {argv[0]!r} not found") from error
         except subprocess.TimeoutExpired as error:
             shown = " ".join(argv[:3])
-            raise UnreachableError(f"this machine: `{shown}` did not answer within {timeout_s:g} s") from error
+            raise SlowError(f"this machine: `{shown}` did not answer within {timeout_s:g} s") from error
         return Completed(code, out.decode(errors="replace"), errors.decode(errors="replace"))
 
     def ping(self) -> bool:

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from cluster.errors import ClusterError, UnreachableError
+from cluster.errors import ClusterError, SlowError, UnreachableError
 from cluster.spec.model import Machine
 from cluster.transport import login
 from cluster.transport.interruption import refuse_interrupted
@@ -31,12 +31,12 @@ class SshShell:
         return link.socket if link is not None and link.is_open else ""
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
-        """Run a command. Raise UnreachableError if the connection fails or the command does not end in `timeout_s`."""
+        """Run a command. Raise UnreachableError if the connection fails, SlowError if `timeout_s` is too short."""
         try:
             code, out, errors = self._execute(remote_line(argv, marked=True), stdin.encode(), timeout_s)
         except TimeoutError as error:
             shown = " ".join(argv[:3]).splitlines()[0][:60]
-            raise UnreachableError(f"{self.name}: `{shown}` did not answer within {timeout_s:g} s") from error
+            raise SlowError(f"{self.name}: `{shown}` did not answer within {timeout_s:g} s") from error
         except (BrokenError, NotStartedError) as error:
             self.close()
             raise UnreachableError(f"{self.name}: the connection broke: {error}") from error

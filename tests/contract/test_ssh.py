@@ -398,10 +398,11 @@ def keeping(machines, sshd):
         "event = {'event': 'progress', 'node': 0, 'time': time.time(), 'epoch': 7, 'step': 3}\n"
         "print('::cluster ' + json.dumps(event), flush=True)\n"
         "print('kept', flush=True)\n"
-        "time.sleep(300)\n"
+        "time.sleep(900)\n"
     )
     silent = machines.folder / "silent"
-    sshd.before_each_command(0, f"[ ! -e {silent} ] || kill -9 $PPID")
+    # Late, so that it has answered a ping: it is lost nevertheless.
+    sshd.before_each_command(0, f"[ ! -e {silent} ] || {{ sleep 1.5; kill -9 $PPID; }}")
     return machines, silent
 
 
@@ -417,7 +418,7 @@ def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, launc
         if "has a checkpoint: waiting for node-0" in line:
             break
     silent.unlink()
-    text = ended(process, 0, timeout_s=60, has="copied the newest checkpoint from node-0 to node-1")
+    text = ended(process, 0, timeout_s=300, has="copied the newest checkpoint from node-0 to node-1")
     assert "resumes from epoch 7" in text
 
 
@@ -427,7 +428,7 @@ def test_results_of_a_lost_master_are_collected_from_another_node(keeping, launc
     for node in ("node-0", "node-1"):
         machines.wait_for(job_name, "kept", node=node)
     silent.touch()
-    ended(process, 1, timeout_s=90, has="the results here come from node-1")
+    ended(process, 1, timeout_s=300, has="the results here come from node-1")
     silent.unlink()
     assert (machines.folder / "runs" / job_name / "last.pt").read_text() == "epoch 7"
     assert machines.run("stop", job_name)[0] == 0

@@ -6,6 +6,7 @@ import typer
 
 from cluster.backends import BACKENDS
 from cluster.cli import follow
+from cluster.cli.console import console
 from cluster.spec.model import Job, JobRecord, NodeStatus
 from cluster.store import JobStore
 from cluster.supervisor import hints, job_state, report, supervisor
@@ -90,7 +91,7 @@ def test_late_names_the_missing_nodes():
 
 def test_ctrl_c_inside_a_print_does_not_swallow_the_last_message(monkeypatch, capsys, tmp_path):
     """rich's console buffers for ever if KeyboardInterrupt is raised in the first instructions of a print."""
-    record, out = JobRecord(PLAN, 1.0, Job("job", ("x.py",), 2, 1, "/home/ann/runs")), follow.console()
+    record, out = JobRecord(PLAN, 1.0, Job("job", ("x.py",), 2, 1, "/home/ann/runs")), console()
 
     def run(_):
         out._enter_buffer()
