@@ -100,7 +100,7 @@ class Clusterctl:
         assert (found, has in text) == (code, True), text
         return text
 
-    def wait_for(self, job, text, node="node-0", timeout_s=300, attempt=1):
+    def wait_for(self, job, text, node="node-0", timeout_s=200, attempt=1):
         """Wait until a node's log has `text`."""
         log = self.folder / "runs" / job / f"attempt-{attempt}" / f"{node}.log"
         until = time.time() + timeout_s

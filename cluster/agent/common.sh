@@ -1,6 +1,12 @@
 # shellcheck shell=bash
 # Functions of the scripts that the launcher runs on machines.
 
+# Sets `line` to the first line of the file $1; whether it has one.
+first_line() {
+    line=
+    IFS= read -r line < "$1" || [ -n "$line" ]
+} 2>/dev/null
+
 # Whether the folder $1 is writable and its disk is not full.
 can_write() {
     local probe ok
@@ -93,22 +99,24 @@ holders() {
 # How each node of an attempt is: four lines a node for the arguments FOLDER NODE OFFSET (of its log; "": not wanted).
 # `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`; why, if the machine knows; the agent's status; the log from
 # there on, at most $most bytes, in base64. The state comes first: a node that has exited has written its last line.
+# The function `state FOLDER NODE` of the caller sets `state`. As few new processes as possible: a launcher polls twice a second.
 nodes() {
-    local folder node at state
+    local folder node at state line
     while [ $# -gt 0 ]; do
         folder=$1 node=$2 at=$3
         shift 3
-        state=$(state "$folder" "$node")
+        state "$folder" "$node"
         echo "$state"
         case $state in
             exit" 0 "* | alive | starting | no*) echo ;;
             *) why "$folder/$node" "$state" ;;
         esac
-        head -n 1 "$folder/$node.json" 2>/dev/null | tr -d '\n'
-        echo
+        first_line "$folder/$node.json"
+        printf '%s\n' "$line"
         if [ -n "$at" ] && [ -f "$folder/$node.log" ]; then
             # shellcheck disable=SC2154
-            tail -c "+$((at + 1))" -- "$folder/$node.log" | head -c "$most" | base64 -w 0
+            dd if="$folder/$node.log" iflag=skip_bytes,count_bytes skip="$at" count="$most" bs=64K status=none 2>/dev/null |
+                base64 -w 0
         fi
         echo
     done

@@ -1,12 +1,18 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034,SC2154
 # Prints the state of a job's nodes: FOLDER NODE OFFSET for each are the arguments. Variable: `most` (bytes of a log).
 state() {
-    if [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"
-    elif ! [ -d "$1" ]; then echo "no folder"
+    if first_line "$1/$2.exit"; then state="exit $line"
+    elif ! [ -d "$1" ]; then state="no folder"
     # The script has begun, perhaps with a warning of bash in its .err.
-    elif ! [ -s "$1/$2.pid" ] && { ! [ -s "$1/$2.err" ] || grep -qszxF -- "$1/$2.sh" /proc/[0-9]*/cmdline; }; then echo starting
-    elif { tr '\0' '\n' < "/proc/$(cat "$1/$2.pid")/cmdline"; } 2>/dev/null | grep -qxF "$1/$2.sh"; then echo alive
-    elif [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"
-    else echo gone; fi
+    elif ! [ -s "$1/$2.pid" ] && { ! [ -s "$1/$2.err" ] || grep -qszxF -- "$1/$2.sh" /proc/[0-9]*/cmdline; }; then state=starting
+    elif first_line "$1/$2.pid" && has_word "/proc/$line/cmdline" "$1/$2.sh"; then state=alive
+    elif first_line "$1/$2.exit"; then state="exit $line"
+    else state=gone; fi
 }
+# Whether the file $1, whose words end with a NUL, has the word $2.
+has_word() {
+    local word
+    while IFS= read -r -d '' word; do [ "$word" != "$2" ] || return 0; done < "$1"
+    return 1
+} 2>/dev/null
 nodes "$@"

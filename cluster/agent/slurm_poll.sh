@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2154
+# shellcheck shell=bash disable=SC2034,SC2154
 # Prints the state of a Slurm job's nodes, on its login node. Variables: `job`, `most` (bytes of a log), `format` (squeue's
 # columns), `folder` (the job's), `old` (the maximum age in seconds of squeue's cached output); FOLDER NODE OFFSET for each
 # node are the arguments. Four lines come first: squeue's line, or empty; attempt and hosts; squeue's error; the batch
@@ -6,7 +6,7 @@
 # A task of an array has the number ARRAY_TASK in `submitted`.
 clear_slurm
 
-state() { if [ -f "$1/$2.exit" ]; then echo "exit $(cat "$1/$2.exit")"; else echo alive; fi; }
+state() { if first_line "$1/$2.exit"; then state="exit $line"; else state=alive; fi; }
 cache="${folder%/*}/.squeue" # in the run directory: everybody has /tmp of a login node
 exec 9>> "$cache.lock"
 flock -w 20 9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
@@ -22,6 +23,7 @@ _hung_up = False
 _WAKES, _WAKE_S = 3, 0.1
 
 
+@functools.cache  # once in a process
 def wake_main_thread() -> None:
     """From now on, have each signal end a wait of the main thread, in which Python runs its handlers.
 

@@ -418,7 +418,7 @@ def test_a_restart_waits_for_the_machine_with_the_only_checkpoint(keeping, launc
         if "has a checkpoint: waiting for node-0" in line:
             break
     silent.unlink()
-    text = ended(process, 0, timeout_s=300, has="copied the newest checkpoint from node-0 to node-1")
+    text = ended(process, 0, timeout_s=200, has="copied the newest checkpoint from node-0 to node-1")
     assert "resumes from epoch 7" in text
 
 
@@ -428,7 +428,7 @@ def test_results_of_a_lost_master_are_collected_from_another_node(keeping, launc
     for node in ("node-0", "node-1"):
         machines.wait_for(job_name, "kept", node=node)
     silent.touch()
-    ended(process, 1, timeout_s=300, has="the results here come from node-1")
+    ended(process, 1, timeout_s=200, has="the results here come from node-1")
     silent.unlink()
     assert (machines.folder / "runs" / job_name / "last.pt").read_text() == "epoch 7"
     assert machines.run("stop", job_name)[0] == 0
