@@ -90,10 +90,10 @@ def assert_resumes(folder: Path, cfg: str) -> Path:
     data, hyp = squares(folder / "squares", train=8), folder / "hyp.yaml"
     hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\n")
     options = ["train", "--data", str(data), "--cfg", cfg, "--hyp", str(hyp), "--imgsz", "64", "--batch", "4"]
-    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--save-every", "1steps", "--exist-ok"]
+    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--exist-ok"]
     wait(start(folder, ranks(2), *options, "--name", "whole"), code=0)
     whole, cut = folder / "runs/whole", folder / "runs/cut"
-    processes = start(folder, ranks(2), *options, "--name", "cut")
+    processes = start(folder, ranks(2), *options, "--name", "cut", "--save-every", "1steps")
     kill_after(processes, cut, 1)
     wait(processes)
     wait(start(folder, ranks(2), *options, "--name", "cut", "--resume", str(cut)), code=0)
