@@ -220,6 +220,7 @@ def test_images_stay_on_the_gpu_without_a_wait_of_the_host(
         assert torch.equal(pixels[first : first + image.shape[0] * image.shape[1]], torch.tensor(image).view(-1, 3))
     assert len(said) == 1
     assert "images stay on cuda:1: decoded they need 0.00 GiB of 1.0 GiB free" in said[0]
+    loader.close()  # the garbage collector would wait 20 s for the workers
 
 
 def test_a_checkpoint_of_a_gpu_resumes_on_another(gpus: None, tmp_path: Path) -> None:
