@@ -4,6 +4,7 @@ import contextlib
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -128,7 +129,7 @@ def ps(
 
     from cluster.cli.display import PLAIN
     from cluster.supervisor import jobs
-    from cluster.supervisor.report import seconds
+    from cluster.supervisor.report import from_here, seconds
 
     rows: list[dict[str, Any]] = []
     records = JobStore()
@@ -158,9 +159,12 @@ def ps(
         return
     columns = [Column(title, no_wrap=True) for title in ("job", "state", "backend", "nodes", "age", "supervisor")]
     table = Table(*columns, Column("run directory", overflow="fold"), **PLAIN)
+    here = ""
+    with contextlib.suppress(FileNotFoundError):  # the current folder has been removed
+        here = str(Path.cwd())
     for row in rows:
         age = seconds(row["age_s"]) if row["age_s"] != "" else ""
-        shown = row | {"age_s": age, "run_dir": row["run_dir"] or row["record"]}
+        shown = row | {"age_s": age, "run_dir": from_here(row["run_dir"], here) if row["run_dir"] else row["record"]}
         table.add_row(*(str(shown[key]) for key in _COLUMNS))
     console().print(table)
     print_line(console(), *(with_hint(each.error.message, each.error.hint) for each in damaged))

@@ -1,5 +1,6 @@
 """The `clusterctl` program: registers all commands, and prints errors with their exit codes."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from cluster.cli.init import init
 from cluster.cli.launch import launch, plan
 from cluster.cli.signals import EXIT_INTERRUPTED, wake_main_thread
 from cluster.cli.sync import sync
-from cluster.errors import ClusterError, Terminated
+from cluster.errors import ClusterError, Terminated, UsageError
 
 # Commands import their modules when they run, so that `clusterctl --help` and completion are fast.
 app = typer.Typer(
@@ -99,6 +100,19 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except FileNotFoundError:
+        if _in_a_folder():
+            raise
+        print("error: the current folder has been removed\nhint: cd to a folder that exists", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+
+
+def _in_a_folder() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109 (Path.cwd does the same)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -65,13 +65,18 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
     """Format the success: `done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`."""
     took_s = max((node.ended_at or 0.0) for node in view.nodes) - view.started
     first = f"done in {seconds(max(0.0, took_s))}"
-    run_dir = PurePath(plan.run_dir)
-    shown = run_dir.relative_to(cwd) if run_dir.is_relative_to(cwd) else run_dir
+    shown = from_here(plan.run_dir, cwd)
     if view.done is None:
         return f"{first}   {shown}"
     # The event has the node's path of the same run directory.
     best = str(view.done.get("best", "")).rpartition(f"/{plan.job_id}/")[2]
     return f"{scores(view.done, first)}   {shown / best}"
+
+
+def from_here(path: str, cwd: str) -> PurePath:
+    """Return a path in the folder `cwd` relative to it, and any other path as it is."""
+    found = PurePath(path)
+    return found.relative_to(cwd) if found.is_relative_to(cwd) else found
 
 
 def cause(view: JobView, verdict: Verdict) -> str:

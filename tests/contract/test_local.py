@@ -532,3 +532,14 @@ def test_ctrl_c_waits_for_the_end_of_a_start_on_one_node():
         "    print('stops')\n"
     )
     assert interrupted(program, timeout_s=60).stdout == "started\nstops\n"
+
+
+def test_a_current_folder_that_has_been_removed_is_one_error(clusterctl):
+    """Commands that need no folder still work there."""
+    gone = clusterctl.folder / "gone"
+    gone.mkdir()
+    each = f"{sys.executable} -m cluster"
+    script = f"cd {gone} && rmdir {gone} && {each} ps --all && {each} plan --command x.py; {each} launch --command x.py"
+    done = subprocess.run(["bash", "-c", script], env=clusterctl.env, capture_output=True, text=True, check=False)
+    error = "error: the current folder has been removed\nhint: cd to a folder that exists\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "no jobs\n", 2 * error)
