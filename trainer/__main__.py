@@ -67,6 +67,14 @@ def _choose_caches() -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", str(compiled / "triton"))
 
 
+def _check_folder() -> None:
+    """Raise TrainerError if the current folder has been removed. oneMKL would end the process while torch loads it."""
+    try:
+        os.getcwd()  # noqa: PTH109 (Path.cwd does the same)
+    except FileNotFoundError:
+        raise TrainerError("the current folder has been removed", "cd to a folder that exists") from None
+
+
 def main() -> None:
     """Run the command line; an error of the user is two lines on stderr, exit 2 and a `failed` event."""
     end_with_parent()
@@ -76,6 +84,7 @@ def main() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     _choose_caches()
     try:
+        _check_folder()
         from trainer.cli import app  # slow import: Ctrl-C is handled from here on
 
         try:

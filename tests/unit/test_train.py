@@ -263,6 +263,13 @@ def test_help_names_the_defaults_and_loads_no_torch() -> None:
     assert ["segment digits", "5"] in rows
 
 
+def test_a_current_folder_that_has_been_removed_is_one_error(tmp_path: Path) -> None:
+    script = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m trainer train"
+    done = subprocess.run(["bash", "-c", script], env=environment(), text=True, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: the current folder has been removed\nhint: cd to a folder that exists\n"
+
+
 @pytest.mark.parametrize("gone", ["the key", "the images"])
 def test_without_validation_no_validation_images_are_needed(tmp_path: Path, gone: str) -> None:
     data = make_yolo_set(tmp_path)
