@@ -11,16 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Literal
-
-import msgspec
+from typing import IO, TYPE_CHECKING, Literal
 
 from cluster.errors import ClusterError, NameTakenError, UsageError
 from cluster.spec.model import NAME, JobRecord
 
+if TYPE_CHECKING:
+    import msgspec
+
 Outcome = Literal["done", "failed", "stopped"]
-#: Not pydantic: to import it and to compile the record's schema takes 60 ms at the start of each `clusterctl`.
-_DECODER = msgspec.json.Decoder(JobRecord)
 #: How often, and with which pause in seconds, a taken lock is tried.
 _TRIES, _PAUSE_S = 3, 0.02
 
@@ -190,6 +189,8 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _replace(path: Path, record: JobRecord) -> None:
+    import msgspec
+
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
@@ -204,6 +205,14 @@ def _unwritable(path: Path, error: OSError) -> ClusterError:
         f"cannot write the job's record {path}: {error.strerror}",
         "free some space, or use another folder: CLUSTERCTL_STATE_DIR=FOLDER clusterctl ...",
     )
+
+
+@functools.cache
+def _decoder() -> msgspec.json.Decoder[JobRecord]:
+    """Return the decoder of records. `--help` does without it; pydantic's would take 50 ms more to import and build."""
+    import msgspec
+
+    return msgspec.json.Decoder(JobRecord)
 
 
 def _load(path: Path) -> JobRecord:
@@ -225,4 +234,4 @@ def _why(error: Exception) -> str:
 
 @functools.lru_cache(maxsize=4096)  # `clusterctl serve` polls all jobs once per second
 def _parse(path: Path, *_version: int) -> JobRecord:
-    return _DECODER.decode(path.read_bytes())
+    return _decoder().decode(path.read_bytes())

@@ -43,7 +43,7 @@ class LocalShell:
     note = ""
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
-        """Run a command. Raise UnreachableError if its program is missing, SlowError if `timeout_s` is too short."""
+        """Run a command. Raise UnreachableError if its program is missing, SlowError if it exceeds `timeout_s`."""
         data, env = stdin.encode(), environment()
         try:  # in a separate session: Ctrl-C must reach only the launcher, which stops its commands in order
             code, out, errors = _run(argv, data, env, timeout_s)

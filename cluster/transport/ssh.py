@@ -31,7 +31,7 @@ class SshShell:
         return link.socket if link is not None and link.is_open else ""
 
     def run(self, argv: Sequence[str], *, stdin: str = "", timeout_s: float = 60.0) -> Completed:
-        """Run a command. Raise UnreachableError if the connection fails, SlowError if `timeout_s` is too short."""
+        """Run a command. Raise UnreachableError if the connection fails, SlowError if it exceeds `timeout_s`."""
         try:
             code, out, errors = self._execute(remote_line(argv, marked=True), stdin.encode(), timeout_s)
         except TimeoutError as error:

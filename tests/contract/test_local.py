@@ -314,6 +314,7 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     time.sleep(2)
     assert processes_of(job_name) == []
     assert json.loads(clusterctl.run("ps", "--all", "--json")[1])[0]["state"] == "stopped"
+    assert f" runs/{job_name}" in clusterctl.expect(0, "ps", "--all")
 
 
 def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
