@@ -24,6 +24,7 @@ def serving(clusterctl, *arguments, page=None):
             page.goto("about:blank")
         process.send_signal(signal.SIGINT)
         text, _ = process.communicate(timeout=20)
+        print(text, end="")  # also if the test fails
     assert (process.returncode, text) == (130, "")
 
 

@@ -51,14 +51,16 @@ class Launched:
         outcome, problems = jobs.finish(follower, records)
         _note(*problems)
         view = follower.view
-        why = "; ".join(text for text in (report.cause(view, follower.verdict), refusal) if text)
-        return JobResult(outcome, records.load(self.name).exit_code, why, view.done or view.metric)
+        record = records.load(self.name)
+        why = "; ".join(text for text in (report.cause(view, follower.verdict) or record.detail, refusal) if text)
+        return JobResult(outcome, record.exit_code, why, view.done or view.metric)
 
     def state(self) -> str:
         """Return joining, running, done, failed or stopped."""
         from cluster.supervisor import jobs
 
-        return jobs.state(JobStore().load(self.name))[0]
+        records = JobStore()
+        return jobs.state(records.load(self.name), records)[0]
 
     def stop(self, grace_s: float | None = None) -> None:
         """Stop the job on every node; kill what still runs after `grace_s`, by default the job's. Safe to repeat."""

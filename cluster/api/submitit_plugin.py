@@ -32,8 +32,9 @@ class StoreWatcher(core.InfoWatcher):
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         """Return PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN if the job or its nodes cannot be read."""
+        records = JobStore()
         try:
-            return _STATES[jobs.state(JobStore().load(job_id))[0]]
+            return _STATES[jobs.state(records.load(job_id), records)[0]]
         except ClusterError:
             return "UNKNOWN"
 

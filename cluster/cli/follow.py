@@ -155,6 +155,8 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
     if outcome == "done":
         print_line(out, report.done(view, plan, str(Path.cwd())))
         return report.EXIT_DONE
+    if verdict not in ("failed", "late", "stalled"):  # another process could not start it
+        return print_outcome(records.load(plan.job_id), out)
     cause = report.cause(view, verdict)
     if verdict == "late":
         joined = f"{view.ready_count} of {len(view.nodes)} nodes joined"

@@ -140,7 +140,7 @@ def ps(
         ready = 0
         with contextlib.suppress(ClusterError):  # the other jobs are still listed
             if not record.outcome:
-                state, view = jobs.state(record)
+                state, view = jobs.state(record, records)
                 ready = view.ready_count
         plan = record.plan
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
@@ -177,7 +177,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
 
     records = JobStore()
     record = records.load(job)
-    state, view = jobs.state(record)
+    state, view = jobs.state(record, records)
     supervisor = _supervisor_of(record, records)
     kept = notes.Reader(record.plan).lines()
     if as_json:
@@ -209,21 +209,21 @@ def logs(
     """Print a job's logs, each line prefixed with its node."""
     from cluster.supervisor import jobs, notes, session
 
-    record = JobStore().load(job)
-    wanted = session.node_named(record, node).name if node else ""
-    follower, kept = jobs.Follower(record), notes.Reader(record.plan)
-    width = max(len(each.name) for each in record.plan.nodes)
+    observer = jobs.Observer(job, JobStore())
+    plan, kept = observer.record.plan, notes.Reader(observer.record.plan)
+    wanted = session.node_named(observer.record, node).name if node else ""
+    width = max(len(each.name) for each in plan.nodes)
     try:
         while True:
+            lines = observer.step(everything=everything)
             for text in kept.lines() if not wanted else ():
                 print(f"supervisor | {text}", flush=True)
-            for name, text in follower.step(time.time(), everything=everything):
+            for name, text in lines:
                 if not wanted:
                     print(f"{name:<{width}} | {text}", flush=True)
                 elif name == wanted:
                     print(text, flush=True)
-            has_ended = all(each.phase in ("exited", "lost") for each in follower.view.nodes)
-            if not follow or has_ended:
+            if not follow or observer.has_ended:
                 return
             time.sleep(jobs.POLL_S)
     except KeyboardInterrupt:
@@ -246,29 +246,29 @@ def top(
     from cluster.cli.display import UsageTable, header
     from cluster.supervisor import jobs
 
-    record = JobStore().load(job)
-    if record.outcome:
-        raise UsageError(f"{job} is not running: {record.outcome}", f"to see how it ended: clusterctl status {job}")
-    follower, usage, out = jobs.Follower(record), UsageTable(), console()
+    observer, usage, out = jobs.Observer(job, JobStore()), UsageTable(), console()
+    if outcome := observer.record.outcome:
+        raise UsageError(f"{job} is not running: {outcome}", f"to see how it ended: clusterctl status {job}")
 
     def sample() -> None:
-        follower.step(time.time())
-        usage.add(follower.view)
+        observer.step()
+        usage.add(observer.view)
 
     def drawn() -> Group:
-        speed = f"   {follower.view.progress['images_per_s']:.0f} images/s" if follower.view.progress else ""
-        return Group(f"{header(record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(follower.view))
+        view = observer.view
+        speed = f"   {view.progress['images_per_s']:.0f} images/s" if view.progress else ""
+        return Group(f"{header(observer.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view))
 
     sample()
     if as_json:
-        nodes = [{"node": node.name, "phase": node.phase, "usage": node.usage} for node in follower.view.nodes]
-        print(json.dumps({"job": job, "nodes": nodes, "progress": follower.view.progress}))
+        nodes = [{"node": node.name, "phase": node.phase, "usage": node.usage} for node in observer.view.nodes]
+        print(json.dumps({"job": job, "nodes": nodes, "progress": observer.view.progress}))
     elif once or not out.is_terminal:
         out.print(drawn())
     else:
         try:
             with Live(console=out, get_renderable=drawn, auto_refresh=False, screen=True) as live:
-                while any(node.phase not in ("exited", "lost") for node in follower.view.nodes):
+                while not observer.has_ended:
                     live.refresh()
                     time.sleep(2)
                     sample()

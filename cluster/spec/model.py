@@ -334,7 +334,8 @@ class JobRecord:
     `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
     the plan no longer has, and `history` lists all failures, so that every process counts the same restarts. `commit`
     is that of the working directory, "" outside of git; `withheld` are its files with secrets, which are not copied to
-    nodes. `ended_at` is a Unix time, 0 before. A job that was stopped has in `stop_grace_s` the grace of that stop.
+    nodes. `ended_at` is a Unix time, 0 before. A job that was stopped has in `stop_grace_s` the grace of that stop. An
+    attempt is recorded before its nodes are started; until all of them are, `is_starting` is true.
     """
 
     plan: Plan
@@ -349,6 +350,7 @@ class JobRecord:
     history: tuple[PastAttempt, ...] = ()
     ended_at: float = 0.0
     stop_grace_s: float = 0.0
+    is_starting: bool = False
 
 
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:

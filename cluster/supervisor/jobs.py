@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from cluster import contract
 from cluster.backends import BACKENDS, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
@@ -67,6 +68,12 @@ class Follower:
         """
         # States before logs: the log of an exited node is then complete.
         statuses = BACKENDS[self.plan.backend].observe(self.plan)
+        events, texts = self.read(everything=everything)
+        self.view = job_state.fold(self.view, statuses, events, now, patience_s)
+        return texts
+
+    def read(self, *, everything: bool = False) -> tuple[list[logs.Event], list[tuple[str, str]]]:
+        """Return the events and lines that the local logs have more than at the last call, without a poll."""
         events, texts = [], []
         for node, line in self._reader.lines():
             event = logs.event(line)
@@ -76,8 +83,7 @@ class Follower:
                 self.tails[node].append(line)
                 if everything or not line.startswith(logs.AGENT_PREFIX):
                     texts.append((node, line))
-        self.view = job_state.fold(self.view, statuses, events, now, patience_s)
-        return texts
+        return events, texts
 
 
 def follow(
@@ -163,27 +169,72 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
     return kept
 
 
-def state(record: JobRecord, follower: Follower | None = None) -> tuple[str, JobView]:
+def state(record: JobRecord, records: JobStore) -> tuple[str, JobView]:
     """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view.
 
-    The view is that of the agents' status files, which have only the last metric event. With a `follower` it is also
-    that of the logs, of which an earlier call has read a part.
+    The view is that of the agents' status files, which have only the last metric event.
     """
     plan, now = record.plan, time.time()
-    view = follower.view if follower else job_state.start(plan, record.created_at)
-    if record.outcome and not Path(plan.attempt_dir).exists():
-        return record.outcome, view
-    if follower:
-        follower.step(now)
-        view = follower.view
-    else:
+    view = job_state.start(plan, record.created_at)
+    if _has_nodes(record, records):
         statuses = BACKENDS[plan.backend].observe(plan)
         view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
+    return _state(record, view, now), view
+
+
+def _has_nodes(record: JobRecord, records: JobStore) -> bool:
+    """Return whether there is something to poll. Nodes that a process has not started yet would seem to be lost."""
     if record.outcome:
-        return record.outcome, view
+        return Path(record.plan.attempt_dir).exists()
+    return not (record.is_starting and records.watcher(record.plan.job_id))
+
+
+def _state(record: JobRecord, view: JobView, now: float) -> str:
     states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
-    verdict = job_state.judge(view, now, plan.job.timeout_s)
-    return states.get(verdict, verdict), view
+    verdict = job_state.judge(view, now, record.plan.job.timeout_s)
+    return record.outcome or states.get(verdict, verdict)
+
+
+class Observer:
+    """Polls a job over all its attempts, without deciding anything. `follower` is that of the newest attempt."""
+
+    def __init__(self, job_id: str, records: JobStore) -> None:
+        self._records = records
+        self.record = records.load(job_id)
+        self.follower = Follower(self.record)
+
+    @property
+    def view(self) -> JobView:
+        """The view of the newest attempt, from the last poll."""
+        return self.follower.view
+
+    def step(self, *, everything: bool = False) -> list[tuple[str, str]]:
+        """Poll once and return the program's new lines, as `Follower.step` does. Raises UnreachableError."""
+        record = self._records.load(self.record.plan.job_id)
+        lines: list[tuple[str, str]] = []
+        if record.plan.attempt != self.record.plan.attempt:
+            events, lines = self.follower.read(everything=everything)
+            metrics = [*self.view.metrics, *(event for event in events if event["event"] == contract.METRIC)]
+            self.follower = Follower(record)
+            self.view.metrics = metrics
+        self.record = record
+        if _has_nodes(record, self._records):
+            lines += self.follower.step(time.time(), everything=everything)
+        return lines
+
+    @property
+    def state(self) -> str:
+        """The job's state at the last poll, as the function `state` returns it."""
+        return _state(self.record, self.view, time.time())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all nodes had ended at the last poll, and no process restarts them."""
+        if self.record.outcome and not _has_nodes(self.record, self._records):
+            return True
+        if any(node.phase not in ("exited", "lost") for node in self.view.nodes):
+            return False
+        return bool(self.record.outcome) or not self._records.watcher(self.record.plan.job_id)
 
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:

@@ -175,7 +175,7 @@ class Launcher:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without)
+        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, is_starting=True)
         notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
@@ -183,7 +183,7 @@ class Launcher:
                 is_reserved = True
                 try:
                     notes += self._send_files(code, record)
-                    self.start(record)
+                    record = self.start(record)
                 except GpusHeldError:  # by a job that took them after the check
                     self._forget(record)
                     raise
@@ -218,22 +218,31 @@ class Launcher:
         shutil.rmtree(plan.run_dir, ignore_errors=True)
         self.records.forget(plan.job_id)
 
-    def start(self, record: JobRecord) -> None:
-        """Start all nodes of a recorded job. Raise ClusterError, with none of them running, if one does not start."""
+    def start(self, record: JobRecord) -> JobRecord:
+        """Start all nodes of a recorded job, and return its record.
+
+        Raise ClusterError, with none of them running, if one does not start.
+        """
         plan, backend = record.plan, BACKENDS[record.plan.backend]
         if absent := ", ".join(name for name in plan.job.secrets if name not in self.secrets):
             raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
         if plan.attempt > 1:
             self._send_files(workdir.scan(plan.workdir, record.withheld) if plan.workdir else None, record)
         _make_folder(plan)
+        started, is_submitted = replace(record, is_starting=False), False
         try:
             backend.submit(plan, self.secrets)
-        except UnreachableError:  # a node that did not answer in time may still start
-            jobs.clean_up(record, grace_s=0)
+            is_submitted = True
+            self.records.update(started)
+        except ClusterError as error:
+            # A node that did not answer in time may still start.
+            if is_submitted or isinstance(error, UnreachableError):
+                jobs.clean_up(record, grace_s=0)
             raise
         if self.records.load(plan.job_id).outcome:  # `stop` in another process, before the nodes existed
             backend.cancel(plan, grace_s=0)
             raise LaunchError("the job was stopped while it started")
+        return started
 
     def launch_array(self, array: Sequence[Job], backend: str, at_once: int) -> list[JobRecord]:
         """Check and record jobs, and submit them as one job array. Raise ClusterError if none was submitted."""
@@ -360,7 +369,7 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     held: dict[Gpu, str] = {}
     for record in records:
         try:
-            if record.job.gpus and not record.outcome and jobs.state(record)[0] in ("joining", "running"):
+            if record.job.gpus and not record.outcome and jobs.state(record, records)[0] in ("joining", "running"):
                 held |= dict.fromkeys(record.job.gpus, record.plan.job_id)
         except ClusterError:  # its Docker Engine is down, and so are its containers
             continue

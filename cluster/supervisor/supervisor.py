@@ -47,12 +47,15 @@ class Supervisor:
         Return the last attempt, and why the job was not restarted ("" if it is done or was stopped).
         """
         copied = notes.Copied(self.show, self.record.plan)
+        follower, has_ended = Follower(self.record), False
         while True:
             with self.records.watch(self.record.plan.job_id) as is_supervisor:
                 if is_supervisor:
                     return self.supervise()
-            follower = jobs.follow(self.record, copied)
-            if self._has_ended(follower) or not self._wait_for_restart(copied):
+            if not self.record.is_starting:
+                follower = jobs.follow(self.record, copied)
+                has_ended = self._has_ended(follower)
+            if has_ended or not self._wait_for_start(copied):
                 self._wait_for_background(copied)
                 return follower, ""
 
@@ -155,7 +158,7 @@ class Supervisor:
         record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
         backend = BACKENDS[plan.backend]
         if requeued := backend.requeued(plan):
-            self._update(requeued)
+            self._update(requeued, is_starting=False)
             Path(requeued.attempt_dir).mkdir(parents=True, exist_ok=True)
             return
         lost = [node.name for node in view.nodes if node.silent]
@@ -171,16 +174,16 @@ class Supervisor:
             next_plan = launcher.free_plan(job, plan.backend, attempt=attempt)
         if self.records.load(plan.job_id).outcome:
             raise ClusterError("another process stopped the job")
-        self._update(next_plan)
+        self._update(next_plan, is_starting=True)
         # A machine that was unreachable may still run an earlier attempt.
         returned = tuple(node for node in next_plan.nodes if node.name in lost or node not in plan.nodes)
         if returned:
             backend.cancel(replace(next_plan, nodes=returned), grace_s=0)
         if hosts:
             self._copy_checkpoint(plan.machines)
-        Launcher(self.records, self.secrets).start(self.record)
+        self.record = Launcher(self.records, self.secrets).start(self.record)
 
-    def _update(self, plan: Plan) -> None:
+    def _update(self, plan: Plan, *, is_starting: bool) -> None:
         """Record the next attempt."""
         record = self.record
         retired = [node for node in record.plan.nodes if record.job.hosts and node not in plan.nodes]
@@ -189,6 +192,7 @@ class Supervisor:
             plan=plan,
             created_at=time.time(),
             retired=tuple(dict.fromkeys((*record.retired, *retired))),
+            is_starting=is_starting,
         )
         self.records.update(self.record)
 
@@ -271,23 +275,34 @@ class Supervisor:
             time.sleep(jobs.POLL_S)
         show.update()
 
-    def _wait_for_restart(self, show: notes.Copied) -> bool:
-        """Wait until another supervisor restarts the job, or ends. Return False if the job is over."""
-        attempt, polls = self.record.plan.attempt, 0
+    def _wait_for_start(self, show: notes.Copied) -> bool:
+        """Wait until another supervisor has started the job, again if it has failed, or until that supervisor ends.
+
+        Return False if the job is over.
+        """
+        before, polls = self.record, 0
         while True:
             polls += 1
             show.update()
             self.record = self.records.load(self.record.plan.job_id)
             if self.record.outcome:
                 return False
-            # An attempt is recorded before it starts. A poll in between observes it as lost.
-            if self.record.plan.attempt > attempt or (polls % _STATE_EVERY == 0 and _is_alive(self.record)):
+            is_next = self.record.plan.attempt > before.plan.attempt or before.is_starting
+            is_alive = is_next or (polls % _STATE_EVERY == 0 and self._is_alive())
+            if is_alive and not self.record.is_starting:
                 return True
             with self.records.watch(self.record.plan.job_id) as is_supervisor:
                 if is_supervisor:
                     self.record = self.records.load(self.record.plan.job_id)
                     return not self.record.outcome
             time.sleep(jobs.POLL_S)
+
+    def _is_alive(self) -> bool:
+        """Return whether an attempt that looked failed runs: the other supervisor may have seen it differently."""
+        try:
+            return jobs.state(self.record, self.records)[0] != "failed"
+        except ClusterError:
+            return False
 
 
 def _cancel_late(plan: Plan) -> None:
@@ -307,10 +322,3 @@ def _checkpoint_times(hosts: Sequence[Machine], plan: Plan) -> tuple[dict[str, i
     found = parallel.each(hosts, lambda host: reach(host).run([*stat, path.format(plan.dir_on(host))], timeout_s=8).out)
     times = {name: int(out) for name, out in found.items() if not isinstance(out, ClusterError) and out.strip()}
     return times, [name for name, out in found.items() if isinstance(out, ClusterError)]
-
-
-def _is_alive(record: JobRecord) -> bool:
-    try:
-        return jobs.state(record)[0] != "failed"
-    except ClusterError:
-        return False

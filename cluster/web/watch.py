@@ -75,7 +75,7 @@ class PolledJob:
         self._job_id, self._store = job_id, store
         self._lock, self._polled_at = threading.Lock(), 0.0
         self.record = store.load(job_id)
-        self._follower: jobs.Follower | None = None  # reads the logs, once a page shows the job
+        self._observer: jobs.Observer | None = None  # reads the logs, once a page shows the job
         self.state: str = self.record.outcome or "joining"
         self.view: JobView | None = None
         self._past: list[page.Ranks] = []
@@ -88,20 +88,20 @@ class PolledJob:
         with self._lock:
             has_ended = self.record.outcome and self.state == self.record.outcome
             is_recent = time.time() - self._polled_at < POLL_S / 2
-            has_enough = not with_logs or self._follower or (has_ended and not self.view)
+            has_enough = not with_logs or self._observer or (has_ended and not self.view)
             if (has_ended or is_recent) and has_enough:
                 return
-            self.record = record = self._store.load(self._job_id)
-            if with_logs and self._follower is None:
-                self._follower = jobs.Follower(record)
-            elif self._follower and record.plan.attempt != self._follower.plan.attempt:
-                metrics = self._follower.view.metrics
-                self._follower = jobs.Follower(record)
-                self._follower.view.metrics = metrics
+            self.record = self._store.load(self._job_id)
+            if with_logs and self._observer is None:
+                self._observer = jobs.Observer(self._job_id, self._store)
             try:
-                self.state, self.view = jobs.state(record, self._follower)
+                if observer := self._observer:
+                    observer.step()
+                    self.record, self.state, self.view = observer.record, observer.state, observer.view
+                else:
+                    self.state, self.view = jobs.state(self.record, self._store)
             except ClusterError:
-                self.state = record.outcome or "unreachable"
+                self.state = self.record.outcome or "unreachable"
             if time.time() - self._polled_at > _PAUSE_S:
                 self._past = []
             self._polled_at = time.time()

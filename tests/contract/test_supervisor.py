@@ -62,6 +62,31 @@ def has_ended(clusterctl, job):
     return wait_until(lambda: row(clusterctl, job)["state"] == "done", timeout_s=90, pause_s=0.5)
 
 
+def test_a_followed_log_and_wait_last_until_the_restarted_job_ends(clusterctl, launch, job_name):
+    (clusterctl.folder / "twice.py").write_text(
+        "import os, time\n"
+        "number = os.environ['CLUSTER_ATTEMPT']\n"
+        "print('attempt', number, 'begins', flush=True)\n"
+        "while number == '1' and not os.path.exists(os.path.join(os.environ['CLUSTER_RUN_DIR'], 'fail')):\n"
+        "    time.sleep(0.1)\n"
+        "assert number != '1', 'it fails once'\n"
+        "print('the last word', flush=True)\n"
+    )
+    clusterctl.expect(0, *launch("twice.py", "--detach"))
+    followed, waiting = clusterctl.start("logs", "-f", job_name), clusterctl.start("wait", job_name)
+    seen = []
+    for line in followed.stdout:
+        seen.append(line)
+        if "attempt 1 begins" in line:
+            for folder in clusterctl.folder.glob(f"*/{job_name}"):
+                (folder / "fail").touch()
+    text = "".join(seen)
+    ended(followed, 0, timeout_s=60)
+    assert "restart 1 of 1" in text
+    assert text.index("attempt 1 begins") < text.index("attempt 2 begins") < text.index("the last word")
+    ended(waiting, 0, timeout_s=60, has="done in")
+
+
 def exists(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.real
 
 
 def test_the_page_shows_a_killed_node_within_10_s_and_the_restart(cluster, page):
-    cluster.launch("shown", "--max-restarts", "1", epochs=40)
+    cluster.launch("shown", "--max-restarts", "1", epochs=400)  # until it is stopped
     cluster.until_step()
     with serving(cluster.clusterctl, page=page) as url:
         page.goto(url)

@@ -336,7 +336,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
             agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
-            state, view = jobs.state(record)
+            state, view = jobs.state(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
         polled = PolledJob("job", store)
         assert '<span class="running">running</span>' in polled.row()
@@ -347,6 +347,41 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
     waiting = ("joining", "starting", 0), ("joining", "joining", 0)
     assert seen == [*waiting, ("running", "ready", 1), ("running", "ready", 1)]
     assert view.metric == metric
+
+
+def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
+    """An attempt is recorded before its nodes have folders. Polled then, they would seem to be lost for good."""
+    job, store = Job("job", ("x.py",), 1, 1, str(tmp_path)), JobStore(tmp_path / "state")
+    first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, is_starting=True)
+    store.reserve(first)
+    assert jobs.state(first, store)[0] == "failed"  # the process that was starting it is gone
+    observer, polled = jobs.Observer("job", store), PolledJob("job", store)
+    with store.watch("job"):
+        state, view = jobs.state(first, store)
+        assert (state, [node.phase for node in view.nodes]) == ("joining", ["pending"])
+        assert observer.step() == []
+        assert '<span class="joining">joining</span>' in polled.row()
+        assert "does not exist" not in polled.body()
+        folder = Path(first.plan.attempt_dir)
+        folder.mkdir(parents=True)
+        script = folder / "node-0.sh"
+        script.write_text("sleep 60 & wait")
+        with subprocess.Popen(["bash", str(script)]) as process:
+            (folder / "node-0.pid").write_text(str(process.pid))
+            (folder / "node-0.log").write_text("hello\n")
+            store.update(replace(first, is_starting=False))
+            assert observer.step() == [("node-0", "hello")]
+            assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("joining", "starting", False)
+            process.kill()
+        observer.step()
+        assert (observer.state, observer.has_ended) == ("failed", False)  # the supervisor may restart it
+        (folder / "node-0.log").write_text("hello\nthe last word\n")
+        plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
+        store.update(replace(first, plan=plan, is_starting=True))
+        assert observer.step() == [("node-0", "the last word")]
+        assert (observer.state, observer.has_ended) == ("joining", False)
+    observer.step()
+    assert (observer.state, observer.has_ended) == ("failed", True)
 
 
 def test_machines_of_200_jobs_are_forgotten_when_they_are_not_polled(monkeypatch):
