@@ -172,14 +172,15 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
 def state(record: JobRecord, records: JobStore) -> tuple[str, JobView]:
     """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view.
 
-    The view is that of the agents' status files, which have only the last metric event.
+    A job whose attempt has failed is running while its supervisor may restart it. The view is that of the agents'
+    status files, which have only the last metric event.
     """
     plan, now = record.plan, time.time()
     view = job_state.start(plan, record.created_at)
     if _has_nodes(record, records):
         statuses = BACKENDS[plan.backend].observe(plan)
         view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
-    return _state(record, view, now), view
+    return _state(record, records, view, now), view
 
 
 def _has_nodes(record: JobRecord, records: JobStore) -> bool:
@@ -189,9 +190,11 @@ def _has_nodes(record: JobRecord, records: JobStore) -> bool:
     return not (record.is_starting and records.watcher(record.plan.job_id))
 
 
-def _state(record: JobRecord, view: JobView, now: float) -> str:
+def _state(record: JobRecord, records: JobStore, view: JobView, now: float) -> str:
     states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
     verdict = job_state.judge(view, now, record.plan.job.timeout_s)
+    if not record.outcome and verdict == "failed" and records.watcher(record.plan.job_id):
+        return "running"
     return record.outcome or states.get(verdict, verdict)
 
 
@@ -225,7 +228,7 @@ class Observer:
     @property
     def state(self) -> str:
         """The job's state at the last poll, as the function `state` returns it."""
-        return _state(self.record, self.view, time.time())
+        return _state(self.record, self._records, self.view, time.time())
 
     @property
     def has_ended(self) -> bool:

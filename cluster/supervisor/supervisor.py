@@ -17,7 +17,7 @@ from cluster.spec import defaults
 from cluster.spec.model import JobRecord, Machine, PastAttempt, Plan
 from cluster.store import JobStore
 from cluster.supervisor import jobs, launcher, notes, restarts
-from cluster.supervisor.job_state import RETURN_S, JobView
+from cluster.supervisor.job_state import RETURN_S, JobView, failing
 from cluster.supervisor.jobs import FAILED_GRACE_S, Display, Follower
 from cluster.supervisor.launcher import Launcher
 from cluster.supervisor.restarts import Failure
@@ -300,7 +300,7 @@ class Supervisor:
     def _is_alive(self) -> bool:
         """Return whether an attempt that looked failed runs: the other supervisor may have seen it differently."""
         try:
-            return jobs.state(self.record, self.records)[0] != "failed"
+            return not failing(jobs.state(self.record, self.records)[1])
         except ClusterError:
             return False
 

@@ -374,7 +374,8 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
             assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("joining", "starting", False)
             process.kill()
         observer.step()
-        assert (observer.state, observer.has_ended) == ("failed", False)  # the supervisor may restart it
+        assert (observer.state, observer.has_ended) == ("running", False)  # the supervisor may restart it
+        assert jobs.state(store.load("job"), store)[0] == "running"
         (folder / "node-0.log").write_text("hello\nthe last word\n")
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
         store.update(replace(first, plan=plan, is_starting=True))
