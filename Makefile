@@ -59,7 +59,7 @@ testbed:  ## start three hosts on this machine: n0, n1, n2 with sshd, Docker Eng
 	@packaging/image.sh $(IMAGE)
 	@testbed/image.sh $(IMAGE)
 
-testbed-kubernetes: testbed  ## start Kubernetes on the three hosts (the first time, it is built: 18 minutes)
+testbed-kubernetes: testbed  ## start Kubernetes on the three hosts (the first time, it is built: 8 to 18 minutes)
 	@testbed/kubernetes/up.sh
 
 testbed-down:  ## remove the three hosts and their data (ARGS=--image: their container image too)
