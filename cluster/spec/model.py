@@ -335,7 +335,8 @@ class JobRecord:
     the plan no longer has, and `history` lists all failures, so that every process counts the same restarts. `commit`
     is that of the working directory, "" outside of git; `withheld` are its files with secrets, which are not copied to
     nodes. `ended_at` is a Unix time, 0 before. A job that was stopped has in `stop_grace_s` the grace of that stop. An
-    attempt is recorded before its nodes are started; until all of them are, `is_starting` is true.
+    attempt is recorded before its nodes are started; until all of them are, `start_lock` names the job whose lock the
+    process that starts them holds: for a job of an array, the first one.
     """
 
     plan: Plan
@@ -350,7 +351,7 @@ class JobRecord:
     history: tuple[PastAttempt, ...] = ()
     ended_at: float = 0.0
     stop_grace_s: float = 0.0
-    is_starting: bool = False
+    start_lock: str = ""
 
 
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:

@@ -187,7 +187,12 @@ def _has_nodes(record: JobRecord, records: JobStore) -> bool:
     """Return whether there is something to poll. Nodes that a process has not started yet would seem to be lost."""
     if record.outcome:
         return Path(record.plan.attempt_dir).exists()
-    return not (record.is_starting and records.watcher(record.plan.job_id))
+    return not is_being_started(record, records)
+
+
+def is_being_started(record: JobRecord, records: JobStore) -> bool:
+    """Return whether a process is starting the nodes of the newest attempt. If it was killed, none is."""
+    return bool(record.start_lock and records.watcher(record.start_lock))
 
 
 def _state(record: JobRecord, records: JobStore, view: JobView, now: float) -> str:

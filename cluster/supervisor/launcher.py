@@ -175,7 +175,8 @@ class Launcher:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, is_starting=True)
+        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without)
+        record = replace(record, start_lock=checked.job_id)
         notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
@@ -229,7 +230,7 @@ class Launcher:
         if plan.attempt > 1:
             self._send_files(workdir.scan(plan.workdir, record.withheld) if plan.workdir else None, record)
         _make_folder(plan)
-        started, is_submitted = replace(record, is_starting=False), False
+        started, is_submitted = replace(record, start_lock=""), False
         try:
             backend.submit(plan, self.secrets)
             is_submitted = True
@@ -252,16 +253,24 @@ class Launcher:
             BACKENDS[backend].check(job, job_plan)
             _check_run_dir(job_plan)
         reserved: list[JobRecord] = []
+        first, is_submitted = plans[0].job_id, False
         try:
-            for job, job_plan in zip(array, plans, strict=True):
-                record = JobRecord(job_plan, time.time(), job, withheld=self.without)
-                self.records.reserve(record)
-                reserved.append(record)
-                self._send_files(code, record)
-                _make_folder(record.plan)
-            BACKENDS[backend].submit_array(plans, step, self.secrets)
+            with self.records.watch(first):
+                for job, job_plan in zip(array, plans, strict=True):
+                    record = JobRecord(job_plan, time.time(), job, withheld=self.without, start_lock=first)
+                    self.records.reserve(record)
+                    reserved.append(record)
+                    self._send_files(code, record)
+                    _make_folder(record.plan)
+                BACKENDS[backend].submit_array(plans, step, self.secrets)
+                is_submitted = True
+                reserved = [replace(record, start_lock="") for record in reserved]
+                for record in reserved:
+                    self.records.update(record)
         except ClusterError as error:
             for record in reserved:
+                if is_submitted:
+                    jobs.clean_up(record, grace_s=0)
                 self.records.end(record.plan.job_id, "failed", error.message, error.exit_code)
             raise
         except KeyboardInterrupt:

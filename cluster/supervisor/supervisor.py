@@ -49,10 +49,10 @@ class Supervisor:
         copied = notes.Copied(self.show, self.record.plan)
         follower, has_ended = Follower(self.record), False
         while True:
-            with self.records.watch(self.record.plan.job_id) as is_supervisor:
-                if is_supervisor:
-                    return self.supervise()
-            if not self.record.is_starting:
+            if not jobs.is_being_started(self.record, self.records):
+                with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                    if is_supervisor:
+                        return self.supervise()
                 follower = jobs.follow(self.record, copied)
                 has_ended = self._has_ended(follower)
             if has_ended or not self._wait_for_start(copied):
@@ -62,6 +62,9 @@ class Supervisor:
     def supervise(self) -> tuple[Follower, str]:
         """As `run`, for a process that holds the job's lock (`JobStore.watch`)."""
         self.record = self.records.load(self.record.plan.job_id)  # another process may have restarted it
+        if self.record.start_lock:  # that process was killed: what it has started is followed now
+            self.record = replace(self.record, start_lock="")
+            self.records.update(self.record)
         self.show = notes.Kept(self.show, self.record.plan)
         while True:
             follower = jobs.follow(self.record, self.show, self._patience_s, tends=True)
@@ -158,7 +161,7 @@ class Supervisor:
         record, plan, hosts = self.record, self.record.plan, self.record.job.hosts
         backend = BACKENDS[plan.backend]
         if requeued := backend.requeued(plan):
-            self._update(requeued, is_starting=False)
+            self._update(requeued)
             Path(requeued.attempt_dir).mkdir(parents=True, exist_ok=True)
             return
         lost = [node.name for node in view.nodes if node.silent]
@@ -174,7 +177,7 @@ class Supervisor:
             next_plan = launcher.free_plan(job, plan.backend, attempt=attempt)
         if self.records.load(plan.job_id).outcome:
             raise ClusterError("another process stopped the job")
-        self._update(next_plan, is_starting=True)
+        self._update(next_plan, start_lock=plan.job_id)
         # A machine that was unreachable may still run an earlier attempt.
         returned = tuple(node for node in next_plan.nodes if node.name in lost or node not in plan.nodes)
         if returned:
@@ -183,7 +186,7 @@ class Supervisor:
             self._copy_checkpoint(plan.machines)
         self.record = Launcher(self.records, self.secrets).start(self.record)
 
-    def _update(self, plan: Plan, *, is_starting: bool) -> None:
+    def _update(self, plan: Plan, *, start_lock: str = "") -> None:
         """Record the next attempt."""
         record = self.record
         retired = [node for node in record.plan.nodes if record.job.hosts and node not in plan.nodes]
@@ -192,7 +195,7 @@ class Supervisor:
             plan=plan,
             created_at=time.time(),
             retired=tuple(dict.fromkeys((*record.retired, *retired))),
-            is_starting=is_starting,
+            start_lock=start_lock,
         )
         self.records.update(self.record)
 
@@ -287,14 +290,14 @@ class Supervisor:
             self.record = self.records.load(self.record.plan.job_id)
             if self.record.outcome:
                 return False
-            is_next = self.record.plan.attempt > before.plan.attempt or before.is_starting
-            is_alive = is_next or (polls % _STATE_EVERY == 0 and self._is_alive())
-            if is_alive and not self.record.is_starting:
-                return True
-            with self.records.watch(self.record.plan.job_id) as is_supervisor:
-                if is_supervisor:
-                    self.record = self.records.load(self.record.plan.job_id)
-                    return not self.record.outcome
+            if not jobs.is_being_started(self.record, self.records):
+                is_next = self.record.plan.attempt > before.plan.attempt or before.start_lock
+                if is_next or (polls % _STATE_EVERY == 0 and self._is_alive()):
+                    return True
+                with self.records.watch(self.record.plan.job_id) as is_supervisor:
+                    if is_supervisor:
+                        self.record = self.records.load(self.record.plan.job_id)
+                        return not self.record.outcome
             time.sleep(jobs.POLL_S)
 
     def _is_alive(self) -> bool:

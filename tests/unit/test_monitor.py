@@ -213,12 +213,20 @@ def test_a_full_disk_is_reported_as_the_reason(tmp_path, exit_code, phase):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def running(tmp_path, **agent):
-    """Start a node's script, and write `agent` to its status file."""
-    script = tmp_path / "n0.sh"
+def started(folder, node):
+    """Start a node's script."""
+    script = folder / f"{node}.sh"
     script.write_text("sleep 60 & wait")
     process = subprocess.Popen(["bash", str(script)])
-    (tmp_path / "n0.pid").write_text(str(process.pid))
+    # Popen returns a moment before the kernel has set the command line, by which the script is found.
+    assert wait_until(lambda: str(script).encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    (folder / f"{node}.pid").write_text(str(process.pid))
+    return process
+
+
+def running(tmp_path, **agent):
+    """Start a node's script, and write `agent` to its status file."""
+    process = started(tmp_path, "n0")
     (tmp_path / "n0.json").write_text(json.dumps(agent) + "\n")
     return process
 
@@ -328,10 +336,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
     joining = {"event": "joining", "node": 0, "time": time.time(), "reachable": True, "listening": True}
     ready = {"event": "ready", "node": 0, "time": time.time(), "world_size": 1, "backend": "gloo", "device": "cpu"}
     metric = {"event": "metric", "node": 0, "time": time.time(), "epoch": 7, "map50": 0.5}
-    script = folder / "node-0.sh"
-    script.write_text("sleep 60 & wait")
-    with subprocess.Popen(["bash", str(script)]) as process:
-        (folder / "node-0.pid").write_text(str(process.pid))
+    with started(folder, "node-0") as process:
         seen = []
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
             agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
@@ -352,7 +357,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
 def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     """An attempt is recorded before its nodes have folders. Polled then, they would seem to be lost for good."""
     job, store = Job("job", ("x.py",), 1, 1, str(tmp_path)), JobStore(tmp_path / "state")
-    first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, is_starting=True)
+    first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, start_lock="job")
     store.reserve(first)
     assert jobs.state(first, store)[0] == "failed"  # the process that was starting it is gone
     observer, polled = jobs.Observer("job", store), PolledJob("job", store)
@@ -364,12 +369,9 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
         assert "does not exist" not in polled.body()
         folder = Path(first.plan.attempt_dir)
         folder.mkdir(parents=True)
-        script = folder / "node-0.sh"
-        script.write_text("sleep 60 & wait")
-        with subprocess.Popen(["bash", str(script)]) as process:
-            (folder / "node-0.pid").write_text(str(process.pid))
+        with started(folder, "node-0") as process:
             (folder / "node-0.log").write_text("hello\n")
-            store.update(replace(first, is_starting=False))
+            store.update(replace(first, start_lock=""))
             assert observer.step() == [("node-0", "hello")]
             assert (observer.state, observer.view.nodes[0].phase, observer.has_ended) == ("joining", "starting", False)
             process.kill()
@@ -378,7 +380,7 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
         assert jobs.state(store.load("job"), store)[0] == "running"
         (folder / "node-0.log").write_text("hello\nthe last word\n")
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
-        store.update(replace(first, plan=plan, is_starting=True))
+        store.update(replace(first, plan=plan))
         assert observer.step() == [("node-0", "the last word")]
         assert (observer.state, observer.has_ended) == ("joining", False)
     observer.step()
