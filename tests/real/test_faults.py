@@ -43,7 +43,7 @@ class Cluster:
         code, text = clusterctl.run("sync", str(self.folder / "set"))
         assert code == 0, text
 
-    def launch(self, job, *options, epochs=10):
+    def launch(self, job, *options, epochs=20):
         """Start training on two nodes; 8 steps an epoch, a checkpoint every third."""
         arguments = ["--data", str(self.data), "--cfg", str(self.folder / "set" / "tiny.yaml"), "--imgsz", "64"]
         arguments += ["--batch", "4", "--epochs", str(epochs), "--workers", "0", "--save-every", "3steps"]
