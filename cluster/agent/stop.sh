@@ -9,13 +9,30 @@ running() {
         [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
     done
 }
+# Whether the process $1 was started by none of the processes $left: its parent was one of them, and has ended.
+is_orphan() {
+    local stat parent
+    read -r stat < "/proc/$1/stat" || return 1
+    read -r _ parent _ <<< "${stat##*) }"
+    [[ " ${left//$'\n'/ } " != *" $parent "* ]]
+} 2>/dev/null
+# Sends SIGTERM to the process $1, unless it is a rank or one of a rank's.
+terminate() {
+    asked+=" $1 "
+    grep -qzs '^LOCAL_RANK=' "/proc/$1/environ" || kill -TERM "$1" 2>/dev/null
+}
 # In a separate shell: a limit of the file size would end it.
 [ ! -d "$folder" ] || (echo "$grace" > "$folder/grace") 2>/dev/null
-for pid in $(running); do
-    grep -qzs '^LOCAL_RANK=' "/proc/$pid/environ" || kill -TERM "$pid" 2>/dev/null
-done
+asked=
+for pid in $(running); do terminate "$pid"; done
 until=$(($(milliseconds) + 1000 * grace)) # a loop of so many sleeps would take longer
-while [ "$(milliseconds)" -lt "$until" ] && [ -n "$(running)" ]; do sleep 0.1; done
+while [ "$(milliseconds)" -lt "$until" ]; do
+    left=$(running)
+    [ -n "$left" ] || break
+    # A script may have started the agent after the list was made, and then been killed before it could forward the signal.
+    for pid in $left; do [[ $asked == *" $pid "* ]] || ! is_orphan "$pid" || terminate "$pid"; done
+    sleep 0.1
+done
 for _ in 1 2 3 4 5; do
     left=$(running)
     [ -n "$left" ] || break

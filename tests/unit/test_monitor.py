@@ -289,6 +289,30 @@ def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
         script.kill()
 
 
+def test_a_process_whose_parent_was_stopped_before_it_could_forward_the_signal_is_asked_to_end(tmp_path, monkeypatch):
+    """A process that forwards the signal is not disturbed."""
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    job = f"stop-{os.getpid()}"
+    orphan = (
+        f"trap 'touch {tmp_path}/orphan-asked; exit' TERM; touch {tmp_path}/orphan-began; while :; do sleep 0.1; done"
+    )
+    script = "trap 'bash -c \"$ORPHAN\" & exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
+    forwards = (
+        f"trap 'bash -c \"sleep 1; touch {tmp_path}/forwarded\"; exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
+    )
+    env = {**os.environ, "CLUSTER_JOB_ID": job, "CLUSTER_ATTEMPT": "1", "ORPHAN": orphan}
+    began = [tmp_path / "began-0", tmp_path / "began-1"]
+    processes = [
+        subprocess.Popen(["bash", "-c", text], env={**env, "BEGAN": str(path)})
+        for text, path in zip((script, forwards), began, strict=True)
+    ]
+    assert wait_until(lambda: all(path.exists() for path in began))
+    monitor.stop(PLAN.nodes[0].machine, job, 30, (), timeout_s=60)
+    assert [process.wait(5) for process in processes] == [0, 0]
+    assert (tmp_path / "orphan-asked").exists() == (tmp_path / "orphan-began").exists()
+    assert (tmp_path / "forwarded").exists()
+
+
 def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     job = f"stop-{os.getpid()}"
