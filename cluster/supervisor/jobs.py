@@ -73,7 +73,7 @@ class Follower:
         return texts
 
     def read(self, *, everything: bool = False) -> tuple[list[logs.Event], list[tuple[str, str]]]:
-        """Return the events and lines that the local logs have more than at the last call, without a poll."""
+        """Return the events and lines added to the local logs since the last call, without polling."""
         events, texts = [], []
         for node, line in self._reader.lines():
             event = logs.event(line)
@@ -184,14 +184,14 @@ def state(record: JobRecord, records: JobStore) -> tuple[str, JobView]:
 
 
 def _has_nodes(record: JobRecord, records: JobStore) -> bool:
-    """Return whether there is something to poll. Nodes that a process has not started yet would seem to be lost."""
+    """Return whether there are nodes to poll. A node that has not been started yet would look lost."""
     if record.outcome:
         return Path(record.plan.attempt_dir).exists()
     return not is_being_started(record, records)
 
 
 def is_being_started(record: JobRecord, records: JobStore) -> bool:
-    """Return whether a process is starting the nodes of the newest attempt. If it was killed, none is."""
+    """Return whether a process is starting the nodes of the newest attempt, and has not been killed meanwhile."""
     return bool(record.start_lock and records.watcher(record.start_lock))
 
 

@@ -175,8 +175,7 @@ class Launcher:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without)
-        record = replace(record, start_lock=checked.job_id)
+        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, start_lock=checked.job_id)
         notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
