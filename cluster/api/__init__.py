@@ -60,7 +60,7 @@ class Launched:
         from cluster.supervisor import jobs
 
         records = JobStore()
-        return jobs.state(records.load(self.name), records)[0]
+        return jobs.poll(records.load(self.name), records).state
 
     def stop(self, grace_s: float | None = None) -> None:
         """Stop the job on every node; kill what still runs after `grace_s`, by default the job's. Safe to repeat."""

@@ -34,7 +34,7 @@ class StoreWatcher(core.InfoWatcher):
         """Return PENDING, RUNNING, COMPLETED, FAILED or CANCELLED; UNKNOWN if the job or its nodes cannot be read."""
         records = JobStore()
         try:
-            return _STATES[jobs.state(records.load(job_id), records)[0]]
+            return _STATES[jobs.poll(records.load(job_id), records).state]
         except ClusterError:
             return "UNKNOWN"
 

@@ -120,6 +120,13 @@ class Backend(Traits, abc.ABC):
         """Return the next attempt if a queue starts it; None if the launcher has to start it."""
         return None
 
+    def newest(self, plan: Plan) -> Plan | None:
+        """Return the plan of the attempt that a queue runs or ran last. `plan` has failed, and no launcher restarts it.
+
+        None: the queue may still start another one. Raises UnreachableError.
+        """
+        return plan
+
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine cannot run jobs of the backend, as (message, hint), or None."""
         return None

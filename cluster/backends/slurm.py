@@ -227,6 +227,13 @@ class SlurmBackend(Backend):
             time.sleep(1)
         return None
 
+    def newest(self, plan: Plan) -> Plan | None:
+        """Return the plan of the attempt that Slurm runs, has in its queue or ran last. None: that is not known yet."""
+        found, attempt, *_ = self._query(plan, plan.nodes[0].machine)
+        if slurm.is_requeued(plan, found, attempt):
+            return replace(plan, attempt=max(attempt, plan.attempt + 1))
+        return None if found is not None and found.is_active else plan
+
     def _query(self, plan: Plan, login: Machine) -> tuple[slurm.Row | None, int, Sequence[str], str, NodeStatuses]:
         """Return the job, its attempt, the hosts, the batch script's error, and the nodes' own statuses."""
         where = {"job": plan.job_id, "folder": plan.dir_on(login), "format": slurm.FORMAT}

@@ -140,7 +140,7 @@ def ps(
         ready = 0
         with contextlib.suppress(ClusterError):  # the other jobs are still listed
             if not record.outcome:
-                state, view = jobs.state(record, records)
+                record, state, view = jobs.poll(record, records)
                 ready = view.ready_count
         plan = record.plan
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
@@ -176,8 +176,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     from cluster.supervisor import jobs, notes, report
 
     records = JobStore()
-    record = records.load(job)
-    state, view = jobs.state(record, records)
+    record, state, view = jobs.poll(records.load(job), records)
     supervisor = _supervisor_of(record, records)
     kept = notes.Reader(record.plan).lines()
     if as_json:

@@ -213,7 +213,7 @@ def statuses(
     `own` has the statuses from the nodes' status files, `attempt` is the running attempt (0: none yet), `hosts` has
     the host of each of its nodes, `error` is an error of the batch script or of srun.
     """
-    requeued = attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and is_pending(found))
+    requeued = is_requeued(plan, found, attempt)
     made = []
     for rank, status in enumerate(own):
         where = f"on {hosts[rank]}" if attempt == plan.attempt and rank < len(hosts) else ""
@@ -231,6 +231,11 @@ def statuses(
         else:
             made.append(_ended(status.node, found, error or where))
     return made
+
+
+def is_requeued(plan: Plan, found: Row | None, attempt: int) -> bool:
+    """Return whether Slurm has requeued the job after the plan's attempt. `attempt` is the running one."""
+    return attempt > plan.attempt or (found is not None and found.restarts >= plan.attempt and is_pending(found))
 
 
 #: What squeue shows in the first seconds, before Slurm has considered the job.

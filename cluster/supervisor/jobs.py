@@ -7,9 +7,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cluster import contract
 from cluster.backends import BACKENDS, logs, monitor
@@ -169,18 +170,48 @@ def _before_tracebacks(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]
     return kept
 
 
-def state(record: JobRecord, records: JobStore) -> tuple[str, JobView]:
-    """Poll a job once. Return its state (done, failed, stopped, joining or running) and its view.
+class Polled(NamedTuple):
+    """A job as one poll found it: its record, its state (done, failed, stopped, joining or running) and its view."""
 
-    A job whose attempt has failed is running while its supervisor may restart it. The view is that of the agents'
-    status files, which have only the last metric event.
+    record: JobRecord
+    state: str
+    view: JobView
+
+
+def poll(record: JobRecord, records: JobStore) -> Polled:
+    """Poll a job once. The view is that of the agents' status files, which have only the last metric event.
+
+    A job whose attempt has failed is running while its supervisor or a queue may restart it. The record returned has
+    the attempt that a queue has started meanwhile.
     """
-    plan, now = record.plan, time.time()
-    view = job_state.start(plan, record.created_at)
+    now = time.time()
+    view = job_state.start(record.plan, record.created_at)
     if _has_nodes(record, records):
-        statuses = BACKENDS[plan.backend].observe(plan)
+        statuses = BACKENDS[record.plan.backend].observe(record.plan)
         view = job_state.fold(view, statuses, [event for status in statuses for event in status.events], now)
-    return _state(record, records, view, now), view
+        decided = _decided(record, records, view)
+        if decided is None:
+            return Polled(record, "running", view)
+        if decided is not record:
+            return poll(decided, records)
+    return Polled(record, _state(record, view, now), view)
+
+
+def _decided(record: JobRecord, records: JobStore, view: JobView) -> JobRecord | None:
+    """Return the record, with the attempt that a queue has started after a failed one, if no supervisor records it.
+
+    None: the attempt has failed, and its supervisor or the queue may still restart the job.
+    """
+    if record.outcome or not job_state.failing(view):
+        return record
+    if records.watcher(record.plan.job_id):
+        return None
+    plan = BACKENDS[record.plan.backend].newest(record.plan)
+    if plan is None or plan == record.plan:
+        return record if plan else None
+    with suppress(OSError):  # the poll says so, which copies the logs into it
+        Path(plan.attempt_dir).mkdir(parents=True, exist_ok=True)
+    return replace(record, plan=plan)
 
 
 def _has_nodes(record: JobRecord, records: JobStore) -> bool:
@@ -195,11 +226,9 @@ def is_being_started(record: JobRecord, records: JobStore) -> bool:
     return bool(record.start_lock and records.watcher(record.start_lock))
 
 
-def _state(record: JobRecord, records: JobStore, view: JobView, now: float) -> str:
+def _state(record: JobRecord, view: JobView, now: float) -> str:
     states = {"waiting": "joining", "late": "joining", "joined": "running", "stalled": "running"}
     verdict = job_state.judge(view, now, record.plan.job.timeout_s)
-    if not record.outcome and verdict == "failed" and records.watcher(record.plan.job_id):
-        return "running"
     return record.outcome or states.get(verdict, verdict)
 
 
@@ -210,6 +239,7 @@ class Observer:
         self._records = records
         self.record = records.load(job_id)
         self.follower = Follower(self.record)
+        self._is_undecided = False
 
     @property
     def view(self) -> JobView:
@@ -219,6 +249,19 @@ class Observer:
     def step(self, *, everything: bool = False) -> list[tuple[str, str]]:
         """Poll once and return the program's new lines, as `Follower.step` does. Raises UnreachableError."""
         record = self._records.load(self.record.plan.job_id)
+        if record.plan.attempt < self.record.plan.attempt and not record.outcome:  # the queue's, not recorded yet
+            record = replace(record, plan=self.record.plan)
+        lines, self._is_undecided = self._begin(record, everything=everything), False
+        if _has_nodes(record, self._records):
+            lines += self.follower.step(time.time(), everything=everything)
+            decided = _decided(record, self._records, self.view)
+            self._is_undecided = decided is None
+            if decided is not None and decided is not record:
+                lines += self._begin(decided, everything=everything) + self.step(everything=everything)
+        return lines
+
+    def _begin(self, record: JobRecord, *, everything: bool) -> list[tuple[str, str]]:
+        """Turn to the record's attempt, if it is a new one. Return the rest of the lines of the last one."""
         lines: list[tuple[str, str]] = []
         if record.plan.attempt != self.record.plan.attempt:
             events, lines = self.follower.read(everything=everything)
@@ -226,23 +269,19 @@ class Observer:
             self.follower = Follower(record)
             self.view.metrics = metrics
         self.record = record
-        if _has_nodes(record, self._records):
-            lines += self.follower.step(time.time(), everything=everything)
         return lines
 
     @property
     def state(self) -> str:
-        """The job's state at the last poll, as the function `state` returns it."""
-        return _state(self.record, self._records, self.view, time.time())
+        """The job's state at the last poll, as `poll` returns it."""
+        return "running" if self._is_undecided else _state(self.record, self.view, time.time())
 
     @property
     def has_ended(self) -> bool:
         """Whether all nodes had ended at the last poll, and no process restarts them."""
         if self.record.outcome and not _has_nodes(self.record, self._records):
             return True
-        if any(node.phase not in ("exited", "lost") for node in self.view.nodes):
-            return False
-        return bool(self.record.outcome) or not self._records.watcher(self.record.plan.job_id)
+        return not self._is_undecided and all(node.phase in ("exited", "lost") for node in self.view.nodes)
 
 
 def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:

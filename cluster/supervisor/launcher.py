@@ -377,7 +377,7 @@ def gpus_in_use(records: JobStore) -> dict[Gpu, str]:
     held: dict[Gpu, str] = {}
     for record in records:
         try:
-            if record.job.gpus and not record.outcome and jobs.state(record, records)[0] in ("joining", "running"):
+            if record.job.gpus and not record.outcome and jobs.poll(record, records).state in ("joining", "running"):
                 held |= dict.fromkeys(record.job.gpus, record.plan.job_id)
         except ClusterError:  # its Docker Engine is down, and so are its containers
             continue

@@ -303,7 +303,7 @@ class Supervisor:
     def _is_alive(self) -> bool:
         """Return whether an attempt that looked failed runs: the other supervisor may have seen it differently."""
         try:
-            return not failing(jobs.state(self.record, self.records)[1])
+            return not failing(jobs.poll(self.record, self.records).view)
         except ClusterError:
             return False
 

@@ -99,7 +99,7 @@ class PolledJob:
                     observer.step()
                     self.record, self.state, self.view = observer.record, observer.state, observer.view
                 else:
-                    self.state, self.view = jobs.state(self.record, self._store)
+                    self.record, self.state, self.view = jobs.poll(self.record, self._store)
             except ClusterError:
                 self.state = self.record.outcome or "unreachable"
             if time.time() - self._polled_at > _PAUSE_S:

@@ -15,7 +15,7 @@ import submitit
 import torch
 import yaml
 
-from tests.conftest import ROOT, Clusterctl, wait_until
+from tests.conftest import ROOT, Clusterctl, ended, wait_until
 from tests.unit.yolo_folder import make_yolo_set
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500, func_only=True)]
@@ -518,6 +518,45 @@ def test_hostile_values_and_secrets_reach_only_the_program(slurm):
     assert "s3cret-value" not in "".join(path.read_text() for path in (slurm.folder.parent).glob("*-records/*.json"))
     assert not os.path.exists("/tmp/evil")  # noqa: PTH110
     assert slurm.login.try_run("test -e /tmp/evil")[0] != 0
+
+
+def test_a_detached_job_that_slurm_requeues_is_running_then_done(slurm):
+    """No process of this machine records the second attempt."""
+    (slurm.folder / "twice.py").write_text(
+        "import os, time\n"
+        "print('attempt', os.environ['CLUSTER_ATTEMPT'], 'begins', flush=True)\n"
+        "end = os.path.join(os.environ['CLUSTER_RUN_DIR'], 'end')\n"
+        "while os.environ['CLUSTER_ATTEMPT'] == '1' or not os.path.exists(end):\n"
+        "    time.sleep(0.2)\n"
+        "print('the last word', flush=True)\n"
+    )
+    clusterctl, run_dir = slurm.clusterctl, f"{HOME}/runs/night"
+    slurm.login.run(f"rm -rf {run_dir}")
+    words = ["launch", "--name", "night", "--nodes", "2", "--max-restarts", "2", "--detach", "--command", "twice.py"]
+    clusterctl.expect(0, *words, timeout_s=150)
+    followed, states = clusterctl.start("logs", "-f", "night"), []
+
+    def state():
+        (row,) = json.loads(clusterctl.expect(0, "ps", "--all", "--json"))
+        states.append(row["state"])
+        return states[-1]
+
+    assert wait_until(lambda: clusterctl.run("logs", "night")[1].count("attempt 1 begins") == 2, timeout_s=120)
+    number = slurm.login.run("squeue -h -n night -o %i", user="ada")
+    slurm.login.run(f"scontrol requeue {number}", user="ada")
+    pending = "squeue -h -n night -o %T"
+    assert wait_until(lambda: state() and slurm.login.run(pending, user="ada") == "PENDING", timeout_s=120)
+    assert wait_until(lambda: state() == "joining", timeout_s=60)
+    assert "in the queue" in clusterctl.expect(0, "status", "night")
+    slurm.login.run(f"scontrol update JobId={number} StartTime=now+3", user="ada")
+    assert wait_until(lambda: clusterctl.run("logs", "night")[1].count("attempt 2 begins") == 2, timeout_s=120)
+    assert wait_until(lambda: state() == "running", timeout_s=60)
+    slurm.login.run(f"touch {run_dir}/end", user="ada")
+    assert wait_until(lambda: state() == "done", timeout_s=60)
+    assert set(states) == {"joining", "running", "done"}, states
+    text = ended(followed, 0, timeout_s=60)
+    assert text.index("attempt 1 begins") < text.index("attempt 2 begins") < text.index("the last word")
+    clusterctl.expect(0, "wait", "night", has="done in", timeout_s=60)
 
 
 def test_secrets_survive_a_requeue_by_slurm_and_are_on_no_disk_while_and_after_the_job_runs(slurm):

@@ -365,7 +365,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
         for events in ([], [joining], [joining, ready], [joining, ready, metric]):
             agent = {"phase": "running", "heartbeat": time.time(), "events": {each["event"]: each for each in events}}
             (folder / "node-0.json").write_text(json.dumps(agent) + "\n")
-            state, view = jobs.state(record, store)
+            _, state, view = jobs.poll(record, store)
             seen.append((state, view.nodes[0].phase, view.ready_count))
         polled = PolledJob("job", store)
         assert '<span class="running">running</span>' in polled.row()
@@ -383,10 +383,10 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
     job, store = Job("job", ("x.py",), 1, 1, str(tmp_path)), JobStore(tmp_path / "state")
     first = JobRecord(BACKENDS["local"].plan(job, attempt=1, port=20000), time.time(), job, start_lock="job")
     store.reserve(first)
-    assert jobs.state(first, store)[0] == "failed"  # the process that was starting it is gone
+    assert jobs.poll(first, store).state == "failed"  # the process that was starting it is gone
     observer, polled = jobs.Observer("job", store), PolledJob("job", store)
     with store.watch("job"):
-        state, view = jobs.state(first, store)
+        _, state, view = jobs.poll(first, store)
         assert (state, [node.phase for node in view.nodes]) == ("joining", ["pending"])
         assert observer.step() == []
         assert '<span class="joining">joining</span>' in polled.row()
@@ -401,7 +401,7 @@ def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):
             process.kill()
         observer.step()
         assert (observer.state, observer.has_ended) == ("running", False)  # the supervisor may restart it
-        assert jobs.state(store.load("job"), store)[0] == "running"
+        assert jobs.poll(store.load("job"), store).state == "running"
         (folder / "node-0.log").write_text("hello\nthe last word\n")
         plan = BACKENDS["local"].plan(job, attempt=2, port=20000)
         store.update(replace(first, plan=plan))
