@@ -1,5 +1,6 @@
 """The agent as a real process on this machine, with ranks that need no torch."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -22,11 +23,13 @@ from cluster.agent import scripts
 from cluster.agent.app.node_agent.output import Status
 from cluster.agent.app.node_agent.ranks import SECONDARY, first_failure
 from cluster.agent.app.node_agent.settings import EXIT_NODE, Settings, rank_command
-from cluster.agent.app.node_agent.stacks import is_same_place, place, waits_for_others
+from cluster.agent.app.node_agent.sitecustomize import STACK_SIGNAL
+from cluster.agent.app.node_agent.stacks import catches, is_same_place, place, waits_for_others
 from cluster.agent.app.node_agent.usage import Usage, query_gpus
 from cluster.backends import BACKENDS, logs, script
 from cluster.spec.model import Job
 from tests import nvidia_smi
+from tests.conftest import wait_until
 from trainer.distributed.spawn import free_port
 
 AGENT = Path(scripts.__file__).parent / "app"
@@ -933,7 +936,7 @@ def test_a_program_with_its_own_handlers_is_asked_for_its_stack_once_at_most(tmp
     program = """
 import threading
 caught = []
-for number in (signal.SIGUSR1, signal.SIGUSR2, 50):
+for number in (signal.SIGUSR1, signal.SIGUSR2, 50, 51):
     signal.signal(number, lambda number, _: caught.append(number))
 print("busy", flush=True)
 end = time.monotonic() + 4
@@ -942,7 +945,7 @@ while time.monotonic() < end:
 print("caught", caught, flush=True)
 """
     code, out, _ = Node(tmp_path, program, ranks=1, CLUSTER_STALL_TIMEOUT="1").end()
-    assert (code, out.splitlines()) == (0, ["busy", "caught [50]"])
+    assert (code, out.splitlines()) == (0, ["busy", "caught [50, 51]"])
 
 
 def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
@@ -954,9 +957,70 @@ def test_a_program_that_is_not_python_is_a_stall_without_a_place(tmp_path):
 
 
 def test_the_signal_for_a_stack_does_not_end_a_python_that_is_exiting(tmp_path):
-    """The agent may send it just when the interpreter has removed the handler."""
-    program = "import faulthandler\nfaulthandler.unregister(50)\nos.kill(os.getpid(), 50)"
+    """The agent may send it just when the interpreter has removed the handlers."""
+    program = """
+import faulthandler
+faulthandler.unregister(51)
+os.kill(os.getpid(), 51)
+class Last:
+    def __init__(self): self.kill, self.pid = os.kill, os.getpid()
+    def __del__(self): self.kill(self.pid, 50)
+last = Last()  # Python deletes it after it has removed the handlers
+"""
     assert Node(tmp_path, program, ranks=1, CLUSTER_STALL_TIMEOUT="100").end()[0] == 0
+
+
+#: A program that makes and removes frames all the time.
+RUNS = """
+def made(n):
+    return sum(called(i) for i in range(n))
+def called(i):
+    exec(compile("def f(a):\\n  return a\\nf(1)", "<string>", "exec"), {})
+    return i
+print("runs", flush=True)
+end = time.monotonic() + 6
+while time.monotonic() < end:
+    made(20)
+print("ends", flush=True)
+"""
+
+
+def test_a_running_program_survives_thousands_of_requests_for_its_stack(tmp_path):
+    """As the only handler, faulthandler's would end it by SIGSEGV in about one of 20,000."""
+    node = Node(tmp_path, RUNS, ranks=1, CLUSTER_STALL_TIMEOUT="100")
+    assert wait_until(lambda: node.path("node-0.log").exists() and "runs" in node.path("node-0.log").read_text())
+    agent = node.process.pid
+    pid = int(Path(f"/proc/{agent}/task/{agent}/children").read_text())
+    (path,) = tmp_path.rglob("*.stack")
+    asked = 0
+    with path.open() as written:  # the agent removes it
+        with contextlib.suppress(ProcessLookupError):
+            while catches(pid, STACK_SIGNAL):
+                os.kill(pid, STACK_SIGNAL)
+                asked += 1
+                time.sleep(0.0005)
+        code, out, _ = node.end()
+        assert (code, "ends" in out) == (0, True)
+        assert asked > 1000
+        assert " in called" in written.read()
+
+
+def test_a_rank_that_is_blocked_in_c_is_a_stall_with_its_place(tmp_path):
+    """It runs no Python, so only faulthandler's handler answers."""
+    program = """
+import ctypes
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+def blocked():
+    lock(mutex), lock(mutex)
+print("blocked", flush=True)
+blocked()
+"""
+    node = Node(tmp_path, program, ranks=1, CLUSTER_STALL_TIMEOUT="1")
+    expected = [{"collective": "", "call": "blocked", "place": "program.py:7", "rank": 0}]
+    found = stall(node, 60, expected)
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 143
+    assert found == expected
 
 
 SITE = "/x/site-packages/torch"

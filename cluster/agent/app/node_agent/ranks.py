@@ -17,7 +17,7 @@ from typing import Iterable
 from .masking import split_event
 from .output import EVENT_MAX_BYTES, Log, Status
 from .settings import EXIT_RUN_ME_AGAIN, SIGNALS, Fields
-from .sitecustomize import STACK_SIGNAL
+from .sitecustomize import BLOCKED_SIGNAL, STACK_SIGNAL
 from .stacks import Stack
 
 #: A progress bar overwrites its line. Its state is written to the log at this interval.
@@ -35,7 +35,8 @@ def in_rank() -> None:
     """Unblock signals, and have the kernel kill the rank when the agent dies; runs between fork and exec."""
     LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # while a Python exits, its handler is gone
+    for number in (STACK_SIGNAL, BLOCKED_SIGNAL):  # a Python that starts or exits has no handler
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Rank:

@@ -11,10 +11,14 @@ import time
 
 TYPE_CHECKING = False  # the import of `typing` would delay each rank's start by some milliseconds
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import FrameType, TracebackType
 
-#: The signal at which a rank's Python writes its stack: unused by Linux, Python and torch.
-STACK_SIGNAL = 50
+#: The signals at which a rank's Python writes its stack: unused by Linux, Python and torch. A Python function handles
+#: the first one, so it runs between two instructions of the program. The second one is for a call into C that does not
+#: return: faulthandler handles it at once. That reads frames which may be half made, so it crashes a running Python now
+#: and then (one signal in 20,000 with Python 3.11).
+STACK_SIGNAL, BLOCKED_SIGNAL = 50, 51
+_MOST_FRAMES = 100  # as many as faulthandler writes
 
 
 def record_exceptions() -> None:
@@ -36,10 +40,7 @@ def record_exceptions() -> None:
     if not path:
         return
     if os.environ.get("CLUSTER_STALL_TIMEOUT"):
-        import faulthandler
-
-        # Appended, because the agent truncates the file before each request.
-        faulthandler.register(STACK_SIGNAL, open(path + ".stack", "a"), all_threads=False)
+        write_stacks(path + ".stack")
     before, main = sys.excepthook, os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -53,6 +54,30 @@ def record_exceptions() -> None:
         before(kind, error, trace)
 
     sys.excepthook = record
+
+
+def write_stacks(path: str) -> None:
+    """Install the handlers that append the main thread's stack to a file, in faulthandler's format."""
+    import atexit
+    import faulthandler
+    import signal
+
+    file = open(path, "a")  # appended, because the agent truncates the file before each request
+
+    def write(_: int, frame: FrameType | None) -> None:
+        lines: list[str] = []
+        while frame is not None and len(lines) < _MOST_FRAMES:
+            code = frame.f_code
+            lines.append('  File "{}", line {} in {}\n'.format(code.co_filename, frame.f_lineno or 0, code.co_name))
+            frame = frame.f_back
+        with contextlib.suppress(OSError, ValueError):
+            os.write(file.fileno(), "".join(lines).encode("ascii", "backslashreplace"))
+
+    signal.signal(STACK_SIGNAL, write)
+    signal.siginterrupt(STACK_SIGNAL, False)
+    faulthandler.register(BLOCKED_SIGNAL, file, all_threads=False)
+    # Python would restore the default action, which ends the process, before its last steps.
+    atexit.register(signal.signal, STACK_SIGNAL, signal.SIG_IGN)
 
 
 if __name__ == "sitecustomize":

@@ -1,4 +1,4 @@
-"""Stacks of ranks: where the main thread of a rank is, as faulthandler writes it, and whether it has moved."""
+"""Stacks of ranks: where the main thread of a rank is, as our `sitecustomize` writes it, and whether it has moved."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import re
 import time
 
 from .settings import Fields
-from .sitecustomize import STACK_SIGNAL
+from .sitecustomize import BLOCKED_SIGNAL, STACK_SIGNAL
 
 #: The lines of a loop in which a rank polls are at most this far from each other.
 LOOP_LINES = 2
 #: faulthandler writes a stack in many parts. It is complete once the file has not grown for this time.
 _COMPLETE_S = 0.02
+#: A main thread that has not run Python for this time is in a call into C.
+BLOCKED_S = 1.0
 #: Modules in which a thread waits for the work of other threads or processes.
 _WAITS = ("/threading.py", "/queue.py", "/selectors.py", "/concurrent/futures/_base.py")
 
@@ -21,13 +23,14 @@ _WAITS = ("/threading.py", "/queue.py", "/selectors.py", "/concurrent/futures/_b
 class Stack:
     """The stack of a rank's main thread. `ask` for one, then `read` until `lines` is not None.
 
-    Only the faulthandler of our `sitecustomize` is asked. A program without it, or with another handler for the signal,
-    has no stack.
+    Only the handlers of our `sitecustomize` are asked. A program without them, or with others for the signals, has no
+    stack.
     """
 
     def __init__(self, path: str, pid: int) -> None:
         self._path, self._pid = path, pid
         self._size, self._read_at = 0, 0.0
+        self._asked_at, self._is_forced = 0.0, False
         #: Newest call first; [] without Python; None from a request until the answer is complete.
         self.lines: list[str] | None = []
 
@@ -41,10 +44,10 @@ class Stack:
         with contextlib.suppress(OSError):
             os.truncate(self._path, 0)
             os.kill(self._pid, STACK_SIGNAL)
-            self.lines = None
+            self.lines, self._asked_at, self._is_forced = None, time.monotonic(), False
 
     def read(self) -> None:
-        """Set `lines`, if the rank has answered."""
+        """Set `lines`, if the rank has answered. Ask it once more, in the other way, if it is blocked."""
         now = time.monotonic()
         if self.lines is not None or now - self._read_at < _COMPLETE_S:
             return
@@ -54,6 +57,10 @@ class Stack:
             self._size = len(text)
             if text and len(text) == before:
                 self.lines = [line.strip() for line in text.splitlines() if line.startswith("  File ")]
+            if not text and not self._is_forced and now - self._asked_at > BLOCKED_S:
+                self._is_forced = True
+                if catches(self._pid, BLOCKED_SIGNAL):
+                    os.kill(self._pid, BLOCKED_SIGNAL)
 
 
 def catches(pid: int, number: int) -> bool:

@@ -18,7 +18,7 @@ import time
 from .output import Log, Status
 from .ranks import Rank
 from .settings import HEARTBEAT_S, Fields, Settings
-from .stacks import is_same_place, place, waits_for_others
+from .stacks import BLOCKED_S, is_same_place, place, waits_for_others
 from .usage import Usage
 
 #: A rank that uses less than this share of a core, and prints nothing, makes no progress.
@@ -131,7 +131,7 @@ def newest_stacks(ranks: list[Rank]) -> list[list[str]]:
     """Return the current stack of each rank, newest call first; [] if it is not Python or does not answer in time."""
     for rank in ranks:
         rank.stack.ask()
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 3 * BLOCKED_S
     while any(rank.stack.lines is None for rank in ranks) and time.monotonic() < until:
         time.sleep(0.02)
         for rank in ranks:
