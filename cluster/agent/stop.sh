@@ -9,7 +9,7 @@ running() {
         [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
     done
 }
-# Whether the parent of the process $1 is not among the processes $left, because it has ended.
+# Whether the parent of the process $1 is not among the processes $left, because it has exited.
 is_orphan() {
     local stat parent
     read -r stat < "/proc/$1/stat" || return 1

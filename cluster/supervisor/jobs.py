@@ -179,7 +179,7 @@ class Polled(NamedTuple):
 
 
 def poll(record: JobRecord, records: JobStore) -> Polled:
-    """Poll a job once. The view is that of the agents' status files, which have only the last metric event.
+    """Poll a job once. The view comes from the agents' status files, which hold only the last metric event.
 
     A job whose attempt has failed is running while its supervisor or a queue may restart it. The record returned has
     the attempt that a queue has started meanwhile.
@@ -233,7 +233,7 @@ def _state(record: JobRecord, view: JobView, now: float) -> str:
 
 
 class Observer:
-    """Polls a job over all its attempts, without deciding anything. `follower` is that of the newest attempt."""
+    """Polls a job over all its attempts, without deciding anything. `follower` follows the newest one."""
 
     def __init__(self, job_id: str, records: JobStore) -> None:
         self._records = records

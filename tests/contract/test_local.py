@@ -317,6 +317,45 @@ def test_a_launcher_that_is_terminated_during_the_start_leaves_no_processes(clus
     assert f" runs/{job_name}" in clusterctl.expect(0, "ps", "--all")
 
 
+def test_the_record_says_while_an_attempt_is_being_started(clusterctl, launch, job_name):
+    """Until then its nodes are not polled. The test holds the last step before each start."""
+    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "chmod"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\nexec flock {lock} {shutil.which("chmod")} "$@"\n')
+    slow.chmod(0o755)
+    (clusterctl.folder / "twice.py").write_text(
+        "import os, time\n"
+        "print('runs', flush=True)\n"
+        "while os.environ['CLUSTER_ATTEMPT'] == '1':\n"
+        "    assert not os.path.exists(os.path.join(os.environ['CLUSTER_RUN_DIR'], 'fail'))\n"
+        "    time.sleep(0.1)\n"
+    )
+    path = clusterctl.env["PATH"]
+    records = JobStore(Path(clusterctl.env["CLUSTERCTL_STATE_DIR"]))
+
+    def is_being_started(attempt):
+        folder = clusterctl.folder / "runs" / job_name / f"attempt-{attempt}"
+        if not wait_until((folder / "node-0.sh").exists):
+            return False
+        (row,) = json.loads(clusterctl.expect(0, "ps", "--json"))
+        record = records.load(job_name)
+        return (record.plan.attempt, record.start_lock, row["state"]) == (attempt, job_name, "joining")
+
+    clusterctl.env["PATH"] = f"{slow.parent}:{path}"
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = clusterctl.start(*launch("twice.py", "--max-restarts", "1"))
+        assert is_being_started(1)
+        fcntl.flock(held, fcntl.LOCK_UN)
+        clusterctl.wait_for(job_name, "runs")
+        assert wait_until(lambda: records.load(job_name).start_lock == "")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (clusterctl.folder / "runs" / job_name / "fail").touch()
+        assert is_being_started(2)
+    ended(process, 0, timeout_s=60, has="restart 1 of 1")
+    assert records.load(job_name).start_lock == ""
+
+
 def test_a_third_ctrl_c_exits_at_once(clusterctl, launch, job_name):
     """The command in its message then stops the job. The test's `sleep` does not end, so that no stop does."""
     lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "sleep"

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
 #: The signals at which a rank's Python writes its stack: unused by Linux, Python and torch. A Python function handles
-#: the first one, so it runs between two instructions of the program. The second one is for a call into C that does not
-#: return: faulthandler handles it at once. That reads frames which may be half made, so it crashes a running Python now
-#: and then (one signal in 20,000 with Python 3.11).
+#: the first one, between two instructions of the program. The second one is for a program that is blocked in C:
+#: faulthandler handles it at once, and reads frames that may be incomplete while Python runs. That ends the process by
+#: SIGSEGV about once in 20,000 signals (Python 3.11).
 STACK_SIGNAL, BLOCKED_SIGNAL = 50, 51
 _MOST_FRAMES = 100  # as many as faulthandler writes
 
