@@ -17,6 +17,16 @@ export GOMP_SPINCOUNT=3000
 unset PYTHONDONTWRITEBYTECODE
 PYTEST=".venv/bin/python -m pytest"
 
+# Stop if the disk is too small for the tests on the testbed: Apptainer's build has three copies of the container image.
+check_disk() {
+    folder=$(docker info --format '{{.DockerRootDir}}')
+    free=$(($(df --output=avail "$folder" | tail -n 1) / 1048576))
+    [ "$free" -ge "$1" ] || {
+        echo "test: $free GiB are free in $folder, these tests need $1; what the engine may remove: docker system df" >&2
+        exit 1
+    }
+}
+
 list_tests_not_run() {
     echo
     echo "NOT RUN, $1. These tests need a Docker Engine:"
@@ -24,7 +34,7 @@ list_tests_not_run() {
     [ "${ENGINE:-yes}" = no ] || [ "${CI:-}" != true ]
 }
 
-# Run the launcher's unit tests on another Python than .venv, preferably 3.10, with the same packages.
+# Run the launcher's unit tests (in the background) on another Python than .venv, preferably 3.10, with the same packages.
 test_on_another_python() {
     for python in python3.10 "$HOME"/.pyenv/versions/3.10.*/bin/python python3.13 "$HOME"/.pyenv/versions/3.13.*/bin/python \
         python3.12 python3.11; do
@@ -39,8 +49,8 @@ test_on_another_python() {
             cp requirements/dev.txt "$venv/dev.txt"
         fi
         echo "test: the launcher on Python $version"
-        "$venv/bin/python" -m pytest -q -n 3 -p no:cacheprovider tests/unit tests/golden
-        return
+        # shellcheck disable=SC2093  # in a subshell, whose signals pytest gets
+        exec "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/unit tests/golden
     done
     echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
 }
@@ -90,14 +100,17 @@ if [ -z "${2:-}" ]; then
     # Most contract tests wait for processes, and most unit tests compute: side by side they use the cores best.
     chosen="not real and not kubernetes and not gpu${missing:+ and not engine}"
     mkdir -p .make
+    echo "test: in the background, with its output at the end: tests/contract, tests/engine, the launcher on another Python"
     $PYTEST -n 3 --dist worksteal -m "$chosen" --durations 10 tests/contract tests/engine >.make/contract.log 2>&1 &
     contract=$!
-    trap 'kill "$contract"; exit 130' INT TERM  # a process in the background ignores Ctrl-C
+    test_on_another_python >.make/another-python.log 2>&1 &
+    another=$!
+    trap 'kill "$contract" "$another"; exit 130' INT TERM  # a process in the background ignores Ctrl-C
     failed=
-    test_on_another_python || failed=yes
     $PYTEST -n 2 --dist worksteal -m "$chosen" --durations 10 tests/unit tests/golden || failed=yes
+    wait "$another" || failed=yes
     wait "$contract" || failed=yes
-    cat .make/contract.log
+    cat .make/another-python.log .make/contract.log
     [ -z "$failed" ] || exit 1
     [ -z "$missing" ] || list_tests_not_run "$missing" engine
 elif [ -n "$missing" ]; then
@@ -105,6 +118,7 @@ elif [ -n "$missing" ]; then
 else
     # CI removes a testbed that it started; outside CI it stays up for the next run.
     [ "${CI:-}" != true ] || [ -n "$(docker ps --all --quiet --filter label=clusterctl-testbed)" ] || trap testbed/down.sh EXIT
+    [ "$2" != real ] || check_disk 25
     testbed/up.sh
     testbed/image.sh "$IMAGE"
     [ "$2" != kubernetes ] || testbed/kubernetes/up.sh

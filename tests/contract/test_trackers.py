@@ -75,7 +75,11 @@ def test_mlflow_has_one_run_with_each_epoch_once(train, tmp_path):
     words = [PYTHON.with_name("mlflow"), "server", "--host", "127.0.0.1", "--port", address.partition(":")[2]]
     words += ["--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--workers", "1"]
     with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(words, cwd=tmp_path, start_new_session=True, stdout=log, stderr=log)
+        without_jobs = {
+            **os.environ,
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }  # five processes for its evaluations
+        server = subprocess.Popen(words, cwd=tmp_path, env=without_jobs, start_new_session=True, stdout=log, stderr=log)
     try:
         until = time.time() + 300
         while True:
