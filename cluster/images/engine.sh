@@ -38,7 +38,9 @@ load() {
     else
         printf '%s' "$manifest" >manifest.json
         cat >config.json
-        tar -c -- manifest.json config.json "${files[@]}" | "$engine" load >/dev/null
+        # tar exits with 1 if a file changed meanwhile: another push has put an equal one in its place. The engine
+        # compares the digests of what it loads.
+        { tar -c -- manifest.json config.json "${files[@]}" || [ $? = 1 ]; } | "$engine" load >/dev/null
     fi
     now=$("$engine" image inspect --format '{{.Id}}' "$image")
     # Remove the previous image of this name, if it has no other name and no container uses it.

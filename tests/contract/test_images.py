@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -274,6 +275,37 @@ def test_concurrent_pushes_keep_each_others_files(read, content, image, nodes, m
     assert {name: str(one) for name, one in pushed.items() if isinstance(one, ClusterError)} == {}
     assert {name: one.id for name, one in pushed.items()} == dict.fromkeys(("h0", "h1", "h2"), here.id)
     assert {one.missing for one in pushed.values()} == {2}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(os.geteuid() != 0, reason="the image has no python3 that reads its layers")
+def test_files_that_another_push_replaces_meanwhile_are_loaded(content, image, nodes, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    here = engine.inspect(engine.HERE, image)
+    node = dataclasses.replace(nodes[0], runtime="docker")
+    folder, loads = engine.make_folder(node), engine.load
+
+    def load(there, name, files, *more):
+        """Load the files while equal ones take their places, as rsync puts them there."""
+        ended = threading.Event()
+
+        def replace():
+            copies = [shutil.copy(f"{folder}/{file}", tmp_path / f"copy-{file}") for file in files]
+            while not ended.is_set():
+                for file, copy in zip(files, copies, strict=True):
+                    Path(shutil.copy(copy, f"{copy}.new")).replace(f"{folder}/{file}")
+
+        with ThreadPoolExecutor(1) as pool:
+            replacing = pool.submit(replace)
+            try:
+                return loads(there, name, files, *more)
+            finally:
+                ended.set()
+                replacing.result()
+
+    monkeypatch.setattr(engine, "load", load)
+    arguments = image, here, Layers.of(here), "gz", {node.name: 2}, {node.name: folder}, [node], print, Progress()
+    assert send_missing(*arguments)[node.name].id == here.id
 
 
 @pytest.mark.engine
