@@ -64,6 +64,15 @@ def check_cp(clusterctl, job, nodes):
     text = clusterctl.expect(3, "cp", f"{job}:none", str(into))
     assert text == f"error: {nodes[0]}: none: Cannot stat: No such file or directory\n"
     assert [path.name for path in into.iterdir()] == ["made"]
+    # a file that grows while it is copied
+    grow = (
+        'cd "$CLUSTER_RUN_DIR" && touch made/grows && seq 3000000 > log && { while [ -e made/grows ]; do seq 9 >> log; '
+        "sleep 0.01; done >/dev/null 2>&1 & }"
+    )
+    assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", grow)[0] == 0
+    clusterctl.expect(0, "cp", f"{job}:log", str(into), "--node", "1")
+    assert (into / "log").read_text().startswith("1\n2\n")
+    assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", 'rm "$CLUSTER_RUN_DIR/made/grows"')[0] == 0
 
 
 def check_port_forward(clusterctl, job, nodes, python):

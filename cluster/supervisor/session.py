@@ -41,7 +41,9 @@ child=$!
 {{ cat <&3; kill "$child"; }} > /dev/null 2>&1 &
 wait "$child"
 """
-_TAR = f'cd -- "${contract.RUN_DIR}" && cd -- "$(dirname -- "$1")" && exec tar -cf - -- "$(basename -- "$1")"'
+_TAR = f'cd -- "${contract.RUN_DIR}" && cd -- "$(dirname -- "$1")" && LC_ALL=C exec tar -cf - -- "$(basename -- "$1")"'
+#: What tar says of files that a job appends to, replaces or removes meanwhile. It exits with 1 then.
+_CHANGED = ("file changed as we read it", "File removed before we read it")
 
 
 def node_named(record: JobRecord, text: str) -> Node:
@@ -106,12 +108,15 @@ def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[
             shutil.copytree(source, copied) if source.is_dir() else shutil.copy2(source, copied)
         else:
             _unpack(node.name, command(record, node, ["sh", "-c", _TAR, "sh", path]), partial, count)
-        Path(partial, target.name).rename(target)
+        try:
+            Path(partial, target.name).rename(target)
+        except FileNotFoundError:
+            raise ClusterError(f"{node.name}: {path} was removed while it was being copied") from None
     return target
 
 
 def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int], None]) -> None:
-    """Unpack the archive that a command prints."""
+    """Unpack the archive that a command prints. A file that changes meanwhile is copied as it was."""
     with tempfile.TemporaryFile() as errors:
         with started(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
             read, failure = 0, ""
@@ -128,8 +133,10 @@ def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int],
             process.wait()
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
-    if process.returncode or failure:
-        printed = [line for line in lines if line.startswith(("tar: ", "error: "))] or lines[-1:]
+    printed = [line for line in lines if line.startswith(("tar: ", "error: "))]
+    only_changed = process.returncode == 1 and printed and all(line.endswith(_CHANGED) for line in printed)
+    if failure or (process.returncode and not only_changed):
+        printed = printed or lines[-1:]
         raise ClusterError(f"{name}: {printed[0].partition(': ')[2] if process.returncode and printed else failure}")
 
 
