@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -87,7 +88,7 @@ progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0
 def write(record: JobRecord, view: JobView | None = None) -> Path:
     """Write the report of a finished job into its run directory. Raises OSError."""
     path = Path(record.plan.run_dir, NAME)
-    partial = path.with_suffix(".tmp")
+    partial = path.with_name(f".{NAME}.{os.getpid()}.tmp")  # `stop` and the launcher may write it at the same time
     try:
         partial.write_text(render(record, view), encoding="utf-8")
         partial.replace(path)

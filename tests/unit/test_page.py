@@ -1,5 +1,7 @@
 import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -7,6 +9,7 @@ import pytest
 
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord, NodeStatus, PastAttempt
+from cluster.store import JobStore
 from cluster.supervisor import job_state, page
 
 SCRIPT = "<script>alert('&')</script>"
@@ -50,6 +53,15 @@ def test_text_of_a_job_is_shown_and_never_run(record, tmp_path):
     assert ("src", "%3Cimg%20onerror%3Dx%3E.png") in shown.attributes
     assert not [value for _, value in shown.attributes if value and ":" in value and "//" in value]
     assert [path.name for path in folder.glob("report*")] == ["report.html"]
+
+
+def test_processes_may_write_the_report_at_the_same_time(record, tmp_path):
+    JobStore(tmp_path).update(record)
+    program = "from pathlib import Path\nfrom cluster.store import JobStore\nfrom cluster.supervisor import page\n"
+    program += f"record = JobStore(Path({str(tmp_path)!r})).load('job')\nfor _ in range(400): page.write(record)"
+    writers = [subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [(each.communicate()[1], each.returncode) for each in writers] == [("", 0)] * 2
+    assert sorted(path.name for path in (tmp_path / "job").iterdir()) == ["attempt-2", "report.html"]
 
 
 def test_attempts_have_their_nodes_times_and_causes(record):
