@@ -154,7 +154,7 @@ def _writable(path: Path, output: str, *, force: bool) -> Path:
 def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None:
     """Write the cluster.yaml of the cluster that a backend reaches from this machine."""
     from cluster.backends import BACKENDS
-    from cluster.spec import schema
+    from cluster.spec.job_text import yaml_text
 
     if backend not in BACKENDS:
         known = ", ".join(name for name, each in BACKENDS.items() if each.machines == "assigned")
@@ -164,7 +164,7 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
     settings, notes = BACKENDS[backend].discover()
     chosen = device if device != "auto" else "cuda" if "gpu_resource" in settings else "cpu"
     head = f"# Found by: clusterctl init --backend {backend}\n# All keys: docs/reference/configuration.md\n"
-    _write(path, head + schema.yaml_text({"backend": backend, "device": chosen, backend: settings}))
+    _write(path, head + yaml_text({"backend": backend, "device": chosen, backend: settings}))
     if as_json:
         print(json.dumps({"file": str(path), "device": chosen, "settings": settings, "notes": notes}))
         return

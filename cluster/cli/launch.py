@@ -233,8 +233,8 @@ def plan(
 def job_text(request: Request, backend: str, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
     from cluster.backends import BACKENDS
-    from cluster.spec import job_file
     from cluster.spec.defaults import absolute_paths
+    from cluster.spec.job_text import write
     from cluster.spec.traits import on_this_machine
     from cluster.supervisor import launcher
 
@@ -245,7 +245,7 @@ def job_text(request: Request, backend: str, inventory: options.NodeOptions, env
     for key in ("inventory", "hostfile", "ssh_config", "env_file"):
         more[key] = more[key] and os.path.abspath(Path(more[key]).expanduser())  # noqa: PTH100
     here = launcher.local_machine(replace(request, device="cpu"))
-    return job_file.write(absolute_paths(request, here), backend, more, BACKENDS)
+    return write(absolute_paths(request, here), backend, more, BACKENDS)
 
 
 def _write(texts: Mapping[Path, str | bytes], *, quiet: bool = False) -> None:

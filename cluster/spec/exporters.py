@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.errors import UsageError
-from cluster.spec import defaults, schema
+from cluster.spec import defaults
 from cluster.spec.defaults import Here
+from cluster.spec.job_text import yaml_text
 from cluster.spec.model import Job
 from cluster.spec.request import Request
 from cluster.spec.traits import Traits
@@ -101,7 +102,7 @@ def export(request: Request, here: Here, to: str) -> str:
         notes.append("a task of several nodes needs a fleet with `placement: cluster`")
     keys = {key: value for key, value in FORMATS[to](job).items() if value not in ("", {}, [])}
     head = [f"Written by clusterctl. To run it: {_COMMANDS[to]}", *notes]
-    return "".join(f"# {line}\n" for line in head) + schema.yaml_text(keys)
+    return "".join(f"# {line}\n" for line in head) + yaml_text(keys)
 
 
 def _job(request: Request, here: Here) -> tuple[Job, list[str]]:

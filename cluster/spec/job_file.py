@@ -1,13 +1,9 @@
-"""job.yaml: the keys of a job file, and the Request (request.py) that a file gives. Pure."""
+"""job.yaml: the keys of a job file, and the Request (request.py) that a file gives. job_text.py writes it. Pure."""
 
 import json
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -21,20 +17,13 @@ from pydantic import (
 from cluster.errors import UsageError
 from cluster.spec import schema
 from cluster.spec.defaults import node_range, seconds, split
+from cluster.spec.job_text import PARAMETERS
 from cluster.spec.request import Request
 from cluster.spec.schema import Environment, EnvName, Keys, MountText, Text
 from cluster.spec.traits import Table
 
 #: The endings of a job file's name.
 ENDINGS = (".yaml", ".yml")
-#: Keys with another name than the option's parameter.
-_PARAMETERS = {
-    "args": "arguments",
-    "run_dir": "run_root",
-    "rendezvous_timeout": "timeout_s",
-    "stall_timeout": "stall_timeout_s",
-}
-_HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to the current folder.\n"
 
 
 def _words(value: Any) -> Any:
@@ -125,7 +114,7 @@ def json_schema(table: Table) -> dict[str, Any]:
     made = schema.json_schema(file_type(table))
     hints = get_type_hints(Request, include_extras=True)
     for key, described in made["properties"].items():
-        if "description" not in described and (hint := hints.get(_PARAMETERS.get(key, key))):
+        if "description" not in described and (hint := hints.get(PARAMETERS.get(key, key))):
             described["description"] = " ".join(hint.__metadata__[0].help.split())
     return made
 
@@ -138,7 +127,7 @@ def read(text: str, path: str, table: Table) -> dict[str, Any]:
         raise source.error(
             ("args",), "command and args cannot be used together", "args are for the trainer of the image"
         )
-    values = {_PARAMETERS.get(key, key): getattr(file, key) for key in file.model_fields_set}
+    values = {PARAMETERS.get(key, key): getattr(file, key) for key in file.model_fields_set}
     if "command" in values:
         values["command"] = shlex.join(file.command)
     if values.keys() & {"env", "secrets"}:
@@ -156,38 +145,3 @@ def read(text: str, path: str, table: Table) -> dict[str, Any]:
     for key in values.keys() & {"hosts", "only"}:
         values[key] = ",".join(values[key])
     return values
-
-
-def write(request: Request, backend: str, more: Mapping[str, str], table: Table, head: str = "") -> str:
-    """Return the job file of a request for a backend; `more` has keys that no request has (inventory, env_file)."""
-    model = file_type(table)
-    keys = {_PARAMETERS.get(key, key): key for key in model.model_fields}
-    given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
-    found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
-    if request.nodes.isdecimal():
-        found["nodes"] = int(request.nodes)
-    env = [text.partition("=") for text in request.env]
-    found |= {
-        "env": {name: value for name, mark, value in env if mark},
-        "secrets": [name for name, mark, _ in env if not mark],
-        **{name: _section(request.given_settings(name, table, unnamed=name == backend)) for name in table},
-        **more,
-    }
-    ordered = {key: found[key] for key in model.model_fields if found.get(key) not in (None, "", [], {})}
-    return head + _HEAD + schema.yaml_text(ordered)
-
-
-def _section(settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the section of a job file with these settings. In a setting, lists and mappings are YAML."""
-    found: dict[str, Any] = {}
-    for key, text in settings.items():
-        value: Any = text
-        if text[:1] in ("[", "{"):
-            with suppress(yaml.YAMLError):  # the backend refuses it
-                value = yaml.load(text, yaml.BaseLoader)
-        outer, dot, inner = key.partition(".")
-        if dot:
-            found.setdefault(outer, {})[inner] = value
-        else:
-            found[key] = value
-    return found

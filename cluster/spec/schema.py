@@ -25,6 +25,7 @@ from cluster.errors import UsageError, near_or_all
 from cluster.runtimes import ENGINES, RUNTIMES
 from cluster.spec import inventory
 from cluster.spec.defaults import ENV_NAME, mount
+from cluster.spec.job_text import yaml_text
 from cluster.spec.model import PASS_ENV, Device, Gpu, Inventory, Machine
 from cluster.spec.traits import Table, Traits
 
@@ -426,11 +427,6 @@ def write(found: Inventory, notes: Mapping[str, Sequence[str]], head: Sequence[s
         text += "".join(f"  # {_one_line(note)}\n" for note in notes.get(node.name, ()))
         text += yaml_text({"nodes": {node.name: machine or None}}).partition("\n")[2]
     return text
-
-
-def yaml_text(values: Mapping[str, Any]) -> str:
-    """Return YAML with the keys in their order."""
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**20))
 
 
 def _one_line(text: str) -> str:

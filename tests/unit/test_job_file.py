@@ -1,6 +1,8 @@
 """Job files: the keys, and the options that override them."""
 
 import json
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -12,7 +14,7 @@ import cluster.cli.main
 from cluster.backends import BACKENDS
 from cluster.cli.options import ArrayOptions, NodeOptions
 from cluster.errors import UsageError
-from cluster.spec import job_file
+from cluster.spec import job_file, job_text
 from cluster.spec.request import Request
 
 
@@ -38,10 +40,19 @@ def plan(*words):
 
 def test_every_option_that_describes_a_job_has_a_key():
     names = {each.name for group in (Request, NodeOptions, ArrayOptions) for each in fields(group)}
-    keys = {job_file._PARAMETERS.get(key, key) for key in job_file.JobFile.model_fields}
+    assert [*job_text.KEYS] == [*job_file.JobFile.model_fields]
+    keys = {job_text.PARAMETERS.get(key, key) for key in job_text.KEYS}
     # settings are keys of a backend's section
     assert names - keys == {"partition", "account", "qos", "time_limit", "settings"}
     assert keys - names == {"secrets", "env_file"}
+
+
+def test_a_plan_of_options_does_without_the_slow_pydantic(folder):
+    words = "plan", "--backend", "local", "--command", "train.py", "--save", "job.yaml"
+    program = "import sys; from cluster.cli.main import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    program += "sys.exit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program, *words], cwd=folder, check=True)
+    assert (folder / "job.yaml").exists()
 
 
 def test_the_schema_describes_every_option():

@@ -1,0 +1,66 @@
+"""The text of job.yaml for a request. Every launch writes one, and so does without pydantic (job_file.py needs it)."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any
+
+import yaml
+
+from cluster.spec.request import Request
+from cluster.spec.traits import Table
+
+#: The keys of `job_file.JobFile`, in their order.
+KEYS = (
+    *("name", "nodes", "gpus", "command", "args", "workdir", "setup", "image", "build", "backend", "device"),
+    *("env", "secrets", "env_file", "mounts", "array", "array_limit", "spares", "max_restarts"),
+    *("rendezvous_timeout", "stall_timeout", "grace", "master_port", "run_dir", "python"),
+    *("inventory", "hosts", "hostfile", "ssh_config", "only"),
+)
+#: Keys with another name than the option's parameter.
+PARAMETERS = {
+    "args": "arguments",
+    "run_dir": "run_root",
+    "rendezvous_timeout": "timeout_s",
+    "stall_timeout": "stall_timeout_s",
+}
+_HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to the current folder.\n"
+
+
+def write(request: Request, backend: str, more: Mapping[str, str], table: Table, head: str = "") -> str:
+    """Return the job file of a request for a backend; `more` has keys that no request has (inventory, env_file)."""
+    keys = {PARAMETERS.get(key, key): key for key in KEYS}
+    given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
+    found = {keys[each.name]: value for each, value in given if value not in (each.default, [], "")}
+    if request.nodes.isdecimal():
+        found["nodes"] = int(request.nodes)
+    env = [text.partition("=") for text in request.env]
+    found |= {
+        "env": {name: value for name, mark, value in env if mark},
+        "secrets": [name for name, mark, _ in env if not mark],
+        **{name: _section(request.given_settings(name, table, unnamed=name == backend)) for name in table},
+        **more,
+    }
+    ordered = {key: found[key] for key in (*KEYS, *table) if found.get(key) not in (None, "", [], {})}
+    return head + _HEAD + yaml_text(ordered)
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Return YAML with the keys in their order."""
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=2**20))
+
+
+def _section(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the section of a job file with these settings. In a setting, lists and mappings are YAML."""
+    found: dict[str, Any] = {}
+    for key, text in settings.items():
+        value: Any = text
+        if text[:1] in ("[", "{"):
+            with suppress(yaml.YAMLError):  # the backend refuses it
+                value = yaml.load(text, yaml.BaseLoader)
+        outer, dot, inner = key.partition(".")
+        if dot:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[key] = value
+    return found
