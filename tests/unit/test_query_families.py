@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ from trainer.engine.optim import parameter_groups
 from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
 from trainer.inference.export import NEEDED, export
+from trainer.inference.predict import detect_in
 from trainer.tasks import open_task
+from trainer.tasks.detector import Detector, load_trained
 from trainer.weights import checkpoint_file
 
 NC, SIDE = 3, 96
@@ -438,6 +441,30 @@ def write_checkpoint(cfg: str, path: Path) -> str:
     rest = {"optimizer": {}, "epoch": 1, "step": 1, "hyp": {}, "cfg": read_cfg(cfg), "names": names, "imgsz": SIDE}
     checkpoint_file.save(path, {"format": checkpoint_file.FORMAT, "model": {}, "ema": state, **rest})
     return str(path)
+
+
+@pytest.mark.parametrize("cfg", [*FAMILIES, "detr-tiny", "torchvision:ssdlite320_mobilenet_v3_large"])
+def test_images_are_padded_to_squares_as_in_the_training(
+    cfg: str, tmp_path: Path, run_trainer: Callable[..., tuple[int, str, str]]
+) -> None:
+    """The boxes are fractions of the sides, which the network knows for squares only."""
+    data = squares(tmp_path / "squares", widths=(96,))
+    data.write_text(data.read_text().replace("[green, red]", "[c0, c1, c2]"))
+    best = write_checkpoint(cfg, tmp_path / "best.pt")
+    arguments = ("val", "--weights", best, "--data", data, "--device", "cpu", "--no-plots", "--save-json")
+    boxes = []
+    for name in ("rect", "no-rect"):
+        assert run_trainer(*arguments, f"--{name}", "--project", tmp_path, "--name", name)[0] == 0
+        boxes.append(json.loads((tmp_path / name / "predictions.json").read_text()))
+    assert boxes[0]
+    assert boxes[0] == boxes[1]
+    trained, seen = load_trained(best), list[torch.Size]()
+    trained.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    detector = Detector(trained.model, trained.parts, torch.device("cpu"), torch.float32, Limits())
+    detect_in(detector, np.zeros((64, 96, 3), np.uint8), SIDE, trained.parts)
+    assert [tuple(shape[2:]) for shape in seen] == [(SIDE, SIDE)]
+    with pytest.raises(TrainerError, match="--rect: .* squares"):
+        trained.parts.check(Settings(cfg=cfg, rect=True), cfg)
 
 
 @each_with_detr

@@ -50,7 +50,11 @@ class ValSettings(InferenceSettings):
     iou: float = option(0.6, "IoU threshold of the non-maximum suppression, 0 to 1.", "--iou", "--iou-thres")
     max_det: int = option(300, "Most boxes per image.")
     workers: int | None = option(None, "Dataloader workers per rank. [default: 0 on a CPU, up to 8 on a GPU]", least=0)
-    rect: bool = option(True, "Pad batches of similar images as little as possible, or to squares.", "--rect/--no-rect")
+    rect: bool = option(
+        True,
+        "Pad batches of similar images as little as possible, or to squares. SSDlite and the DETRs always get squares.",
+        "--rect/--no-rect",
+    )
     single_cls: bool = option(False, "Treat all classes as one, for weights trained with --single-cls.")
     allow_bad_labels: bool = option(False, "Skip invalid label rows and images instead of stopping with an error.")
     v5_map: bool = option(False, "Compute mAP as YOLOv5 does; it differs from COCO's mAP.")

@@ -70,6 +70,7 @@ class Parts:
     postprocess: Callable[[Any, Any, Limits], list[Detections]]
     stride: int = 32
     least_side: int = 64  # pixels of the smallest image that the model takes
+    needs_squares: bool = False  # whether its boxes are fractions of an image's sides: it learns those of a square
     norm_stride: int = 0  # pixels per value of the coarsest batch norm; 0: the stride
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values
@@ -91,6 +92,8 @@ class Parts:
                 raise TrainerError(
                     f"{option_of(name)} {value}: {where} cannot be trained with it", f"leave {option_of(name)} out"
                 )
+        if settings.rect and self.needs_squares:
+            raise TrainerError(f"--rect: {where} can only be trained with squares", "leave --rect out")
         if settings.hyp.backbone_lr != 1 and not self.backbone:
             raise TrainerError(f"--hyp: backbone_lr has no effect on {where}", "leave it out")
 

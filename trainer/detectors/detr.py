@@ -40,6 +40,7 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
         Network(net),
         DetrLoss(net),
         postprocess,
+        needs_squares=True,
         can_compile=False,  # the matching runs on the CPU
         reads_values=True,  # of the mask, which is full
         backbone="net.model.backbone.",

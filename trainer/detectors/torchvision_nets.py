@@ -62,7 +62,7 @@ def _fcos(name: str, nc: int) -> Parts:
 def _ssdlite(name: str, nc: int) -> Parts:
     net = _untrained(name, nc + 1)
     net.backbone.extra = nn.ModuleList(Float32(*block) for block in net.backbone.extra)
-    return _parts(Network(net), SsdLoss(net), postprocess_ssd, norm_stride=SSDLITE_STRIDE)
+    return _parts(Network(net), SsdLoss(net), postprocess_ssd, needs_squares=True, norm_stride=SSDLITE_STRIDE)
 
 
 def _rcnn(name: str, nc: int) -> Parts:

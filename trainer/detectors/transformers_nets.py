@@ -263,6 +263,7 @@ def parts_of(net: Any, loss: QueryLoss) -> Parts:
         Network(net),
         loss,
         postprocess,
+        needs_squares=True,
         can_compile=False,  # the matching runs on the CPU
         backbone="net.backbone.",
         decode=decode,

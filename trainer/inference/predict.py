@@ -25,7 +25,7 @@ from trainer.data.detection_loader import check_imgsz
 from trainer.data.listing import SUFFIXES
 from trainer.data.paint import letterbox
 from trainer.data.progress import bar
-from trainer.detectors import Detections, Limits
+from trainer.detectors import Detections, Limits, Parts
 from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems, write_labels
@@ -105,7 +105,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
                 try:
                     for frame, image, fps in frames(path):
                         move(description=f"{path.name} {frame or ''}")
-                        found = detect_in(detector, image, imgsz, trained.stride)
+                        found = detect_in(detector, image, imgsz, trained.parts)
                         entry = entry_of(path, frame, image, found, trained.names)
                         if as_json:
                             print(json.dumps(entry), flush=True)
@@ -144,11 +144,13 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
     return done
 
 
-def detect_in(detector: Detector, image: Image, imgsz: int, stride: int) -> Detections:
-    """Return the detections of an image in its pixels; pad it only to the next multiple of the stride."""
+def detect_in(detector: Detector, image: Image, imgsz: int, parts: Parts) -> Detections:
+    """Return the detections of an image in its pixels; pad it only to the next multiple of the stride, if it may be."""
     height, width = image.shape[:2]
     scale = imgsz / max(height, width)
-    sides = (math.ceil(max(1, round(side * scale)) / stride) * stride for side in (height, width))
+    sides = [math.ceil(max(1, round(side * scale)) / parts.stride) * parts.stride for side in (height, width)]
+    if parts.needs_squares:
+        sides = [max(sides)] * 2
     boxed = np.empty((*sides, 3), np.uint8)
     pad = letterbox(image, imgsz, boxed)
     (found,) = detector(torch.from_numpy(boxed)[None])

@@ -78,7 +78,8 @@ def validate(settings: ValSettings) -> Validation | None:
     if truth:
         truth.check_images([dataset.name(k) for k in range(len(dataset))])
     share = comm.share_of(world, device, s.workers, trained.stride)
-    loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=s.rect, **share)
+    rect = s.rect and not trained.parts.needs_squares
+    loader = ValLoader(dataset, imgsz=imgsz, batch=s.batch, rect=rect, **share)
     left_out = note_left_out(s.data, getattr(dataset, "faults", ()))
     for note in (*left_out, *loader.notes) if world.rank == 0 else ():
         print(note, file=sys.stderr)  # stdout may be JSON

@@ -132,7 +132,8 @@ class Detection(Task):
 
     def val_loader(self, share: Mapping[str, Any]) -> ValLoader:
         """Return the loader of letterboxed batches."""
-        return ValLoader(self.val_set, imgsz=self._settings.imgsz, batch=self._settings.batch, **share)
+        s, rect = self._settings, not self._parts.needs_squares
+        return ValLoader(self.val_set, imgsz=s.imgsz, batch=s.batch, rect=rect, **share)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[ValBatch], device: torch.device, dtype: torch.dtype
