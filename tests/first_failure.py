@@ -4,6 +4,7 @@ As a program: `first_failure.py RANK HOW` sums over gloo, and `first_failure.py 
 trainer, whose rank fails at its second step. HOW is a key of FAILURES.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def fail(how):
 
 def all_reduce_until(failing, how):
     """Sum over all ranks in a loop; rank `failing` fails after the third sum."""
+    gc.disable()  # collections take a fifth of torch's import, and ten tests start four ranks each
     import torch
     import torch.distributed as dist
 

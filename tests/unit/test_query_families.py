@@ -463,7 +463,7 @@ def test_images_are_padded_to_squares_as_in_the_training(
     detector = Detector(trained.model, trained.parts, torch.device("cpu"), torch.float32, Limits())
     detect_in(detector, np.zeros((64, 96, 3), np.uint8), SIDE, trained.parts)
     assert [tuple(shape[2:]) for shape in seen] == [(SIDE, SIDE)]
-    with pytest.raises(TrainerError, match="--rect: .* squares"):
+    with pytest.raises(TrainerError, match=r"--rect: .* squares"):
         trained.parts.check(Settings(cfg=cfg, rect=True), cfg)
 
 
