@@ -22,7 +22,7 @@ check_disk() {
     folder=$(docker info --format '{{.DockerRootDir}}')
     free=$(($(df --output=avail "$folder" | tail -n 1) / 1048576))
     [ "$free" -ge "$1" ] || {
-        echo "test: $free GiB are free in $folder, these tests need $1; what the engine may remove: docker system df" >&2
+        echo "test: $folder has $free GiB free, and these tests need $1; docker system df shows what can be removed" >&2
         exit 1
     }
 }

@@ -1,4 +1,4 @@
-"""The text of job.yaml for a request. Every launch writes one, and so does without pydantic (job_file.py needs it)."""
+"""Writes job.yaml for a request. Every launch does, so this file works without pydantic, which is slow to import."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,7 +27,7 @@ PARAMETERS = {
 _HEAD = "# clusterctl launch FILE runs this job. Relative paths are relative to the current folder.\n"
 
 
-def write(request: Request, backend: str, more: Mapping[str, str], table: Table, head: str = "") -> str:
+def write(request: Request, backend: str, more: Mapping[str, str], table: Table) -> str:
     """Return the job file of a request for a backend; `more` has keys that no request has (inventory, env_file)."""
     keys = {PARAMETERS.get(key, key): key for key in KEYS}
     given = [(each, getattr(request, each.name)) for each in fields(request) if each.name in keys]
@@ -42,7 +42,7 @@ def write(request: Request, backend: str, more: Mapping[str, str], table: Table,
         **more,
     }
     ordered = {key: found[key] for key in (*KEYS, *table) if found.get(key) not in (None, "", [], {})}
-    return head + _HEAD + yaml_text(ordered)
+    return _HEAD + yaml_text(ordered)
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:

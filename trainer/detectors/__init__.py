@@ -70,7 +70,7 @@ class Parts:
     postprocess: Callable[[Any, Any, Limits], list[Detections]]
     stride: int = 32
     least_side: int = 64  # pixels of the smallest image that the model takes
-    needs_squares: bool = False  # whether its boxes are fractions of an image's sides: it learns those of a square
+    needs_squares: bool = False  # whether it predicts fractions of an image's sides, and so learns only squares
     norm_stride: int = 0  # pixels per value of the coarsest batch norm; 0: the stride
     close_mosaic: int = 0  # last epochs without mosaics, if the hyper-parameters do not say
     can_compile: bool = True  # whether the loss has no shapes that depend on values

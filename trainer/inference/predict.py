@@ -145,7 +145,10 @@ def predict(settings: PredictSettings, sources: Sequence[str], as_json: bool) ->
 
 
 def detect_in(detector: Detector, image: Image, imgsz: int, parts: Parts) -> Detections:
-    """Return the detections of an image in its pixels; pad it only to the next multiple of the stride, if it may be."""
+    """Return the detections of an image in its pixels.
+
+    The image is padded to the next multiple of the stride, or to a square if the model needs one.
+    """
     height, width = image.shape[:2]
     scale = imgsz / max(height, width)
     sides = [math.ceil(max(1, round(side * scale)) / parts.stride) * parts.stride for side in (height, width)]
