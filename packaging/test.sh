@@ -34,25 +34,31 @@ list_tests_not_run() {
     [ "${ENGINE:-yes}" = no ] || [ "${CI:-}" != true ]
 }
 
-# Run the launcher's unit tests (in the background) on another Python than .venv, preferably 3.10, with the same packages.
-test_on_another_python() {
+# The launcher's unit tests run on another Python than .venv too, preferably 3.10, with the same packages.
+install_another_python() {
     for python in python3.10 "$HOME"/.pyenv/versions/3.10.*/bin/python python3.13 "$HOME"/.pyenv/versions/3.13.*/bin/python \
         python3.12 python3.11; do
         version=$("$python" -c 'import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         case $(.venv/bin/python --version) in "Python $version".*) continue ;; esac
-        venv=.make/python$version
-        if ! cmp -s requirements/dev.txt "$venv/dev.txt"; then
-            "$python" -m venv --clear "$venv"
-            sed '/--hash/d; s/ \\$//' requirements/dev.txt >"$venv/constraints.txt"
-            "$venv/bin/pip" install -qq --disable-pip-version-check --constraint "$venv/constraints.txt" \
-                --config-settings editable_mode=compat --editable . pytest pytest-timeout pytest-xdist
-            cp requirements/dev.txt "$venv/dev.txt"
-        fi
-        echo "test: the launcher on Python $version"
-        # shellcheck disable=SC2093  # in a subshell, whose signals pytest gets
-        exec "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/unit tests/golden
+        another_venv=.make/python$version
+        cmp -s requirements/dev.txt "$another_venv/dev.txt" && return
+        echo "test: installing the launcher into $another_venv"
+        "$python" -m venv --clear "$another_venv"
+        sed '/--hash/d; s/ \\$//' requirements/dev.txt >"$another_venv/constraints.txt"
+        "$another_venv/bin/pip" install -qq --disable-pip-version-check --constraint "$another_venv/constraints.txt" \
+            --config-settings editable_mode=compat --editable . pytest pytest-timeout pytest-xdist
+        cp requirements/dev.txt "$another_venv/dev.txt"
+        return
     done
-    echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
+    another_venv=
+}
+test_on_another_python() {
+    if [ -z "$another_venv" ]; then
+        echo "test: the launcher is tested on one version of Python: no other Python 3.10 to 3.13 with venv found"
+        return
+    fi
+    echo "test: the launcher on $("$another_venv/bin/python" --version)"
+    exec "$another_venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider tests/unit tests/golden
 }
 
 # The tests start sshd on loopback addresses. Those that need Chromium, Prometheus or MLflow are skipped without it, but not in CI.
@@ -98,6 +104,7 @@ fi
 
 if [ -z "${2:-}" ]; then
     # Most contract tests wait for processes, and most unit tests compute: side by side they use the cores best.
+    install_another_python
     chosen="not real and not kubernetes and not gpu${missing:+ and not engine}"
     mkdir -p .make
     echo "test: in the background, with its output at the end: tests/contract, tests/engine, the launcher on another Python"
