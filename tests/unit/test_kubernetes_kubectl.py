@@ -20,6 +20,9 @@ ERRORS = [
         UsageError,
         "no kubeconfig",
     ),
+    ("error: current-context must exist in order to minify", UsageError, "has no current context"),
+    ("error: cannot locate context gone", UsageError, "no context gone"),
+    ("error: cannot locate cluster c", UsageError, "the kubeconfig cannot be used: cannot locate cluster c"),
     (
         'error: error loading config file "/x": yaml: line 3: mapping values are not allowed in this context',
         UsageError,

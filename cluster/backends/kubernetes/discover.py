@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from cluster.backends.kubernetes.kubectl import Kubectl
-from cluster.errors import ClusterError, UsageError
+from cluster.errors import ClusterError
 
 #: The resources of GPUs that device plugins provide: whole GPUs, or MIG slices.
 _GPUS = ("nvidia.com/gpu", "amd.com/gpu", "gpu.intel.com/i915", "nvidia.com/mig-")
@@ -17,11 +17,8 @@ def settings() -> tuple[dict[str, Any], list[str]]:
     """
     client = Kubectl()
     view = json.loads(client.text("config", "view", "--minify", "--output=json"))
-    contexts = view.get("contexts") or []
-    if not contexts:
-        hint = "choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
-        raise UsageError("the kubeconfig has no current context", hint)
-    context, namespace = contexts[0]["name"], contexts[0]["context"].get("namespace") or "default"
+    (current,) = view["contexts"]
+    context, namespace = current["name"], current["context"].get("namespace") or "default"
     client.text("get", "pods", "--output=name")  # the cluster answers, and accepts the user
     found: dict[str, Any] = {"context": context, "namespace": namespace}
     resource, notes = _gpus(client)

@@ -64,19 +64,21 @@ _LOG_IN = "log in to the cluster again, then try: kubectl auth whoami"
 #: The first that is found decides. `{all}` is kubectl's own sentence.
 _RULES = (
     _Rule(
-        r'context "?([^"\n]+?)"? does not exist|context was not found for specified context: (\S+)',
+        r'context "?([^"\n]+?)"? does not exist|context was not found for specified context: (\S+)'
+        r"|cannot locate context (\S+)",
         UsageError,
         "the kubeconfig has no context {0}",
         "kubectl config get-contexts; then context: in the section kubernetes of cluster.yaml",
     ),
     _Rule(
-        r"localhost:8080|Missing or incomplete configuration",
+        r"localhost:8080|Missing or incomplete configuration|current-context must exist",
         UsageError,
-        "this machine has no kubeconfig, so kubectl does not know the cluster",
-        "set KUBECONFIG to the file of your cluster, then try: kubectl get pods",
+        "kubectl does not know the cluster: this machine has no kubeconfig, or its kubeconfig has no current context",
+        "set KUBECONFIG to the file of your cluster, or kubectl config use-context NAME; then try: kubectl get pods",
     ),
     _Rule(
-        r"error loading config file|invalid configuration|unable to read (?:client-|certificate)",
+        r"error loading config file|invalid configuration|cannot locate (?:cluster|user)"
+        r"|unable to read (?:client-|certificate)",
         UsageError,
         "the kubeconfig cannot be used: {all}",
         "kubectl config view",
