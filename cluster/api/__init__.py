@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec.model import Inventory, JobRecord
 from cluster.store import JobStore
@@ -85,7 +86,7 @@ def launch(
         arguments: The trainer's arguments: `["train", "--data", "coco.yaml"]`.
         nodes: The number of nodes, or a range such as "2:4". By default one, or the whole inventory.
         gpus: Processes per node.
-        backend: auto, local, compose, ssh or slurm.
+        backend: As `--backend` of `clusterctl launch`.
         inventory: The path of a cluster.yaml, or an Inventory. By default ./cluster.yaml, or else this machine.
         secrets: Environment variables of the job that are not stored.
         options: Fields of `cluster.spec.request.Request`: name, device, image, command, env, spares, ...
@@ -116,7 +117,6 @@ def _note(*texts: str) -> None:
 
 def machines(inventory: str | Inventory | None, backend: str) -> Inventory | None:
     """Return the machines of the `inventory` of `launch`, or None for this machine."""
-    from cluster.backends import BACKENDS
     from cluster.transport import discovery
 
     if isinstance(inventory, Inventory):

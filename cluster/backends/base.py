@@ -10,7 +10,7 @@ from cluster.agent import scripts
 from cluster.backends import monitor
 from cluster.errors import ClusterError, UnreachableError, UsageError
 from cluster.runtimes import ENGINES
-from cluster.spec.model import Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step
+from cluster.spec.model import Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step
 from cluster.spec.traits import Traits
 from cluster.transport import files, parallel, reach, workdir
 
@@ -131,8 +131,8 @@ class Backend(Traits, abc.ABC):
         """Return why this machine cannot run jobs of the backend, as (message, hint), or None."""
         return None
 
-    def discover(self) -> tuple[Mapping[str, Any], list[str]]:
-        """Return its section for the cluster that this machine reaches, and sentences on what was found.
+    def discover(self) -> tuple[Mapping[str, Any], Device, list[str]]:
+        """Return its section for the cluster that this machine reaches, the device, and sentences on what was found.
 
         Raises ClusterError.
         """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.backends import BACKENDS
 from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, takes_options
 from cluster.errors import ClusterError, UsageError
@@ -52,7 +53,6 @@ def doctor(
     Exit codes: 0 a launch would succeed, 3 a check failed, 5 a node cannot be reached.
     """
     from cluster import doctor as checks
-    from cluster.backends import BACKENDS
     from cluster.transport import discovery
     from cluster.transport.interruption import refuse_interrupted
     from cluster.transport.process import interruptible

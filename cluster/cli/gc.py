@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.backends import BACKENDS
 from cluster.cli.console import console
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
@@ -32,7 +33,6 @@ def gc(
     environment, so no job record is needed. A job whose node script is still running is listed, but removed only with
     --job.
     """
-    from cluster.backends import BACKENDS
 
     machines = inventory.load(complete=False) or Inventory((this_machine(),))
     backend = BACKENDS[machines.backend]

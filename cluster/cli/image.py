@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.filesize import decimal
 
+from cluster.backends import BACKENDS
 from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, InventoryFile, NodeOptions, takes_options
 from cluster.cli.signals import EXIT_INTERRUPTED
@@ -42,7 +43,6 @@ class ImageOptions(NodeOptions):
 
     def chosen(self) -> tuple[list[Machine], str]:
         """Return the chosen nodes and image."""
-        from cluster.backends import BACKENDS
         from cluster.spec.defaults import DEFAULT_IMAGE
 
         found = self.need(complete=False)
@@ -124,7 +124,6 @@ def sif(
 
     The login node converts it, which takes minutes and, for a while, twice the image's disk space.
     """
-    from cluster.backends import BACKENDS
     from cluster.images import apptainer as sif_file
     from cluster.spec.defaults import DEFAULT_IMAGE
 

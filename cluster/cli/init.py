@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from cluster.backends import BACKENDS
 from cluster.cli.console import console
 from cluster.cli.options import AsJson, Hostfile, SshConfig, flag
 from cluster.errors import UsageError
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 _DEVICES = ("auto", "cuda", "cpu", "any")
 NO_GPU = "no GPU on any node: device is cpu, jobs use CPU processes and gloo (--device cuda makes this an error)"
+
+
+def _discoverable() -> list[str]:
+    return [name for name, backend in BACKENDS.items() if backend.is_discoverable]
 
 
 def init(
@@ -57,7 +62,8 @@ def init(
             "--backend",
             "-b",
             metavar="NAME",
-            help="kubernetes: use the cluster of your kubeconfig instead of machines.",
+            help="Use the cluster of this backend instead of machines.",
+            autocompletion=lambda incomplete: [name for name in _discoverable() if name.startswith(incomplete)],
         ),
     ] = "",
     as_json: AsJson = False,
@@ -68,7 +74,6 @@ def init(
     It finds each machine's GPUs, container runtime, free disk space, and the address at which the others reach it.
     Nothing is changed on the machines, and no file is written unless all of them answer.
     """
-    from cluster.backends import BACKENDS
     from cluster.spec import schema
 
     if schema_only:
@@ -153,16 +158,14 @@ def _writable(path: Path, output: str, *, force: bool) -> Path:
 
 def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None:
     """Write the cluster.yaml of the cluster that a backend reaches from this machine."""
-    from cluster.backends import BACKENDS
     from cluster.spec.job_text import yaml_text
 
     if backend not in BACKENDS:
-        known = ", ".join(name for name, each in BACKENDS.items() if each.machines == "assigned")
-        raise UsageError(f"--backend {backend!r}: unknown backend", f"one of: {known}")
+        raise UsageError(f"--backend {backend!r}: unknown backend", f"use one of: {', '.join(_discoverable())}")
     if device not in _DEVICES:
         raise UsageError(f"--device {device}: unknown", f"use one of: {', '.join(_DEVICES)}")
-    settings, notes = BACKENDS[backend].discover()
-    chosen = device if device != "auto" else "cuda" if "gpu_resource" in settings else "cpu"
+    settings, found, notes = BACKENDS[backend].discover()
+    chosen = found if device == "auto" else device
     head = f"# Found by: clusterctl init --backend {backend}\n# All keys: docs/reference/configuration.md\n"
     _write(path, head + yaml_text({"backend": backend, "device": chosen, backend: settings}))
     if as_json:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.backends import BACKENDS
 from cluster.cli import options
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import finish, follow, leave_behind, print_outcome, stop_jobs
@@ -27,7 +28,6 @@ _MOST_NOTES = 10
 
 def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     """Return what restarts a job: `pid 123 on HOST`, `the queue` or `none`; "" for an ended job."""
-    from cluster.backends import BACKENDS
 
     if record.outcome:
         return ""

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.backends import BACKENDS
 from cluster.cli import options
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import follow, leave_behind, stop_interrupted
@@ -50,7 +51,6 @@ def launch(
     Exit codes: 0 done, 1 failed, 2 invalid request, 3 a node could not be started, 4 nodes did not join in time, 5 a
     machine or its Docker Engine does not answer (the job may still be running: clusterctl attach), 130 interrupted.
     """
-    from cluster.backends import BACKENDS
     from cluster.cli.sync import progress
     from cluster.spec.defaults import seconds
     from cluster.store import JobStore
@@ -170,7 +170,6 @@ def plan(
             sys.stdout.buffer.write(scripts.archive())
         return
     if schema:
-        from cluster.backends import BACKENDS
         from cluster.spec import job_file
 
         print(json.dumps(job_file.json_schema(BACKENDS), indent=1))
@@ -232,7 +231,6 @@ def plan(
 
 def job_text(request: Request, backend: str, inventory: options.NodeOptions, env_file: str) -> str:
     """Return the job file of these options, with absolute paths, so that it works from every folder."""
-    from cluster.backends import BACKENDS
     from cluster.spec.defaults import absolute_paths
     from cluster.spec.job_text import write
     from cluster.spec.traits import on_this_machine

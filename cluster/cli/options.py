@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from cluster.backends import BACKENDS, PLACES
 from cluster.errors import UsageError
 from cluster.spec.model import Inventory, Job
-from cluster.spec.request import Request, option
+from cluster.spec.request import HERE_AND_AUTO, Request, option
 from cluster.store import JobStore
 
 
@@ -24,6 +25,11 @@ def flag(text: str, *names: str) -> Any:
 def _job_names(incomplete: str) -> list[str]:
     """Return the names of recorded jobs, for completion."""
     return [name for record in JobStore() if (name := record.plan.job_id).startswith(incomplete)]
+
+
+def _backend_names(incomplete: str) -> list[str]:
+    """Return the values of --backend, for completion."""
+    return [name for name in ("auto", "here", *BACKENDS) if name.startswith(incomplete)]
 
 
 JobName = Annotated[
@@ -53,6 +59,18 @@ SshConfig = Annotated[
 ]
 EnvFile = Annotated[
     str, option(metavar="FILE", help="File of secrets, one NAME=VALUE per line.", rich_help_panel=_OTHER)
+]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        "-b",
+        metavar="NAME",
+        help=f"Where to run: {', '.join(BACKENDS)}, here or auto.\n\n"
+        + "".join(f"{name}: {place}. " for name, place in PLACES.items())
+        + HERE_AND_AUTO,
+        autocompletion=_backend_names,
+    ),
 ]
 Logs = Annotated[Literal["master", "all"], typer.Option(help="Show the log of the first node or of all nodes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -84,7 +102,6 @@ class NodeOptions:
 
         With `complete`, query the nodes for values that the file omits. Raise ClusterError if a node does not answer.
         """
-        from cluster.backends import BACKENDS
         from cluster.transport import discovery
 
         found = discovery.load(
@@ -122,7 +139,6 @@ class ArrayOptions:
 
         Raises UsageError with the number of a bad line, or for a backend without job arrays.
         """
-        from cluster.backends import BACKENDS
         from cluster.spec.defaults import split
         from cluster.supervisor import launcher
 
@@ -160,7 +176,6 @@ def with_job_file(
     """
     if not request.arguments[:1] or not request.arguments[0].endswith((".yaml", ".yml")):
         return request, nodes, array, env_file
-    from cluster.backends import BACKENDS
     from cluster.spec import job_file
 
     path, *rest = request.arguments
@@ -197,6 +212,8 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = group
         hints = get_type_hints(group, include_extras=True)
+        if "backend" in hints:
+            hints["backend"] = Backend
         own = inspect.get_annotations(group)
         for each in sorted(fields(group), key=lambda each: each.name not in own):  # inherited options come last
             default = each.default if each.default_factory is MISSING else each.default_factory()

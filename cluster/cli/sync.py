@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.filesize import decimal
 
+from cluster.backends import BACKENDS
 from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, NodeOptions, flag, takes_options
 from cluster.errors import ClusterError, UsageError
@@ -40,7 +41,6 @@ def sync(
     to continue. Each folder is copied into the node's data_dir; jobs see it at its path on this machine. A folder that
     a node sees at the same path (NFS) is not copied.
     """
-    from cluster.backends import BACKENDS
     from cluster.transport import files, parallel
 
     chosen = inventory.need(complete=False)

@@ -10,6 +10,10 @@ import typer
 #: typer's, for a default that means "not given". The help text does not show it.
 option = functools.partial(typer.Option, show_default=False)
 argument = functools.partial(typer.Argument, show_default=False)
+#: What `--backend` means without naming a backend. The command line lists the backends too (cli/options.py).
+HERE_AND_AUTO = (
+    "here: compose if Docker is running, otherwise local. auto: the inventory's backend, or here without an inventory."
+)
 # Headings of `launch --help-all`. Options without one are the common ones, which `launch --help` shows too.
 _SLURM = "Slurm"
 _PROGRAM = "The program and its container"
@@ -41,7 +45,7 @@ class BackendOptions:
             "--set",
             metavar="KEY=VALUE",
             help="Backend setting, as in its section of cluster.yaml: mem=32G. Repeatable.\n\n"
-            "Slurm takes any option of sbatch, Kubernetes for example namespace=vision.",
+            "Slurm takes any option of sbatch.",
         ),
     ] = field(default_factory=list)
 
@@ -85,16 +89,7 @@ class Request(BackendOptions):
     ] = ""
     gpus: Annotated[int, typer.Option("--gpus", "-g", metavar="N", help="GPUs per node; each gets one process.")] = 1
     backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            "-b",
-            metavar="NAME",
-            help="Where to run: ssh, slurm, kubernetes, compose, local, here or auto.\n\n"
-            "ssh: the machines of the inventory. slurm: a Slurm cluster. kubernetes: a Kubernetes cluster. compose: "
-            "containers on this machine. local: processes on this machine. here: compose if Docker is running, "
-            "otherwise local. auto: the inventory's backend, or here without an inventory.",
-        ),
+        str, typer.Option("--backend", "-b", metavar="NAME", help=f"Where to run.\n\n{HERE_AND_AUTO}")
     ] = "auto"
     name: Annotated[str, option(metavar="NAME", help="Name of the job.  [default: derived from the command]")] = ""
     device: Annotated[

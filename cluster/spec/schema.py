@@ -178,8 +178,8 @@ class File(Keys):
         BeforeValidator(_named, json_schema_input_type=list[str] | dict[Name, MachineKeys | None]),
     ] = Field(
         default={},
-        description="List of names, or map from names to the keys below; on Slurm only the login node, on Kubernetes "
-        "none.",
+        description="List of names, or map from names to the keys below; on Slurm only the login node, and none on a "
+        "cluster without one.",
     )
 
 

@@ -29,6 +29,8 @@ class Traits:
     section = ""
     #: The runtime of a machine in cluster.yaml that names none; "": the machine is asked.
     default_runtime = ""
+    #: Whether `clusterctl init` can describe its cluster, of which cluster.yaml lists no machines: method `discover`.
+    is_discoverable = False
     #: The module with its own checks for `clusterctl doctor`, or "" for the checks of machines that cluster.yaml lists.
     doctor = ""
 

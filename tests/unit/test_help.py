@@ -12,6 +12,7 @@ import cluster.cli.help
 import cluster.cli.main
 import trainer.cli
 import trainer.cli.help
+from cluster.backends import BACKENDS, PLACES
 from cluster.cli.help import HelpCommand
 
 PROGRAMS: dict[str, Any] = {"clusterctl": cluster.cli.main.app, "trainer": trainer.cli.app}
@@ -50,6 +51,26 @@ def test_a_command_without_headings_has_its_whole_text_in_help(line: str, second
     text = " ".join(" ".join(shown(f"{line} --help")).split())
     assert "--help-all" not in text
     assert second in text
+
+
+@pytest.mark.parametrize("line", ["clusterctl launch", "clusterctl plan"])
+def test_help_says_where_each_backend_runs_jobs(line: str) -> None:
+    text = " ".join(" ".join(shown(f"{line} --help-all")).split())
+    assert f"Where to run: {', '.join(BACKENDS)}, here or auto." in text
+    assert all(f"{name}: {place}. " in text for name, place in PLACES.items())
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("clusterctl launch", ["auto", "here", *BACKENDS]),
+        ("clusterctl init", [name for name, each in BACKENDS.items() if each.is_discoverable]),
+    ],
+)
+def test_completion_offers_the_backends(line: str, names: list[str]) -> None:
+    words = {"COMP_WORDS": f"{line} --backend ", "COMP_CWORD": "3", "_CLUSTERCTL_COMPLETE": "complete_bash"}
+    result = CliRunner().invoke(PROGRAMS["clusterctl"], [], prog_name="clusterctl", env=words)
+    assert result.output.split() == names
 
 
 @pytest.mark.parametrize("line", ["clusterctl launch", "clusterctl plan", "trainer train"])

@@ -27,7 +27,7 @@ from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, JOB_LABEL, MANA
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
-from cluster.spec.model import WORKDIR, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
+from cluster.spec.model import WORKDIR, Device, Inventory, Job, JobRecord, Machine, Node, NodeStatus, Plan
 from cluster.transport import Completed, parallel
 from cluster.transport.files import Report
 from cluster.transport.process import interruptible
@@ -129,6 +129,7 @@ class KubernetesBackend(Backend):
         "sync": "a job sends its files to its pods; large data belongs on a volume, and kubectl cp copies it there",
     }
     section = "cluster.backends.kubernetes.options:Options"
+    is_discoverable = True
 
     def __init__(self) -> None:
         self._monitor = NodeMonitor(lambda plan, _: self._poll(plan), silent_is_lost=False)
@@ -148,9 +149,13 @@ class KubernetesBackend(Backend):
         """Return the folders of the pods' volumes."""
         return (manifests.RUNS, *(volume["path"] for volume in settings.get("volumes", ())))
 
-    def discover(self) -> tuple[Mapping[str, Any], list[str]]:
-        """Return the section for the current context of the kubeconfig, and sentences on what was found."""
-        return discover.settings()
+    def discover(self) -> tuple[Mapping[str, Any], Device, list[str]]:
+        """Return the section for the current context of the kubeconfig, the device, and what was found, as sentences.
+
+        Raises UsageError without a kubeconfig, UnreachableError if the API server does not answer.
+        """
+        settings, notes = discover.settings()
+        return settings, "cuda" if "gpu_resource" in settings else "cpu", notes
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the manifest, and the command that creates its objects."""
