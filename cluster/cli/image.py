@@ -122,7 +122,7 @@ def sif(
 ) -> None:
     """Convert the Docker image to a SIF file for Apptainer.
 
-    The login node converts it, which takes minutes and, for a while, twice the image's disk space.
+    The login node converts it, which takes minutes and, for a while, three times the image's disk space next to TARGET.
     """
     from cluster.images import apptainer as sif_file
     from cluster.spec.defaults import DEFAULT_IMAGE

@@ -23,12 +23,12 @@ def make(node: Machine, image: str, target: str, report: Report) -> None:
     """Build the image's SIF file on the node, atomically. Raise UsageError if this machine lacks it, or LaunchError."""
     here = engine.local(image)
     config = json.loads(_run(here.program, "image", "inspect", "--format", "{{json .Config}}", image))
-    words = [target, variables(config.get("Env") or []), runscript(config)]
+    values = {"environment": variables(config.get("Env") or []), "runscript": runscript(config)}
     container = _run(here.program, "create", image, "true")
     try:
         with (
             started([here.program, "export", container], stdout=PIPE) as export,
-            piped(node, scripts.bash("images/sif.sh", *words)) as there,
+            piped(node, scripts.bash("images/sif.sh", target=target, size=here.size, **values)) as there,
         ):
             assert export.stdout is not None
             done = 0

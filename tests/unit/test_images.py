@@ -1,9 +1,11 @@
 """Missing layers, archive heads, and the refusal of nodes that cannot take an image."""
 
 import hashlib
+import subprocess
 
 import pytest
 
+from cluster.agent import scripts
 from cluster.errors import UsageError
 from cluster.images import chain_ids, engine, missing, push, refuse_name
 from cluster.images.engine import Engine
@@ -70,3 +72,12 @@ def test_invalid_image_name_is_an_error(image):
 )
 def test_zstd_needs_docker_23_or_podman(program, version, takes):
     assert Engine(program, version, "linux/amd64").takes_zstd is takes
+
+
+def test_a_sif_file_is_not_begun_on_a_disk_without_room_for_its_build(tmp_path):
+    command = scripts.bash("images/sif.sh", target=f"{tmp_path}/a/b.sif", size=10**16, environment="", runscript="")
+    done = subprocess.run(command, input="", capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr.startswith(f"{tmp_path} has ")
+    assert done.stderr.endswith(" GB free, and the build needs about 25000000 GB\n")
+    assert not any(tmp_path.iterdir())
