@@ -36,6 +36,7 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
     """Build {"detr": a size, or the library's configuration} for `nc` classes."""
     net = DetrForObjectDetection(DetrConfig(**describe(cfg["detr"], SIZES, nc, where)))
     _unfreeze(net.model.backbone)
+    _initialize(net)
     return Parts(
         Network(net),
         DetrLoss(net),
@@ -58,6 +59,21 @@ def _unfreeze(backbone: nn.Module) -> None:
         for name, frozen in module.named_children():
             if isinstance(frozen, DetrFrozenBatchNorm2d):
                 setattr(module, name, nn.BatchNorm2d(len(frozen.weight)))
+
+
+def _initialize(net: Any) -> None:
+    """Draw the weights outside of the backbone as the paper does.
+
+    The library draws all of them with a deviation of 0.02, as is enough for weights that are loaded afterwards: the
+    queries are then nearly equal, and so are their boxes.
+    """
+    nn.init.normal_(net.model.query_position_embeddings.weight)
+    for transformer in (net.model.encoder, net.model.decoder):
+        for weight in transformer.parameters():
+            if weight.dim() > 1:
+                nn.init.xavier_uniform_(weight)
+    for head in (net.model.input_projection, net.class_labels_classifier, *net.bbox_predictor.layers):
+        head.reset_parameters()
 
 
 class Network(Classifier):
