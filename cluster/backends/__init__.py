@@ -44,4 +44,4 @@ class _Backends(Mapping[str, "Backend"]):
 
 BACKENDS: Mapping[str, Backend] = _Backends()
 #: Where each backend runs jobs, by its name, for help texts.
-PLACES = {name: place for name, (_, place) in _TABLE.items()}
+SUMMARIES = {name: summary for name, (_, summary) in _TABLE.items()}

@@ -33,7 +33,6 @@ def gc(
     environment, so no job record is needed. A job whose node script is still running is listed, but removed only with
     --job.
     """
-
     machines = inventory.load(complete=False) or Inventory((this_machine(),))
     backend = BACKENDS[machines.backend]
     out = console(quiet=as_json)

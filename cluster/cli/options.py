@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from cluster.backends import BACKENDS, PLACES
+from cluster.backends import BACKENDS, SUMMARIES
 from cluster.errors import UsageError
 from cluster.spec.model import Inventory, Job
 from cluster.spec.request import HERE_AND_AUTO, Request, option
@@ -67,7 +67,7 @@ Backend = Annotated[
         "-b",
         metavar="NAME",
         help=f"Where to run: {', '.join(BACKENDS)}, here or auto.\n\n"
-        + "".join(f"{name}: {place}. " for name, place in PLACES.items())
+        + "".join(f"{name}: {summary}. " for name, summary in SUMMARIES.items())
         + HERE_AND_AUTO,
         autocompletion=_backend_names,
     ),

@@ -12,7 +12,7 @@ import cluster.cli.help
 import cluster.cli.main
 import trainer.cli
 import trainer.cli.help
-from cluster.backends import BACKENDS, PLACES
+from cluster.backends import BACKENDS, SUMMARIES
 from cluster.cli.help import HelpCommand
 
 PROGRAMS: dict[str, Any] = {"clusterctl": cluster.cli.main.app, "trainer": trainer.cli.app}
@@ -57,7 +57,7 @@ def test_a_command_without_headings_has_its_whole_text_in_help(line: str, second
 def test_help_says_where_each_backend_runs_jobs(line: str) -> None:
     text = " ".join(" ".join(shown(f"{line} --help-all")).split())
     assert f"Where to run: {', '.join(BACKENDS)}, here or auto." in text
-    assert all(f"{name}: {place}. " in text for name, place in PLACES.items())
+    assert all(f"{name}: {summary}. " in text for name, summary in SUMMARIES.items())
 
 
 @pytest.mark.parametrize(
