@@ -28,7 +28,6 @@ _MOST_NOTES = 10
 
 def _supervisor_of(record: JobRecord, records: JobStore) -> str:
     """Return what restarts a job: `pid 123 on HOST`, `the queue` or `none`; "" for an ended job."""
-
     if record.outcome:
         return ""
     if watcher := records.watcher(record.plan.job_id):
