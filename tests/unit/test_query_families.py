@@ -191,7 +191,8 @@ def test_the_affine_blocks_of_dfine_are_the_librarys_and_keep_bf16() -> None:
 
 
 def test_detr_starts_from_the_weights_of_its_paper() -> None:
-    """The library's are so small that all queries find the same box."""
+    """The library's are so small that all queries find nearly the same box."""
+    torch.manual_seed(0)
     net: Any = build(read_cfg("detr-tiny"), nc=NC, where="detr-tiny", hyp=Hyp(), imgsz=SIDE).model.net
     assert float(net.model.query_position_embeddings.weight.detach().std()) == pytest.approx(1, rel=0.2)
     for transformer in (net.model.encoder, net.model.decoder):
