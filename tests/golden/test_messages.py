@@ -98,6 +98,8 @@ train --data folder
 train --data broken.yaml
 train --cfg yolov5q.yaml
 train --cfg dfine-q
+train --cfg detr
+train --cfg dfine_n
 train --cfg rtdetr-r18
 train --cfg yolov5s.pt
 train --cfg yellow

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trainer.cli import app
-from trainer.config import Hyp, Settings, load_hyp, preset_for
+from trainer.config import Hyp, Settings, family_of, load_hyp, preset_for
 from trainer.config.settings import layers
 from trainer.errors import TrainerError
 
@@ -128,6 +128,12 @@ def test_bad_hyp_files(tmp_path: Path, text: str, message: str) -> None:
 )
 def test_one_number_freezes_the_first_layers_and_several_freeze_these(text: str, expected: tuple[int, ...]) -> None:
     assert layers(text) == expected
+
+
+@pytest.mark.parametrize("name", ["detr-mine.yaml", "dfine-n.yml", "torchvision:mine.yaml"])
+def test_a_model_file_may_be_named_after_a_family(name: str) -> None:
+    assert family_of(name) == ("", name)
+    assert Settings(cfg=name).hyp == Settings().hyp
 
 
 def test_a_family_has_its_own_preset_also_for_the_digits() -> None:

@@ -206,6 +206,8 @@ FAMILY_PRESETS: dict[str, dict[str, Preset]] = {
 
 def family_of(cfg: str) -> tuple[str, str]:
     """Return the family and the model that --cfg names, such as ("dfine", "n"); ("", cfg) for a model file."""
+    if cfg.endswith((".yaml", ".yml")):
+        return "", cfg
     family, _, model = re.sub("[:-]", " ", cfg, count=1).partition(" ")
     return (family, model) if family in FAMILY_PRESETS else ("", cfg)
 

@@ -34,7 +34,7 @@ SIZES = {"r50": _resnet([3, 4, 6, 3]), "r101": _resnet([3, 4, 23, 3])}
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"detr": a size, or the library's configuration} for `nc` classes."""
-    net = DetrForObjectDetection(DetrConfig(**describe(cfg["detr"], SIZES, nc, where)))
+    net = DetrForObjectDetection(DetrConfig(**describe(cfg, SIZES, nc, where)))
     _unfreeze(net.model.backbone)
     _initialize(net)
     return Parts(

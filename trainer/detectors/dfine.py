@@ -114,7 +114,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"dfine": a size, or the library's configuration} for `nc` classes."""
-    config = DFineConfig(**describe(cfg["dfine"], SIZES, nc, where))
+    config = DFineConfig(**describe(cfg, SIZES, nc, where))
     net = DFineForObjectDetection(config).model
     for module in net.modules():
         if isinstance(module, HGNetV2LearnableAffineBlock):

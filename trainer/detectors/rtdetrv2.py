@@ -31,5 +31,5 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"rtdetrv2": a size, or the library's configuration} for `nc` classes."""
-    config = RTDetrV2Config(**describe(cfg["rtdetrv2"], SIZES, nc, where))
+    config = RTDetrV2Config(**describe(cfg, SIZES, nc, where))
     return parts_of(RTDetrV2ForObjectDetection(config).model, QueryLoss(InPairs(config), config))

@@ -247,11 +247,14 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
     return found
 
 
-def describe(described: Any, sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
-    """Return the arguments of the library's configuration, from one of the sizes or from a stored configuration."""
+def describe(cfg: dict[str, Any], sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
+    """Return the arguments of the library's configuration, from {family: a size, or a stored configuration}."""
+    [(family, described)] = cfg.items()
     if isinstance(described, str):
         if described not in sizes:
-            raise TrainerError(f"{where}: no size {described!r}", f"the sizes are {', '.join(sizes)}")
+            names = ", ".join(f"{family}-{size}" for size in sizes)
+            missing = f"no size {described!r}" if described else "a size is missing"
+            raise TrainerError(f"{where}: {missing}", f"use {names}")
         described = sizes[described]
     # Only pretrained networks can do with frozen batch norms.
     return {**copy.deepcopy(described), "num_labels": nc, "freeze_backbone_batch_norms": False}

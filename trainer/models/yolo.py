@@ -112,10 +112,13 @@ def _models_like(cfg: str) -> str:
     """Return a hint with the models whose names are like `cfg`, and with the detector families."""
     if cfg.endswith((".pt", ".pth", ".safetensors")):
         return f"initial weights are another option: --weights {cfg}"
-    family, mark, model = re.fullmatch(r"([^:-]*)([:-]?)(.*)", cfg.removesuffix(".yaml"), re.DOTALL).groups()  # type: ignore[union-attr]
-    near = [f"{name}{mark or '-'}{model}" for name in difflib.get_close_matches(family, FAMILY_PRESETS, 1)]
+    family, mark, model = re.match(r"([^:_-]*)([:_-]?)(.*)", cfg.removesuffix(".yaml"), re.DOTALL).groups()  # type: ignore[union-attr]
+    named = difflib.get_close_matches(family.lower(), FAMILY_PRESETS, 1) if model else []
+    near = [f"{name}{':' if mark == ':' else '-'}{model}" for name in named]
     near = near or difflib.get_close_matches(cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2)
-    kinds = f"yolov5n.yaml (n, s, m, l or x), your own model file, or a model of {', '.join(FAMILY_PRESETS)}"
+    *families, last = FAMILY_PRESETS
+    kinds = "yolov5n.yaml (n, s, m, l or x), your own model file, or a model of "
+    kinds += f"{', '.join(families)} or {last}, such as dfine-n"
     return f"did you mean {' or '.join(near)}? Models are {kinds}" if near else f"use {kinds}"
 
 
