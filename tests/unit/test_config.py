@@ -101,6 +101,7 @@ def test_the_printed_hyper_parameters_are_a_file_with_the_defaults(task: str, cf
     [
         ("lr00: 0.1", "yaml:1: unknown key `lr00`"),
         ("copy_paste: 1.1", "copy_paste is 1.1"),
+        ("dropout: 2", "dropout is 2, it must be a probability"),
         ("lr0: fast", "lr0 is 'fast'"),
         ("lr0: true", "lr0 is True"),
         ("lr0: .nan", "lr0 is nan"),

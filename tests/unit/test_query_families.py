@@ -211,6 +211,17 @@ def test_detr_without_noise_has_no_dropout() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("hyp", "expected"), [(Hyp(), 0.1), (Hyp(dropout=0.0), 0.0), (Hyp(dropout=0.3), 0.3)])
+def test_dropout_is_a_hyper_parameter_of_detr(hyp: Hyp, expected: float) -> None:
+    parts = build(read_cfg("detr-tiny"), nc=NC, where="detr-tiny", hyp=hyp, imgsz=SIDE)
+    parts.check(Settings(hyp=hyp), "detr-tiny")
+    layers: Any = [*parts.model.net.model.encoder.layers, *parts.model.net.model.decoder.layers]
+    assert {layer.dropout for layer in layers} == {expected}
+    images = torch.rand(2, 3, SIDE, SIDE)
+    first, second = (parts.model(images)["intermediate_logits"] for _ in range(2))
+    assert torch.equal(first, second) == (not expected)
+
+
 @each_with_detr
 @pytest.mark.parametrize("split", [1, 2])
 def test_shares_of_uneven_ranks_add_up_to_the_whole(cfg: str, split: int) -> None:
@@ -307,10 +318,11 @@ def test_settings_that_the_family_cannot_train_with_are_errors(cfg: str) -> None
     parts.check(Settings(cfg=cfg), cfg)
 
 
-def test_backbone_lr_is_an_error_where_there_is_no_backbone() -> None:
-    parts = build(read_cfg("yolov5n.yaml"), nc=NC, where="yolov5n.yaml", hyp=Hyp(), imgsz=64)
-    with pytest.raises(TrainerError, match=r"backbone_lr has no effect on yolov5n\.yaml"):
-        parts.check(Settings(hyp=Hyp(backbone_lr=0.1)), "yolov5n.yaml")
+@pytest.mark.parametrize(("key", "cfg"), [("backbone_lr", "yolov5n.yaml"), ("dropout", "dfine-tiny")])
+def test_hyper_parameters_without_an_effect_are_errors(key: str, cfg: str) -> None:
+    parts = build(read_cfg(cfg), nc=NC, where=cfg, hyp=Hyp(), imgsz=64)
+    with pytest.raises(TrainerError, match=f"{key} has no effect on {re.escape(cfg)}"):
+        parts.check(Settings(hyp=Hyp(**{key: 0.2})), cfg)
 
 
 # The authors say 4, 10, 19, 31, 62; 20, 31, 42, 76; and 41, 60.

@@ -35,6 +35,7 @@ class Hyp:
     backbone_lr: float = _number(
         1.0, "the backbone's learning rate as a share of the others'; no effect on YOLO's networks", BOXES
     )
+    dropout: float | None = _number(None, "probability, by default 0.1; only DETR has dropout", BOXES)
     box: float = _number(0.05, "anchor head: gain of the box loss", BOXES)
     cls: float = _number(0.5, "anchor head: gain of the class loss", BOXES)
     cls_pw: float = _number(1.0, "weight of positives in the class loss", BOXES)
@@ -95,7 +96,7 @@ def gathered(hyp: Hyp, batch: int) -> int:
 HYP_SETS = ("low", "med", "high")
 HYP_FOLDER = Path(__file__).with_name("hyp")
 WITHOUT_EFFECT = ("iou_t",)  # in YOLOv5's hyp files, but unused by YOLOv5
-_PROBABILITIES = ("flipud", "fliplr", "mosaic", "mixup", "cutmix", "copy_paste", "label_smoothing")
+_PROBABILITIES = ("flipud", "fliplr", "mosaic", "mixup", "cutmix", "copy_paste", "label_smoothing", "dropout")
 IGNORED = 255  # mask value of pixels without a class, ignored by loss and metric
 
 

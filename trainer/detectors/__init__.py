@@ -76,6 +76,7 @@ class Parts:
     can_compile: bool = True  # whether the loss has no shapes that depend on values
     reads_values: bool = False  # whether the model reads values of tensors, which the meta device does not have
     backbone: str = ""  # prefix of the names of the backbone's parameters, for the hyper-parameter backbone_lr
+    has_dropout: bool = False  # whether the hyper-parameter dropout has an effect
     # Values of settings that the model cannot be trained with.
     unsupported: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # For an export: (model, outputs) -> boxes (b, n, 4) xyxy in px, scores (b, n, nc). None: it cannot be exported.
@@ -94,8 +95,9 @@ class Parts:
                 )
         if settings.rect and self.needs_squares:
             raise TrainerError(f"--rect: {where} can only be trained with squares", "leave --rect out")
-        if settings.hyp.backbone_lr != 1 and not self.backbone:
-            raise TrainerError(f"--hyp: backbone_lr has no effect on {where}", "leave it out")
+        for key, has_effect in (("backbone_lr", self.backbone), ("dropout", self.has_dropout)):
+            if getattr(settings.hyp, key) != getattr(Hyp(), key) and not has_effect:
+                raise TrainerError(f"--hyp: {key} has no effect on {where}", "leave it out")
 
 
 def read_cfg(cfg: str) -> dict[str, Any]:

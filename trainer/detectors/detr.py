@@ -34,7 +34,8 @@ SIZES = {"r50": _resnet([3, 4, 6, 3]), "r101": _resnet([3, 4, 23, 3])}
 
 def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> Parts:
     """Build {"detr": a size, or the library's configuration} for `nc` classes."""
-    net = DetrForObjectDetection(DetrConfig(**describe(cfg, SIZES, nc, where)))
+    dropout = {} if hyp.dropout is None else {"dropout": hyp.dropout}
+    net = DetrForObjectDetection(DetrConfig(**describe(cfg, SIZES, nc, where) | dropout))
     _unfreeze(net.model.backbone)
     _initialize(net)
     return Parts(
@@ -45,6 +46,7 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
         can_compile=False,  # the matching runs on the CPU
         reads_values=True,  # of the mask, which is full
         backbone="net.model.backbone.",
+        has_dropout=True,
         decode=decode,
         has_ranked_rows=True,
         exports_any_size=False,  # the sides of the images are traced
