@@ -212,7 +212,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
             continue
         groups[parameter.name] = group
         hints = get_type_hints(group, include_extras=True)
-        if "backend" in hints:  # that of `Request` cannot list them: its package is below cluster.backends
+        if "backend" in hints:  # `Request` cannot list the backends: its package is below cluster.backends
             hints["backend"] = Backend
         own = inspect.get_annotations(group)
         for each in sorted(fields(group), key=lambda each: each.name not in own):  # inherited options come last

@@ -190,7 +190,7 @@ def test_the_affine_blocks_of_dfine_are_the_librarys_and_keep_bf16() -> None:
     assert blocks[0](features.bfloat16()).dtype == torch.bfloat16
 
 
-def test_detr_starts_from_the_weights_of_its_paper_with_quieter_branches() -> None:
+def test_detr_starts_from_the_weights_of_its_paper_with_smaller_branches() -> None:
     """The library's are so small that all queries find nearly the same box; the paper's make all cells alike."""
     torch.manual_seed(0)
     net: Any = build(read_cfg("detr-tiny"), nc=NC, where="detr-tiny", hyp=Hyp(), imgsz=SIDE).model.net

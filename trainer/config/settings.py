@@ -67,8 +67,7 @@ class Settings:
         "YOLOv5: yolov5n.yaml, s, m, l, x, or a model file of your own. D-FINE: dfine-n, s, m, l, x. RT-DETRv2: "
         "rtdetrv2-r18, r34, r50, r101. DETR: detr-r50, r101. torchvision's detectors: torchvision:MODEL. Your own: "
         "package.module:function. classify and segment: a torchvision model, such as resnet50. With --weights, their "
-        "model is the default.  "
-        "[default: yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large]",
+        "model is the default.  [default: yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large]",
         metavar="MODEL",
     )
     weights: str = option(

@@ -64,12 +64,12 @@ def _unfreeze(backbone: nn.Module) -> None:
 
 
 def _initialize(net: Any) -> None:
-    """Draw the weights outside of the backbone as the paper does, with quieter branches.
+    """Draw the weights outside of the backbone as the paper does, and scale the residual branches down.
 
     The library draws all of them with a deviation of 0.02, as is enough for weights that are loaded afterwards: the
-    queries are then nearly equal, and so are their boxes. The last layer of a residual branch is divided by the square
-    root of the number of branches (GPT-2, Radford et al. 2019): each branch adds nearly the same to all cells, and
-    undivided their sum drowns what tells the cells of a random backbone apart.
+    queries are then nearly equal, and so are their boxes. Dividing the last layer of each residual branch by the square
+    root of the number of branches is GPT-2's rule (Radford et al. 2019). Without it, the branches add nearly the same
+    large vector to all cells, the encoder's outputs hardly differ, and all queries again find one box.
     """
     nn.init.normal_(net.model.query_position_embeddings.weight)
     for transformer in (net.model.encoder, net.model.decoder):

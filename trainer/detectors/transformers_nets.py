@@ -249,7 +249,8 @@ def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[
 
 def describe(cfg: dict[str, Any], sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:
     """Return the arguments of the library's configuration, from {family: a size, or a stored configuration}."""
-    [(family, described)] = cfg.items()
+    family = next(name for name in FAMILIES if name in cfg)
+    described = cfg[family]
     if isinstance(described, str):
         if described not in sizes:
             names = ", ".join(f"{family}-{size}" for size in sizes)
