@@ -6,7 +6,9 @@ import errno
 import os
 import signal
 import sys
+import threading
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 from trainer import cache_folders, contract
@@ -16,6 +18,7 @@ from trainer.engine.signals import Stopped
 from trainer.errors import TrainerError
 
 EXIT_INTERRUPTED = 130
+EXIT_LIMIT_S = 10.0  # for the exit functions of all libraries
 # Errors of gloo and NCCL after another rank has exited or does not answer.
 _GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 PEER_ERRORS = (*_GLOO, "remote process exited", "NCCL communicator was aborted", "ncclRemoteError")
@@ -42,11 +45,29 @@ def run() -> NoReturn:
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     if code == 0 or not _has_joined():
+        _limit_exit(code)
         atexit._run_exitfuncs()  # ends dataloader workers, removes temporary folders
     with contextlib.suppress(OSError):  # a closed pipe
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def _limit_exit(code: int) -> None:
+    """End the process with `code` after EXIT_LIMIT_S, and say which exit function it was in."""
+
+    def end() -> None:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        place = f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+        text = f"{rank}ended after {EXIT_LIMIT_S:.0f} s in an exit function of a library: {place}"
+        with contextlib.suppress(OSError):  # a closed pipe
+            print(text, file=sys.stderr, flush=True)
+        os._exit(code)
+
+    timer = threading.Timer(EXIT_LIMIT_S, end)
+    timer.daemon = True
+    timer.start()
 
 
 def _choose_caches() -> None:

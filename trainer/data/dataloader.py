@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -29,6 +30,7 @@ PREFETCH = 3  # batches that each worker prefetches if /dev/shm has room
 _SHM = Path("/dev/shm")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _IN_TRANSIT = 2  # batches of a rank that are neither prefetched nor released
+_LOADERS: weakref.WeakSet[Any] = weakref.WeakSet()
 _USABLE_SHARE = 0.45  # of the free shared memory: during validation, prefetched training batches stay in it
 
 
@@ -185,7 +187,8 @@ class BatchLoader(Generic[BatchType]):
         self._specs = _Sampler()
         self._loader: DataLoader[Any] | None = None  # open during and between passes
         self._running: Iterator[Any] = iter(())
-        self._exit_handler: Any = None
+        self._kill: Callable[[], object] = lambda: None  # kills the workers that still run
+        _LOADERS.add(self)
 
     def _open(self) -> DataLoader[Any]:
         start_forkserver(self._workers > 0)  # if a program that uses this class has not
@@ -206,12 +209,15 @@ class BatchLoader(Generic[BatchType]):
     def start(self, specs: Iterable[BatchSpec]) -> None:
         """Begin a pass over `specs`, whose batches `take` returns in order."""
         self._specs.specs = specs
-        if self._loader is None:
-            self._loader = self._open()
+        if self._loader is not None:
+            self._running = iter(self._loader)
+            return
+        self._loader = self._open()
+        before = multiprocessing.active_children()
         self._running = iter(self._loader)
-        if self._workers and not self._exit_handler:
-            # Registered after torch's handler, so it runs first: torch's waits 5 s for each worker that still runs.
-            self._exit_handler = atexit.register(_close, weakref.ref(self))
+        workers = [child for child in multiprocessing.active_children() if child not in before]
+        self._kill = ending = weakref.finalize(self, _kill, workers)  # also if this loader is dropped without `close`
+        ending.atexit = False
 
     def take(self) -> BatchType | None:
         """Return the next batch of the pass, None after the last. Raise the TrainerError of a worker."""
@@ -222,26 +228,30 @@ class BatchLoader(Generic[BatchType]):
         return batch
 
     def close(self) -> None:
-        """Stop the workers; a later pass starts new ones.
-
-        A loader must not be in a reference cycle, for example of a traceback or of a generator that it keeps: garbage
-        collection closes the queues first, and torch then waits 10 s for each worker.
-        """
+        """Stop the workers; a later pass starts new ones."""
         self._running = iter(())
-        self._loader = self._exit_handler = None
+        self._loader = None  # torch asks the workers to exit, unless a traceback or a generator keeps the pass
+        self._kill()
 
 
-def _close(reference: weakref.ref[BatchLoader[Any]]) -> None:
-    if loader := reference():
-        loader.close()
+def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
+    """Kill the workers that still run: they ignore SIGTERM, with which multiprocessing would end them."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join()
 
 
-@atexit.register  # registered before any loader's handler, so it runs after them
-def _join_feeder_threads() -> None:
-    """Join the threads that feed the workers' queues; torch does not.
+@atexit.register
+def _close_all() -> None:
+    """Close the loaders that are still open at exit, and join the threads that feed their queues.
 
-    A thread that is killed while it holds a semaphore makes Python warn of a leak.
+    It runs before the exit functions of torch, which waits 5 s for each worker, and of multiprocessing, which waits for
+    all of them: both modules were imported before. Python would warn of a leaked semaphore if it killed such a thread.
     """
+    for loader in list(_LOADERS):
+        loader.close()
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":
             thread.join(timeout=1)
@@ -325,7 +335,7 @@ class EvalLoader(BatchLoader[BatchType]):
     def __init__(self, collate: Collate[BatchType], specs: list[BatchSpec], workers: int, local_size: int) -> None:
         self._all = specs
         largest = max((len(spec.ids) * spec.shape[0] * spec.shape[1] for spec in specs), default=1)
-        super().__init__(collate, workers, largest, local_size)
+        super().__init__(collate, min(workers, len(specs)), largest, local_size)
 
     def __len__(self) -> int:
         return len(self._all)

@@ -26,6 +26,7 @@ ALSO_NEEDED = ("LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TIMEOUT = timedelta(minutes=10)
 BACKEND = "TRAINER_BACKEND"  # environment variable
 JOIN_WARNING_S = 60.0  # until a rank reports that it waits for the others
+LEAVE_LIMIT_S = 10.0
 Group = dist.ProcessGroup
 
 
@@ -269,9 +270,26 @@ def has_joined() -> bool:
 
 
 def leave() -> None:
-    """Destroy the process group, if this process has joined one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Destroy the process group, if this process has joined one. Give up after LEAVE_LIMIT_S, and say so.
+
+    NCCL can wait for other ranks forever. The caller has nothing left to do but to report and exit.
+    """
+    if not dist.is_initialized():
+        return
+    rank, problem = dist.get_rank(), [f"not possible within {LEAVE_LIMIT_S:.0f} s"]
+
+    def destroy() -> None:
+        try:
+            dist.destroy_process_group()
+            problem.clear()
+        except RuntimeError as error:
+            problem[:] = str(error).splitlines()[:1]
+
+    leaving = threading.Thread(target=destroy, daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_LIMIT_S)
+    if problem:
+        print(f"rank {rank}: exiting without leaving the process group: {problem[0]}", file=sys.stderr, flush=True)
 
 
 def is_distributed() -> bool:
