@@ -324,8 +324,15 @@ def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") 
         return NodeStatus(name, "lost", detail=detail)
     phase: Phase = "setup" if agent.get("phase") == "setup" else "starting"
     stall, heartbeat = tuple(agent.get("stall") or ()), float(agent.get("heartbeat") or 0.0)
-    usage = agent.get("usage")
-    return NodeStatus(name, phase, stall=stall, usage=usage, events=events(agent), heartbeat=heartbeat)
+    return NodeStatus(
+        name,
+        phase,
+        stall=stall,
+        leaving=tuple(agent.get("leaving") or ()),
+        usage=agent.get("usage"),
+        events=events(agent),
+        heartbeat=heartbeat,
+    )
 
 
 def stop(

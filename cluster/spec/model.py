@@ -286,6 +286,7 @@ class NodeStatus:
     `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
     `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
     `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
+    `leaving` are the ranks that have not exited although the programs of all ranks of the node have ended well.
     `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
     `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
@@ -303,6 +304,7 @@ class NodeStatus:
     where: str = ""
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
+    leaving: tuple[int, ...] = ()
     usage: Mapping[str, Any] | None = None
     events: tuple[dict[str, Any], ...] = ()
     heartbeat: float = 0.0

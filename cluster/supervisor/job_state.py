@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,9 @@ RETURN_S = 60.0
 #: after which the monitor calls a machine lost, so a dead machine gets no benefit from the last step before its end.
 _STEPPING_S = 4.0
 
+#: Ranks whose program has ended have at least this time to exit.
+_LEAST_LEAVE_S = 10.0
+
 #: A phase changes only to a later one, because squeue's answer may be old, unless the node starts over.
 _ORDER: dict[Phase, int] = {"pending": 0, "starting": 1, "setup": 2, "joining": 3, "ready": 4, "exited": 5, "lost": 5}
 
@@ -28,8 +32,9 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall`, `usage` and `is_final` are those of NodeStatus. `unanswered_since` is
-    the time from which the machine's silence counts as a failure, and None while it answers.
+    to the master. `silent`, `failure`, `stall`, `leaving`, `usage` and `is_final` are those of NodeStatus.
+    `unanswered_since` is the time from which the machine's silence counts as a failure, and None while it answers.
+    `left_at` is the time at which the programs of all its ranks had ended, and None before.
     """
 
     name: str
@@ -43,6 +48,8 @@ class NodeView:
     progress: Event | None = None
     failure: Mapping[str, Any] | None = None
     stall: tuple[Mapping[str, Any], ...] = ()
+    leaving: tuple[int, ...] = ()
+    left_at: float | None = None
     where: str = ""
     usage: Mapping[str, Any] | None = None
     unanswered_since: float | None = None
@@ -54,7 +61,8 @@ class JobView:
     """The observed state of an attempt.
 
     `joined_after_s` is the duration of the rendezvous, `timeout_from` the time from which its timeout counts, and
-    `progress_at` the time of the last step. `metrics` has the metric event of each epoch.
+    `progress_at` the time of the last step. `metrics` has the metric event of each epoch. `done_at` is the time at
+    which rank 0 said that the job is done, None before and while it reports more progress.
     """
 
     nodes: list[NodeView]
@@ -65,6 +73,7 @@ class JobView:
     progress: Event | None = None
     metrics: list[Event] = field(default_factory=list)
     done: Event | None = None
+    done_at: float | None = None
     progress_at: float | None = None
     timeout_from: float = 0.0
 
@@ -104,6 +113,10 @@ def fold(
         # The node's clock, within limits, so that `attach` shows the same durations as `launch`.
         at = min(max(float(event.get("time", now)), view.started), now)
         _fold_event(view, event, at)
+        if event["event"] in (contract.READY, contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+            view.done_at = None
+        if event["event"] == contract.DONE and event.get("node") == 0:
+            view.done_at = now
         if event["event"] in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
             # Not `at`: a long log is read in parts, and later parts may have newer events.
             view.progress_at = now
@@ -128,12 +141,14 @@ def fold(
     return view
 
 
-def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0) -> Verdict:
+def judge(
+    view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 0.0, grace_s: float = math.inf
+) -> Verdict:
     """Return the job's verdict.
 
     `late`: the rendezvous has lasted longer than `timeout_s`, not counting time in Slurm's queue.
     `stalled`: the job has made steps, but none for `stall_timeout_s` (0: never), or the agents of all nodes that still
-    run report a stall.
+    run report a stall. `done`: all nodes have exited with 0, or those that have not are overdue, see `overdue`.
     """
     if failing(view):
         return "failed"
@@ -141,12 +156,36 @@ def judge(view: JobView, now: float, timeout_s: float, stall_timeout_s: float = 
         return "done"
     if any(node.silent for node in view.nodes):  # its log has not been read, so its state is unknown
         return "waiting" if view.joined_after_s is None else "joined"
+    if overdue(view, now, grace_s):
+        return "done"
     if view.joined_after_s is not None:
+        if _over_since(view) is not None:
+            return "joined"
         if all(node.stall or _succeeded(node) for node in view.nodes):
             return "stalled"
         idle_s = now - view.progress_at if view.progress_at is not None else 0.0
         return "stalled" if stall_timeout_s and idle_s > stall_timeout_s else "joined"
     return "late" if now - view.timeout_from > timeout_s else "waiting"
+
+
+def overdue(view: JobView, now: float, grace_s: float) -> list[NodeView]:
+    """Return the nodes that have not exited although the job has been done for `grace_s`, and some seconds at least.
+
+    It is done when rank 0 has said so, or the programs of all ranks have ended well.
+    """
+    since = _over_since(view)
+    if since is None or now - since <= max(grace_s, _LEAST_LEAVE_S):
+        return []
+    return [node for node in view.nodes if not _succeeded(node)]
+
+
+def _over_since(view: JobView) -> float | None:
+    """Return the time from which the job is done, or None."""
+    if view.done_at is not None:
+        return view.done_at
+    times = [node.left_at for node in view.nodes if not _succeeded(node)]
+    known = [at for at in times if at is not None]
+    return max(known) if known and len(known) == len(times) else None
 
 
 def failing(view: JobView) -> list[NodeView]:
@@ -179,7 +218,8 @@ def _succeeded(node: NodeView) -> bool:
 
 
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
-    node.silent, node.stall, node.usage = status.silent, status.stall, status.usage
+    node.silent, node.stall, node.usage, node.leaving = status.silent, status.stall, status.usage, status.leaving
+    node.left_at = (node.left_at or now) if status.leaving else None
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return

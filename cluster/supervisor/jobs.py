@@ -118,7 +118,8 @@ def follow(
             if unreachable == _MAX_UNREACHABLE:
                 raise
             lines = []
-        verdict = job_state.judge(follower.view, now, plan.job.timeout_s, record.job.stall_timeout_s)
+        job = record.job
+        verdict = job_state.judge(follower.view, now, plan.job.timeout_s, job.stall_timeout_s, job.grace_s)
         follower.verdict = verdict
         if verdict == "failed":
             if job_state.failing(follower.view)[0].phase != "lost":
@@ -131,6 +132,8 @@ def follow(
                     lines += follower.step(clock())
             lines = _before_tracebacks(lines)  # the report prints the first failure's traceback
         show.show(follower.view, lines)
+        for node in job_state.overdue(follower.view, now, job.grace_s) if verdict == "done" else ():
+            show.note(report.overdue(node))
         if verdict in ("done", "failed", "late", "stalled"):
             return follower
         _note_silence(show, before, follower.view)
@@ -294,7 +297,8 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
             record = records.load(follower.plan.job_id)
             # After `stop` the ranks may still be writing a checkpoint.
             failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
-            problems = clean_up(record, grace_s=0.0 if follower.verdict == "done" else failed_s)
+            is_over = follower.verdict == "done" and all(node.phase == "exited" for node in follower.view.nodes)
+            problems = clean_up(record, grace_s=0.0 if is_over else failed_s)
             problems += BACKENDS[follower.plan.backend].collect(follower.plan)
         finally:
             posted = _post_end(follower) if is_new else []

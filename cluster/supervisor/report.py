@@ -63,7 +63,7 @@ def scores(event: Event, first: str) -> str:
 
 def done(view: JobView, plan: Plan, cwd: str) -> str:
     """Format the success: `done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`."""
-    took_s = max((node.ended_at or 0.0) for node in view.nodes) - view.started
+    took_s = max(node.ended_at or node.left_at or view.done_at or 0.0 for node in view.nodes) - view.started
     first = f"done in {seconds(max(0.0, took_s))}"
     shown = from_here(plan.run_dir, cwd)
     if view.done is None:
@@ -71,6 +71,15 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
     # The event has the node's path of the same run directory.
     best = str(view.done.get("best", "")).rpartition(f"/{plan.job_id}/")[2]
     return f"{scores(view.done, first)}   {shown / best}"
+
+
+def overdue(node: NodeView) -> str:
+    """Return a sentence about a node that is stopped because it did not exit when the job was done."""
+    if not node.leaving:
+        return f"{node.name}: its ranks did not exit after the job was done: stopping them"
+    is_one = len(node.leaving) == 1
+    who = f"rank {node.leaving[0]}" if is_one else f"ranks {', '.join(map(str, node.leaving))}"
+    return f"{node.name}: {who} did not exit after the program's end: stopping {'it' if is_one else 'them'}"
 
 
 def from_here(path: str, cwd: str) -> PurePath:

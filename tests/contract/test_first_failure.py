@@ -1,4 +1,4 @@
-"""First failure: the first line of a failed job has node, rank and error, with two ranks per node."""
+"""First failure: the first line of a failed job has node, rank and error. A job that cannot end has a line, too."""
 
 import re
 import shutil
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import first_failure
+from tests.conftest import processes_of
 from tests.contract.sshd import inventory
 
 #: The local backend runs the same code as the one for SSH.
@@ -19,6 +20,39 @@ CASES = [
         for case in ((0, "exception"), (1, "exit"), (3, "kill"), (0, "segv"), (3, "oom"))
     ),
 ]
+
+
+#: The last line of rank 1 hangs: it leaves a process group, or rank 0 has said that the job is done.
+LAST_LINE = """
+import json, os, sys, time
+rank = int(os.environ["RANK"])
+if sys.argv[1] == "the group":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if rank == 1:
+        dist.distributed_c10d._unregister_all_process_groups = lambda: time.sleep(1000)
+    dist.destroy_process_group()
+elif rank == 0:
+    print("::cluster " + json.dumps({"event": "done", "node": 0, "time": time.time(), "seconds": 1.0}), flush=True)
+else:
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("backend", ["local", "ssh"])
+@pytest.mark.parametrize("kept_by", ["the group", "the program"])
+def test_a_job_whose_last_line_hangs_on_a_rank_is_done(backend, kept_by, clusterctl, job_name, request):
+    (clusterctl.folder / "train.py").write_text(LAST_LINE)
+    command = ["launch", "--backend", backend, "--name", job_name, "--nodes", "2", "--grace", "1s"]
+    if backend == "ssh":
+        inventory(clusterctl.folder, request.getfixturevalue("sshd"), clusterctl.folder / "remote")
+        command += ["--python", sys.executable]
+    text = clusterctl.expect(0, *command, "--command", f"train.py '{kept_by}'")
+    who = "rank 1 did not exit after the program's end" if kept_by == "the group" else "its ranks did not exit"
+    assert f"node-1: {who}" in text, text
+    assert "done in" in text.splitlines()[-1]
+    assert not processes_of(job_name)
 
 
 @pytest.mark.parametrize(("backend", "rank", "how"), CASES)

@@ -284,6 +284,59 @@ def test_the_agent_waits_as_long_as_the_stop_or_else_the_job_says(tmp_path, monk
     assert ("saved" in node.lines()) == (code == 75)
 
 
+#: Ends as its first argument says; what its second argument names then keeps the last rank.
+LINGERING = """
+import atexit, threading
+for_ever = threading.Event().wait
+how, kept_by = sys.argv[1:]
+if rank == int(os.environ["WORLD_SIZE"]) - 1:
+    if kept_by == "a thread":
+        threading.Thread(target=for_ever).start()
+    elif kept_by == "an exit function":
+        atexit.register(for_ever)
+    elif kept_by == "a pool":
+        from concurrent.futures import ThreadPoolExecutor
+        ThreadPoolExecutor().submit(for_ever)
+    print("ready", flush=True)
+    if how == "raises":
+        raise ValueError("bad")
+    sys.exit({"returns": None, "exits": 3}[how])
+"""
+
+
+def lingering(node):
+    """Return the ranks of the node's status that have not exited although its program has ended."""
+    return node.status().get("leaving") if node.path("node-0.json").exists() else None
+
+
+@pytest.mark.parametrize("kept_by", ["a thread", "an exit function", "a pool"])
+def test_a_rank_that_cannot_exit_is_in_the_status_and_ends_at_once_when_it_is_stopped(tmp_path, kept_by):
+    node = Node(tmp_path, LINGERING, "returns", kept_by)
+    assert wait_until(lambda: lingering(node) == [1])
+    node.process.send_signal(signal.SIGTERM)
+    code, _, status = node.end()
+    assert (code, status["exit_code"], status["failure"]) == (0, 0, None)
+
+
+def test_a_node_on_which_a_rank_still_works_is_not_leaving(tmp_path):
+    node = Node(tmp_path, LINGERING + "else:\n    time.sleep(600)\n", "returns", "a thread")
+    node.wait_for("[1] ready")
+    assert wait_until(lambda: list((tmp_path / "tmp").rglob("rank-1.json.end")))
+    started = node.status()["heartbeat"]
+    assert wait_until(lambda: node.status()["heartbeat"] > started + 2)
+    assert lingering(node) == []
+    node.process.send_signal(signal.SIGTERM)
+    assert node.end()[0] == 143
+
+
+@pytest.mark.parametrize(("how", "code", "error"), [("raises", 1, "ValueError: bad"), ("exits", 3, "exit code 3")])
+def test_a_rank_that_has_failed_and_cannot_exit_is_killed_after_the_grace(tmp_path, monkeypatch, how, code, error):
+    change_agent(monkeypatch, tmp_path, "settings.py", "GRACE_MARGIN_S = 10.0", "GRACE_MARGIN_S = 0.1")
+    ended = Node(tmp_path, LINGERING, how, "a thread", CLUSTER_GRACE="0.1").end()
+    assert (ended[0], ended[2]["failure"]["error"]) == (code, error)
+    assert "agent: rank 1 has failed, but does not exit: killing it" in ended[1]
+
+
 def test_the_first_failure_is_found_when_the_agent_finds_several_ranks_dead(tmp_path):
     """The agent is suspended while both fail. It finds rank 0, the consequence, first."""
     program = """

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, NodeStatus
-from cluster.supervisor import job_state
+from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import failing, fold, judge, missing
 
 PLAN = BACKENDS["local"].plan(Job("job", ("x.py",), 2, 2, "/runs"), attempt=1, port=20000)
@@ -136,6 +136,35 @@ def test_a_job_is_done_when_all_nodes_exited_with_0():
     assert judge(view, 2.0, 60) == "waiting"
     view = fold(view, [NodeStatus(f"node-{rank}", "exited", 0, ended_at=1.0) for rank in (0, 1)], [], 3.0)
     assert judge(view, 3.0, 60) == "done"
+
+
+def leaving(view, now, *ranks, events=()):
+    """Fold a poll in which node-0 has exited, and the program of these ranks of node-1 has ended."""
+    ended = NodeStatus("node-0", "exited", 0, ended_at=now)
+    return fold(view, [ended, NodeStatus("node-1", "starting", leaving=ranks)], events, now)
+
+
+def test_a_job_is_done_when_the_programs_of_all_ranks_have_ended_for_the_grace(joined):
+    view = leaving(joined, 200.0, 3)
+    assert judge(view, 229.0, 60, stall_timeout_s=5.0, grace_s=30.0) == "joined"
+    assert judge(leaving(view, 231.0), 231.0, 60, grace_s=30.0) == "joined"  # a rank works again
+    view = leaving(view, 240.0, 2, 3)
+    assert judge(view, 249.0, 60, grace_s=0.0) == "joined"  # ten seconds at least
+    assert judge(view, 271.0, 60, grace_s=30.0) == "done"
+    (node,) = job_state.overdue(view, 271.0, 30.0)
+    assert report.overdue(node) == "node-1: ranks 2, 3 did not exit after the program's end: stopping them"
+
+
+def test_a_job_is_done_when_rank_0_has_said_so_for_the_grace_and_nothing_more(joined):
+    done, step = ({"event": kind, "node": 0, "time": 200.0} for kind in ("done", "progress"))
+    view = leaving(joined, 200.0, events=[{**done, "node": 1}])
+    assert judge(view, 300.0, 60, grace_s=30.0) == "joined"  # another rank has said so
+    view = leaving(joined, 300.0, events=[done])
+    assert judge(view, 329.0, 60, grace_s=30.0) == "joined"
+    assert judge(view, 331.0, 60, grace_s=30.0) == "done"
+    assert "its ranks did not exit after the job was done" in report.overdue(job_state.overdue(view, 331.0, 30.0)[0])
+    view = leaving(view, 331.0, events=[step])
+    assert judge(view, 400.0, 60, grace_s=30.0) == "joined"  # the program trains again
 
 
 @pytest.mark.parametrize("event", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}])

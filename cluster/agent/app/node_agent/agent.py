@@ -106,7 +106,8 @@ class Agent:
                 self._send(signal.SIGKILL)
             stall.sample()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
-                self._status.write(usage=usage.sample())
+                self._status.write(usage=usage.sample(), leaving=self._leaving())
+                self._end_overdue()
                 stall.check(usage)
                 self._obey_fence()
         return self._finish()
@@ -142,7 +143,28 @@ class Agent:
             self._send(signal.SIGUSR2)
         else:
             self._terminated = self._terminated or number == signal.SIGTERM
-            self._stop(self._settings.grace_s(), signal_name(number) + " received")
+            grace_s = 0.0 if self._leaving() else self._settings.grace_s()
+            self._stop(grace_s, signal_name(number) + " received")
+
+    def _leaving(self) -> list[int]:
+        """Return the ranks that have not exited although the programs of all ranks of this node have ended well."""
+        if not all(rank.has_ended for rank in self._ranks):
+            return []
+        return [rank.number for rank in self._ranks if rank.code is None]
+
+    def _end_overdue(self) -> None:
+        """Kill the ranks whose program has failed, and that have not exited within the grace.
+
+        Whether a rank whose program ended well is overdue depends on the other nodes: the launcher decides that.
+        """
+        for rank in self._ranks:
+            if rank.code is not None or not rank.program_code():
+                continue
+            since = rank.failed_since = rank.failed_since or time.monotonic()
+            if time.monotonic() - since > self._settings.grace_s() and not rank.is_overdue:
+                self._log.message("rank %d has failed, but does not exit: killing it" % rank.number)
+                rank.is_overdue = True
+                os.kill(rank.process.pid, signal.SIGKILL)
 
     def _obey_fence(self) -> None:
         """Kill the ranks if a newer attempt of the job runs, unless they have been asked to end with a checkpoint."""
@@ -189,8 +211,10 @@ class Agent:
                     ended.append((by_pid[pid], wait_status))
         for rank, wait_status in ended:
             killed = os.WIFSIGNALED(wait_status)
-            rank.code = -os.WTERMSIG(wait_status) if killed else os.WEXITSTATUS(wait_status)
-            rank.process.returncode = rank.code
+            code = -os.WTERMSIG(wait_status) if killed else os.WEXITSTATUS(wait_status)
+            if killed and (rank.is_overdue or self._stopping_since is not None):
+                code = 0 if rank.has_ended else rank.program_code() or code
+            rank.code = rank.process.returncode = code
             rank.ended_at, rank.stopped_before = time.time(), self._stopping_since is not None
             if rank.code == -signal.SIGKILL:
                 kills, before = count_memory_kills(), self._memory_kills

@@ -56,6 +56,8 @@ class Rank:
         self.ended_at = 0.0
         self.event: Fields | None = None
         self.stopped_before = False
+        self.failed_since: float | None = None
+        self.is_overdue = False
         self.out_of_memory = False
         self.output_at = time.monotonic()
         self._record = environment["CLUSTER_RANK_RECORD"]
@@ -98,6 +100,17 @@ class Rank:
             found: Fields = json.load(file)
             return found
         return None
+
+    def program_code(self) -> int | None:
+        """Return the exit code that the rank's Python announced at the end of its program, or None."""
+        with contextlib.suppress(OSError, ValueError), open(self._record + ".end") as file:
+            return int(file.read())
+        return None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the rank has exited with 0, or its program has ended so."""
+        return self.code == 0 or (self.code is None and self.program_code() == 0)
 
     def failure(self) -> Fields | None:
         """Return the rank's failure (rank, time, error, hint, exit_code, secondary), or None."""

@@ -1,4 +1,4 @@
-"""The `sitecustomize` of each rank: records its uncaught exception, and writes its stack on a signal."""
+"""The `sitecustomize` of each rank: records its uncaught exception and its end, and writes its stack on a signal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import importlib
 import json
 import os
 import sys
+import threading
 import time
 
 TYPE_CHECKING = False  # the import of `typing` would delay each rank's start by some milliseconds
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
+    from typing import Any, Callable, NoReturn
 
 #: The signals at which a rank's Python writes its stack: unused by Linux, Python and torch. A Python function handles
 #: the first one, between two instructions of the program. The second one is for a program that is blocked in C:
@@ -22,7 +24,7 @@ _MOST_FRAMES = 100  # as many as faulthandler writes
 
 
 def record_exceptions() -> None:
-    """Install an excepthook that records this rank's uncaught exception, and a handler that writes its stack.
+    """Install hooks that record this rank's uncaught exception and the end of its program, and write its stack.
 
     It runs as `sitecustomize`, imports the container image's own, and records only in a rank's first Python process.
     """
@@ -41,6 +43,7 @@ def record_exceptions() -> None:
         return
     if os.environ.get("CLUSTER_STALL_TIMEOUT"):
         write_stacks(path + ".stack")
+    record_end(path + ".end")
     before, main = sys.excepthook, os.getpid()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -54,6 +57,75 @@ def record_exceptions() -> None:
         before(kind, error, trace)
 
     sys.excepthook = record
+
+
+def record_end(path: str) -> None:
+    """Write the program's exit code to a file when it has ended, because Python may never finish its exit.
+
+    It then waits for threads, and calls exit functions; `threading._shutdown` is the first of these steps. A program
+    that leaves torch's process group has ended, too: NCCL can wait there for ever.
+    """
+    main, exit_code = os.getpid(), 0
+    threads: Any = threading
+    raise_exit, shut_down = sys.exit, threads._shutdown
+
+    def write(code: int) -> None:
+        if os.getpid() == main:
+            with contextlib.suppress(OSError):
+                with open(path + ".tmp", "w") as file:
+                    file.write(str(code))
+                os.replace(path + ".tmp", path)
+
+    def exit(status: Any = None, /) -> NoReturn:
+        nonlocal exit_code
+        exit_code = status if isinstance(status, int) else int(status is not None)
+        raise_exit(status)
+
+    def write_and_shut_down() -> None:
+        has_raised = hasattr(sys, "last_type")  # an uncaught exception
+        write(1 if has_raised else exit_code)
+        shut_down()
+
+    def wrap_destroy(module: Any) -> None:
+        destroy = module.destroy_process_group
+
+        def destroy_process_group(*arguments: Any, **options: Any) -> None:
+            write(0)
+            try:
+                destroy(*arguments, **options)
+            finally:  # the program goes on
+                with contextlib.suppress(OSError):
+                    os.remove(path)
+
+        destroy_process_group.__doc__ = destroy.__doc__
+        module.destroy_process_group = destroy_process_group
+
+    sys.exit, threads._shutdown = exit, write_and_shut_down
+    sys.meta_path.insert(0, _AfterImport("torch.distributed.distributed_c10d", wrap_destroy))
+
+
+class _AfterImport:
+    """A finder that calls a function with a module once it has been imported."""
+
+    def __init__(self, name: str, call: Callable[[Any], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        """Return None, so that the next finder is asked, or the spec of the module with another loader."""
+        if name != self._name:
+            return None
+        from importlib.util import find_spec
+
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_call(module: Any) -> None:
+            run(module)
+            self._call(module)
+
+        spec.loader.exec_module = run_and_call
+        return spec
 
 
 def write_stacks(path: str) -> None:
