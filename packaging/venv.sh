@@ -20,7 +20,7 @@ if ! usable .venv/bin/python; then
     "$python" -m venv .venv
 fi
 
-echo "venv: installing the packages of requirements/dev.txt into .venv ($(.venv/bin/python --version), 5 GB at first)"
+echo "venv: installing the packages of requirements/dev.txt into .venv ($(.venv/bin/python --version), 6.5 GB at first)"
 .venv/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/dev.txt
 # The other mode imports a finder at each start of the interpreter, which then takes 21 ms instead of 10.
 .venv/bin/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation \

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,13 @@ from cluster.spec.defaults import auto_port
 # OpenMP's threads spin while they wait, and would take the core of another test process. torch reads this once, when it
 # is imported, which is at the collection of any test that imports it.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A parent such as nohup, or a shell that runs the tests in the background, lets them ignore signals. Their children
+# would inherit that, but they do not inherit a handler. xdist's workers live as long as the process that started them.
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) is signal.SIG_IGN or (_IS_WORKER and _number == signal.SIGHUP):
+        signal.signal(_number, lambda *_: None)
 
 # Collections would visit every imported module again and again, a tenth of the time of all tests.
 gc.disable()
@@ -80,8 +86,6 @@ class Clusterctl:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # A shell starts background processes with SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             **options,
         )
 
@@ -121,10 +125,8 @@ def wait_until(condition, timeout_s=60, pause_s=0.05):
 
 def interrupted(text, *words, timeout_s):
     """Run a Python program that sends itself SIGINT."""
-    # A shell starts background processes with SIGINT ignored.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     argv = [sys.executable, "-c", text, *map(str, words)]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s, preexec_fn=heed)
+    return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=timeout_s)
 
 
 def ended(process, code, *, has="", timeout_s=120):

@@ -113,7 +113,6 @@ class Terminal:
     def __init__(self, clusterctl, *arguments, size=(33, 101)):
         pid, self.fd = pty.fork()
         if pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.chdir(clusterctl.folder)
             os.execve(
                 sys.executable, [sys.executable, "-m", "cluster", *arguments], {**clusterctl.env, "TERM": "xterm"}

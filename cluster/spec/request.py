@@ -211,7 +211,8 @@ class Request(BackendOptions):
         str,
         option(
             metavar="TIME",
-            help="How long the ranks may take to write a checkpoint before they are killed: 90s, 10m.  [default: 2m]",
+            help="How long the ranks may take to write a checkpoint, or to exit once the job is done, before they are "
+            "killed: 90s, 10m.  [default: 2m]",
             rich_help_panel=_FAILURES,
         ),
     ] = ""

@@ -427,7 +427,6 @@ def test_ctrl_c_between_the_start_and_the_first_poll_stops_the_job(clusterctl, l
         text=True,
         timeout=60,
         check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert done.returncode == 130, done.stderr
     assert done.stdout.lower().endswith("stopped. no processes remain.\n")

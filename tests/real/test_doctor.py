@@ -224,8 +224,6 @@ def test_ctrl_c_during_the_link_measurement_leaves_no_containers(inventory, imag
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A process that a background shell starts ignores SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     ours = "docker ps -aq --filter label=CLUSTER_JOB_ID"
     try:

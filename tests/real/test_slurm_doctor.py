@@ -127,7 +127,6 @@ def test_ctrl_c_cancels_a_pending_job(inventory, testbed, tmp_path):
         env={**os.environ, "CLUSTERCTL_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         wait_for(lambda: n0.run(queued))

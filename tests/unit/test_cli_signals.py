@@ -9,7 +9,6 @@ def interrupt():
     time.sleep(0.2)
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 wake_main_thread()
 threading.Thread(target=interrupt).start()
 try:

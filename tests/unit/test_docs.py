@@ -67,6 +67,17 @@ def parse(program: str, words: list[str]) -> None:
         parse("trainer", rest if rest[0] in PROGRAMS["trainer"].commands else ["train", *rest])
 
 
+def test_the_readme_names_the_commands_that_run_and_test_and_ci_calls_the_latter():
+    shown = [
+        " ".join(words)
+        for language, text in blocks(ROOT / "README.md")
+        if language in SHELL
+        for words in commands(text)
+    ]
+    assert {"make run", "make test"} <= set(shown)
+    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
+
+
 @pages
 def test_every_command_is_one_that_the_parsers_know(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

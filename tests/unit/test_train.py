@@ -219,9 +219,7 @@ def test_a_signal_to_its_own_ranks_leaves_none(
     folder = tmp_path / "runs" / "train"
     begin = exec_trainer if after == "libtorch" or name == "SIGKILL" else start
     more = ("--ranks", "2", "--epochs", "1000", "--noval", "--log-steps")
-    # A shell starts what stands in the background with SIGINT ignored.
-    by_hand = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    (process,) = begin(tmp_path, [{}], *command(data, tmp_path / "runs", *more), preexec_fn=by_hand)
+    (process,) = begin(tmp_path, [{}], *command(data, tmp_path / "runs", *more))
 
     def reached() -> bool:
         if after == "steps.csv":
