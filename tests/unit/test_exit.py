@@ -21,7 +21,7 @@ from trainer.distributed import comm
 from trainer.tasks import open_task
 
 NETS = {"detect": TINY, "classify": "mobilenet_v3_small", "segment": "lraspp_mobilenet_v3_large"}
-END_S = 60  # an end that waits for something takes for ever
+END_S = 60  # an end that waits for something takes forever
 KEPT: list[object] = []  # until the process ends
 
 

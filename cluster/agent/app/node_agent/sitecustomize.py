@@ -63,7 +63,7 @@ def record_end(path: str) -> None:
     """Write the program's exit code to a file when it has ended, because Python may never finish its exit.
 
     It then waits for threads, and calls exit functions; `threading._shutdown` is the first of these steps. A program
-    that leaves torch's process group has ended, too: NCCL can wait there for ever.
+    that leaves torch's process group has ended, too: NCCL can wait there forever.
     """
     main, exit_code = os.getpid(), 0
     threads: Any = threading
@@ -93,7 +93,7 @@ def record_end(path: str) -> None:
             write(0)
             try:
                 destroy(*arguments, **options)
-            finally:  # the program goes on
+            finally:  # the program continues
                 with contextlib.suppress(OSError):
                     os.remove(path)
 
