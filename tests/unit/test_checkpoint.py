@@ -152,7 +152,9 @@ def test_foreign_and_hostile_files_are_refused(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "text.pt").write_text("weights")
     (tmp_path / "empty.pt").touch()
     torch.save({"model": 1}, tmp_path / "other.pt")
-    torch.save({**CONTENT, "format": checkpoint_file.FORMAT + 1}, tmp_path / "newer.pt")
+    torch.save({"format": checkpoint_file.FORMAT + 1, "weights": {}}, tmp_path / "newer.pt")
+    with pytest.raises(TrainerError, match=f"another version of this trainer, in format {checkpoint_file.FORMAT + 1}"):
+        checkpoint_file.load("newer.pt")
     for name in ("trap.pt", "text.pt", "empty.pt", "other.pt", "newer.pt", "none.pt", "."):
         with pytest.raises(TrainerError, match="--weights"):
             checkpoint_file.load(name)

@@ -238,7 +238,7 @@ def test_an_epoch_without_its_best_checkpoint_is_finished_again(data: Path, tmp_
     (run / "best.pt").rmdir()
     out = train(tmp_path, *once, "--resume", str(run), code=0).stdout
     assert "resuming in epoch 1 after step 6 of 6" in out
-    assert_same(content(run / "best.pt")["model"], content(run / "last.pt")["model"])
+    assert_same(content(run / "best.pt")["ema"], content(run / "last.pt")["ema"])
 
 
 def test_resuming_with_another_batch_or_changed_data_is_refused(data: Path, tmp_path: Path) -> None:
@@ -346,17 +346,16 @@ def test_every_node_keeps_a_checkpoint_of_its_own_disk(data: Path, tmp_path: Pat
     assert code == 0, err
     assert "resuming in epoch 3 after step 6 of 6" in out
     assert_same(content(folders[0] / "last.pt")["model"], contents[0]["model"])
-    assert_same(content(folders[0] / "best.pt")["model"], best["model"])
+    assert_same(content(folders[0] / "best.pt"), best)
 
     # The other node was killed when the master had written its last two checkpoints: the same step, an epoch apart.
     (folders[1] / "last.pt").unlink()
     before = content(folders[1] / "previous.pt")
     assert before["step"] == contents[0]["step"]
-    before["at"]["best_epoch"] -= 1
-    torch.save(before, folders[1] / "best.pt")
+    torch.save({**best, "epoch": best["epoch"] - 1}, folders[1] / "best.pt")
     ended = launch(3, "3")
     assert [code for code, _, _ in ended] == [0, 0], ended
-    assert_same(content(folders[1] / "best.pt")["model"], best["model"])
+    assert_same(content(folders[1] / "best.pt"), best)
 
 
 def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_path: Path) -> None:
@@ -378,6 +377,32 @@ def test_a_new_run_in_a_used_folder_renames_the_old_checkpoints(data: Path, tmp_
     (run / "last.pt").write_bytes(b"begun by mistake")
     assert checkpoints.set_aside(run) == "before2.pt"
     assert (run / "before.pt").read_bytes() == last
+    (run / "best.pt").write_bytes(best)  # all that its user kept of a run
+    assert checkpoints.set_aside(run) == "before3-best.pt"
+    assert (run / "before3-best.pt").read_bytes() == best
+    assert checkpoints.set_aside(run) == ""
+
+
+def test_weights_without_a_state_are_not_resumed_but_say_what_to_do(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "train"
+    train(tmp_path, *options(data, "--epochs", "1"), code=0)
+    hint = "start a new run from these weights: --weights runs/train/"
+
+    def refused(path: str) -> str:
+        return train(tmp_path, "train", "--resume", path, code=2).stderr
+
+    said = refused("runs/train/best.pt")
+    assert "error: --resume runs/train/best.pt: it has only weights, without the optimizer's state\n" in said
+    assert f"hint: resume from last.pt, or {hint}best.pt\n" in said
+    (run / "previous.pt").unlink()
+    (run / "last.pt").unlink()
+    for path in ("runs/train", "runs/train/last.pt"):
+        said = refused(path)
+        assert f"error: --resume {path}: no last.pt, and best.pt has only weights\n" in said
+        assert f"hint: restore last.pt, or {hint}best.pt\n" in said
+    shutil.copy(run / "best.pt", run / "last.pt")
+    assert "error: --resume runs/train/last.pt: it has only weights" in refused("runs/train")
+    train(tmp_path, *options(data, "--epochs", "1", "--weights", "runs/train/best.pt"), code=0)
 
 
 def test_the_newest_run_is_that_of_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tests.unit.trainer_process import (
 from tests.unit.yolo_folder import make_yolo_set, squares
 from trainer import contract
 from trainer.engine.timing import SHARES
+from trainer.weights import checkpoint_file
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,11 @@ def test_alone_and_again_from_the_checkpoint(data: Path, tmp_path: Path) -> None
     assert content["names"] == ["green", "red"]
     assert content["epoch"] == 2
     assert all(v.dtype in (torch.float32, torch.int64) for v in content["ema"].values())
+    best = torch.load(folder / "best.pt", weights_only=True)
+    assert set(best) == {*checkpoint_file.KEYS, "task", "scores"}
+    assert best["scores"]["map"] == pytest.approx(max(float(row["map"]) for row in rows), abs=1e-6)
+    values = sum(tensor.numel() for tensor in best["ema"].values())
+    assert (folder / "best.pt").stat().st_size < 1.1 * 4 * values  # a single copy of the weights, in fp32
 
     # Without a validation nothing ends early, and the last epoch is the best.
     more = ("--weights", str(folder / "last.pt"), "--epochs", "3", "--noval", "--patience", "1", "--freeze", "0", "3")

@@ -235,7 +235,7 @@ class Settings:
     allow_bad_labels: bool = option(
         False, "Skip and list invalid label rows and images instead of stopping with an error.", heading=IMAGES
     )
-    noval: bool = option(False, "Do not validate; best.pt is then the last epoch.", heading=CHECKPOINTS)
+    noval: bool = option(False, "Do not validate; best.pt then has the last epoch's weights.", heading=CHECKPOINTS)
     val_period: int = option(
         1,
         "Epochs between validations; the last epoch is always validated.",
@@ -266,7 +266,7 @@ class Settings:
     )
     save_period: int = option(
         0,
-        "Keep epochN.pt every N epochs; 0 keeps only last, previous and best.",
+        "Keep a copy of last.pt as epochN.pt every N epochs; 0 keeps only last, previous and best.",
         least=0,
         metavar="N",
         heading=CHECKPOINTS,

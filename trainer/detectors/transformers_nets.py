@@ -313,12 +313,9 @@ def load_snapshot(weights: str) -> dict[str, Any]:
         "cfg": {family: json.loads(net.config.to_json_string())},
         "names": names,
         "imgsz": 640,  # as these families were trained
-        "model": state,
         "ema": state,
-        "optimizer": None,
         "hyp": {},
         "epoch": -1,
-        "step": 0,
     }
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: writes last.pt, finds the newest one to resume from, and checks its settings and data."""
+"""Checkpoints of a run: writes last.pt and best.pt, finds the newest to resume from, checks its settings and data."""
 
 import contextlib
 import dataclasses
@@ -36,6 +36,16 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
     return last
 
 
+def write_best(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write best.pt: of a checkpoint's content, the averaged weights, their scores, and what is needed to use them.
+
+    These are what the scores belong to and what people share. The optimizer's state and a second copy of the weights
+    would make the file three or four times as large. The settings are left out, as they name paths of this machine.
+    """
+    weights = {key: content[key] for key in (*checkpoint_file.KEYS, "task")}
+    checkpoint_file.save(folder / BEST, {**weights, "scores": content["at"]["best_scores"]})
+
+
 def newest(folder: Path) -> dict[str, Any] | None:
     """Return the newest readable checkpoint of a folder, or None."""
     for path, _ in _newest_first(folder):
@@ -50,7 +60,7 @@ def _newest_first(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     for path in (folder / LAST, folder / PREVIOUS):
         with contextlib.suppress(TrainerError):
             content = checkpoint_file.load(str(path), device="meta")
-            if "settings" in content:  # else not a checkpoint of a run
+            if checkpoint_file.is_resumable(content):
                 found.append((path, content))
     return sorted(found, key=lambda each: progress_of(each[1]), reverse=True)
 
@@ -74,14 +84,30 @@ def find(path: str, project: str) -> Path:
     folder = Path(path)
     if folder.suffix == ".pt":
         if folder.name not in (LAST, PREVIOUS):
+            _check_resumable(folder)
             raise TrainerError(
                 f"--resume {path}: a run is resumed from its {LAST}",
                 f"move it to {LAST} in a new folder, or start a new run from its weights: --weights {path}",
             )
         folder = folder.parent
     if not any((folder / name).is_file() for name in (LAST, PREVIOUS)):
+        if (folder / BEST).is_file():
+            raise TrainerError(
+                f"--resume {path}: no {LAST}, and {BEST} has only weights",
+                f"restore {LAST}, or start a new run from these weights: --weights {folder / BEST}",
+            )
         raise TrainerError(f"--resume {path}: no checkpoint found", f"give a run's folder or its {LAST}")
     return folder
+
+
+def _check_resumable(path: Path) -> None:
+    """Raise TrainerError if a checkpoint has only weights; pass if it has more, or cannot be read."""
+    content = None
+    with contextlib.suppress(TrainerError):
+        content = checkpoint_file.load(str(path), device="meta")
+    if content and not checkpoint_file.is_resumable(content):
+        what = f"--resume {path}: it has only weights, without the optimizer's state"
+        raise TrainerError(what, f"resume from {LAST}, or start a new run from these weights: --weights {path}")
 
 
 def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
@@ -93,6 +119,8 @@ def settings_of(given: Settings, typed: frozenset[str]) -> Settings:
     folder = find(given.resume, given.project)
     found = _newest_first(folder)
     if not found:
+        for name in (LAST, PREVIOUS):
+            _check_resumable(folder / name)
         raise TrainerError(f"--resume {folder}: no readable checkpoint", "start without --resume, or from --weights")
     saved = found[0][1]["settings"]
     for name in sorted((typed & saved.keys()) - FREE):
@@ -154,20 +182,22 @@ def check_same_everywhere(settings: Settings) -> None:
 
 
 def set_aside(folder: Path) -> str:
-    """Rename another run's newest and best checkpoints, so that this run is not resumed from them; return the new name.
+    """Rename another run's newest and best checkpoints, so that this run does not replace them; return a new name.
 
-    The names are before.pt and before-best.pt, or the first free of before2.pt, before3.pt, ...
+    The names are before.pt and before-best.pt, or the first free of before2.pt, before3.pt, ... Return "" if there are
+    none.
     """
     existing = [folder / name for name in (PREVIOUS, LAST) if (folder / name).exists()]
-    if not existing:
+    best = folder / BEST
+    if not existing and not best.is_file():
         return ""
     names = (f"before{number if number > 1 else ''}" for number in itertools.count(1))
     name = next(name for name in names if not any(folder.glob(f"{name}.pt")) and not any(folder.glob(f"{name}-*.pt")))
-    with contextlib.suppress(FileNotFoundError):
-        (folder / BEST).replace(folder / f"{name}-{BEST}")
+    if best.is_file():
+        best.replace(folder / f"{name}-{BEST}")
     for path in existing:  # the newer one last, which replaces the other
         path.replace(folder / f"{name}.pt")
-    return f"{name}.pt"
+    return f"{name}.pt" if existing else f"{name}-{BEST}"
 
 
 def is_writer(folder: Path, world: comm.World) -> bool:
@@ -207,18 +237,18 @@ def newest_of_all(folder: Path) -> dict[str, Any] | None:
     return comm.broadcast(mine, source=positions.index(max(positions)))  # type: ignore[no-any-return]
 
 
-def share_best(path: Path, best_epoch: int, writes: bool) -> None:
-    """Copy the best epoch's checkpoint to the writers that lack it. A collective."""
+def share_best(path: Path, epoch: int, writes: bool) -> None:
+    """Copy best.pt, the weights after `epoch` (from 1), to the writers that lack it. A collective."""
     if not comm.is_distributed():
         return
     mine = None
     with contextlib.suppress(TrainerError):
-        mine = checkpoint_file.load(str(path), device="meta").get("at", {}).get("best_epoch")
+        mine = checkpoint_file.load(str(path), device="meta")["epoch"]
     epochs = comm.all_gather(mine)
-    lacks = writes and mine != best_epoch
-    if best_epoch in epochs and any(comm.all_gather(lacks)):
-        source = epochs.index(best_epoch)
-        content = comm.broadcast(path.read_bytes() if mine == best_epoch else None, source)
+    lacks = writes and mine != epoch
+    if epoch in epochs and any(comm.all_gather(lacks)):
+        source = epochs.index(epoch)
+        content = comm.broadcast(path.read_bytes() if mine == epoch else None, source)
         if lacks:
             checkpoint_file.write_bytes(path, content)
 

@@ -146,7 +146,8 @@ class TrainLoop:
         if content:
             training.load_state_dict(content)
             self.results.history = list(content["history"])
-            checkpoints.share_best(self.run_dir / checkpoints.BEST, training.state.best_epoch, self.writes)
+            best_epoch = training.state.best_epoch + 1 or s.epochs  # with --noval the last one
+            checkpoints.share_best(self.run_dir / checkpoints.BEST, best_epoch, self.writes)
             step = f"step {training.state.step} of {training.train_loader.steps}"
             training.display.print(f"resuming in epoch {training.state.epoch + 1} after {step}")
             before, now = len(content["ranks"]), training.strategy.share[1]
@@ -199,7 +200,7 @@ class TrainLoop:
             for path in (*folder.glob(".*.pt.*.tmp"), *folder.glob(".common-*")):  # of a killed process
                 path.unlink(missing_ok=True)
             if not resumes and (kept := checkpoints.set_aside(folder)):
-                training.display.print(f"{folder}: new run; the previous run's last checkpoint is now {kept}")
+                training.display.print(f"{folder}: new run; the previous run's checkpoint is now {kept}")
 
     def _checkpoint(self) -> dict[str, Any] | None:
         """Return the newest checkpoint of the run's folder, else of --resume. A collective."""
@@ -376,8 +377,10 @@ class TrainLoop:
                 self.last = checkpoint_file.copied(content)
             if self.writes:
                 # last.pt at the end: after a kill in between, a resume repeats the epoch's end and writes best.pt
-                for name in ([checkpoints.BEST] if best else []) + ([keep] if keep else []):
-                    checkpoint_file.save(self.run_dir / name, content)
+                if best:
+                    checkpoints.write_best(self.run_dir, content)
+                if keep:
+                    checkpoint_file.save(self.run_dir / keep, content)
                 path = checkpoints.write(self.run_dir, content)
                 at = {"epoch": training.state.epoch, "step": training.global_step}
                 training.events.emit(contract.CHECKPOINT, path=str(path), **at)

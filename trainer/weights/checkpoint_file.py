@@ -20,7 +20,8 @@ from trainer.weights import download, official
 
 FORMAT = 1
 LAST, PREVIOUS = contract.LAST_CHECKPOINT, contract.PREVIOUS_CHECKPOINT
-KEYS = ("format", "model", "ema", "optimizer", "epoch", "step", "hyp", "cfg", "names", "imgsz")
+# Of every file: the averaged weights, and what is needed to use them. Files that a run is resumed from have more.
+KEYS = ("format", "ema", "epoch", "hyp", "cfg", "names", "imgsz")
 
 
 def make_run_dir(environment: Mapping[str, str], project: str, name: str, exist_ok: bool) -> Path:
@@ -115,8 +116,9 @@ def copied(content: Any) -> Any:
 def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
     """Load a checkpoint of this trainer or of YOLOv5 on the CPU, without running code from the file.
 
-    `weights` is a path, a release file's name or a URL (trainer/weights/download.py). YOLOv5's have no optimizer.
-    With the device "meta" the tensors have shapes but no values, and are not read from the file.
+    `weights` is a path, a release file's name or a URL (trainer/weights/download.py). All have the averaged weights,
+    `ema`; only the files that a run is resumed from have more (see `is_resumable`). With the device "meta" the tensors
+    have shapes but no values, and are not read from the file.
     """
     path = download.locate(weights)
     try:
@@ -126,14 +128,22 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         hint = f"check the path; names that are downloaded: {', '.join(download.NAMES)}"
         raise TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
-        return {"format": FORMAT, "optimizer": None, "step": 0, **official.load(str(path))}
+        return {"format": FORMAT, **official.load(str(path))}
     except Exception as error:  # an unpickler can raise anything on arbitrary bytes
         raise _foreign(weights) from error
-    if not isinstance(content, dict) or any(key not in content for key in KEYS):
+    if not isinstance(content, dict) or "format" not in content:
         raise _foreign(weights)
-    if content["format"] > FORMAT:
-        raise TrainerError(f"--weights {weights}: written by a newer version of this trainer", "update this one")
+    if content["format"] != FORMAT:  # before its keys, which may be others
+        what = f"--weights {weights}: written by another version of this trainer, in format {content['format']}"
+        raise TrainerError(what, f"use that version; this one reads format {FORMAT}")
+    if any(key not in content for key in KEYS):
+        raise _foreign(weights)
     return content
+
+
+def is_resumable(content: Mapping[str, Any]) -> bool:
+    """Return whether a run can be resumed from a checkpoint: best.pt has only weights, last.pt the whole state."""
+    return "settings" in content
 
 
 def resumed(resume: str, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
