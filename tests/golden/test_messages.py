@@ -100,11 +100,14 @@ train --cfg yolov5q.yaml
 train --cfg dfine-q
 train --cfg detr
 train --cfg dfine_n
-train --cfg rtdetr-r18
+train --cfg rtdetr-l
+train --cfg rtdetr2-r18
+train --cfg yolov10n.yaml
 train --cfg yolov5s.pt
 train --cfg yellow
 train --task classify --cfg resnet5
 train --weights none.pt
+train --weights yolo12n.pt
 train --weights folder
 train --hyp none.yaml
 train --imgsz 100

@@ -154,9 +154,9 @@ def test_a_silent_server_has_a_time_limit(
 
 
 def test_an_unknown_name_is_not_downloaded(server: Server, environment: dict[str, str]) -> None:
-    assert download.locate("yolov9z.pt", environment) == Path("yolov9z.pt")
-    with pytest.raises(TrainerError, match=r"yolov9z.pt: no such file") as error:
-        checkpoint_file.load("yolov9z.pt")
+    assert download.locate("yolov5z.pt", environment) == Path("yolov5z.pt")
+    with pytest.raises(TrainerError, match=r"yolov5z.pt: no such file") as error:
+        checkpoint_file.load("yolov5z.pt")
     assert "yolov5n.pt, yolov5s.pt" in error.value.hint
     assert server.asked == []
 

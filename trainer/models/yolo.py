@@ -13,6 +13,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from trainer.config import imports, yaml_file
 from trainer.config.faults import BadData
+from trainer.config.other_models import known_models, other_model
 from trainer.config.presets import FAMILY_PRESETS
 from trainer.errors import TrainerError
 from trainer.models.blocks import C3, SPPF, Bottleneck, Concat, Conv
@@ -101,7 +102,7 @@ def load_cfg(cfg: str) -> dict[str, Any]:
     if not path.is_file() and path.name == cfg:
         path = Path(__file__).parent / cfg
     if not path.is_file():
-        raise TrainerError(f"--cfg {cfg}: no such model", _models_like(cfg))
+        raise other_model("--cfg", cfg) or TrainerError(f"--cfg {cfg}: no such model", _models_like(cfg))
     content = yaml_file.read(path)
     if unknown := content.unknown((*KEYS, *OPTIONAL_KEYS)):
         raise BadData(unknown)
@@ -116,10 +117,7 @@ def _models_like(cfg: str) -> str:
     named = difflib.get_close_matches(family.lower(), FAMILY_PRESETS, 1) if model else []
     near = [f"{name}{':' if mark == ':' else '-'}{model}" for name in named]
     near = near or difflib.get_close_matches(cfg, [path.name for path in Path(__file__).parent.glob("*.yaml")], 2)
-    *families, last = FAMILY_PRESETS
-    kinds = "yolov5n.yaml (n, s, m, l or x), your own model file, or a model of "
-    kinds += f"{', '.join(families)} or {last}, such as dfine-n"
-    return f"did you mean {' or '.join(near)}? Models are {kinds}" if near else f"use {kinds}"
+    return f"did you mean {' or '.join(near)}? Models are {known_models()}" if near else f"use {known_models()}"
 
 
 def check_cfg(content: Any, where: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from trainer import contract
+from trainer.config.other_models import other_model
 from trainer.errors import TrainerError
 from trainer.weights import download, official
 
@@ -126,9 +127,12 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
     except FileNotFoundError:
         what = f"--weights {weights}: no such file"
         hint = f"check the path; names that are downloaded: {', '.join(download.NAMES)}"
-        raise TrainerError(what, hint) from None
+        raise other_model("--weights", weights) or TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
-        return {"format": FORMAT, **official.load(str(path))}
+        try:
+            return {"format": FORMAT, **official.load(str(path))}
+        except TrainerError as error:
+            raise other_model("--weights", weights) or error from None
     except Exception as error:  # an unpickler can raise anything on arbitrary bytes
         raise _foreign(weights) from error
     if not isinstance(content, dict) or "format" not in content:
@@ -168,6 +172,8 @@ def check_task(content: Mapping[str, Any], task: str, weights: str, hint: str = 
 
 
 def _foreign(weights: str) -> TrainerError:
+    if other := other_model("--weights", weights):
+        return other
     hint = "give a best.pt or last.pt that one of them wrote"
     return TrainerError(f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged", hint)
 
