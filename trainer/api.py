@@ -1,4 +1,4 @@
-"""Python interface of the trainer: `train` starts the ranks and returns their result."""
+"""Python interface of the trainer: `train` starts the ranks and returns their result, `load` returns a model."""
 
 import collections
 import csv
@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer import contract
 from trainer.config import Settings
@@ -19,6 +19,9 @@ from trainer.distributed.spawn import Line, local_ranks, rank_error, ranks_of, r
 from trainer.engine.callbacks import Callback, dispatch
 from trainer.engine.display import TrainingDisplay
 from trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from trainer.inference.model import Model
 
 JOB = "python"  # with a job id, ranks print their events
 
@@ -80,6 +83,22 @@ def train(
     names = ("map50", "map", "top1", "top5", "miou", "accuracy")
     scores = {name: events.done[name] for name in names if name in events.done}
     return Result(best.parent, best, best.with_name("last.pt"), scores, events.done["seconds"], history)
+
+
+def load(weights: str | Path, *, device: str | int = "", precision: str = "auto", cfg: str = "") -> "Model":
+    """Load trained weights for predictions: `for found in load("best.pt").predict("images/"): print(found.boxes)`.
+
+    Nothing in the file is executed. Raises TrainerError for a file that is missing, damaged or of another program.
+
+    Args:
+        weights: best.pt of a run, or any weights that `trainer train` accepts; the file says which task they are of
+        device: "cpu", "cuda" or a GPU's number, by default the first GPU, or the CPU
+        precision: "bf16", "fp32" or "auto": bf16 where the device supports it natively
+        cfg: "package.module:function" that builds the model, for weights of your own model
+    """
+    from trainer.inference.model import Model  # torch and OpenCV
+
+    return Model(str(weights), device=str(device), precision=precision, cfg=cfg)
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:

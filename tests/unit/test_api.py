@@ -199,7 +199,8 @@ def test_ctrl_c_ends_all_ranks(folder: Path) -> None:
 
 
 def test_importing_the_package_loads_no_large_module() -> None:
-    program = "import sys, trainer; trainer.train; print([m for m in ('torch', 'numpy', 'cv2') if m in sys.modules])"
+    large = ("torch", "numpy", "cv2")
+    program = f"import sys, trainer; trainer.train, trainer.load; print([m for m in {large} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, capture_output=True
     )

@@ -429,10 +429,10 @@ def test_weights_of_the_other_task_are_refused(tmp_path: Path) -> None:
         open_task(settings("digits", weights=best))
     again = open_task(settings(str(data), "classify", weights=best, imgsz=32)).build(print).state_dict()
     assert torch.equal(again["net.fc.weight"], weights(Path(best))["ema"]["net.fc.weight"])
-    code, _, err = wait(start(tmp_path, [{}], "predict", "--weights", best, "--source", str(data / "test/red")))[0]
+    code, _, err = wait(start(tmp_path, [{}], "export", "--weights", best, "--format", "torchscript"))[0]
     assert code == 2, err
     assert "trained with --task classify" in err
-    assert "trainer val takes all" in err
+    assert "trainer predict and val take all weights" in err
 
 
 def own_file(home: Path, name: str) -> Path:

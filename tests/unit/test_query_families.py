@@ -29,8 +29,8 @@ from trainer.detectors.transformers_nets import labels_of
 from trainer.engine.optim import parameter_groups
 from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
+from trainer.inference.box_predictor import detect_in
 from trainer.inference.export import NEEDED, export
-from trainer.inference.predict import detect_in
 from trainer.tasks import open_task
 from trainer.tasks.detector import Detector, load_trained
 from trainer.weights import checkpoint_file

@@ -19,7 +19,7 @@ from trainer.data.registry import open_dataset
 from trainer.data.segmentation import open_segmentation
 from trainer.errors import TrainerError
 from trainer.inference.formats import CocoTruth
-from trainer.inference.predict import find_sources
+from trainer.inference.sources import find_sources
 
 MARKED: dict[str, Callable[[str], bytes]] = {
     "UTF-8": lambda text: text.encode("utf-8-sig"),

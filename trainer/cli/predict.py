@@ -1,10 +1,10 @@
-"""`trainer predict`: detects objects in images and videos."""
+"""`trainer predict`: predicts on images and videos."""
 
 from typing import Annotated, Any
 
 import typer
 
-from trainer.cli.options import takes
+from trainer.cli.options import takes, typed_options
 from trainer.config.inference import PredictSettings
 
 Source = Annotated[
@@ -22,19 +22,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON per i
 def predict(
     context: typer.Context, *, source: list[str] | None, more: list[str] | None, json: bool, **options: Any
 ) -> None:
-    """Detect objects in images and videos, and draw them into runs/predict.
+    """Detect objects, classify or segment images and videos, and draw the result into runs/predict.
 
-    Sources that cannot be read are printed on stderr; the exit code is then 1.
+    The weights determine the task. Sources that cannot be read are printed on stderr; the exit code is then 1.
     """
-    from trainer.inference.predict import counts_text
     from trainer.inference.predict import predict as run
 
-    done = run(PredictSettings(**options), [*(source or []), *(more or [])], as_json=json)
+    sources = [*(source or []), *(more or [])]
+    done = run(PredictSettings(**options), sources, typed_options(context), as_json=json)
     if not json:
         counts = [f"{done.images} images"] if done.images else []
         counts += [f"{done.frames} frames of video"] if done.frames else []
         where = f" -> {done.folder}" if done.folder else ""
-        typer.echo(f"{' and '.join(counts) or 'no images'}: {counts_text(done.boxes, done.names) or 'no boxes'}{where}")
+        typer.echo(f"{' and '.join(counts) or 'no images'}: {done.summary}{where}")
     if done.unreadable:
         typer.echo(f"error: {len(done.unreadable)} of the sources could not be read", err=True)
         raise typer.Exit(1)

@@ -12,7 +12,7 @@ class InferenceSettings:
 
     weights: str = option(
         REQUIRED,
-        "Weights: best.pt of a run, or any weights that trainer train accepts. predict needs a detector's weights.",
+        "Weights: best.pt of a run, or any weights that trainer train accepts.",
     )
     imgsz: int | None = option(
         None, "Longer side of the scaled images, in pixels. [default: as in training]", *("--imgsz", "--img")
@@ -73,5 +73,6 @@ class PredictSettings(InferenceSettings):
     max_det: int = option(1000, "Most boxes per image.")
     classes: str = option("", "Detect only these classes: cat,dog or 0,2 (or 0 2, as in YOLOv5). [default: all]")
     nosave: bool = option(False, "Draw nothing.")
-    save_json: bool = option(False, "Write all boxes to predictions.json.")
+    save_json: bool = option(False, "Write all predictions to predictions.json.")
+    save_masks: bool = option(False, "Write masks/*.png of a segmentation model: the class of each pixel.")
     name: str = option("predict", "Name of the result folder; if it exists, name2, name3, ...")

@@ -151,7 +151,7 @@ class _ScaleJitter(v2.ScaleJitter):  # type: ignore[misc]
         return {"size": [max(1, int(side)) for side in super().make_params(flat_inputs)["size"]]}
 
 
-class _Fit(v2.Transform):  # type: ignore[misc]
+class Fit(v2.Transform):  # type: ignore[misc]
     """Resizes the longer side to `side` px, and keeps a pixel of the shorter one."""
 
     def __init__(self, side: int) -> None:
@@ -184,7 +184,7 @@ class SegmentationCollate(Collate[SegmentationBatch]):
         """For validation, with `hyp` None, the longer side of an image becomes `imgsz`."""
         super().__init__(dataset)
         self._side, self._seed = imgsz, seed
-        self._transform = mask_transform(imgsz, hyp) if hyp else _Fit(imgsz)
+        self._transform = mask_transform(imgsz, hyp) if hyp else Fit(imgsz)
 
     def collate(self, spec: BatchSpec) -> SegmentationBatch:
         """Return the transformed images and masks."""

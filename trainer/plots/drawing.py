@@ -59,6 +59,11 @@ def draw_boxes(image: Image, boxes: Any, scores: Any, classes: Any, names: Seque
         _draw_label(image, text, int(xyxy[k, 0]) - 1, int(xyxy[k, 1]), class_colour(int(label[k])), scale)
 
 
+def draw_class(image: Image, names: Sequence[str], index: int, score: float, scale: float = 1.0) -> None:
+    """Draw a class with its score into the upper left corner of `image`, in place; `scale` as for `draw_boxes`."""
+    _draw_label(image, f"{class_text(names, index)} {score:.2f}", 0, 0, class_colour(index), scale)
+
+
 def scaled(image: Image, side: int) -> Image:
     """Return the image with a longer side of `side` px."""
     scale = side / max(image.shape[:2])

@@ -47,9 +47,13 @@ def metric(metric: Any, folder: Path) -> None:
     plot_confusion(metric.confusion, metric.names, folder / "confusion_matrix.png", title=title, background=False)
 
 
+def coloured(image: Any, mask: Any) -> Any:
+    """Return an image uint8 (h, w, 3) with the colours of the classes in `mask` (h, w), except 0."""
+    colours = np.array([class_colour(k) for k in range(256)], np.float32)
+    share = np.where((mask != 0) & (mask != IGNORED), np.float32(_SHARE), np.float32(0))[..., None]
+    return (image * (1 - share) + colours[mask] * share).astype(np.uint8)
+
+
 def _cell(image: Any, mask: Any, text: str) -> Any:
     """Return a scaled image with the colours of its classes except 0, and text below it."""
-    colours = np.array([class_colour(k) for k in range(256)], np.float32)
-    share = np.where((mask != 0) & (mask != IGNORED), _SHARE, 0)[..., None]
-    coloured = (image * (1 - share) + colours[mask] * share).astype(np.uint8)
-    return captioned(scaled(coloured, _CELL_PX), text, (60, 60, 60))
+    return captioned(scaled(coloured(image, mask), _CELL_PX), text, (60, 60, 60))

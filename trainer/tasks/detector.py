@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,19 +87,22 @@ def type_for(precision: str, half: bool, device: torch.device) -> torch.dtype:
 
 
 def load_trained(weights: str, cfg: str = "") -> Trained:
-    """Return the model of a checkpoint, ours or YOLOv5's; every tensor must fit.
+    """Return the detector of a checkpoint, ours or YOLOv5's: see `build_trained`."""
+    content = load_weights(weights)
+    checkpoint_file.check_task(
+        content, "detect", weights, "export is for boxes; trainer predict and val take all weights"
+    )
+    return build_trained(content, weights, cfg)
+
+
+def build_trained(content: Mapping[str, Any], weights: str, cfg: str = "") -> Trained:
+    """Build the detector of the `content` of the file `weights`; every tensor must fit.
 
     `cfg` names what builds it, which a checkpoint of a user's own model (by import path) leaves to its user.
     """
-    content = load_weights(weights)
-    hint = "predict and export are for boxes; trainer val takes all weights"
-    checkpoint_file.check_task(content, "detect", weights, hint)
     names = list(content["names"])
     described = read_cfg(cfg) if cfg else content["cfg"]
     imgsz = int(content["imgsz"])
     parts = build(described, nc=len(names), where=cfg or weights, hyp=Hyp(), imgsz=imgsz)
-    fit, of = checkpoint_file.transfer(parts.model, content["ema"], weights)
-    if fit != of:
-        what = f"--weights {weights}: {of - fit} of the model's {of} tensors are missing"
-        raise TrainerError(what, "take a best.pt or last.pt")
+    checkpoint_file.transfer_all(parts.model, content["ema"], weights)
     return Trained(parts, names, imgsz)

@@ -188,3 +188,11 @@ def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) ->
     for key in fitting:  # not load_state_dict: torchvision's hooks need the file's version metadata
         own[key].copy_(state[key])
     return len(fitting), len(own)
+
+
+def transfer_all(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Copy all tensors of a model; raise TrainerError if one is missing or has another shape."""
+    fit, of = transfer(model, state, where)
+    if fit != of:
+        what = f"--weights {where}: {of - fit} of the model's {of} tensors are missing"
+        raise TrainerError(what, "take a best.pt or last.pt")
