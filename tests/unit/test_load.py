@@ -238,7 +238,13 @@ def test_an_unreadable_image_raises_in_its_turn(detector: Path, folder: Path) ->
 def test_loading_executes_nothing_of_the_file(folder: Path) -> None:
     torch.save({**CONTENT, "ema": Trap()}, "trap.pt")
     torch.save({**CONTENT, "task": "pose"}, "pose.pt")
-    for name, said in (("trap.pt", "--weights trap.pt"), ("pose.pt", "unknown task pose"), ("gone.pt", "no such file")):
+    torch.save({**CONTENT, "task": "classify"}, "other.pt")
+    for name, said in (
+        ("trap.pt", "--weights trap.pt: "),
+        ("pose.pt", "of the unknown task pose"),
+        ("other.pt", "names no model of torchvision"),
+        ("gone.pt", "no such file"),
+    ):
         with pytest.raises(TrainerError, match=said):
             load(name, device="cpu")
     assert not (folder / "sprung").exists()

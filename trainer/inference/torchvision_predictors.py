@@ -33,7 +33,10 @@ class _TorchvisionPredictor(Predictor):
     ) -> None:
         super().__init__(content, weights, device, dtype, cfg)
         self._weights = weights
-        net = self._build(content["cfg"]["torchvision"])
+        described = content["cfg"]
+        if not isinstance(described, dict) or not isinstance(described.get("torchvision"), str):
+            raise TrainerError(f"--weights {weights}: it names no model of torchvision", "take a best.pt or last.pt")
+        net = self._build(described["torchvision"])
         checkpoint_file.transfer_all(net, content["ema"], weights)
         self._net = net.eval().to(device)
 
