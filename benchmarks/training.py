@@ -210,7 +210,8 @@ def roofline(arguments: argparse.Namespace) -> None:
     batch = next(batch for batch in steps_of(run) if len(batch.images) == arguments.batch)
     step = fastest(lambda: run.step(batch))
     meter, steps = Meter(), list[dict[str, list[float]]]()
-    owners = {"network": run.local_model, "clip": run.strategy, "optimizer": run.optimizer, "average": run.ema}
+    update = run.update
+    owners = {"network": run.local_model, "clip": run.strategy, "optimizer": update.optimizer, "average": update.ema}
     for (section, owner), method in zip(owners.items(), ("forward", "clip", "step", "update"), strict=True):
         setattr(owner, method, meter.of(section, getattr(owner, method)))
     for _ in range(10):
