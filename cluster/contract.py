@@ -53,8 +53,9 @@ COLLECTED_ENDING = ".collected"
 #: The launcher copies them to a job's new machines.
 LAST_CHECKPOINT, PREVIOUS_CHECKPOINT = "last.pt", "previous.pt"
 #: The trainer's commands, of which the first one is the default.
-COMMANDS = ("train", "val", "predict", "export", "info", "hyp", "verify", "profile", "data", "bench")
+COMMANDS = ("train", "val", "predict", "export", "info", "hyp", "verify", "profile", "data", "bench", "yolo")
 #: The trainer's options whose value is a file or folder if it contains a '/': the launcher brings it to the nodes.
-INPUT_OPTIONS = ("--data", "--cfg", "--hyp", "--weights")
+#: Those of `yolo` are written NAME=VALUE.
+INPUT_OPTIONS = ("--data", "--cfg", "--hyp", "--weights", "data=", "model=", "cfg=", "pretrained=")
 #: The built-in data sets of the trainer: after --data they win over a folder of the same name.
 DATA_SETS = ("digits", "cifar10", "cifar100")

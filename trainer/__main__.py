@@ -118,9 +118,9 @@ def main() -> None:
         _fail(error.message, error.hint, contract.EXIT_BAD_INPUT)
     except Stopped as stop:
         by_hand = stop.signal == signal.SIGINT
-        print(f"stopped by {stop} after writing a checkpoint; to continue: --resume", file=sys.stderr)
-        _emit_failure(f"stopped by {stop} after a checkpoint", "", contract.EXIT_RUN_ME_AGAIN)
-        sys.exit(EXIT_INTERRUPTED if by_hand else contract.EXIT_RUN_ME_AGAIN)
+        print(f"stopped by {stop} {stop.when}" + (f"; {stop.hint}" if stop.hint else ""), file=sys.stderr)
+        _emit_failure(f"stopped by {stop} {stop.when}", "", stop.exit_code)
+        sys.exit(EXIT_INTERRUPTED if by_hand else stop.exit_code)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         if _is_peer_error(error):

@@ -5,7 +5,7 @@ import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import NamedTuple, cast
@@ -30,6 +30,8 @@ def how_to_get(image: str, engine: str) -> str:
 DEFAULT_RESTARTS = 3
 DEFAULT_STALL_TIMEOUT_S = 300.0
 
+#: The options of a dataset: the trainer's, and that of `yolo`.
+_DATA = ("--data", "data=")
 #: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
 _AUTO_PORTS = range(20000, 30000)
 #: Variables that change what pip and uv install.
@@ -230,31 +232,46 @@ def _arguments(
     Paths below `folders` exist on the nodes.
     """
     there = (*(each.target for each in mounts), *folders)
-    words: list[str] = []
-    for word in request.arguments:  # `--data=x` is two words
-        option, mark, value = word.partition("=")
-        words += [option, value] if mark and option in contract.INPUT_OPTIONS else [word]
     arguments: list[str] = []
     paths: list[str] = []
-    for argument in words:
+    for before, option, argument in _words(request.arguments):
         path = _absolute(argument, here.cwd)
         is_mounted = any(f"{argument}/".startswith(f"{each}/") for each in there)
-        folder_of_data = arguments[-1:] == ["--data"] and argument not in contract.DATA_SETS and here.is_folder(path)
+        folder_of_data = option in _DATA and argument not in contract.DATA_SETS and here.is_folder(path)
         if here.exists(path) and ("/" in argument or "." in argument or folder_of_data):
-            paths += [path, *_needed_by(arguments[-1] if arguments else "", path, here)]
+            paths += [path, *_needed_by(option, path, here)]
             argument = path
-        elif "/" in argument and arguments and arguments[-1] in contract.INPUT_OPTIONS and not is_mounted:
-            raise UsageError(f"{arguments[-1]} {argument}: no such file", f"the full path would be {path}")
-        arguments.append(argument)
+        elif "/" in argument and option in contract.INPUT_OPTIONS and not is_mounted and "://" not in argument:
+            shown = f"{before}{argument}" if before else f"{option} {argument}"
+            raise UsageError(f"{shown}: no such file", f"the full path would be {path}")
+        arguments.append(before + argument)
     paths = list(dict.fromkeys(paths))
     folders = [path for path in paths if here.is_folder(path)]
     folders += [each.source for each in mounts if each.source == each.target]
     return arguments, [path for path in paths if not any(path.startswith(f"{folder}/") for folder in folders)]
 
 
+def _words(arguments: Sequence[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield (text before it, option, word) for each word, where the word is the value of the option, if it has one.
+
+    `--data x` and `--data=x` become two words, and `data=x` stays one: its option is `data=`.
+    """
+    option = ""
+    for word in arguments:
+        name, mark, value = word.partition("=")
+        if mark and name in contract.INPUT_OPTIONS:
+            yield "", option, name
+            yield "", name, value
+        elif mark and f"{name}=" in contract.INPUT_OPTIONS:
+            yield f"{name}=", f"{name}=", value
+        else:
+            yield "", option, word
+        option = word
+
+
 def _needed_by(option: str, path: str, here: Here) -> list[str]:
     """Return the paths that the trainer also reads if the value of an option is the file `path`."""
-    if option == "--data" and path.endswith((".yaml", ".yml")):
+    if option in _DATA and path.endswith((".yaml", ".yml")):
         return _data_folders(path, here)
     before = str(PurePosixPath(path).with_name(contract.PREVIOUS_CHECKPOINT))
     return [before] if option == "--resume" and before != path and here.exists(before) else []
@@ -436,8 +453,8 @@ def visible_gpus(listed: str, visible: str | None) -> tuple[Gpu, ...]:
 def default_name(new: Job) -> str:
     """Return a name like `digits-7f3a`: the data set or program, and four hex digits of the job's hash."""
     words = list(new.command)
-    if "--data" in words[:-1]:
-        stem = _stem(words[words.index("--data") + 1])
+    if data := [word for _, option, word in _words(words) if option in _DATA]:
+        stem = _stem(data[0])
     else:
         stem = "digits" if new.says_ready else _stem(words[1] if words[0] == "-m" and words[1:] else words[0])
     digest = hashlib.sha256(json.dumps(asdict(new), sort_keys=True).encode()).hexdigest()

@@ -249,7 +249,7 @@ def test_a_signal_to_its_own_ranks_leaves_none(
         time.sleep(0.1)
     assert not processes_in(tmp_path)
     if after == "steps.csv" and times == 1:
-        assert name == "SIGKILL" or "after writing a checkpoint; to continue: --resume" in err
+        assert name == "SIGKILL" or "after a checkpoint; to continue: --resume" in err
         assert (folder / "last.pt").exists()
         assert not (folder / "best.pt").exists()  # without a validation, that is the last epoch
 

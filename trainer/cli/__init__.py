@@ -17,6 +17,7 @@ from trainer.cli.profile import profile
 from trainer.cli.train import train
 from trainer.cli.val import val
 from trainer.cli.verify import verify
+from trainer.cli.yolo import ANY_WORDS, yolo
 from trainer.config.presets import FAMILY_PRESETS, PRESETS, TASKS, Preset
 from trainer.config.settings import option_of
 
@@ -76,6 +77,7 @@ for command in (val, predict, export, info, hyp):
     app.command(cls=Command)(command)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(verify)
 app.command(cls=Command, context_settings=TRAIN_OPTIONS)(profile)
+app.command(cls=HelpCommand, context_settings=ANY_WORDS)(yolo)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 

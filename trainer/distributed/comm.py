@@ -219,8 +219,11 @@ def backend_of(environment: Mapping[str, str], device: str) -> str:
 _JOINED: list[str] = []  # backends of the process groups that this process has joined
 
 
-def join(world: World, device: torch.device) -> str:
-    """Join the process group and return its backend; "" for a process without torchrun."""
+def join(world: World, device: torch.device, timeout: timedelta = TIMEOUT) -> str:
+    """Join the process group and return its backend; "" for a process without torchrun.
+
+    `timeout` is that of its collectives.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not world.launched:
@@ -228,7 +231,7 @@ def join(world: World, device: torch.device) -> str:
     backend = backend_of(os.environ, device.type)
     options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT, **options)
+        dist.init_process_group(backend, timeout=timeout, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
             raise

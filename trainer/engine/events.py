@@ -42,10 +42,14 @@ class Events:
 
     def progress(self, **fields: Any) -> None:
         """Write `progress` at most twice a second, and always for an epoch's last step."""
-        now = time.monotonic()
-        if fields["step"] == fields["steps"] or now - self._last_progress >= PROGRESS_EVERY_S:
-            self._last_progress = now
+        if self.is_progress_due(last=fields["step"] == fields["steps"]):
+            self._last_progress = time.monotonic()
             self.emit(contract.PROGRESS, **fields)
+
+    def is_progress_due(self, *, last: bool) -> bool:
+        """Return whether `progress` would write after a step of an epoch, or after its `last`."""
+        is_heard = self.listener is not None or (self.launched and self._is_local_rank_0)
+        return is_heard and (last or time.monotonic() - self._last_progress >= PROGRESS_EVERY_S)
 
 
 def _plain(value: Any) -> Any:

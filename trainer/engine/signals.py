@@ -4,6 +4,7 @@ import signal
 from contextlib import AbstractContextManager
 from typing import Any
 
+from trainer import contract
 from trainer.distributed.spawn import signal_handlers
 
 # Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
@@ -12,10 +13,18 @@ _KEY = "stop"
 
 
 class Stopped(Exception):
-    """A signal stopped the run after its checkpoint was written."""
+    """A signal stopped the run, by default after its checkpoint was written."""
 
-    def __init__(self, by: int) -> None:
+    def __init__(
+        self,
+        by: int,
+        when: str = "after a checkpoint",
+        hint: str = "to continue: --resume",
+        exit_code: int = contract.EXIT_RUN_ME_AGAIN,
+    ) -> None:
+        """`when` follows "stopped by SIGTERM". `hint` is what to do next, or ""."""
         self.signal = signal.Signals(by)
+        self.when, self.hint, self.exit_code = when, hint, exit_code
         super().__init__(self.signal.name)
 
 
