@@ -88,8 +88,23 @@ install_kubernetes_schemas() {
     .venv/bin/python -m venv .make/kubernetes
     .make/kubernetes/bin/pip install -qq --disable-pip-version-check kubernetes-validate==1.37.0
 }
+# Ultralytics' package, in the two versions with which `trainer yolo` is tested, over the packages of .venv.
+install_ultralytics() {
+    for version in 8.3.253 8.4.190; do
+        folder=.make/ultralytics-$version
+        [ ! -x "$folder/bin/yolo" ] || continue
+        echo "test: installing ultralytics $version into $folder"
+        .venv/bin/python -m venv "$folder"
+        packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+        .venv/bin/python -c "$packages" >"$("$folder/bin/python" -c "$packages")/venv.pth"
+        # Without its dependencies torch and opencv-python, which .venv has: the latter in its variant without a display.
+        "$folder/bin/pip" install -qq --disable-pip-version-check --no-deps "ultralytics==$version" \
+            ultralytics-thop==2.0.18 polars==1.41.2 polars-runtime-32==1.41.2
+    done
+}
 if [ "${CI:-}" = true ] && [ -z "${2:-}" ]; then
     install_trackers
+    install_ultralytics
     install_kubernetes_schemas
 fi
 

@@ -4,6 +4,8 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ NAME = "ultralytics"
 #: The versions with which the tests run. Later ones of the same line are accepted, and others refused.
 TESTED = ("8.3.253", "8.4.190")
 _NEXT = (8, 5)
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
 REQUIREMENT = f"ultralytics>={TESTED[0]},<8.5"
 
 
@@ -52,9 +55,42 @@ def load(environment: Mapping[str, str] = os.environ) -> None:
             os.environ["YOLO_CONFIG_DIR"] = str(folder)
             settings = folder / "Ultralytics" / "settings.json"
         os.chdir(folder)  # where it stores the weights that it downloads
+    _load_opencv()
     # The first import on a machine writes the settings, which another rank must not read half written.
     with contextlib.nullcontext() if settings.is_file() else one_per_machine(settings.parent):
         importlib.import_module(NAME)
+
+
+def _load_opencv() -> None:
+    """Import OpenCV, which the package imports: the first one on the path that can be loaded.
+
+    The package installs `opencv-python`, which needs libraries of a desktop. A slim container image lacks them, and has
+    `opencv-python-headless`, which the other one hides.
+    """
+    try:
+        importlib.import_module("cv2")
+        return
+    except ImportError as error:
+        cause = first_line(error)
+    for entry in [entry for entry in sys.path if Path(entry, "cv2").is_dir()]:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "cv2"]:
+            del sys.modules[name]
+        sys.path.insert(0, entry)
+        try:
+            importlib.import_module("cv2")
+            return
+        except ImportError:
+            continue
+        finally:
+            sys.path.remove(entry)
+    hint = "replace it: pip uninstall --yes opencv-python && pip install --force-reinstall opencv-python-headless"
+    raise TrainerError(f"yolo: OpenCV cannot be loaded: {cause}", hint)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of a message of the package, without its colours."""
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def read_arguments(words: Sequence[str]) -> tuple[str, dict[str, Any], Any]:
@@ -74,8 +110,7 @@ def read_arguments(words: Sequence[str]) -> tuple[str, dict[str, Any], Any]:
         task = str(found.task or values.pop("task", None) or "")
         resolved = cfg.get_cfg(overrides={key: value for key, value in values.items() if key != "task"})
     except (SyntaxError, TypeError, ValueError, AssertionError) as error:  # as the package reports what is wrong
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        raise TrainerError(f"yolo: {lines[0]}", "the arguments and their values: yolo cfg") from None
+        raise TrainerError(f"yolo: {first_line(error)}", "the arguments and their values: yolo cfg") from None
     finally:
         logger.disabled = before
     values.pop("task", None)

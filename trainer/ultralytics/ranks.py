@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainer.errors import TrainerError
-from trainer.ultralytics import data
+from trainer.ultralytics import data, package
 from trainer.ultralytics.session import Session
 
 _Base: Any = object  # a trainer of the package, see `on_all_ranks`
@@ -55,8 +55,8 @@ class _OnAllRanks(_Base):  # type: ignore[misc]
             with data.beside(self.session.data):
                 return super().get_dataset()
         except RuntimeError as error:  # the package's, for anything that is wrong with a dataset
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise TrainerError(f"data={self.session.data}: {lines[0]}", " ".join(lines[1:3])) from None
+            hint = "correct it; the format of a task's dataset: https://docs.ultralytics.com/datasets"
+            raise TrainerError(f"data={self.session.data}: {package.first_line(error)}", hint) from None
 
     def build_dataset(self, *arguments: Any, **options: Any) -> Any:
         """Build a dataset; on a shared disk, rank 0's machine alone writes the cache of its labels."""

@@ -102,7 +102,8 @@ def _device(wanted: str, world: comm.World) -> torch.device:
     try:
         device = comm.pick_device(wanted, world)
     except TrainerError as error:
-        raise TrainerError(error.message.replace("--device ", "device="), error.hint) from None
+        message, hint = (text.replace("--device ", "device=") for text in (error.message, error.hint))
+        raise TrainerError(message, hint) from None
     if device.type == "cpu":
         comm.limit_threads(world, device)
     return device
@@ -163,9 +164,8 @@ def _open_model(name: str, task: str) -> Any:
         is_rtdetr = "rtdetr" in Path(name).stem.lower()
         model = ultralytics.RTDETR(name) if is_rtdetr else ultralytics.YOLO(name, task=task or None)
     except (OSError, ValueError, TypeError, SyntaxError, RuntimeError, NotImplementedError, LookupError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         hint = "give a .pt or .yaml file, or a name that can be downloaded here: model=yolo26n.pt"
-        raise TrainerError(f"model={name}: {lines[0]}", hint) from None
+        raise TrainerError(f"model={name}: {package.first_line(error)}", hint) from None
     if type(model) not in (ultralytics.YOLO, ultralytics.RTDETR) or model.task not in TASKS:
         what = f"model={name}: a {type(model).__name__} for the task {model.task}"
         raise TrainerError(f"{what} is not trained on several machines", "use a YOLO or RT-DETR model")
