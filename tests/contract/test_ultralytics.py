@@ -259,7 +259,7 @@ REFUSED = [
 def test_bad_input_is_an_error_of_two_lines(yolo, clusterctl, version):
     (clusterctl.folder / "empty.yaml").write_text("train: images/none\nval: images/none\nnames: [a]\n")
     program = (
-        "import json, sys\nfrom trainer.errors import TrainerError\nfrom trainer.ultralytics.run import train\n"
+        "import json, sys\nfrom trainer.errors import TrainerError\nfrom trainer.ultralytics.training import train\n"
         "for line in json.loads(sys.argv[1]):\n"
         "    try:\n        train([*line.split(), 'device=cpu'], '')\n        print('error: none')\n"
         "    except TrainerError as error:\n        print(f'error: {error.message}')\n"

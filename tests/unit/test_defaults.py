@@ -147,6 +147,42 @@ def test_a_wrong_grace_is_an_error(text):
         job(grace=text)
 
 
+def test_the_inputs_of_yolo_are_brought_to_the_nodes(tmp_path):
+    """They are written NAME=VALUE, and a data.yaml brings its folders."""
+    set_folder = tmp_path / "set"
+    (set_folder / "images" / "train").mkdir(parents=True)
+    (set_folder / "data.yaml").write_text("path: .\ntrain: images/train\nval: images/train\n")
+    (tmp_path / "my.pt").touch()
+    real = replace(
+        LAPTOP,
+        cwd=str(tmp_path),
+        exists=lambda path: Path(path).exists(),
+        is_folder=lambda path: Path(path).is_dir(),
+        read=lambda path: Path(path).read_bytes(),
+    )
+    words = ("yolo", "detect", "train", "data=set/data.yaml", "model=my.pt", "epochs=3", "lr0=0.01", "name=set")
+    made, _ = job(real, arguments=words)
+    inputs = (f"data={set_folder}/data.yaml", f"model={tmp_path}/my.pt")
+    assert made.command[:-2] == (
+        "-m",
+        "trainer",
+        "yolo",
+        "detect",
+        "train",
+        *inputs,
+        "epochs=3",
+        "lr0=0.01",
+        "name=set",
+    )
+    assert [mount.source for mount in made.mounts] == [str(set_folder), f"{tmp_path}/my.pt"]
+    assert (made.max_restarts, made.says_ready) == (3, True)
+    assert job(real, arguments=("yolo", "train", "data=set"))[0].command[4] == f"data={set_folder}"  # a classifier's
+    assert job(real, arguments=("yolo", "train", "data=coco8.yaml"))[0].mounts == ()  # which the package downloads
+    for word in ("data=none/data.yaml", "model=./none.pt"):
+        with pytest.raises(UsageError, match=f"{word}: no such file"):
+            job(real, arguments=("yolo", "train", word))
+
+
 def test_the_data_sets_are_those_of_the_trainer():
     names = {name for presets in trainer.config.PRESETS.values() for name in presets}
     assert {*contract.DATA_SETS, ""} == names
@@ -169,6 +205,7 @@ def test_the_default_name_depends_on_the_whole_job():
     there = Here("/", "1:1", "py", (), exists={"/d/Bccd/data.yaml"}.__contains__)
     assert job(there, arguments=("--data", "/d/Bccd/data.yaml"))[0].name.startswith("bccd-")
     assert job(arguments=("--data", "coco128.yaml"))[0].name.startswith("coco128-")
+    assert job(arguments=("yolo", "train", "data=coco128.yaml"))[0].name.startswith("coco128-")
 
 
 def test_the_default_name_of_a_module_or_script_is_its_stem():

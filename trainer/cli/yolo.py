@@ -35,6 +35,6 @@ def yolo(words: Words = None, device: Device = "") -> None:
     count = ranks_of(given[-1], "ddp") if given else 1
     if count > 1 and "RANK" not in os.environ:
         raise typer.Exit(run_ranks_here(sys.argv[1:], count))
-    from trainer.ultralytics.run import train  # imports torch
+    from trainer.ultralytics.training import train  # imports torch
 
     train(words, device)
