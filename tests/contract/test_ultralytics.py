@@ -250,6 +250,7 @@ REFUSED = [
     ("train data=squares/data.yaml model=none.yaml", "model=none.yaml"),
     ("train data=squares/data.yaml model=best.onnx", "model=best.onnx"),
     ("train data=squares/data.yaml cfg=none.yaml", "cfg=none.yaml: no such file"),
+    ("train data=squares/data.yaml model=yolo11n.yaml optimizer=Sgdd", "not found in list of available optimizers"),
     ("val model=best.pt", "yolo val: only `train` runs on several machines"),
     ("semantic train data=squares/data.yaml", "yolo semantic train"),
 ]

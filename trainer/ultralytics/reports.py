@@ -20,8 +20,8 @@ class Reports:
 
     def __init__(self, session: Session, task: str) -> None:
         self.session, self._names = session, SCORES[task]
-        self._step = 0
-        self._has_scores = False
+        self.has_begun = False
+        self._step, self._has_scores = 0, False
         self.scores: dict[str, float] = {}
         self._began = self._trained_s = 0.0
 
@@ -36,6 +36,7 @@ class Reports:
 
     def on_train_epoch_start(self, trainer: Any) -> None:
         """Start the clock of an epoch."""
+        self.has_begun = True
         self._stop_if(self.session.agree_to_stop(now=True))
         self._began, self._step, self._has_scores = time.monotonic(), 0, False
 

@@ -1,9 +1,10 @@
 """A training with the package on this rank, from the words of the command line to its end."""
 
+import contextlib
 import importlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def train(words: Sequence[str], launched_device: str) -> None:
     if world.size == 1:
         hide_single_rank()
         world = replace(world, launched=False)
-    typed_data = _absolute(words)
+    words = _absolute(words)
     package.load()
-    task, values, resolved = package.read_arguments(typed_data)
+    task, values, resolved = package.read_arguments(words)
     check_batch(resolved.batch, world.size)
     if not resolved.data and not resolved.resume:
         raise TrainerError("data= is missing", "give the path of a data.yaml, or a name: data=coco8.yaml")
@@ -77,7 +78,8 @@ def train(words: Sequence[str], launched_device: str) -> None:
             if world.rank == 0:
                 _print_start(version, session, backend)
             trainer = on_all_ranks(model._smart_load("trainer"), session)
-            model.train(trainer=trainer, **_options(values, device, resumes=bool(header)))
+            with _refusals(reports):
+                model.train(trainer=trainer, **_options(values, device, resumes=bool(header)))
         comm.barrier()  # rank 0 hosts the store, and may exit once no heartbeat uses it
         if world.rank == 0:
             best = str(model.trainer.save_dir / "weights" / "best.pt")
@@ -89,11 +91,11 @@ def train(words: Sequence[str], launched_device: str) -> None:
 
 
 def _absolute(words: Sequence[str]) -> list[str]:
-    """Return the words with absolute paths of files and folders that exist, because the current folder changes."""
+    """Return the words with absolute paths of input files and folders that exist: the current folder may change."""
     found = []
     for word in words:
-        name, mark, value = word.partition("=")
-        is_path = bool(mark) and ("/" in value or "." in value or name == "data") and Path(value).exists()
+        name, _, value = word.removeprefix("--").partition("=")
+        is_path = f"{name}=" in contract.INPUT_OPTIONS and Path(value).exists()
         found.append(f"{name}={os.path.abspath(value)}" if is_path else word)  # noqa: PTH100 (follows no links)
     return found
 
@@ -173,6 +175,18 @@ def _open_model(name: str, task: str) -> Any:
         return model
     hint = "give a .pt or .yaml file"
     raise TrainerError(f"model={name}: an exported model cannot be trained", hint)
+
+
+@contextlib.contextmanager
+def _refusals(reports: Reports) -> Iterator[None]:
+    """Turn errors by which the package refuses an argument, before the first epoch, into TrainerError."""
+    try:
+        yield
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        if reports.has_begun:
+            raise
+        hint = "change that argument; the arguments and their values: yolo cfg"
+        raise TrainerError(f"yolo: {package.first_line(error)}", hint) from None
 
 
 def _options(values: dict[str, Any], device: torch.device, *, resumes: bool) -> dict[str, Any]:
