@@ -67,24 +67,22 @@ def _load_opencv() -> None:
     The package installs `opencv-python`, which needs libraries of a desktop. A slim container image lacks them, and has
     `opencv-python-headless`, which the other one hides.
     """
-    try:
-        importlib.import_module("cv2")
-        return
-    except ImportError as error:
-        cause = first_line(error)
-    for entry in [entry for entry in sys.path if Path(entry, "cv2").is_dir()]:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "cv2"]:
-            del sys.modules[name]
-        sys.path.insert(0, entry)
+    before, causes = list(sys.path), []
+    for first in ([], *([entry] for entry in before if Path(entry, "cv2").is_dir())):
+        sys.path[:] = [*first, *before]
         try:
             importlib.import_module("cv2")
             return
-        except ImportError:
-            continue
+        except ImportError as error:
+            causes.append(first_line(error))
+            # What a failed import leaves, and would take for a recursion.
+            for name in [name for name in sys.modules if name.partition(".")[0] == "cv2"]:
+                del sys.modules[name]
+            vars(sys).pop("OpenCV_LOADER", None)
         finally:
-            sys.path.remove(entry)
+            sys.path[:] = before
     hint = "replace it: pip uninstall --yes opencv-python && pip install --force-reinstall opencv-python-headless"
-    raise TrainerError(f"yolo: OpenCV cannot be loaded: {cause}", hint)
+    raise TrainerError(f"yolo: OpenCV cannot be loaded: {causes[0]}", hint)
 
 
 def first_line(error: Exception) -> str:
