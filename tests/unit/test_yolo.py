@@ -98,6 +98,24 @@ def test_without_the_package_the_error_says_how_to_install_it(tmp_path):
     assert "clusterctl launch --setup 'pip install " in second
 
 
+def test_a_desktops_opencv_that_cannot_be_loaded_gives_way_to_another(tmp_path):
+    """As in a slim container image: the first on the path needs libraries that are missing."""
+    first = tmp_path / "cv2"
+    first.mkdir()
+    (first / "__init__.py").write_text(
+        "import sys\n"
+        "if hasattr(sys, 'OpenCV_LOADER'):\n    raise ImportError('recursion')\n"  # as OpenCV's own loader
+        "sys.OpenCV_LOADER = True\n"
+        f"sys.path = [path for path in sys.path if path != {str(tmp_path)!r}]\n"
+        "raise ImportError('libGL.so.1: cannot open shared object file')\n"
+    )
+    program = "from trainer.ultralytics.package import load_opencv; load_opencv(); import cv2; print(cv2.imread)"
+    words = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert "built-in function imread" in done.stdout, done.stderr
+
+
 def write_checkpoint(path, content):
     """Write a file as torch.save does, with any objects."""
     with zipfile.ZipFile(path, "w") as archive:

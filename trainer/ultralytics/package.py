@@ -55,13 +55,13 @@ def load(environment: Mapping[str, str] = os.environ) -> None:
             os.environ["YOLO_CONFIG_DIR"] = str(folder)
             settings = folder / "Ultralytics" / "settings.json"
         os.chdir(folder)  # where it stores the weights that it downloads
-    _load_opencv()
+    load_opencv()
     # The first import on a machine writes the settings, which another rank must not read half written.
     with contextlib.nullcontext() if settings.is_file() else one_per_machine(settings.parent):
         importlib.import_module(NAME)
 
 
-def _load_opencv() -> None:
+def load_opencv() -> None:
     """Import OpenCV, which the package imports: the first one on the path that can be loaded.
 
     The package installs `opencv-python`, which needs libraries of a desktop. A slim container image lacks them, and has
