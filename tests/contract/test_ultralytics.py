@@ -13,6 +13,7 @@ import yaml
 from tests.conftest import ROOT, ended, processes_of, wait_until
 from tests.contract.sshd import inventory
 from tests.unit.yolo_folder import squares
+from trainer.distributed.spawn import free_port
 from trainer.ultralytics.package import TESTED
 
 pytestmark = pytest.mark.timeout(900)
@@ -229,11 +230,19 @@ def test_every_task_trains_on_two_ranks(yolo, clusterctl, job_name, task, model,
     assert scores <= metric.keys(), metric
 
 
-def test_it_trains_alone_and_on_the_devices_that_are_named(yolo, clusterctl):
-    words = ["train", "data=squares/data.yaml", "model=yolo26n.yaml", "epochs=1", *SMALL, "project=out", "name=one"]
+def test_it_trains_without_a_launcher(yolo, clusterctl):
+    """As one process, and as the ranks of torchrun, which leave the folder of an older run as it is."""
+    out = clusterctl.folder / "out"
+    words = ["train", "data=squares/data.yaml", "model=yolo26n.yaml", "epochs=1", *SMALL, f"project={out}", "name=one"]
     with trainer(clusterctl, OLD, *words, "model=yolo11n.yaml", "device=cpu") as process:  # the last of a name counts
         text = ended(process, 0, timeout_s=200)
-    assert "weights/best.pt" in text
+    assert epochs_in(out / "one" / "results.csv") == [1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    numbers = [{"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    for process in [trainer(clusterctl, NEW, *words, "device=cpu", **shared, **number) for number in numbers]:
+        ended(process, 0, timeout_s=200)
+    assert epochs_in(out / "one-2" / "results.csv") == [1]
+    assert epochs_in(out / "one" / "results.csv") == [1]
     with trainer(clusterctl, NEW, *words, "device=0,1", CUDA_VISIBLE_DEVICES="") as process:
         text = ended(process, 2, timeout_s=200)
     assert "error: device=0,1: no GPU can be used on this machine\n" in text

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer.distributed import comm
 from trainer.errors import TrainerError
 from trainer.ultralytics import data, package
 from trainer.ultralytics.session import Session
@@ -37,17 +38,24 @@ class _OnAllRanks(_Base):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         session = self.session
         self.device = session.device
-        if session.world.size > 1:
-            self.world_size, self.ddp = session.world.size, False  # the ranks run already
-        if session.copies and session.world.rank:  # for its recovery from NaN, on machines without rank 0's weights
+        alone = 0 if self.device.type == "cpu" else 1  # the package's number for a process without ranks
+        self.world_size = session.world.size if session.world.size > 1 else alone
+        self.ddp = False  # start no processes: the ranks run already
+        # After NaN losses all ranks load the last checkpoint, also on machines without rank 0's weights.
+        if session.copies and session.world.rank:
             self.last, self.best = session.copies.last, session.copies.best
 
     def check_resume(self, overrides: dict[str, Any]) -> None:
         """Read the arguments of the run to resume. The folder and the paths are those of this machine."""
         super().check_resume(overrides)
         self.args.data = self.session.data or self.args.data
-        if self.session.folder:
-            self.args.save_dir = str(self.session.folder)
+        folder = self.session.folder
+        if folder is None and self.session.world.size > 1:
+            # Ranks other than 0 would take an existing folder, and remove the table of that older run.
+            find = importlib.import_module("ultralytics.cfg").get_save_dir
+            folder = comm.broadcast(find(self.args) if self.session.world.rank == 0 else None)
+        if folder:
+            self.args.save_dir = str(folder)
 
     def get_dataset(self) -> Any:
         """Read the description of the dataset. Raise TrainerError if it cannot be used."""
