@@ -97,9 +97,10 @@ install_ultralytics() {
         .venv/bin/python -m venv "$folder"
         packages='import sysconfig; print(sysconfig.get_path("purelib"))'
         .venv/bin/python -c "$packages" >"$("$folder/bin/python" -c "$packages")/venv.pth"
-        # Without its dependencies torch and opencv-python, which .venv has: the latter in its variant without a display.
+        # Not its dependency opencv-python, which needs libraries of a desktop: .venv has the headless variant.
         "$folder/bin/pip" install -qq --disable-pip-version-check --no-deps "ultralytics==$version" \
-            ultralytics-thop==2.0.18 polars==1.41.2 polars-runtime-32==1.41.2
+            ultralytics-platform==0.1.99 ultralytics-thop==2.2.3 nvidia-ml-py==13.615.71 polars==2.1.0 \
+            polars-runtime-32==2.1.0 psutil==7.2.2
     done
 }
 if [ "${CI:-}" = true ] && [ -z "${2:-}" ]; then

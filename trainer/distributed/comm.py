@@ -219,10 +219,10 @@ def backend_of(environment: Mapping[str, str], device: str) -> str:
 _JOINED: list[str] = []  # backends of the process groups that this process has joined
 
 
-def join(world: World, device: torch.device, timeout: timedelta = TIMEOUT) -> str:
+def join(world: World, device: torch.device, timeout: timedelta | None = None) -> str:
     """Join the process group and return its backend; "" for a process without torchrun.
 
-    `timeout` is that of its collectives.
+    `timeout` is that of the rendezvous and of the collectives, by default TIMEOUT.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -231,7 +231,7 @@ def join(world: World, device: torch.device, timeout: timedelta = TIMEOUT) -> st
     backend = backend_of(os.environ, device.type)
     options: dict[str, Any] = {"device_id": device} if backend == "nccl" else {}
     try:
-        dist.init_process_group(backend, timeout=timeout, **options)
+        dist.init_process_group(backend, timeout=timeout or TIMEOUT, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
             raise
@@ -244,7 +244,7 @@ def join(world: World, device: torch.device, timeout: timedelta = TIMEOUT) -> st
 
 
 @contextlib.contextmanager
-def rendezvous_errors(world: World, device: torch.device) -> Iterator[None]:
+def rendezvous_errors(world: World, device: torch.device, timeout: timedelta | None = None) -> Iterator[None]:
     """Report a slow rendezvous during join() and the first collective; raise TrainerError if it times out."""
     where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     warning = f"rank {world.rank} has waited {JOIN_WARNING_S:g} s for the others of {world.size} ranks at {where}"
@@ -259,8 +259,9 @@ def rendezvous_errors(world: World, device: torch.device) -> Iterator[None]:
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         if "timed out" not in str(error).lower() or contract.JOB_ID in os.environ:  # the launcher reports it
             raise
+        seconds = (timeout or TIMEOUT).seconds
         raise TrainerError(
-            f"rank {world.rank}: not all of {world.size} ranks joined at {where} within {TIMEOUT.seconds} s",
+            f"rank {world.rank}: not all of {world.size} ranks joined at {where} within {seconds} s",
             "start all ranks, and check that each machine reaches that port (clusterctl doctor)",
         ) from None
     finally:

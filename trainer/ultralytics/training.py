@@ -54,7 +54,7 @@ def train(words: Sequence[str], launched_device: str) -> None:
         raise TrainerError("resume continues a run on one machine, not a launched job", hint)
     device = _device(wanted_device(device_text(resolved.device), launched_device, ranks_here), world)
     events = Events(os.environ)
-    with comm.rendezvous_errors(world, device):
+    with comm.rendezvous_errors(world, device, TIMEOUT):
         backend = comm.join(world, device, TIMEOUT)
         _check_data(str(resolved.data or ""))
     events.emit(contract.READY, rank=world.rank, world_size=world.size, backend=backend or "none", device=device.type)
