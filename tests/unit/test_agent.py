@@ -760,7 +760,8 @@ def folders(tmp_path):
 
 def test_the_setup_runs_once_and_its_packages_are_the_ranks(folders, tmp_path):
     text = "echo installing; sleep 1; echo >> ../count; cd $VIRTUAL_ENV/lib/python3*/site-packages; echo X=5 > dep.py"
-    program = "import dep, pytest; print('rank', rank, dep.X, sys.prefix)"
+    # trainer is installed in editable mode.
+    program = "import dep, pytest, trainer; print('rank', rank, dep.X, sys.prefix)"
     variables = setup_variables(tmp_path, f"cd {folders[0]}; {text}")
     nodes = [Node(folder, program, ranks=1, **variables) for folder in folders]
     outputs = [node.end() for node in nodes]

@@ -110,7 +110,8 @@ class Setup:
         venv.create(self._folder, symlinks=True, with_pip=not has_pip)
         library = "lib/python%d.%d/site-packages" % sys.version_info[:2]
         with open(os.path.join(self._folder, library, "image.pth"), "w") as file:
-            file.write("\n".join(site.getsitepackages()) + "\n")
+            for folder in site.getsitepackages():  # with their .pth files, which an editable installation has
+                file.write("import site; site.addsitedir(%r)\n" % folder)
         if has_pip:  # a copy of it would take three seconds
             for name in ("pip", "pip3"):
                 path = os.path.join(self._folder, "bin", name)
