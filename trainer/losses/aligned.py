@@ -3,6 +3,9 @@
 Assignment (Feng et al. 2021, TOOD): candidates are the points inside each box, from the targets alone. Those with the
 best alignment of class score and overlap are matched. The divisor is the sum of the soft targets over all ranks. They
 depend on the predictions, so it is known only after the forward pass.
+
+Small targets (YOLO26's STAL): to find candidates, a side counts as at least the second stride, 16 px. Otherwise, a box
+smaller than a cell of the finest level could have no candidate at all.
 """
 
 from collections.abc import Sequence
@@ -24,6 +27,7 @@ Floats = npt.NDArray[np.float32]
 
 ALPHA, BETA = 0.5, 6.0  # alignment = score^ALPHA * overlap^BETA
 TOP = 10  # points per box
+EPSILON = 1e-9  # added to a box's best alignment, so that a box counts less while it is hardly found
 HIGHEST = 2**31 - 1
 
 
@@ -34,7 +38,7 @@ class CandidateTargets:
     strides: tuple[int, ...]
 
     def __call__(self, labels: Floats, images: int, height: int, width: int, rows: Rows = exact) -> dict[str, Tensor]:
-        """List the points strictly inside each box, of `images` images of height x width px.
+        """List the points strictly inside each box, of `images` images of height x width px; small sides are widened.
 
         `labels` float32 (n, 6) is [image, class, cx, cy, w, h], normalised. The result is sorted by box, then by
         point. Its lists have `rows` rows; those that pad belong to a last box, which has no size and the weight 0:
@@ -49,7 +53,8 @@ class CandidateTargets:
         grids = np.array([[width // s, height // s] for s in self.strides])  # (levels, 2)
         stride = np.array(self.strides, np.float32)[:, None]
         boxes = labels[:, 2:] * np.array([width, height, width, height], np.float32)
-        low_corner, high_corner = boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2
+        half = np.maximum(boxes[:, 2:], np.float32(self.strides[:2][-1])) / 2
+        low_corner, high_corner = boxes[:, :2] - half, boxes[:, :2] + half
         # Points stand at (cell + 0.5) * stride: the first and the last cell with its point inside, (n, levels, 2).
         low = (np.floor(low_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) + 1).clip(0)
         high = np.minimum(np.ceil(high_corner[:, None] / stride - np.float32(0.5)).astype(np.int64) - 1, grids - 1)
@@ -197,27 +202,36 @@ def match(found: Candidates, scores: Tensor, boxes: Tensor, images: int, points:
     """Choose among the candidates in `images` images of `points` points, by what the network predicts there.
 
     `scores` (k,) is each pair's predicted probability of the box's class, `boxes` (k, 4) its predicted box in
-    pixels. The best `TOP` points of a box are chosen; of the boxes that choose the same point, the one with
-    the largest overlap gets it. weight = alignment / the box's best alignment * the box's best overlap.
+    pixels. The best `TOP` points of a box are chosen. A point that several boxes choose goes to the box with the
+    largest overlap among all whose candidate it is.
+    weight = alignment / (the box's best alignment + EPSILON) * the box's best overlap.
     """
-    n = len(found.targets)
+    n, k, m = len(found.targets), len(found.box), len(found.top)
     overlap = ciou(boxes, found.targets[found.box]).clamp(min=0) * found.weight[found.box]
     aligned = scores**ALPHA * overlap**BETA
     # One sort for all boxes: the bits of floats that are not negative are ordered as they are. Ties go to the first.
     order = ((found.box << 32) - _bits(aligned)).argsort(stable=True)
-    best = order[found.top]
-    box, point, aligned, overlap = found.box[best], found.point[best], aligned[best], overlap[best]
-    image = found.image[box]
-    slot = image * points + point
-    is_aligned = aligned > 0
-    claim = ((_bits(overlap) << 32) + (HIGHEST - box)) * is_aligned  # equal overlaps: the first box
+    best = order[found.top]  # (m,) pairs
+    is_chosen = aligned[best] > 0
+
+    slot = found.image[found.box] * points + found.point  # (k,)
+    numbers = torch.arange(k, device=slot.device)
+    claim = (_bits(overlap) << 32) + (HIGHEST - numbers)
     largest = claim.new_zeros(images * points).scatter_reduce_(0, slot, claim, "amax")
-    won = (largest[slot] == claim) & is_aligned
-    aligned, overlap = aligned * won, overlap * won
+    own = slot[best]
+    choosers = claim.new_zeros(images * points).scatter_add_(0, own, is_chosen.long())
+    pair = torch.where(choosers[own] > 1, HIGHEST - (largest[own] & 0xFFFFFFFF), best)
+    # The point is in a row of each box that chose it. It counts in the first.
+    rows = torch.arange(m, device=slot.device)
+    first = rows.new_full((images * points,), m).scatter_reduce_(0, own, torch.where(is_chosen, rows, m), "amin")
+    won = is_chosen & (first[own] == rows)
+
+    box, point = found.box[pair], found.point[pair]
+    aligned, overlap = aligned[pair] * won, overlap[pair] * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
-    weight = torch.where(won, aligned / most_aligned[box] * most_overlap[box], 0)
-    return Matched(image, point, found.at[best], found.cls[box], found.targets[box], weight)
+    weight = aligned / (most_aligned[box] + EPSILON) * most_overlap[box]
+    return Matched(found.image[box], point, found.at[pair], found.cls[box], found.targets[box], weight)
 
 
 def _bits(values: Tensor) -> Tensor:
