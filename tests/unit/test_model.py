@@ -16,23 +16,29 @@ from trainer.models.yolo import Yolo, build_yolo, fuse, load_cfg
 
 # parameters, and those with batch norm folded in (nc = 80)
 PARAMETERS = {
-    "n": (1_872_157, 1_867_405),
-    "s": (7_235_389, 7_225_885),
-    "m": (21_190_557, 21_172_173),
-    "l": (46_563_709, 46_533_693),
-    "x": (86_749_405, 86_705_005),
+    "yolov5n": (1_872_157, 1_867_405),
+    "yolov5s": (7_235_389, 7_225_885),
+    "yolov5m": (21_190_557, 21_172_173),
+    "yolov5l": (46_563_709, 46_533_693),
+    "yolov5x": (86_749_405, 86_705_005),
     # with a fourth level; published, rounded: 3.2, 12.6, 35.7, 76.8 (unfused) and 140.7 million
-    "n6": (3_246_940, 3_239_884),
-    "s6": (12_626_620, 12_612_508),
-    "m6": (35_731_932, 35_704_908),
-    "l6": (76_770_172, 76_726_332),
-    "x6": (140_794_780, 140_730_220),
+    "yolov5n6": (3_246_940, 3_239_884),
+    "yolov5s6": (12_626_620, 12_612_508),
+    "yolov5m6": (35_731_932, 35_704_908),
+    "yolov5l6": (76_770_172, 76_726_332),
+    "yolov5x6": (140_794_780, 140_730_220),
     # with the anchor-free head; published, rounded: 2.6, 9.1, 25.1, 53.2 and 97.2 million, with 16 constants among them
-    "nu": (2_654_800, None),
-    "su": (9_153_136, None),
-    "mu": (25_111_440, None),
-    "lu": (53_225_008, None),
-    "xu": (97_276_432, None),
+    "yolov5nu": (2_654_800, None),
+    "yolov5su": (9_153_136, None),
+    "yolov5mu": (25_111_440, None),
+    "yolov5lu": (53_225_008, None),
+    "yolov5xu": (97_276_432, None),
+    # published, rounded: 3.2, 11.2, 25.9, 43.7 and 68.2 million
+    "yolov8n": (3_157_184, None),
+    "yolov8s": (11_166_544, None),
+    "yolov8m": (25_902_624, None),
+    "yolov8l": (43_691_504, None),
+    "yolov8x": (68_229_632, None),
 }
 
 
@@ -45,13 +51,13 @@ def parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("size", PARAMETERS)
-def test_parameter_counts_are_those_of_the_published_models(size: str) -> None:
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameter_counts_are_those_of_the_published_models(name: str) -> None:
     with torch.device("meta"):  # no memory, no arithmetic: only the shapes count here
-        model = build_yolo(load_cfg(f"yolov5{size}.yaml"), nc=80)
-    whole, fused = PARAMETERS[size]
+        model = build_yolo(load_cfg(f"{name}.yaml"), nc=80)
+    whole, fused = PARAMETERS[name]
     assert parameters(model) == whole
-    assert model.detect.strides == [8, 16, 32, 64][: 4 if "6" in size else 3]
+    assert model.detect.strides == [8, 16, 32, 64][: 4 if name.endswith("6") else 3]
     if fused:
         assert parameters(fuse(model)) == fused
 

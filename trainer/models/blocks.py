@@ -1,5 +1,7 @@
 """The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -68,13 +70,15 @@ class Conv(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1 then 3x3 convolution, with the input added where the channels allow it."""
+    """Two convolutions, by default 1x1 and 3x3, with the input added where the channels allow it."""
 
-    def __init__(self, c1: int, c2: int, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
+    def __init__(
+        self, c1: int, c2: int, shortcut: bool = True, g: int = 1, e: float = 0.5, k: tuple[int, int] = (1, 3)
+    ) -> None:
         super().__init__()
         hidden = int(c2 * e)
-        self.cv1 = Conv(c1, hidden, 1)
-        self.cv2 = Conv(hidden, c2, 3, g=g)
+        self.cv1 = Conv(c1, hidden, k[0])
+        self.cv2 = Conv(hidden, c2, k[1], g=g)
         self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,6 +101,25 @@ class C3(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
         return self.cv3(concatenate([self.m(self.cv1(x)), self.cv2(x)]))  # type: ignore[no-any-return]
+
+
+class C2f(nn.Module):
+    """Cross-stage-partial block of YOLOv8: n bottlenecks, whose outputs are all joined by a 1x1 convolution."""
+
+    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = False, g: int = 1, e: float = 0.5) -> None:
+        super().__init__()
+        hidden = int(c2 * e)
+        self.cv1 = Conv(c1, 2 * hidden)
+        self.cv2 = Conv((2 + n) * hidden, c2)
+        self.m = nn.ModuleList(Bottleneck(hidden, hidden, shortcut, g, e=1.0, k=(3, 3)) for _ in range(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        kept, last = self.cv1(x).chunk(2, 1)
+        maps = [kept, last]
+        for block in self.m:
+            maps.append(block(maps[-1]))
+        return self.cv2(concatenate(maps))  # type: ignore[no-any-return]
 
 
 class SPPF(nn.Module):
@@ -126,3 +149,19 @@ class Concat(nn.Module):
     def forward(self, maps: list[Tensor]) -> Tensor:
         """[(b, c_i, h, w)] -> (b, sum c_i, h, w)."""
         return concatenate(maps, self.dimension)
+
+
+# By the names in model files. A block's first two arguments are the channels of its input and output.
+CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    "Conv": Conv,
+    "Bottleneck": Bottleneck,
+    "C3": C3,
+    "C2f": C2f,
+    "SPPF": SPPF,
+}
+REPEATS_INSIDE = ("C3", "C2f")  # these take the number of repeats as an argument instead of being chained
+PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
+    "nn.Upsample": nn.Upsample,
+    "nn.MaxPool2d": nn.MaxPool2d,
+    "nn.ZeroPad2d": nn.ZeroPad2d,
+}

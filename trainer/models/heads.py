@@ -1,7 +1,7 @@
 """Detection heads: raw outputs of a model's last layer, and their decoding to boxes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -122,3 +122,7 @@ class DetectDFL(nn.Module):
             scores = t[..., 4 * self.bins :].sigmoid()
             levels.append(torch.cat((centre, size, one, scores), -1).reshape(b, ny * nx, 5 + self.nc))
         return torch.cat(levels, 1)
+
+
+Head = Detect | DetectDFL
+HEADS: dict[str, Callable[..., Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}  # by the names in model files

@@ -16,23 +16,14 @@ from trainer.config.faults import BadData
 from trainer.config.other_models import known_models, other_model
 from trainer.config.presets import FAMILY_PRESETS
 from trainer.errors import TrainerError
-from trainer.models.blocks import C3, SPPF, Bottleneck, Concat, Conv
-from trainer.models.heads import Detect, DetectDFL
+from trainer.models.blocks import CHANNEL_BLOCKS, PLAIN_BLOCKS, REPEATS_INSIDE, Concat, Conv
+from trainer.models.heads import HEADS, Detect, Head
 
 # Users' models by import path. Only the command line adds to it: a checkpoint must not cause an import.
 _IMPORTED: dict[str, Callable[[int], Any]] = {}
 KEYS = ("nc", "depth_multiple", "width_multiple", "backbone", "head")
-OPTIONAL_KEYS = ("anchors",)  # required by Detect, not by DetectDFL
-CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {"Conv": Conv, "Bottleneck": Bottleneck, "C3": C3, "SPPF": SPPF}
-REPEATS_INSIDE = ("C3",)  # these take the number of repeats as an argument instead of being chained
-PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
-    "nn.Upsample": nn.Upsample,
-    "nn.MaxPool2d": nn.MaxPool2d,
-    "nn.ZeroPad2d": nn.ZeroPad2d,
-}
+OPTIONAL_KEYS = ("anchors",)  # required by Detect alone
 Model = TypeVar("Model", bound=nn.Module)
-Head = Detect | DetectDFL
-HEADS: dict[str, type[Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}
 JOINING = ("Concat", *HEADS)  # these take a list of maps
 MODULES = (*CHANNEL_BLOCKS, *PLAIN_BLOCKS, *JOINING)
 
@@ -207,8 +198,8 @@ def _module(name: str, inputs: list[int], args: list[Any], repeats: int, width: 
         if len(anchors) != len(inputs):
             raise ValueError(f"{len(inputs)} inputs but {len(anchors)} levels of anchors")
         return Detect(count, anchors, inputs), 0
-    if name == "DetectDFL":
-        return DetectDFL(inputs, *args), 0
+    if name in HEADS:
+        return HEADS[name](inputs, *args), 0
     if name == "Concat":
         return Concat(*args), sum(inputs)
     (channels,) = inputs
