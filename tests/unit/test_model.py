@@ -39,6 +39,12 @@ PARAMETERS = {
     "yolov8m": (25_902_624, None),
     "yolov8l": (43_691_504, None),
     "yolov8x": (68_229_632, None),
+    # published, rounded: 2.6, 9.4, 20.1, 25.3 and 56.9 million
+    "yolo11n": (2_624_064, None),
+    "yolo11s": (9_458_736, None),
+    "yolo11m": (20_114_672, None),
+    "yolo11l": (25_372_144, None),
+    "yolo11x": (56_966_160, None),
 }
 
 

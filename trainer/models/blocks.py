@@ -1,6 +1,6 @@
 """The building blocks that a YOLO model file names: convolutions, CSP blocks, pooling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +57,16 @@ class ColourConv2d(nn.Conv2d):
 class Conv(nn.Module):
     """Convolution without bias, batch norm, SiLU: (b, c1, h, w) -> (b, c2, h / stride, w / stride)."""
 
-    def __init__(self, c1: int, c2: int, k: int = 1, s: int = 1, p: int | None = None, g: int = 1) -> None:
+    def __init__(
+        self, c1: int, c2: int, k: int = 1, s: int = 1, p: int | None = None, g: int = 1, *, act: bool = True
+    ) -> None:
+        """Without `act` it ends with the batch norm."""
         super().__init__()
         kind = ColourConv2d if c1 == 3 else nn.Conv2d
         self.conv = kind(c1, c2, k, s, k // 2 if p is None else p, groups=g, bias=False)
         self.bn: nn.Module = BatchNorm2d(c2, eps=1e-3, momentum=0.03)
-        self.act = nn.SiLU()  # not in place: the gradient needs its input, of which autograd would keep a copy
+        # Not in place: SiLU's gradient needs its input, of which autograd would keep a copy.
+        self.act = nn.SiLU() if act else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h', w')."""
@@ -90,28 +94,38 @@ class Bottleneck(nn.Module):
 class C3(nn.Module):
     """Cross-stage-partial block: n bottlenecks parallel to a 1x1 branch, joined by a 1x1 convolution."""
 
+    kernels = (1, 3)  # of the bottlenecks' convolutions
+
     def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = True, g: int = 1, e: float = 0.5) -> None:
         super().__init__()
         hidden = int(c2 * e)
         self.cv1 = Conv(c1, hidden)
         self.cv2 = Conv(c1, hidden)
         self.cv3 = Conv(2 * hidden, c2)
-        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, g, e=1.0) for _ in range(n)))
+        self.m = nn.Sequential(*(Bottleneck(hidden, hidden, shortcut, g, 1.0, self.kernels) for _ in range(n)))
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
         return self.cv3(concatenate([self.m(self.cv1(x)), self.cv2(x)]))  # type: ignore[no-any-return]
 
 
-class C2f(nn.Module):
-    """Cross-stage-partial block of YOLOv8: n bottlenecks, whose outputs are all joined by a 1x1 convolution."""
+class C3k(C3):
+    """C3 whose bottlenecks have two 3x3 convolutions."""
 
-    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = False, g: int = 1, e: float = 0.5) -> None:
+    kernels = (3, 3)
+
+
+class SplitBlock(nn.Module):
+    """Cross-stage-partial block whose inner blocks' outputs are all joined by a 1x1 convolution.
+
+    Each inner block takes the output of the one before it, the first one half of the input's 1x1 convolution.
+    """
+
+    def __init__(self, c1: int, c2: int, hidden: int, inner: Sequence[nn.Module]) -> None:
         super().__init__()
-        hidden = int(c2 * e)
         self.cv1 = Conv(c1, 2 * hidden)
-        self.cv2 = Conv((2 + n) * hidden, c2)
-        self.m = nn.ModuleList(Bottleneck(hidden, hidden, shortcut, g, e=1.0, k=(3, 3)) for _ in range(n))
+        self.cv2 = Conv((2 + len(inner)) * hidden, c2)
+        self.m = nn.ModuleList(inner)
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
@@ -120,6 +134,83 @@ class C2f(nn.Module):
         for block in self.m:
             maps.append(block(maps[-1]))
         return self.cv2(concatenate(maps))  # type: ignore[no-any-return]
+
+
+class C2f(SplitBlock):
+    """YOLOv8's block: n bottlenecks of two 3x3 convolutions."""
+
+    def __init__(self, c1: int, c2: int, n: int = 1, shortcut: bool = False, g: int = 1, e: float = 0.5) -> None:
+        hidden = int(c2 * e)
+        super().__init__(c1, c2, hidden, [Bottleneck(hidden, hidden, shortcut, g, 1.0, (3, 3)) for _ in range(n)])
+
+
+class C3k2(SplitBlock):
+    """YOLO11's block: n narrow bottlenecks, or with `c3k` n blocks of two bottlenecks."""
+
+    def __init__(
+        self, c1: int, c2: int, n: int = 1, c3k: bool = False, e: float = 0.5, shortcut: bool = True, g: int = 1
+    ) -> None:
+        hidden = int(c2 * e)
+        if c3k:
+            inner: list[nn.Module] = [C3k(hidden, hidden, 2, shortcut, g) for _ in range(n)]
+        else:
+            inner = [Bottleneck(hidden, hidden, shortcut, g, k=(3, 3)) for _ in range(n)]
+        super().__init__(c1, c2, hidden, inner)
+
+
+class Attention(nn.Module):
+    """Self-attention over the cells of a map, plus a depth-wise convolution of the values for their positions.
+
+    As in YOLOv10 (Wang et al. 2024): heads of 64 channels, whose queries and keys have half as many, and batch norm
+    instead of layer norm.
+    """
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.heads = max(c // 64, 1)
+        self.value = c // self.heads  # channels of a head
+        self.key = self.value // 2
+        self.qkv = Conv(c, self.heads * (2 * self.key + self.value), act=False)
+        self.proj = Conv(c, c, act=False)
+        self.pe = Conv(c, c, 3, g=c, act=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, h, w) -> (b, c, h, w)."""
+        b, c, h, w = x.shape
+        joined = self.qkv(x).view(b, self.heads, 2 * self.key + self.value, h * w)
+        q, k, v = joined.split((self.key, self.key, self.value), 2)
+        seen = F.scaled_dot_product_attention(q.mT, k.mT, v.mT).mT.reshape(b, c, h, w)
+        return self.proj(seen + self.pe(v.reshape(b, c, h, w)))  # type: ignore[no-any-return]
+
+
+class PSABlock(nn.Module):
+    """Attention, then a network of two 1x1 convolutions, each added to its input."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.attn = Attention(c)
+        self.ffn = nn.Sequential(Conv(c, 2 * c), Conv(2 * c, c, act=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c, h, w) -> (b, c, h, w)."""
+        x = x + self.attn(x)
+        return x + self.ffn(x)  # type: ignore[no-any-return]
+
+
+class C2PSA(nn.Module):
+    """Partial self-attention (YOLOv10's PSA): n blocks with attention on half of the channels."""
+
+    def __init__(self, c1: int, c2: int, n: int = 1, e: float = 0.5) -> None:
+        super().__init__()
+        hidden = int(c2 * e)
+        self.cv1 = Conv(c1, 2 * hidden)
+        self.cv2 = Conv(2 * hidden, c2)
+        self.m = nn.Sequential(*(PSABlock(hidden) for _ in range(n)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, c1, h, w) -> (b, c2, h, w)."""
+        kept, seen = self.cv1(x).chunk(2, 1)
+        return self.cv2(concatenate([kept, self.m(seen)]))  # type: ignore[no-any-return]
 
 
 class SPPF(nn.Module):
@@ -157,9 +248,16 @@ CHANNEL_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "Bottleneck": Bottleneck,
     "C3": C3,
     "C2f": C2f,
+    "C3k2": C3k2,
+    "C2PSA": C2PSA,
     "SPPF": SPPF,
 }
-REPEATS_INSIDE = ("C3", "C2f")  # these take the number of repeats as an argument instead of being chained
+REPEATS_INSIDE = (
+    "C3",
+    "C2f",
+    "C3k2",
+    "C2PSA",
+)  # these take the number of repeats as an argument instead of being chained
 PLAIN_BLOCKS: dict[str, Callable[..., nn.Module]] = {
     "nn.Upsample": nn.Upsample,
     "nn.MaxPool2d": nn.MaxPool2d,

@@ -81,18 +81,28 @@ class DetectDFL(nn.Module):
 
     bins = 16
 
-    def __init__(self, channels: Sequence[int], nc: int) -> None:
+    def __init__(self, channels: Sequence[int], nc: int, separable: bool = False) -> None:
+        """With `separable`, YOLO11's head: the 3x3 convolutions for classes are depth-wise, and 1x1 ones follow."""
         super().__init__()
         self.nc = nc
         self.strides: list[int] = []  # set by place, once the network's strides are known
         box = max(16, channels[0] // 4, 4 * self.bins)
         cls = max(channels[0], min(nc, 100))
-        self.cv2 = nn.ModuleList(self._branch(c, box, 4 * self.bins) for c in channels)
-        self.cv3 = nn.ModuleList(self._branch(c, cls, nc) for c in channels)
+        block = self._separable if separable else self._dense
+        self.cv2 = nn.ModuleList(self._branch(c, box, 4 * self.bins, self._dense) for c in channels)
+        self.cv3 = nn.ModuleList(self._branch(c, cls, nc, block) for c in channels)
 
     @staticmethod
-    def _branch(c1: int, hidden: int, c2: int) -> nn.Sequential:
-        return nn.Sequential(Conv(c1, hidden, 3), Conv(hidden, hidden, 3), nn.Conv2d(hidden, c2, 1))
+    def _branch(c1: int, hidden: int, c2: int, block: Callable[[int, int], nn.Module]) -> nn.Sequential:
+        return nn.Sequential(block(c1, hidden), block(hidden, hidden), nn.Conv2d(hidden, c2, 1))
+
+    @staticmethod
+    def _dense(c1: int, c2: int) -> nn.Module:
+        return Conv(c1, c2, 3)
+
+    @staticmethod
+    def _separable(c1: int, c2: int) -> nn.Module:
+        return nn.Sequential(Conv(c1, c1, 3, g=c1), Conv(c1, c2))
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 * bins + nc)], one per level."""
