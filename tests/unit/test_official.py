@@ -13,6 +13,7 @@ import torch
 from tests.unit.official_file import write_official
 from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, check_cfg, load_cfg
+from trainer.tasks.detector import load_trained
 from trainer.weights import checkpoint_file
 
 
@@ -58,6 +59,33 @@ def test_a_running_jobs_file_gives_its_average_and_the_heads_anchors(tmp_path: P
     assert content["names"] == ["class 0", "class 1"]
     assert content["cfg"]["anchors"][0] == [15, 19.5, 24, 45, 49.5, 34.5]
     assert content["cfg"]["nc"] == 2
+
+
+@pytest.mark.parametrize("cfg", ["yolov5nu.yaml", "yolov8n.yaml", "yolo11n.yaml"])
+def test_a_network_of_ultralytics_is_described_by_its_layers(cfg: str, tmp_path: Path) -> None:
+    file = write_official(tmp_path / "best.pt", cfg=cfg, nc=3, names_as_dict=True, imgsz=200)
+    with pytest.raises(pickle.UnpicklingError, match="ultralytics"):  # it is what it claims to be
+        torch.load(file, weights_only=True)
+    trained = load_trained(str(file))  # every tensor fits
+    assert "ultralytics" not in sys.modules
+    assert trained.names == ["class 0", "class 1", "class 2"]
+    assert trained.imgsz == 224
+    torch.manual_seed(0)
+    origin = build_yolo(load_cfg(cfg), nc=3)
+    for key, value in origin.state_dict().items():
+        if key.endswith("running_mean"):
+            value.uniform_(-0.1, 0.1)
+    origin.half().float()
+    image = torch.rand(1, 3, 64, 96)
+    with torch.no_grad():
+        mine, his = (m.detect.decode(m.eval()(image)) for m in (trained.model, origin))
+    assert torch.equal(mine, his)
+
+
+def test_other_activations_are_refused(tmp_path: Path) -> None:
+    file = write_official(tmp_path / "best.pt", cfg="yolov8n.yaml", nc=3, act="Identity")
+    with pytest.raises(TrainerError, match="another activation than SiLU"):
+        checkpoint_file.load(str(file))
 
 
 class Call:

@@ -115,7 +115,7 @@ def copied(content: Any) -> Any:
 
 
 def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
-    """Load a checkpoint of this trainer or of YOLOv5 on the CPU, without running code from the file.
+    """Load a checkpoint of this trainer, YOLOv5 or ultralytics on the CPU, without running code from the file.
 
     `weights` is a path, a release file's name or a URL (trainer/weights/download.py). All have the averaged weights,
     `ema`; only the files that a run is resumed from have more (see `is_resumable`). With the device "meta" the tensors
@@ -128,7 +128,7 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         what = f"--weights {weights}: no such file"
         hint = f"check the path; names that are downloaded: {', '.join(download.NAMES)}"
         raise other_model("--weights", weights) or TrainerError(what, hint) from None
-    except pickle.UnpicklingError:  # pickled objects: YOLOv5's, or invalid
+    except pickle.UnpicklingError:  # pickled objects: another trainer's, or invalid
         try:
             return {"format": FORMAT, **official.load(str(path))}
         except TrainerError as error:
@@ -175,7 +175,9 @@ def _foreign(weights: str) -> TrainerError:
     if other := other_model("--weights", weights):
         return other
     hint = "give a best.pt or last.pt that one of them wrote"
-    return TrainerError(f"--weights {weights}: not a checkpoint of this trainer or of YOLOv5, or damaged", hint)
+    return TrainerError(
+        f"--weights {weights}: not a checkpoint of this trainer, YOLOv5 or ultralytics, or damaged", hint
+    )
 
 
 def transfer(model: nn.Module, state: Mapping[str, torch.Tensor], where: str) -> tuple[int, int]:
