@@ -158,6 +158,7 @@ def test_an_unknown_name_is_not_downloaded(server: Server, environment: dict[str
     with pytest.raises(TrainerError, match=r"yolov5z.pt: no such file") as error:
         checkpoint_file.load("yolov5z.pt")
     assert "yolov5n.pt, yolov5s.pt" in error.value.hint
+    assert "yolo26x.pt" in error.value.hint
     assert server.asked == []
 
 

@@ -17,9 +17,14 @@ from trainer import cache_folders
 from trainer.distributed.machine_lock import one_per_machine
 from trainer.errors import TrainerError
 
-RELEASE = "https://github.com/ultralytics/yolov5/releases/download/v7.0"
+_YOLOV5 = "https://github.com/ultralytics/yolov5/releases/download/v7.0"
+_ASSETS = "https://github.com/ultralytics/assets/releases/download"
+RELEASES = {  # name: folder
+    **{f"yolov5{size}{p6}.pt": _YOLOV5 for p6 in ("", "6") for size in "nsmlx"},
+    **{f"{family}{size}.pt": f"{_ASSETS}/v8.3.0" for family in ("yolov8", "yolo11") for size in "nsmlx"},
+    **{f"yolo26{size}.pt": f"{_ASSETS}/v8.4.0" for size in "nsmlx"},
+}
 MIRROR = "CLUSTERCTL_WEIGHTS_URL"  # environment variable: URL of a mirror
-NAMES = tuple(f"yolov5{size}{p6}.pt" for p6 in ("", "6") for size in "nsmlx")
 TIMEOUT_S = 20.0  # to connect, and between two reads
 CHUNK = 1 << 20
 _ANOTHER_FILE = "is it the right file?"
@@ -42,8 +47,8 @@ def locate(weights: str, environment: Mapping[str, str] = os.environ) -> Path:
         if not name:
             raise TrainerError(f"--weights {weights}: the address names no file")
         address, target = source, _cached(f"{folder}/{name}", environment)
-    elif source in NAMES and not target.exists():
-        address = f"{environment.get(MIRROR) or RELEASE}/{source}"
+    elif source in RELEASES and not target.exists():
+        address = f"{environment.get(MIRROR) or RELEASES[source]}/{source}"
         target = _cached(source, environment)
     else:
         address = ""
