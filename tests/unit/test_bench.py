@@ -138,7 +138,7 @@ def test_the_trace_has_the_steps_of_a_training_and_the_table_its_operators(
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--no-sync-bn"], ["--cfg", "yolov5nu.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
+    "more", [[], ["--no-sync-bn"], ["--cfg", "yolo26n.yaml", "--ranks", "1,3"], ["--augment-on", "device"]]
 )
 def test_uneven_shares_of_a_batch_train_as_one_rank_does(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_trainer

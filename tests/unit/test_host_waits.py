@@ -44,7 +44,7 @@ def steps(started: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 815)])
+@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 818), ("yolo26n.yaml", 1435)])
 def test_a_step_of_a_detector_has_no_host_wait_and_few_launches(
     cfg: str, most: int, steps: Any, tmp_path: Path
 ) -> None:
@@ -81,7 +81,7 @@ class Shapes(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml", "yolo26n.yaml"])
 def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(cfg: str, started: Any, tmp_path: Path) -> None:
     data = squares(tmp_path / "set", train=80)
     training = started(data=str(data), cfg=cfg, batch=8, imgsz=64, noautoanchor=True, hyp=Hyp(close_mosaic=0.0))
@@ -98,7 +98,7 @@ def test_no_operation_of_a_step_has_a_shape_that_depends_on_the_labels(cfg: str,
     assert all(seen == later[0] for seen in later)
 
 
-@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml"])
+@pytest.mark.parametrize("cfg", ["yolov5n.yaml", "yolov5nu.yaml", "yolo26n.yaml"])
 def test_two_hundred_batches_of_different_labels_compile_once(cfg: str, tmp_path: Path) -> None:
     """With torch's frontend alone: what makes it compile again is the same for every backend."""
     how = {"data": str(squares(tmp_path / "set", train=20)), "cfg": cfg, "batch": 4, "imgsz": 64, "noautoanchor": True}

@@ -25,6 +25,8 @@ GFLOPS = {
     "yolov5x": 205.45,
     "yolov5nu": 7.7,  # this and the next: published, rounded
     "yolov5s6": 16.8,
+    "yolov8n": 8.7,
+    "yolo11n": 6.5,
 }
 
 

@@ -11,13 +11,13 @@ from trainer.config import Hyp
 from trainer.data.detection_loader import Capacity
 from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
-from trainer.losses.aligned import AlignedLoss, candidates, match
+from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates, match
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
 SIDE, BINS = 64, 16
 TARGETS = torch.tensor([[0, 1, 0.4, 0.4, 0.3, 0.2], [0, 2, 0.7, 0.3, 0.5, 0.5], [1, 0, 0.5, 0.6, 0.9, 0.8]])
-CFGS = {"anchors": "yolov5n.yaml", "anchor-free": "yolov5nu.yaml"}
+CFGS = {"anchors": "yolov5n.yaml", "anchor-free": "yolov5nu.yaml", "end-to-end": "yolo26n.yaml"}
 HEADS = pytest.mark.parametrize("head", CFGS)
 
 
@@ -32,13 +32,21 @@ NANO = nano("anchors", 3)
 def loss_for(head: str, nc: int = 3, **hyp: float) -> Any:
     if head == "anchor-free":
         return AlignedLoss((8, 16, 32), BINS, Hyp(**hyp))
+    if head == "end-to-end":
+        return AlignedLoss((8, 16, 32), 1, Hyp(**hyp), (ONE_TO_MANY, ONE_TO_ONE))
     return DetectionLoss(3, (8, 16, 32), nc, Hyp(**hyp), SIDE)
 
 
 def outputs(head: str, images: int, nc: int = 3) -> list[torch.Tensor]:
     torch.manual_seed(2)
-    before, values = ([3], nc + 5) if head == "anchors" else ([], 4 * BINS + nc)
-    return [torch.randn(images, *before, SIDE // s, SIDE // s, values, requires_grad=True) for s in (8, 16, 32)]
+    shape = {"anchors": [3, nc + 5], "anchor-free": [4 * BINS + nc], "end-to-end": [4 + nc]}[head]
+    strides = (8, 16, 32) * (2 if head == "end-to-end" else 1)
+    *before, values = shape
+    raw = [torch.randn(images, *before, SIDE // s, SIDE // s, values) for s in strides]
+    if head == "end-to-end":
+        for t in raw:
+            t[..., :4] = t[..., :4].abs() * 2  # distances
+    return [t.requires_grad_() for t in raw]
 
 
 def targets_of(loss: Any, raw: list[torch.Tensor], labels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
@@ -167,6 +175,42 @@ def test_a_point_that_two_boxes_choose_goes_to_the_largest_overlap_of_all() -> N
     assert matched.cls[here].tolist() == [2]
 
 
+def test_one_to_one_gives_a_box_its_best_point_and_the_distances_are_fractions_of_the_image() -> None:
+    """Spelled out: one pair per box, whose weight is its overlap (times the guard), and a plain L1 distance."""
+    loss, raw = loss_for("end-to-end"), outputs("end-to-end", 2)
+    found = candidates(targets_of(loss, raw, TARGETS))
+    flat = torch.cat([t.flatten(1, 2) for t in raw[3:]], 1).detach()
+    matched = loss.match(flat, found, ONE_TO_ONE)
+    kept = matched.weight > 0
+    assert sorted(matched.cls[kept].tolist()) == [0, 1, 2]
+    many = loss.match(flat, found, ONE_TO_MANY)
+    for cls in range(3):  # of the ten points, the one with the largest weight
+        best = many.weight[many.cls == cls].argmax()
+        assert matched.point[kept & (matched.cls == cls)] == many.point[many.cls == cls][best]
+    l1 = 0.0
+    for image, point, at, target, weight in zip(*(matched[k][kept] for k in (0, 1, 2, 4, 5)), strict=True):
+        x, y, stride = at.tolist()
+        cx, cy, w, h = target.tolist()
+        sides = torch.tensor([x - cx + w / 2, y - cy + h / 2, cx + w / 2 - x, cy + h / 2 - y])
+        l1 += weight.item() * ((flat[image, point, :4] * stride - sides).abs() / SIDE).mean().item()
+    sums, counts = loss(raw, targets_of(loss, raw, TARGETS))
+    assert counts[2].item() == pytest.approx(matched.weight.sum().item())
+    assert (sums[2, 2] / loss.shares[1]).item() == pytest.approx(l1, rel=1e-5)
+
+
+def test_the_weight_of_one_to_many_falls_from_epoch_to_epoch() -> None:
+    loss, raw = loss_for("end-to-end"), outputs("end-to-end", 2)
+    targets, found = targets_of(loss, raw, TARGETS), []
+    for epoch in range(6):  # the sixth: after the last
+        loss.begin_epoch(epoch, 5)
+        found.append(loss(raw, targets)[0])
+    many, one = (torch.stack([sums[:, k] for sums in found]) for k in (1, 2))
+    torch.testing.assert_close(
+        many / many[0], torch.tensor([0.8, 0.625, 0.45, 0.275, 0.1, 0.1])[:, None] / 0.8 + 0 * many
+    )
+    torch.testing.assert_close(one / one[0], torch.tensor([0.2, 0.375, 0.55, 0.725, 0.9, 0.9])[:, None] / 0.2 + 0 * one)
+
+
 @HEADS
 @pytest.mark.parametrize("nc", [1, 3])
 def test_a_batch_without_boxes_has_a_finite_loss_and_a_gradient_for_every_parameter(head: str, nc: int) -> None:
@@ -201,6 +245,7 @@ def test_a_single_class_has_no_class_loss() -> None:
         ("anchor-free", {"dfl_box": 15.0}, 0),
         ("anchor-free", {"dfl_cls": 1.0}, 1),
         ("anchor-free", {"dfl": 3.0}, 2),
+        ("end-to-end", {"dfl": 3.0}, 2),
     ],
 )
 def test_hyper_parameters_change_their_term(head: str, change: dict[str, float], term: int) -> None:
@@ -257,13 +302,14 @@ def test_the_shapes_of_the_targets_do_not_depend_on_the_labels(head: str) -> Non
     assert Capacity({"pairs": 4})("pairs", 8) == 8
 
 
-def test_a_network_learns_an_image_by_heart() -> None:
+@pytest.mark.parametrize("head", ["anchor-free", "end-to-end"])
+def test_a_network_learns_an_image_by_heart(head: str) -> None:
     """The head, its loss and its decoding agree: after some steps the boxes are found where they are."""
     torch.manual_seed(0)
-    cfg = load_cfg("yolov5nu.yaml") | {"width_multiple": 0.125}
+    cfg = load_cfg(CFGS[head]) | {"width_multiple": 0.125}
     model = build_yolo(cfg, nc=3)
     images = torch.rand(2, 3, SIDE, SIDE)
-    loss = loss_for("anchor-free")
+    loss = loss_for(head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for _ in range(80):
         terms = terms_of(loss, model(images), TARGETS)

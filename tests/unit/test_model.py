@@ -45,6 +45,12 @@ PARAMETERS = {
     "yolo11m": (20_114_672, None),
     "yolo11l": (25_372_144, None),
     "yolo11x": (56_966_160, None),
+    # published without the branches that only train: 2.4, 9.5, 20.4, 24.8 and 55.7 million
+    "yolo26n": (2_572_280, None),
+    "yolo26s": (10_009_784, None),
+    "yolo26m": (21_896_248, None),
+    "yolo26l": (26_299_704, None),
+    "yolo26x": (58_993_368, None),
 }
 
 

@@ -61,7 +61,7 @@ def test_a_running_jobs_file_gives_its_average_and_the_heads_anchors(tmp_path: P
     assert content["cfg"]["nc"] == 2
 
 
-@pytest.mark.parametrize("cfg", ["yolov5nu.yaml", "yolov8n.yaml", "yolo11n.yaml"])
+@pytest.mark.parametrize("cfg", ["yolov5nu.yaml", "yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml"])
 def test_a_network_of_ultralytics_is_described_by_its_layers(cfg: str, tmp_path: Path) -> None:
     file = write_official(tmp_path / "best.pt", cfg=cfg, nc=3, names_as_dict=True, imgsz=200)
     with pytest.raises(pickle.UnpicklingError, match="ultralytics"):  # it is what it claims to be

@@ -14,12 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.unit.settings import settings
 from tests.unit.trainer_process import TINY, Forked, call, exec_trainer, ranks, start, wait, wait_until
 from tests.unit.trainer_process import run as train
 from tests.unit.yolo_folder import squares
 from trainer import contract
 from trainer.distributed import comm
+from trainer.distributed.comm import World
 from trainer.engine import checkpoints
+from trainer.engine.events import Events
+from trainer.engine.trainer import Trainer
 from trainer.models.yolo import build_yolo, load_cfg
 
 
@@ -88,7 +92,7 @@ def assert_resumes(folder: Path, cfg: str) -> Path:
     Return the whole run.
     """
     data, hyp = squares(folder / "squares", train=8), folder / "hyp.yaml"
-    hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\n")
+    hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\nnbs: 0\n")
     options = ["train", "--data", str(data), "--cfg", cfg, "--hyp", str(hyp), "--imgsz", "64", "--batch", "4"]
     options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--exist-ok"]
     wait(start(folder, ranks(2), *options, "--name", "whole"), code=0)
@@ -103,6 +107,30 @@ def assert_resumes(folder: Path, cfg: str) -> Path:
     for key in ("model", "ema", "updates", "optimizer"):
         assert_same(before[key], after[key], key)
     return whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cfg", ["yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml"])
+def test_the_families_with_model_files_resume_bit_for_bit(cfg: str, tmp_path: Path) -> None:
+    assert_resumes(tmp_path, cfg)
+
+
+def test_a_resumed_loss_has_the_weights_of_its_epoch(tmp_path: Path) -> None:
+    """Of YOLO26, whose two matchings have other weights in each epoch."""
+    options: dict[str, Any] = {"data": str(squares(tmp_path / "squares")), "cfg": "yolo26n.yaml", "epochs": 3}
+
+    def started() -> Trainer:
+        training = Trainer(settings(**options), World(), torch.device("cpu"), Events({}))
+        training.start()
+        return training
+
+    training = started()
+    assert training.task.criterion().shares.tolist() == pytest.approx([0.8, 0.2])
+    training.begin_epoch()
+    resumed = started()
+    resumed.load_state_dict(training.state_dict())
+    for each in (training, resumed):
+        assert each.task.criterion().shares.tolist() == pytest.approx([0.45, 0.55])
 
 
 def slow(nc: int) -> nn.Module:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.config import Hyp, Settings, family_of
@@ -98,6 +99,25 @@ class Parts:
         for key, has_effect in (("backbone_lr", self.backbone), ("dropout", self.has_dropout)):
             if getattr(settings.hyp, key) != getattr(Hyp(), key) and not has_effect:
                 raise TrainerError(f"--hyp: {key} has no effect on {where}", "leave it out")
+
+
+def best_pairs(boxes: Tensor, scores: Tensor, limits: Limits) -> list[Detections]:
+    """Return the best pairs of a box and a class of each image, without suppression, on the CPU.
+
+    `boxes` (b, n, 4) are xyxy px, `scores` (b, n, nc).
+    """
+    if limits.classes is not None:
+        wanted = torch.zeros(scores.shape[2], device=scores.device)
+        wanted[list(limits.classes)] = 1
+        scores = scores * wanted
+    classes = scores.shape[2]
+    best, place = scores.flatten(1).topk(min(limits.most, scores[0].numel()), dim=1)
+    found = []
+    for image, score, at in zip(boxes, best, place, strict=True):
+        keep = score > limits.confidence
+        at = at[keep]
+        found.append(Detections(image[at // classes].cpu(), score[keep].cpu(), (at % classes).cpu()))
+    return found
 
 
 def read_cfg(cfg: str) -> dict[str, Any]:

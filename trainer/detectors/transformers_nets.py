@@ -20,7 +20,7 @@ from transformers import AutoModelForObjectDetection
 from transformers.loss.loss_rt_detr import RTDetrHungarianMatcher, RTDetrLoss
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from trainer.detectors import FAMILIES, Detections, Limits, Parts
+from trainer.detectors import FAMILIES, Detections, Limits, Parts, best_pairs
 from trainer.errors import TrainerError
 from trainer.losses import Criterion, Targets
 from trainer.weights import checkpoint_file
@@ -232,19 +232,7 @@ def decode(model: Any, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def postprocess(model: Any, outputs: dict[str, Tensor], limits: Limits) -> list[Detections]:
     """Return the detections of each image, without suppression: the best pairs of a query and a class."""
-    boxes, scores = decode(model, outputs)
-    if limits.classes is not None:
-        wanted = torch.zeros(scores.shape[2], device=scores.device)
-        wanted[list(limits.classes)] = 1
-        scores = scores * wanted
-    classes = scores.shape[2]
-    best, place = scores.flatten(1).topk(min(limits.most, scores[0].numel()), dim=1)
-    found = []
-    for image, score, at in zip(boxes, best, place, strict=True):
-        keep = score > limits.confidence
-        at = at[keep]
-        found.append(Detections(image[at // classes].cpu(), score[keep].cpu(), (at % classes).cpu()))
-    return found
+    return best_pairs(*decode(model, outputs), limits)
 
 
 def describe(cfg: dict[str, Any], sizes: Mapping[str, dict[str, Any]], nc: int, where: str) -> dict[str, Any]:

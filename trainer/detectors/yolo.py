@@ -7,9 +7,9 @@ from torch import Tensor
 from torchvision.ops import batched_nms
 
 from trainer.config import Hyp
-from trainer.detectors import Detections, Limits, Parts
+from trainer.detectors import Detections, Limits, Parts, best_pairs
 from trainer.detectors.autoanchor import fit_anchors
-from trainer.losses.aligned import AlignedLoss
+from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss
 from trainer.losses.anchored import DetectionLoss
 from trainer.models.heads import Detect
 from trainer.models.yolo import build_yolo, check_cfg
@@ -28,8 +28,10 @@ def build(cfg: dict[str, Any], *, nc: int, where: str, hyp: Hyp, imgsz: int) -> 
     if isinstance(head, Detect):
         loss = DetectionLoss(len(head.anchors), head.strides, nc, hyp, imgsz)
         return Parts(model, loss, postprocess, stride, 2 * stride, fit=fit_anchors, decode=decode)
-    aligned = AlignedLoss(head.strides, head.bins, hyp)
-    return Parts(model, aligned, postprocess, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS, decode=decode)
+    matchings = (ONE_TO_MANY, ONE_TO_ONE) if head.is_end_to_end else (ONE_TO_MANY,)
+    aligned = AlignedLoss(head.strides, head.bins, hyp, matchings)
+    find = postprocess_end_to_end if head.is_end_to_end else postprocess
+    return Parts(model, aligned, find, stride, 2 * stride, close_mosaic=PLAIN_EPOCHS, decode=decode)
 
 
 def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,11 @@ def decode(model: Any, outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     decoded = model.detect.decode(outputs)
     centre, half = decoded[..., :2], decoded[..., 2:4] / 2
     return torch.cat((centre - half, centre + half), -1), decoded[..., 4:5] * decoded[..., 5:]
+
+
+def postprocess_end_to_end(model: Any, outputs: list[Tensor], limits: Limits) -> list[Detections]:
+    """Return the detections of each image from the raw outputs of an end-to-end head, without suppression."""
+    return best_pairs(*decode(model, outputs), limits)
 
 
 def postprocess(model: Any, outputs: list[Tensor], limits: Limits) -> list[Detections]:

@@ -149,11 +149,16 @@ class Trainer:
         self.meter = LossMeter(len(task.terms), self.world.rank, self.device)
         self.train_step = TrainStep(task, self.strategy, self._whole, self.update, self.meter, self.timer, s.seed)
         self._prepare_targets()
+        self._prepare_loss()
 
     def _prepare_targets(self) -> None:
         """Let the dataloader make the targets of the loss, for the anchors that the model has now."""
         pads = self.device.type != "cpu" or bool(self.compilation.mode)  # on a CPU, rows that pad only cost time
         self.task.prepare_targets(self.train_loader, self.model, pads=pads)
+
+    def _prepare_loss(self) -> None:
+        """Let the loss know the current epoch."""
+        self._whole.criterion.begin_epoch(self.state.epoch, self.settings.epochs)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of the forward pass."""
@@ -195,6 +200,7 @@ class Trainer:
         if self.state.epoch == self.settings.unfreeze:
             self._unfreeze()
         self.meter.begin_epoch()
+        self._prepare_loss()
 
     def _unfreeze(self) -> None:
         """Train the frozen layers (--unfreeze) and reduce their gradients."""
@@ -272,6 +278,7 @@ class Trainer:
             self._unfreeze()
         self.task.cfg = content["cfg"]  # with the fitted anchors
         self._prepare_targets()
+        self._prepare_loss()
         self.train_loader.sampler.class_map = content["class_map"]
         ranks, (number, shares) = content["ranks"], self.strategy.share
         is_same_count = len(ranks) == shares

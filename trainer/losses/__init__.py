@@ -58,6 +58,10 @@ class Criterion(nn.Module, ABC):
         """Return what the sums are divided by, (d,), from the counts of all ranks (d,)."""
         return counts
 
+    def begin_epoch(self, epoch: int, epochs: int, /) -> None:
+        """Prepare for an epoch (from 0) of `epochs`. Tensors change in place, so that compiled code sees it."""
+        return
+
     def without_noise(self) -> None:
         """Draw no random numbers from now on: each rank draws its own, which `trainer verify` could not compare."""
         return

@@ -1,8 +1,11 @@
-"""The anchor-free detector's loss: task-aligned assignment, then box, class and distribution terms over all ranks.
+"""The anchor-free detectors' loss: task-aligned assignment, then box, class and distance terms over all ranks.
 
 Assignment (Feng et al. 2021, TOOD): candidates are the points inside each box, from the targets alone. Those with the
 best alignment of class score and overlap are matched. The divisor is the sum of the soft targets over all ranks. They
 depend on the predictions, so it is known only after the forward pass.
+
+A head with two sets of branches has two matchings: one with many points per box, one with a single point (Wang et al.
+2024, YOLOv10). The weight of the first falls during the training, that of the second rises (YOLO26's ProgLoss).
 
 Small targets (YOLO26's STAL): to find candidates, a side counts as at least the second stride, 16 px. Otherwise, a box
 smaller than a cell of the finest level could have no candidate at all.
@@ -88,6 +91,18 @@ class CandidateTargets:
         return {name: torch.from_numpy(values) for name, values in lists.items()}
 
 
+@dataclass(frozen=True)
+class Matching:
+    """The points that a box gets: the `points` best aligned ones (at most `TOP`), or of them only the best."""
+
+    points: int
+    once: bool = False
+
+
+ONE_TO_MANY, ONE_TO_ONE = Matching(TOP), Matching(7, once=True)
+MANY_FIRST, MANY_LAST = 0.8, 0.1  # weight of the one-to-many loss in the first and in the last epoch
+
+
 class Candidates(NamedTuple):
     """The targets of `CandidateTargets` as columns."""
 
@@ -118,19 +133,31 @@ class Matched(NamedTuple):
 
 
 class AlignedLoss(Criterion):
-    """The loss of a batch for DetectDFL: matches from the outputs, then the terms."""
+    """The loss of a batch for DetectDFL and DetectEndToEnd: matches from the outputs, then the terms."""
 
-    terms = ("box", "cls", "dfl")
-
+    shares: Tensor
     _numbers: Tensor
 
-    def __init__(self, strides: Sequence[int], bins: int, hyp: Hyp) -> None:
+    def __init__(
+        self, strides: Sequence[int], bins: int, hyp: Hyp, matchings: Sequence[Matching] = (ONE_TO_MANY,)
+    ) -> None:
+        """Start the loss of a head that has a set of branches for each of `matchings`, and 4 * bins distances."""
         if hyp.label_smoothing:
             what = "label smoothing: the anchor-free head's class targets are soft already"
             raise TrainerError(what, "leave label_smoothing out, or use a model with anchors")
         super().__init__((hyp.dfl_box, hyp.dfl_cls, hyp.dfl))
-        self.strides, self.bins, self.hyp = tuple(strides), bins, hyp
+        self.terms = ("box", "cls", "dfl" if bins > 1 else "l1")
+        self.strides, self.bins, self.hyp, self.matchings = tuple(strides), bins, hyp, tuple(matchings)
         self.register_buffer("_numbers", torch.arange(bins, dtype=torch.float32))
+        self.register_buffer("shares", torch.ones(len(self.matchings)))
+        self.begin_epoch(0, 1)
+
+    def begin_epoch(self, epoch: int, epochs: int, /) -> None:
+        """Set the weights of two matchings; that of the first changes linearly."""
+        if len(self.matchings) == 2:
+            done = min(epoch / max(epochs - 1, 1), 1.0)
+            many = MANY_FIRST + (MANY_LAST - MANY_FIRST) * done
+            self.shares.copy_(torch.tensor((many, 1 - many)))
 
     def assigner(self, model: Any, /) -> CandidateTargets:
         """Return what makes the targets."""
@@ -141,13 +168,22 @@ class AlignedLoss(Criterion):
         return images
 
     def forward(self, outputs: Sequence[Tensor], targets: Targets, /) -> tuple[Tensor, Tensor]:
-        """Return the sums (3, 2), divided by the soft targets, and the counts: images and soft targets.
+        """Return the sums (3, 1 + matchings), and the counts: images, and the soft targets of each matching.
 
-        `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level.
+        `outputs` are the raw ones (b, ny, nx, 4 * bins + nc) per level, all levels for the first matching first.
         """
-        found = candidates(targets)
-        flat = torch.cat([t.flatten(1, 2) for t in outputs], 1)  # (b, points, 4 * bins + nc)
-        matched = self.match(flat, found)
+        found, levels = candidates(targets), len(self.strides)
+        height, width = (side * self.strides[0] for side in outputs[0].shape[1:3])
+        sums, counts = [], [targets["counts"]]
+        for k, matching in enumerate(self.matchings):
+            flat = torch.cat([t.flatten(1, 2) for t in outputs[k * levels : (k + 1) * levels]], 1)
+            matched = self.match(flat, found, matching)
+            sums.append(self._sums(flat, matched, height, width))
+            counts.append(matched.weight.double().sum()[None])
+        return F.pad(torch.stack(sums, 1) * self.shares, (1, 0)), torch.cat(counts)
+
+    def _sums(self, flat: Tensor, matched: Matched, height: int, width: int) -> Tensor:
+        """Return the sums (3,) of a matching, from raw outputs (b, points, 4 * bins + nc)."""
         logits = flat[..., 4 * self.bins :].float()
         wanted = torch.zeros_like(logits)
         # Of the pairs of a point, one has a weight above 0.
@@ -160,21 +196,26 @@ class AlignedLoss(Criterion):
         box = ((1 - quality) * matched.weight).sum()
         half = matched.target[:, 2:] / 2
         sides = torch.cat((point - matched.target[:, :2] + half, matched.target[:, :2] + half - point), 1)
-        dfl = (self._distribution(picked, sides / stride) * matched.weight).sum()
-        sums = F.pad(torch.stack((box, cls, dfl))[:, None], (1, 0))
-        return sums, torch.cat((targets["counts"], matched.weight.double().sum()[None]))
+        if self.bins > 1:
+            each = self._distribution(picked, sides / stride)
+        else:  # as fractions of the image's sides
+            each = ((picked * stride - sides).abs() / sides.new_tensor((width, height) * 2)).mean(1)
+        return torch.stack((box, cls, (each * matched.weight).sum()))
 
     @torch.no_grad()
-    def match(self, flat: Tensor, found: Candidates) -> Matched:
+    def match(self, flat: Tensor, found: Candidates, matching: Matching = ONE_TO_MANY) -> Matched:
         """Return the best pairs of a box and a point, by the raw outputs (b, points, 4 * bins + nc)."""
         picked = flat[found.image[found.box], found.point]
         scores = picked.gather(1, 4 * self.bins + found.cls[found.box][:, None])[:, 0].float().sigmoid()
         boxes = self._boxes(picked[:, : 4 * self.bins], found.at)
-        return match(found, scores, boxes, *flat.shape[:2])
+        images, points = flat.shape[:2]
+        return match(found, scores, boxes, images, points, matching)
 
     def _boxes(self, raw: Tensor, at: Tensor) -> Tensor:
         """Raw distances (m, 4 * bins) at points and strides (m, 3) px -> centre x, y, w, h (m, 4) in pixels."""
-        sides = raw.float().reshape(-1, 4, self.bins).softmax(2) @ self._numbers * at[:, 2:]
+        raw = raw.float()
+        mean = raw.reshape(-1, 4, self.bins).softmax(2) @ self._numbers if self.bins > 1 else raw
+        sides = mean * at[:, 2:]
         before, after = torch.split(sides, 2, 1)
         return torch.cat((at[:, :2] + (after - before) / 2, before + after), 1)
 
@@ -198,12 +239,14 @@ def candidates(targets: Targets) -> Candidates:
     return Candidates(*pairs, box[:, :4], box[:, 4], owner[:, 0], owner[:, 1])
 
 
-def match(found: Candidates, scores: Tensor, boxes: Tensor, images: int, points: int) -> Matched:
+def match(
+    found: Candidates, scores: Tensor, boxes: Tensor, images: int, points: int, matching: Matching = ONE_TO_MANY
+) -> Matched:
     """Choose among the candidates in `images` images of `points` points, by what the network predicts there.
 
     `scores` (k,) is each pair's predicted probability of the box's class, `boxes` (k, 4) its predicted box in
-    pixels. The best `TOP` points of a box are chosen. A point that several boxes choose goes to the box with the
-    largest overlap among all whose candidate it is.
+    pixels. The best points of a box are chosen. A point that several boxes choose goes to the box with the largest
+    overlap among all whose candidate it is. Of the points that a box then has, `matching` may leave it only the best.
     weight = alignment / (the box's best alignment + EPSILON) * the box's best overlap.
     """
     n, k, m = len(found.targets), len(found.box), len(found.top)
@@ -213,6 +256,10 @@ def match(found: Candidates, scores: Tensor, boxes: Tensor, images: int, points:
     order = ((found.box << 32) - _bits(aligned)).argsort(stable=True)
     best = order[found.top]  # (m,) pairs
     is_chosen = aligned[best] > 0
+    if matching.points < TOP:
+        owner = found.box[best]
+        begin = found.top.new_full((n,), k).scatter_reduce_(0, owner, found.top, "amin")
+        is_chosen &= found.top - begin[owner] < matching.points
 
     slot = found.image[found.box] * points + found.point  # (k,)
     numbers = torch.arange(k, device=slot.device)
@@ -228,6 +275,10 @@ def match(found: Candidates, scores: Tensor, boxes: Tensor, images: int, points:
 
     box, point = found.box[pair], found.point[pair]
     aligned, overlap = aligned[pair] * won, overlap[pair] * won
+    if matching.once:
+        rank = ((_bits(aligned) << 32) + (HIGHEST - rows)) * won
+        won = rank == rank.new_zeros(n).scatter_reduce_(0, box, rank, "amax")[box]
+        aligned, overlap = aligned * won, overlap * won
     most_aligned = aligned.new_zeros(n).scatter_reduce_(0, box, aligned, "amax")
     most_overlap = overlap.new_zeros(n).scatter_reduce_(0, box, overlap, "amax")
     weight = aligned / (most_aligned[box] + EPSILON) * most_overlap[box]

@@ -144,20 +144,6 @@ class C2f(SplitBlock):
         super().__init__(c1, c2, hidden, [Bottleneck(hidden, hidden, shortcut, g, 1.0, (3, 3)) for _ in range(n)])
 
 
-class C3k2(SplitBlock):
-    """YOLO11's block: n narrow bottlenecks, or with `c3k` n blocks of two bottlenecks."""
-
-    def __init__(
-        self, c1: int, c2: int, n: int = 1, c3k: bool = False, e: float = 0.5, shortcut: bool = True, g: int = 1
-    ) -> None:
-        hidden = int(c2 * e)
-        if c3k:
-            inner: list[nn.Module] = [C3k(hidden, hidden, 2, shortcut, g) for _ in range(n)]
-        else:
-            inner = [Bottleneck(hidden, hidden, shortcut, g, k=(3, 3)) for _ in range(n)]
-        super().__init__(c1, c2, hidden, inner)
-
-
 class Attention(nn.Module):
     """Self-attention over the cells of a map, plus a depth-wise convolution of the values for their positions.
 
@@ -213,21 +199,54 @@ class C2PSA(nn.Module):
         return self.cv2(concatenate([kept, self.m(seen)]))  # type: ignore[no-any-return]
 
 
-class SPPF(nn.Module):
-    """Spatial pyramid pooling (He et al. 2014): max-pools of 5, 9 and 13 px, as three chained ones of 5 px."""
+class C3k2(SplitBlock):
+    """The block of YOLO11 and YOLO26: n narrow bottlenecks.
 
-    def __init__(self, c1: int, c2: int, k: int = 5) -> None:
+    With `c3k` there are n blocks of two bottlenecks instead, with `attn` n bottlenecks each followed by attention.
+    """
+
+    def __init__(
+        self,
+        c1: int,
+        c2: int,
+        n: int = 1,
+        c3k: bool = False,
+        e: float = 0.5,
+        attn: bool = False,
+        shortcut: bool = True,
+        g: int = 1,
+    ) -> None:
+        hidden = int(c2 * e)
+
+        def inner() -> nn.Module:
+            if c3k and not attn:
+                return C3k(hidden, hidden, 2, shortcut, g)
+            bottleneck = Bottleneck(hidden, hidden, shortcut, g, k=(3, 3))
+            return nn.Sequential(bottleneck, PSABlock(hidden)) if attn else bottleneck
+
+        super().__init__(c1, c2, hidden, [inner() for _ in range(n)])
+
+
+class SPPF(nn.Module):
+    """Spatial pyramid pooling (He et al. 2014): max-pools of 5, 9 and 13 px, as three chained ones of 5 px.
+
+    With `shortcut`, as in YOLO26, the input is added where the channels allow it, and the pools see values before SiLU.
+    """
+
+    def __init__(self, c1: int, c2: int, k: int = 5, shortcut: bool = False) -> None:
         super().__init__()
-        self.cv1 = Conv(c1, c1 // 2)
+        self.cv1 = Conv(c1, c1 // 2, act=not shortcut)
         self.cv2 = Conv(c1 // 2 * 4, c2)
         self.m = nn.MaxPool2d(k, 1, k // 2)
+        self.add = shortcut and c1 == c2
 
     def forward(self, x: Tensor) -> Tensor:
         """(b, c1, h, w) -> (b, c2, h, w)."""
         maps = [self.cv1(x)]
         for _ in range(3):
             maps.append(self.m(maps[-1]))
-        return self.cv2(concatenate(maps))  # type: ignore[no-any-return]
+        y: Tensor = self.cv2(concatenate(maps))
+        return x + y if self.add else y
 
 
 class Concat(nn.Module):

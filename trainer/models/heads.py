@@ -1,5 +1,6 @@
 """Detection heads: raw outputs of a model's last layer, and their decoding to boxes."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 
@@ -80,6 +81,7 @@ class DetectDFL(nn.Module):
     """
 
     bins = 16
+    is_end_to_end = False  # whether each object is found once, so that no suppression is needed
 
     def __init__(self, channels: Sequence[int], nc: int, separable: bool = False) -> None:
         """With `separable`, YOLO11's head: the 3x3 convolutions for classes are depth-wise, and 1x1 ones follow."""
@@ -106,26 +108,31 @@ class DetectDFL(nn.Module):
 
     def forward(self, maps: list[Tensor]) -> list[Tensor]:
         """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 * bins + nc)], one per level."""
-        branches = zip(self.cv2, self.cv3, maps, strict=True)
+        return self._raw(self.cv2, self.cv3, maps)
+
+    @staticmethod
+    def _raw(boxes: nn.ModuleList, classes: nn.ModuleList, maps: list[Tensor]) -> list[Tensor]:
+        branches = zip(boxes, classes, maps, strict=True)
         return [torch.cat((box(x), cls(x)), 1).permute(0, 2, 3, 1) for box, cls, x in branches]
 
     @torch.no_grad()
     def place(self, strides: Sequence[int]) -> None:
         """Set the biases' prior for known strides: about 5 objects in an image of 640 px, over all classes."""
         self.strides = list(strides)
-        for box, cls, stride in zip(self.cv2, self.cv3, strides, strict=True):
-            box[-1].bias.fill_(1.0)  # type: ignore[index]
+        self._set_biases(self.cv2, self.cv3, 1.0)
+
+    def _set_biases(self, boxes: nn.ModuleList, classes: nn.ModuleList, distance: float) -> None:
+        for box, cls, stride in zip(boxes, classes, self.strides, strict=True):
+            box[-1].bias.fill_(distance)  # type: ignore[index]
             cls[-1].bias.fill_(math.log(5 / self.nc / (640 / stride) ** 2))  # type: ignore[index]
 
     def decode(self, raw: list[Tensor]) -> Tensor:
         """Raw outputs -> (b, sum of ny * nx, nc + 5): as the anchor head's, with an objectness of 1 throughout."""
-        bins = torch.arange(self.bins, dtype=torch.float32, device=raw[0].device)
         levels = []
-        for t, stride in zip(raw, self.strides, strict=True):
+        for t, stride in zip(raw[-len(self.strides) :], self.strides, strict=True):
             b, ny, nx, _ = t.shape
             t = t.float()
-            sides = t[..., : 4 * self.bins].reshape(b, ny, nx, 4, self.bins).softmax(-1) @ bins
-            before, after = sides[..., :2], sides[..., 2:]
+            before, after = torch.split(distances(t[..., : 4 * self.bins], self.bins), 2, -1)
             point = _cells(ny, nx, t.device) + 0.5
             centre, size = (point + (after - before) / 2) * stride, (before + after) * stride
             one = torch.ones_like(size[..., :1])
@@ -134,5 +141,45 @@ class DetectDFL(nn.Module):
         return torch.cat(levels, 1)
 
 
-Head = Detect | DetectDFL
-HEADS: dict[str, Callable[..., Head]] = {"Detect": Detect, "DetectDFL": DetectDFL}  # by the names in model files
+def distances(raw: Tensor, bins: int) -> Tensor:
+    """Raw outputs (..., 4 * bins) float32 -> distances left, top, right, bottom (..., 4) in strides.
+
+    They are the means of distributions over `bins` whole numbers; with one bin, the outputs themselves.
+    """
+    if bins == 1:
+        return raw
+    numbers = torch.arange(bins, dtype=torch.float32, device=raw.device)
+    return raw.reshape(*raw.shape[:-1], 4, bins).softmax(-1) @ numbers
+
+
+class DetectEndToEnd(DetectDFL):
+    """YOLO26's head, whose predictions need no suppression: it predicts distances directly, with two sets of branches.
+
+    `cv2` and `cv3` learn to find an object from several points, as in DetectDFL, and train the network's features. The
+    branches `one2one_cv2` and `one2one_cv3` learn to find it from one point, from features that they leave alone, and
+    predict (Wang et al. 2024, YOLOv10). They start as copies of the others.
+    """
+
+    bins = 1
+    is_end_to_end = True
+
+    def __init__(self, channels: Sequence[int], nc: int) -> None:
+        super().__init__(channels, nc, separable=True)
+        self.one2one_cv2, self.one2one_cv3 = copy.deepcopy(self.cv2), copy.deepcopy(self.cv3)
+
+    def forward(self, maps: list[Tensor]) -> list[Tensor]:
+        """[(b, c_i, ny, nx)] -> raw outputs [(b, ny, nx, 4 + nc)], one per level; in training, the others' first."""
+        once = self._raw(self.one2one_cv2, self.one2one_cv3, [x.detach() for x in maps])
+        return [*self._raw(self.cv2, self.cv3, maps), *once] if self.training else once
+
+    @torch.no_grad()
+    def place(self, strides: Sequence[int]) -> None:
+        """Set the biases' prior, as in DetectDFL, and boxes of four strides."""
+        self.strides = list(strides)
+        self._set_biases(self.cv2, self.cv3, 2.0)
+        self._set_biases(self.one2one_cv2, self.one2one_cv3, 2.0)
+
+
+Head = Detect | DetectDFL  # with its subclasses
+# By the names in model files.
+HEADS: dict[str, Callable[..., Head]] = {"Detect": Detect, "DetectDFL": DetectDFL, "DetectEndToEnd": DetectEndToEnd}

@@ -30,6 +30,7 @@ _LOSSES = [
     ("obj_loss", "obj", ORANGE),
     ("cls_loss", "cls", GREEN),
     ("dfl_loss", "dfl", PURPLE),
+    ("l1_loss", "L1", SKY),
 ]
 _PANELS = [  # title; column of results.csv, label and colour of its lines
     ("loss", _LOSSES),

@@ -206,9 +206,10 @@ def _c2f(layer: Any) -> tuple[int, str, list[Any]]:
 
 def _c3k2(layer: Any) -> tuple[int, str, list[Any]]:
     inner = _children(_child(layer, "m"))
+    kinds = {_kind(module) for module in _all(inner[0])}
     bottleneck = next(module for module in _all(inner[0]) if _kind(module) == "Bottleneck")
-    shortcut = bool(bottleneck.add)
-    return len(inner), "C3k2", [_channels(layer), _kind(inner[0]) == "C3k", _share(layer, 2), shortcut]
+    options = ["C3k" in kinds, _share(layer, 2), "PSABlock" in kinds, bool(bottleneck.add)]
+    return len(inner), "C3k2", [_channels(layer), *options]
 
 
 def _c2psa(layer: Any) -> tuple[int, str, list[Any]]:
@@ -216,7 +217,10 @@ def _c2psa(layer: Any) -> tuple[int, str, list[Any]]:
 
 
 def _sppf(layer: Any) -> tuple[int, str, list[Any]]:
-    return 1, "SPPF", [_channels(layer), int(_child(layer, "m").kernel_size)]
+    shortcut = getattr(layer, "add", False)  # which older versions do not know
+    if getattr(layer, "n", 3) != 3 or (_kind(_child(layer, "cv1", "act")) == "Identity") != shortcut:
+        raise ValueError("an SPPF of another kind than YOLOv8's and YOLO26's")
+    return 1, "SPPF", [_channels(layer), int(_child(layer, "m").kernel_size), bool(shortcut)]
 
 
 def _upsample(layer: Any) -> tuple[int, str, list[Any]]:
@@ -228,9 +232,13 @@ def _concat(layer: Any) -> tuple[int, str, list[Any]]:
 
 
 def _detect(layer: Any) -> tuple[int, str, list[Any]]:
-    if layer.reg_max != 16:
-        raise ValueError(f"a head with reg_max {layer.reg_max}")
+    is_pair = "one2one_cv2" in layer._modules
     is_separable = _kind(_child(layer, "cv3", "0", "0")) == "Sequential"
+    if is_pair and is_separable and layer.reg_max == 1:
+        return 1, "DetectEndToEnd", ["nc"]
+    if is_pair or layer.reg_max != 16:
+        kind = "an end-to-end head" if is_pair else "a head"
+        raise ValueError(f"{kind} with reg_max {layer.reg_max}")
     return 1, "DetectDFL", ["nc", is_separable]
 
 
