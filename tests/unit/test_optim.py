@@ -5,8 +5,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config import Hyp
+from trainer.config import Hyp, Settings
+from trainer.engine.musgd import MuSGD
 from trainer.engine.optim import Ema, Rates, Schedule, build_optimizer, float_state, parameter_groups, set_rates
+from trainer.errors import TrainerError
 from trainer.models.yolo import build_yolo, load_cfg
 
 STEPS = 50  # per epoch: the warm-up lasts 150 steps
@@ -135,3 +137,43 @@ def test_without_a_nominal_batch_every_batch_moves_the_weights() -> None:
         model = torch.nn.Linear(2, 2)
         optimizer = build_optimizer(model, "SGD", Hyp(nbs=0.0, weight_decay=5e-4), batch, parameter_groups(model))
         assert optimizer.param_groups[2]["weight_decay"] == pytest.approx(5e-4)
+
+
+def test_musgd_adds_a_step_with_equal_singular_values_to_that_of_sgd() -> None:
+    """The expected step has the singular vectors of the gradient, and its values put through the polynomial."""
+    torch.manual_seed(0)
+    shapes = {"conv": (8, 4, 3, 3), "tall": (12, 4), "bias": (6,), "other": (8, 4, 3, 3)}
+    ours, plain = ({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()} for _ in range(2))
+    optimizer = MuSGD([{"params": [*ours.values()], "weight_decay": 0.01, "muon": 0.2}], lr=0.1, momentum=0.9)
+    sgd = torch.optim.SGD(plain.values(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    average = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for _ in range(3):
+        before = {name: p.detach().clone() for name, p in ours.items()}
+        for name, shape in shapes.items():
+            ours[name].grad = plain[name].grad = torch.randn(shape)
+            plain[name].data.copy_(before[name])
+        optimizer.step()
+        sgd.step()
+        for name, shape in shapes.items():
+            muon = torch.zeros(shape)
+            if len(shape) > 1:
+                gradient = plain[name].grad
+                assert gradient is not None
+                average[name] = 0.9 * average[name] + 0.1 * gradient
+                u, s, v = torch.linalg.svd((0.1 * gradient + 0.9 * average[name]).flatten(1), full_matrices=False)
+                s = s / s.norm()
+                for _ in range(5):
+                    s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+                assert s.min() > 0.5
+                assert s.max() < 1.25
+                scale = math.sqrt(3) if name == "tall" else 1
+                muon = 0.2 * scale * (u * s @ v).reshape(shape)
+            torch.testing.assert_close(ours[name], plain[name] - 0.1 * muon, rtol=1e-4, atol=1e-4)
+
+
+def test_only_weights_get_muons_share() -> None:
+    model = build_yolo(load_cfg("yolo26n.yaml"), nc=3)
+    optimizer = build_optimizer(model, "MuSGD", Hyp(), 64, parameter_groups(model))
+    assert [(group["muon"], group["weight_decay"]) for group in optimizer.param_groups] == [(0, 0), (0, 0), (0.2, 5e-4)]
+    with pytest.raises(TrainerError, match="MuSGD needs whole weights"):
+        Settings(optimizer="MuSGD", parallel="fsdp")

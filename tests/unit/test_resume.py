@@ -86,7 +86,7 @@ def kill_after(processes: list[Forked], run: Path, rows: int, by: int = signal.S
         p.send_signal(by)
 
 
-def assert_resumes(folder: Path, cfg: str) -> Path:
+def assert_resumes(folder: Path, cfg: str, *more: str) -> Path:
     """Kill two ranks that train a detector after their first step, and compare the resumed run with a whole one.
 
     Return the whole run.
@@ -94,7 +94,7 @@ def assert_resumes(folder: Path, cfg: str) -> Path:
     data, hyp = squares(folder / "squares", train=8), folder / "hyp.yaml"
     hyp.write_text("ema_tau: 5\nwarmup_epochs: 0\nnbs: 0\n")
     options = ["train", "--data", str(data), "--cfg", cfg, "--hyp", str(hyp), "--imgsz", "64", "--batch", "4"]
-    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--exist-ok"]
+    options += ["--epochs", "2", "--device", "cpu", "--log-steps", "--exist-ok", *more]
     wait(start(folder, ranks(2), *options, "--name", "whole"), code=0)
     whole, cut = folder / "runs/whole", folder / "runs/cut"
     processes = start(folder, ranks(2), *options, "--name", "cut", "--save-every", "1steps")
@@ -110,9 +110,11 @@ def assert_resumes(folder: Path, cfg: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cfg", ["yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml"])
-def test_the_families_with_model_files_resume_bit_for_bit(cfg: str, tmp_path: Path) -> None:
-    assert_resumes(tmp_path, cfg)
+@pytest.mark.parametrize(
+    ("cfg", "optimizer"), [("yolov8n.yaml", "SGD"), ("yolo11n.yaml", "AdamW"), ("yolo26n.yaml", "MuSGD")]
+)
+def test_the_families_with_model_files_resume_bit_for_bit(cfg: str, optimizer: str, tmp_path: Path) -> None:
+    assert_resumes(tmp_path, cfg, "--optimizer", optimizer)
 
 
 def test_a_resumed_loss_has_the_weights_of_its_epoch(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from trainer.config.presets import DIGITS, TASKS, Hyp, Preset, load_hyp, preset_
 from trainer.errors import TrainerError
 
 SCHEDULES = ("linear", "cosine", "one-cycle")
-OPTIMIZERS = ("SGD", "Adam", "AdamW")
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "MuSGD")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 PARALLEL = ("ddp", "dp", "fsdp", "pipeline")
 PRESET: Any = None  # the default is the preset's
@@ -103,7 +103,9 @@ class Settings:
     imgsz: int = option(
         PRESET, "Side of the square images in pixels, a multiple of 32.", *("--imgsz", "--img"), metavar="N"
     )
-    optimizer: str = option(PRESET, "SGD, Adam or AdamW.", known=OPTIMIZERS, metavar="NAME", heading=OPTIMIZATION)
+    optimizer: str = option(
+        PRESET, "SGD, Adam, AdamW or MuSGD (YOLO26's).", known=OPTIMIZERS, metavar="NAME", heading=OPTIMIZATION
+    )
     schedule: str = option(
         PRESET,
         "Learning rate after the warm-up: linear, cosine or one-cycle.",
@@ -318,6 +320,10 @@ class Settings:
         if (self.stages or self.micro_batches) and self.parallel != "pipeline":
             given = "--stages" if self.stages else "--micro-batches"
             raise TrainerError(f"{given} has no effect with --parallel {self.parallel}", "add --parallel pipeline")
+        if self.optimizer == "MuSGD" and self.parallel == "fsdp":
+            raise TrainerError(
+                "--optimizer MuSGD needs whole weights, not shards", "use another one, or --parallel ddp"
+            )
         if self.unfreeze and not layers(self.freeze):
             raise TrainerError(f"--unfreeze {self.unfreeze}: nothing is frozen", "name the layers with --freeze")
         if not self.name or Path(self.name).name != self.name:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer.config.presets import Hyp, gathered, nominal_batch
+from trainer.engine.musgd import MUON, MuSGD
 
 EMA_DECAY = 0.9999
 KINDS = ("biases", "scales", "weights")  # of parameters; scales are the weights of norms
@@ -91,7 +92,7 @@ class Schedule:
 
 
 def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: Sequence[Sequence[str]]) -> Optimizer:
-    """Create SGD (nesterov), Adam or AdamW over the groups of parameter names that `parameter_groups` returns.
+    """Create SGD (nesterov), MuSGD, Adam or AdamW over the groups of parameter names that `parameter_groups` returns.
 
     Only weights other than those of norms decay, by `weight_decay` times the images per optimizer step over the
     nominal batch. A backbone's groups carry the factor of their learning rate.
@@ -113,6 +114,10 @@ def build_optimizer(model: nn.Module, name: str, hyp: Hyp, batch: int, groups: S
         for parameter in (parameter for group in options for parameter in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
+    if name == "MuSGD":
+        for k, option in enumerate(options):
+            option["muon"] = MUON if KINDS[k % len(KINDS)] == "weights" else 0.0
+        return MuSGD(options, lr=hyp.lr0, momentum=hyp.momentum)
     kind = torch.optim.Adam if name == "Adam" else torch.optim.AdamW
     return kind(options, lr=hyp.lr0, betas=(hyp.momentum, 0.999), fused=True)
 
