@@ -153,12 +153,17 @@ def test_a_silent_server_has_a_time_limit(
         download.locate("yolov5n.pt", environment)
 
 
+def test_each_size_of_a_family_is_fetched(server: Server, environment: dict[str, str]) -> None:
+    for name in ("yolov5x6.pt", "yolov8m.pt", "yolo26s.pt"):
+        assert download.locate(name, environment).read_bytes() == CONTENT
+    assert server.asked == ["/v7.0/yolov5x6.pt", "/v7.0/yolov8m.pt", "/v7.0/yolo26s.pt"]
+
+
 def test_an_unknown_name_is_not_downloaded(server: Server, environment: dict[str, str]) -> None:
     assert download.locate("yolov5z.pt", environment) == Path("yolov5z.pt")
     with pytest.raises(TrainerError, match=r"yolov5z.pt: no such file") as error:
         checkpoint_file.load("yolov5z.pt")
-    assert "yolov5n.pt, yolov5s.pt" in error.value.hint
-    assert "yolo26x.pt" in error.value.hint
+    assert "yolov5n.pt, yolov5n6.pt, yolov8n.pt, yolo11n.pt, yolo26n.pt" in error.value.hint
     assert server.asked == []
 
 

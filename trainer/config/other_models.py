@@ -36,7 +36,7 @@ def known_models() -> str:
     """Return a text that lists what --cfg accepts for a detector."""
     *families, last = FAMILY_PRESETS
     return (
-        "yolov5n.yaml (n, s, m, l or x), your own model file, or a model of "
+        "yolov5n.yaml, yolov8n.yaml, yolo11n.yaml or yolo26n.yaml (n, s, m, l or x), your own file, or a model of "
         f"{', '.join(families)} or {last}, such as dfine-n"
     )
 

@@ -44,7 +44,7 @@ class Hyp:
     # The anchor-free head has separate gains: YOLOv5's files set box and cls for the anchor head.
     dfl_box: float = _number(7.5, "anchor-free head: gain of the box loss", BOXES)
     dfl_cls: float = _number(0.5, "anchor-free head: gain of the class loss", BOXES)
-    dfl: float = _number(1.5, "anchor-free head: gain of the distribution focal loss", BOXES)
+    dfl: float = _number(1.5, "anchor-free head: gain of the distribution focal loss, or of YOLO26's L1 loss", BOXES)
     anchor_t: float = _number(
         4.0, "a box matches an anchor if each side differs by less than this factor; above 1", BOXES
     )

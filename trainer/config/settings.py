@@ -63,19 +63,21 @@ class Settings:
     )
     cfg: str = option(
         "",
-        "Model: yolov5s.yaml, dfine-n, rtdetrv2-r18, torchvision:MODEL, ...\n\n"
-        "YOLOv5: yolov5n.yaml, s, m, l, x, or a model file of your own. D-FINE: dfine-n, s, m, l, x. RT-DETRv2: "
-        "rtdetrv2-r18, r34, r50, r101. DETR: detr-r50, r101. torchvision's detectors: torchvision:MODEL. Your own: "
-        "package.module:function. classify and segment: a torchvision model, such as resnet50. With --weights, their "
-        "model is the default.  [default: yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large]",
+        "Model: yolo26n.yaml, dfine-n, rtdetrv2-r18, torchvision:MODEL, ...\n\n"
+        "YOLO26, YOLO11, YOLOv8 and YOLOv5: yolo26n.yaml, yolo11n.yaml, yolov8n.yaml or yolov5n.yaml, or s, m, l, x; "
+        "or a model file of your own. D-FINE: dfine-n, s, m, l, x. RT-DETRv2: rtdetrv2-r18, r34, r50, r101. DETR: "
+        "detr-r50, r101. torchvision's detectors: torchvision:MODEL. Your own: package.module:function. classify and "
+        "segment: a torchvision model, such as resnet50. With --weights, their model is the default.  [default: "
+        "yolov5n.yaml, resnet18 or lraspp_mobilenet_v3_large]",
         metavar="MODEL",
     )
     weights: str = option(
         "",
-        "Initial weights: best.pt, last.pt, yolov5s.pt or a URL.\n\n"
-        "best.pt and last.pt may be of this trainer or of YOLOv5. A release's name (yolov5s.pt) is downloaded if it is "
-        "missing; a URL may end in #sha256=... D-FINE and RT-DETRv2: a snapshot of the Hugging Face hub, as its folder "
-        "or hf://OWNER/NAME@COMMIT. classify and segment: torchvision for torchvision's weights.  [default: random]",
+        "Initial weights: best.pt, last.pt, yolo26n.pt or a URL.\n\n"
+        "best.pt and last.pt may be of this trainer, YOLOv5 or ultralytics. A release's name (yolo26n.pt, yolov5s.pt) "
+        "is downloaded if it is missing; a URL may end in #sha256=... D-FINE and RT-DETRv2: a snapshot of the Hugging "
+        "Face hub, as its folder or hf://OWNER/NAME@COMMIT. classify and segment: torchvision for torchvision's "
+        "weights.  [default: random]",
         metavar="WEIGHTS",
     )
     hyp: Hyp = option(  # noqa: RUF009 (a field)

@@ -126,7 +126,7 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         content = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError:
         what = f"--weights {weights}: no such file"
-        hint = f"check the path; names that are downloaded: {', '.join(download.RELEASES)}"
+        hint = f"check the path; names that are downloaded: {download.RELEASED}"
         raise other_model("--weights", weights) or TrainerError(what, hint) from None
     except pickle.UnpicklingError:  # pickled objects: another trainer's, or invalid
         try:

@@ -19,11 +19,16 @@ from trainer.errors import TrainerError
 
 _YOLOV5 = "https://github.com/ultralytics/yolov5/releases/download/v7.0"
 _ASSETS = "https://github.com/ultralytics/assets/releases/download"
-RELEASES = {  # name: folder
-    **{f"yolov5{size}{p6}.pt": _YOLOV5 for p6 in ("", "6") for size in "nsmlx"},
-    **{f"{family}{size}.pt": f"{_ASSETS}/v8.3.0" for family in ("yolov8", "yolo11") for size in "nsmlx"},
-    **{f"yolo26{size}.pt": f"{_ASSETS}/v8.4.0" for size in "nsmlx"},
+# The smallest network of each family, and the folder of all its sizes.
+_FAMILIES = {
+    "yolov5n.pt": _YOLOV5,
+    "yolov5n6.pt": _YOLOV5,
+    "yolov8n.pt": f"{_ASSETS}/v8.3.0",
+    "yolo11n.pt": f"{_ASSETS}/v8.3.0",
+    "yolo26n.pt": f"{_ASSETS}/v8.4.0",
 }
+RELEASES = {name.replace("n", size): folder for name, folder in _FAMILIES.items() for size in "nsmlx"}
+RELEASED = f"{', '.join(_FAMILIES)}, and s, m, l and x instead of n"  # for messages
 MIRROR = "CLUSTERCTL_WEIGHTS_URL"  # environment variable: URL of a mirror
 TIMEOUT_S = 20.0  # to connect, and between two reads
 CHUNK = 1 << 20
