@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,12 +47,15 @@ def write_best(folder: Path, content: Mapping[str, Any]) -> None:
     checkpoint_file.save(folder / BEST, {**weights, "scores": content["at"]["best_scores"]})
 
 
-def newest(folder: Path) -> dict[str, Any] | None:
-    """Return the newest readable checkpoint of a folder, or None."""
+def newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the newest readable checkpoint of a folder, or None, and what is wrong with newer ones."""
+    wrong: list[str] = []
     for path, _ in _newest_first(folder):
-        with contextlib.suppress(TrainerError):  # its tensors cannot be read
-            return checkpoint_file.load(str(path))
-    return None
+        try:
+            return checkpoint_file.load(str(path)), wrong
+        except TrainerError as error:  # its tensors cannot be read
+            wrong.append(error.message.removeprefix("--weights "))
+    return None, wrong
 
 
 def _newest_first(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
@@ -223,9 +227,14 @@ def is_writer(folder: Path, world: comm.World) -> bool:
 def newest_of_all(folder: Path) -> dict[str, Any] | None:
     """Return the newest checkpoint that any rank can read, on every rank; None if no rank has one. A collective.
 
-    Without a shared disk each node has its own copy, and a replaced node gets it from another.
+    Without a shared disk each node has its own copy, and a replaced node gets it from another. A damaged checkpoint is
+    named on rank 0.
     """
-    mine = newest(folder)
+    mine, wrong = newest(folder)
+    damaged = dict.fromkeys(line for each in comm.all_gather(wrong) for line in each)
+    if comm.is_rank_zero():
+        for line in damaged:
+            print(f"warning: {line}; this checkpoint is skipped", file=sys.stderr, flush=True)
     positions = comm.all_gather(progress_of(mine) if mine else ())
     if not max(positions) and any(comm.all_gather(any((folder / name).exists() for name in (LAST, PREVIOUS)))):
         raise TrainerError(

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from trainer import contract
 from trainer.config.other_models import other_model
 from trainer.errors import TrainerError
-from trainer.weights import download, official
+from trainer.weights import download, official, torch_archive
 
 FORMAT = 1
 LAST, PREVIOUS = contract.LAST_CHECKPOINT, contract.PREVIOUS_CHECKPOINT
@@ -119,7 +120,8 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
 
     `weights` is a path, a release file's name or a URL (trainer/weights/download.py). All have the averaged weights,
     `ema`; only the files that a run is resumed from have more (see `is_resumable`). With the device "meta" the tensors
-    have shapes but no values, and are not read from the file.
+    have shapes but no values, and are not read from the file. Otherwise, the file's sums are checked: raises
+    TrainerError for a file with a damaged block.
     """
     path = download.locate(weights)
     try:
@@ -142,7 +144,21 @@ def load(weights: str, *, device: str = "cpu") -> dict[str, Any]:
         raise TrainerError(what, f"use that version; this one reads format {FORMAT}")
     if any(key not in content for key in KEYS):
         raise _foreign(weights)
+    if device != "meta":
+        _check_sums(path, weights)
     return content
+
+
+def _check_sums(path: str | Path, weights: str) -> None:
+    """Raise TrainerError for a damaged file: a changed byte of a tensor is another weight, and torch does not notice.
+
+    `weights` is the name of the file in the error.
+    """
+    try:
+        torch_archive.check(path)
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+        what = f"--weights {weights}: the file is damaged: {error}"
+        raise TrainerError(what, "copy it again; a run's folder has the checkpoint before it, previous.pt") from error
 
 
 def is_resumable(content: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from trainer.errors import TrainerError
+from trainer.weights import torch_archive
 
 # The classes that a detector of YOLOv5, YOLOv8, YOLO11 or YOLO26 names; all others are refused.
 _BLOCKS = ("C3", "C3k", "C2f", "C3k2", "C2PSA", "PSABlock", "Attention", "Bottleneck", "SPPF", "DFL")
@@ -47,7 +48,7 @@ def load(path: str) -> dict[str, Any]:
     # Classes without behaviour, new for each file, because a pickle can set attributes of the classes it names.
     placeholders = [(type(name, (), {}), name) for name in MODULES]
     try:
-        _check_archive(path)
+        torch_archive.check(path)
         with safe_globals(placeholders):  # type: ignore[arg-type]
             if refused := get_unsafe_globals_in_checkpoint(path):
                 raise TrainerError(
@@ -69,15 +70,6 @@ def load(path: str) -> dict[str, Any]:
 def _telling(names: Sequence[str]) -> str:
     """Return the name that says most about a model: that of its head, such as Segment, if there is one."""
     return next((name for name in names if ".head." in name), names[0])
-
-
-def _check_archive(path: str) -> None:
-    """Raise BadZipFile or ValueError for a damaged or compressed file: torch checks no sums."""
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("it is compressed, which torch never does")
-        if damaged := archive.testzip():
-            raise ValueError(f"the sum of {damaged} is wrong")
 
 
 def _tensors(module: Any, prefix: str = "") -> dict[str, Tensor]:
