@@ -7,10 +7,12 @@ import tarfile
 import uuid
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainer.config.faults import BadData
+from trainer.data import archive as archives
 from trainer.data.data_yaml import Content, load_data_yaml, source_candidates
 from trainer.data.progress import track
 from trainer.distributed.machine_lock import one_per_machine
@@ -101,17 +103,18 @@ def _provide(content: Content, address: str, expected: str, root: Path) -> None:
 def unpack(archive: Path, folder: Path, named: str) -> None:
     """Unpack a .zip, .tar or .tar.gz into the new folder `folder`; an error calls the archive `named`.
 
-    tarfile's data filter refuses devices, and paths and links outside of the folder. zipfile creates no links, and
-    puts each path below the folder.
+    Of a tar, devices, and paths and links outside of the folder are refused. zipfile creates no links, and puts each
+    path below the folder.
     """
     packed: Any
     try:
         with zipfile.ZipFile(archive) if zipfile.is_zipfile(archive) else tarfile.open(archive) as packed:
             folder.mkdir(parents=True)
-            packed.extraction_filter = tarfile.data_filter
-            members = packed.infolist() if isinstance(packed, zipfile.ZipFile) else packed.getmembers()
+            is_zip = isinstance(packed, zipfile.ZipFile)
+            members = packed.infolist() if is_zip else packed.getmembers()
+            extract = packed.extract if is_zip else partial(archives.extract, packed)
             for member in track(members, len(members), "unpacking"):
-                packed.extract(member, folder)
+                extract(member, folder)
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, ValueError, OSError) as error:
         raise TrainerError(f"{named}: cannot be unpacked: {error}", "give a complete .zip or .tar.gz") from error
 
