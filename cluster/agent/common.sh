@@ -113,9 +113,10 @@ nodes() {
         esac
         first_line "$folder/$node.json"
         printf '%s\n' "$line"
+        # nofollow: a job may put a link in its place.
         if [ -n "$at" ] && [ -f "$folder/$node.log" ]; then
             # shellcheck disable=SC2154
-            dd if="$folder/$node.log" iflag=skip_bytes,count_bytes skip="$at" count="$most" bs=64K status=none 2>/dev/null |
+            dd if="$folder/$node.log" iflag=skip_bytes,count_bytes,nofollow skip="$at" count="$most" bs=64K status=none 2>/dev/null |
                 base64 -w 0
         fi
         echo

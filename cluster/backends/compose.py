@@ -22,7 +22,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import how_to_get
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
-from cluster.transport import Completed, LocalShell
+from cluster.transport import Completed, LocalShell, inside
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
@@ -104,8 +104,10 @@ class ComposeBackend(Backend):
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
         """Run `docker compose down`."""
-        with contextlib.suppress(OSError):  # the agents then wait as long as the job's own grace
-            Path(plan.attempt_dir, contract.GRACE_FILE).write_text(f"{math.ceil(grace_s)}\n")
+        grace = Path(plan.attempt_dir, contract.GRACE_FILE)
+        # Without the file, the agents wait as long as the job's own grace.
+        with contextlib.suppress(OSError), inside.open_file(plan.run_dir, grace, "wb") as file:
+            file.write(f"{math.ceil(grace_s)}\n".encode())
         down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
         LocalShell().run(down, timeout_s=grace_s + 60)
         if left := self._left(plan.job_id):
@@ -234,8 +236,10 @@ def _escaped(text: str) -> str:
 
 
 def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:
-    file = Path(plan.attempt_dir, f"{name}.json")
-    agent = monitor.fields(file.read_text() if file.exists() else "")
+    text = ""
+    with contextlib.suppress(OSError), inside.open_file(plan.run_dir, Path(plan.attempt_dir, f"{name}.json")) as file:
+        text = file.read().decode(errors="replace")
+    agent = monitor.fields(text)
     if agent.get("phase") == "exited":
         return monitor.status(name, agent)
     if state is None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.backends import logs
+from cluster.backends import log_files, logs
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, SlowError, UnreachableError
 from cluster.spec.model import WORKDIR, Machine, NodeStatus, Phase, Plan
@@ -49,10 +49,11 @@ _FORGET_AFTER_S = 600.0
 #: Bytes of a log that one poll fetches at most.
 LOG_CHUNK = 1 << 20
 
-#: The files of a node's folder that hold its state, and are no results.
-_STATE = (
+#: The files of a node's folder that hold its state, and are no results; and those that only this machine writes.
+NOT_RESULTS = (
     *("*.pid", "*.err", "*.exit", "*.alive", "*.venv", "*.secrets", "*.tmp", "common.*", "attempt", "submitted"),
     f"/attempt-*/{contract.GRACE_FILE}",
+    *("/job.yaml", "/report.html", "/supervisor.log", "/inputs.json", "/inputs.tar", "/attempt-*/collected"),
 )
 
 #: The statuses of a plan's nodes on one machine, by the node's name.
@@ -293,7 +294,7 @@ def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str |
         state, why, agent, log = lines[head + 4 * index : head + 4 * index + 4]
         chunk = base64.b64decode(log)
         if node.name in copies:
-            logs.append(copies[node.name], sizes[node.name], chunk)
+            log_files.append(plan, copies[node.name], sizes[node.name], chunk)
         if len(chunk) < LOG_CHUNK:
             found[node.name] = status(node.name, fields(agent), state, why)
         else:  # a node counts as exited once its whole log has been fetched
@@ -369,21 +370,32 @@ def collect(plan: Plan) -> list[str]:
     def copy_logs(machine: Machine) -> None:
         ranks = f"attempt-{plan.attempt}/ranks/{plan.nodes_on(machine)[0].name}"
         with contextlib.suppress(files.NoFolderError):  # no rank has started there
-            files.collect(machine, f"{plan.dir_on(machine)}/{ranks}", f"{plan.run_dir}/{ranks}")
+            source, target = f"{plan.dir_on(machine)}/{ranks}", f"{plan.run_dir}/{ranks}"
+            files.collect(machine, source, target, run_dir=plan.run_dir)
 
     copied = interruptible(lambda: parallel.each(remote, copy_logs))  # Ctrl-C ends all of these transfers
     errors = {name: error for name, error in copied.items() if error is not None}
     failures = [f"not copied: {error.message}" for error in errors.values()]
     answering = [each for each in remote if not isinstance(errors.get(each.name), UnreachableError)]
     if answering and plan.is_elsewhere(plan.nodes[0].machine):
-        try:
-            files.collect(answering[0], plan.dir_on(answering[0]), plan.run_dir, (*_STATE, f"/{WORKDIR}"))
-            if plan.workdir:
-                workdir.fetch(plan, answering[0])
-        except ClusterError as error:
-            return [*failures, f"not copied: {error.message}"]
-        if answering[0] != plan.nodes[0].machine:
-            failures.append(f"the results here come from {answering[0].name}")
+        source = answering[0]
+        copies: list[Callable[[], object]] = [
+            functools.partial(files.collect, source, plan.dir_on(source), plan.run_dir, (*NOT_RESULTS, f"/{WORKDIR}"))
+        ]
+        if plan.workdir:
+            copies.append(functools.partial(workdir.fetch, plan, source))
+        errors_here = []
+        for copy in copies:  # also if the one before was not complete
+            try:
+                copy()
+            except ClusterError as error:
+                errors_here.append(f"not copied: {error.message}")
+                if isinstance(error, UnreachableError):
+                    break
+        if errors_here:
+            return [*failures, *errors_here]
+        if source != plan.nodes[0].machine:
+            failures.append(f"the results here come from {source.name}")
     return failures
 
 

@@ -93,7 +93,12 @@ def cp(
     columns = (TextColumn(f"{machine.name}:{path}"), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         task = progress.add_task("")
-        target = session.copy(record, machine, path, into, lambda read: progress.update(task, completed=read))
+        left_out: list[str] = []
+        target = session.copy(
+            record, machine, path, into, lambda read: progress.update(task, completed=read), left_out.append
+        )
+    for text in left_out:
+        print_line(out, f"not copied: {text}")
     print_line(out, f"copied to {target}")
 
 

@@ -25,6 +25,7 @@ from cluster.spec.model import JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import jobs, notes
 from cluster.supervisor.supervisor import Supervisor
+from cluster.transport import inside
 
 #: Runs `clusterctl` from the same files as this process, and not from a folder `cluster` of the current directory.
 _PROGRAM = """
@@ -53,7 +54,7 @@ def leave_behind(record: JobRecord, records: JobStore, secrets: Mapping[str, str
         return ""
     argv = [sys.executable, "-c", _PROGRAM, "supervise", plan.job_id]
     try:
-        with notes.path(plan).open("ab") as log:
+        with inside.open_file(plan.run_dir, notes.NAME, "ab") as log:
             process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         assert process.stdin
         with (

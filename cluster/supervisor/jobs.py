@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from cluster import contract
-from cluster.backends import BACKENDS, logs, monitor
+from cluster.backends import BACKENDS, log_files, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
 from cluster.store import JobStore, Outcome
@@ -58,7 +58,7 @@ class Follower:
         self.view = job_state.start(record.plan, record.created_at)
         #: The last lines of each node's log.
         self.tails: dict[str, deque[str]] = {node.name: deque(maxlen=_TAIL) for node in record.plan.nodes}
-        self._reader = logs.Reader(record.plan)
+        self._reader = log_files.Reader(record.plan)
 
     def step(
         self, now: float, *, everything: bool = False, patience_s: float = job_state.RETURN_S

@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.spec.model import Plan
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.jobs import Display
+from cluster.transport import inside
 
 NAME = "supervisor.log"
 _TIME = "%Y-%m-%d %H:%M:%S "
@@ -22,9 +23,9 @@ def path(plan: Plan) -> Path:
 
 def add(plan: Plan, *texts: str) -> None:
     """Append notes. A full disk must not end the supervision, so a note that cannot be written is lost."""
-    with suppress(OSError), path(plan).open("a", encoding="utf-8") as file:
+    with suppress(OSError), inside.open_file(plan.run_dir, NAME, "ab") as file:
         for text in texts:
-            file.write(f"{time.strftime(_TIME)}{' '.join(text.split())}\n")
+            file.write(f"{time.strftime(_TIME)}{' '.join(text.split())}\n".encode("utf-8", "replace"))
 
 
 def text(plan: Plan) -> str:
@@ -36,14 +37,14 @@ class Reader:
     """Reads a growing log of notes."""
 
     def __init__(self, plan: Plan) -> None:
-        self._path = path(plan)
+        self._run_dir = plan.run_dir
         self._seen = 0
 
     def lines(self) -> list[str]:
         """Return the lines that have been completed since the last call; none before the first note."""
-        with suppress(FileNotFoundError), self._path.open("rb") as file:
+        with suppress(OSError), inside.open_file(self._run_dir, NAME) as file:
             file.seek(self._seen)
-            complete = file.read().rpartition(b"\n")[0]
+            complete: bytes = file.read().rpartition(b"\n")[0]
             self._seen += len(complete) + 1 if complete else 0
             return complete.decode(errors="replace").splitlines()
         return []

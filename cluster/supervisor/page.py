@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import math
 import os
+import secrets
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -25,6 +27,7 @@ from cluster.spec.model import JobRecord, PastAttempt, Plan
 from cluster.supervisor import notes, report
 from cluster.supervisor.job_state import JobView, failing
 from cluster.supervisor.report import SCORES, seconds
+from cluster.transport import inside
 
 NAME = "report.html"
 #: The last lines of each log, and the bytes of its end, that the page contains.
@@ -88,9 +91,11 @@ progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0
 def write(record: JobRecord, view: JobView | None = None) -> Path:
     """Write the report of a finished job into its run directory. Raises OSError."""
     path = Path(record.plan.run_dir, NAME)
-    partial = path.with_name(f".{NAME}.{os.getpid()}.tmp")  # `stop` and the launcher may write it at the same time
+    # `stop` and the launcher may write it at the same time, and the job must not know the name before.
+    partial = path.with_name(f".{NAME}.{secrets.token_hex(8)}.tmp")
     try:
-        partial.write_text(render(record, view), encoding="utf-8")
+        with inside.open_file(record.plan.run_dir, partial.name, "xb") as file:
+            file.write(render(record, view).encode("utf-8", "replace"))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -153,10 +158,15 @@ def sections(
     if (run_dir / "job.yaml").exists():
         again = shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"])
         facts.append(("to run it again", f"<code>{escape(again)}</code>"))
-    curves, newest = _results(run_dir / "results.csv")
+    curves, newest = _results(run_dir, "results.csv")
     if not curves:
         curves = _curves(view.metrics if view else [])
-    images = [path for pattern in _IMAGES for path in sorted(run_dir.glob(pattern)) if path.name != _PLOTTED]
+    images = [
+        path
+        for pattern in _IMAGES
+        for path in sorted(run_dir.glob(pattern))
+        if path.name != _PLOTTED and path.is_file() and inside.is_inside(path, run_dir)
+    ]
     predictions = [_image(path, is_live) for path in images if path.name == _PREDICTIONS]
     parts = [
         f'<h1>{escape(plan.job_id)}: <span class="{state}">{state}</span></h1>'
@@ -196,7 +206,7 @@ def _failure(plan: Plan, view: JobView) -> str:
     if not (failed := failing(view)[:1]):
         return ""
     name = f"attempt-{plan.attempt}/{failed[0].name}.log"
-    lines = report.last_lines(view, "failed", {failed[0].name: _end(Path(plan.run_dir, name)) or []})
+    lines = report.last_lines(view, "failed", {failed[0].name: _end(plan.run_dir, name) or []})
     shown = [line for line in lines if not line.startswith("hint: ")]
     hints = "".join(f"<p>{escape(line)}</p>" for line in lines if line.startswith("hint: "))
     return hints + (f"<pre>{escape(chr(10).join(shown))}</pre>" if shown else "")
@@ -315,18 +325,20 @@ def _attempts(attempts: Sequence[PastAttempt]) -> str:
     return _table(rows)
 
 
-def _results(path: Path) -> tuple[Sequence[str], Event]:
+def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Event]:
     """Return the charts of results.csv, and its newest values."""
     try:
-        found = path.stat()
-        return _parsed_results(path, found.st_mtime_ns, found.st_size)
+        with inside.open_file(run_dir, name) as file:
+            found = os.fstat(file.fileno())
+        return _parsed_results(run_dir, name, found.st_ino, found.st_mtime_ns, found.st_size)
     except (OSError, csv.Error):
         return [], {}
 
 
 @functools.lru_cache(maxsize=16)  # a live page is drawn once per second
-def _parsed_results(path: Path, *_version: int) -> tuple[Sequence[str], Event]:
-    with path.open(newline="") as file:
+def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[str], Event]:
+    opened = inside.open_file(run_dir, name)
+    with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
     newest = {name: value for name in ("epoch", *SCORES) for row in rows if (value := _value(row, name)) is not None}
     return _curves(rows), newest
@@ -412,7 +424,7 @@ def _image(path: Path, is_live: bool) -> str:
 
 def _log(run_dir: Path, name: str) -> str:
     """Return the last lines of a log, and a link to the whole."""
-    lines = _end(run_dir / name)
+    lines = _end(run_dir, name)
     if lines is None:
         return ""
     shown = lines[-_LOG_LINES:]
@@ -425,14 +437,16 @@ def _log(run_dir: Path, name: str) -> str:
     )
 
 
-def _end(path: Path) -> list[str] | None:
-    """Return the last lines of a log without events; None: there is no log."""
+def _end(run_dir: str | Path, name: str) -> list[str] | None:
+    """Return the last lines of a log without events, or that it leads out of the run directory; None: no log."""
     try:
-        with path.open("rb") as file:
+        with inside.open_file(run_dir, name) as file:
             file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        return [f"{name} is not read: it {error.strerror}"] if error.errno in inside.REFUSED else None
     return [line for line in lines if "::cluster {" not in line]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import socketserver
@@ -19,7 +20,8 @@ from cluster import contract
 from cluster.backends import BACKENDS
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord, Node
-from cluster.transport import parallel
+from cluster.transport import inside, parallel
+from cluster.transport.archive import RefusedError, extract
 from cluster.transport.process import interruptible, started
 
 #: Connects its standard input and output to a port of the node.
@@ -88,13 +90,23 @@ def run_on_all(record: JobRecord, argv: Sequence[str], show: Callable[[str, str]
     return next((code for code in codes.values() if code), 0)
 
 
-def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[int], None] = lambda _: None) -> Path:
+def copy(
+    record: JobRecord,
+    node: Node,
+    path: str,
+    into: Path,
+    count: Callable[[int], None] = lambda _: None,
+    left_out: Callable[[str], None] = lambda _: None,
+) -> Path:
     """Copy a file or folder of a job to the folder `into` of this machine, and return its path there.
 
     A relative `path` is in the job's run directory, an absolute one in the node's container. `count` gets the bytes
-    read so far. Raises UsageError if `into` is no folder or has the name already, ClusterError if the copy fails.
+    read so far. Links are copied as links; `left_out` gets a sentence about each file that is not copied: devices, and
+    links that lead out of the folder. Raises UsageError if `into` is no folder or has the name already, ClusterError if
+    the copy fails, or if there was nothing else to copy.
     """
     job_id, target = record.plan.job_id, into / Path(path).name
+    refused: list[str] = []
     if not into.is_dir():
         raise UsageError(f"{into}: no such folder")
     if not Path(path).name or target.exists():
@@ -102,20 +114,62 @@ def copy(record: JobRecord, node: Node, path: str, into: Path, count: Callable[[
     with tempfile.TemporaryDirectory(dir=into, prefix=".clusterctl-") as partial:
         if record.outcome:
             source = Path(record.plan.run_dir, path)
-            if not source.exists() or Path(path).is_absolute():
+            if not os.path.lexists(source) or Path(path).is_absolute():
                 raise UsageError(f"{job_id} is not running, and there is no {path} in {record.plan.run_dir}")
-            copied = Path(partial, target.name)
-            shutil.copytree(source, copied) if source.is_dir() else shutil.copy2(source, copied)
+            _copy_here(record.plan.run_dir, path, Path(partial, target.name), refused.append)
         else:
-            _unpack(node.name, command(record, node, ["sh", "-c", _TAR, "sh", path]), partial, count)
+            words = command(record, node, ["sh", "-c", _TAR, "sh", path])
+            _unpack(node.name, words, partial, count, refused.append)
         try:
             Path(partial, target.name).rename(target)
         except FileNotFoundError:
-            raise ClusterError(f"{node.name}: {path} was removed while it was being copied") from None
+            why = refused[0] if refused else "was removed while it was being copied"
+            raise ClusterError(f"{node.name}: {path}: {why}") from None
+    for text in refused:
+        left_out(text)
     return target
 
 
-def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int], None]) -> None:
+def _copy_here(run_dir: str, path: str, target: Path, left_out: Callable[[str], None]) -> None:
+    """Copy a file or folder of the run directory on this machine, but nothing that is outside of it."""
+    source = Path(run_dir, path)
+    try:
+        if not (source.is_dir() and inside.is_inside(source, run_dir)):
+            _copy_file(run_dir, source, target, left_out)
+            return
+        for where, folders, names in os.walk(source):
+            copied = target / os.path.relpath(where, source)
+            copied.mkdir()
+            for each in (Path(where, name) for name in (*folders, *names)):
+                if not each.is_symlink():
+                    if each.name in names:
+                        _copy_file(run_dir, each, copied / each.name, left_out)
+                elif inside.leads_out(each, source):
+                    left_out(f"{each} leads out of {source}: it is a link to {each.readlink()}")
+                else:
+                    (copied / each.name).symlink_to(each.readlink())
+    except OSError as error:
+        raise ClusterError(f"{error.filename or source} cannot be copied: {error.strerror}") from error
+
+
+def _copy_file(run_dir: str, source: Path, target: Path, left_out: Callable[[str], None]) -> None:
+    try:
+        opened = inside.open_file(run_dir, source)
+    except OSError as error:
+        if error.errno not in inside.REFUSED:
+            raise
+        left_out(f"{source} {error.strerror}")
+        return
+    with opened as file, target.open("xb") as copied:
+        shutil.copyfileobj(file, copied, 1 << 20)
+        about = os.fstat(file.fileno())
+    target.chmod(about.st_mode & 0o777)
+    os.utime(target, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+def _unpack(
+    name: str, words: Sequence[str], folder: str, count: Callable[[int], None], left_out: Callable[[str], None]
+) -> None:
     """Unpack the archive that a command prints. A file that changes meanwhile is copied as it was."""
     with tempfile.TemporaryFile() as errors:
         with started(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
@@ -123,7 +177,10 @@ def _unpack(name: str, words: Sequence[str], folder: str, count: Callable[[int],
             try:
                 with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
                     for entry in archive:
-                        archive.extract(entry, folder, filter="data")
+                        try:
+                            extract(archive, entry, Path(folder))
+                        except RefusedError as error:
+                            left_out(str(error))
                         read += entry.size
                         count(read)
             except (tarfile.TarError, OSError) as error:

@@ -8,7 +8,7 @@ import os
 import posixpath
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,9 +19,9 @@ from cluster.agent import scripts
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.inventory import DATA_DIR
 from cluster.spec.model import Machine
-from cluster.transport import parallel, reach
+from cluster.transport import inside, parallel, reach
 from cluster.transport.process import interruptible
-from cluster.transport.rsync import EXCLUDED, PREFIX, Rsync, at, error_of, no_rsync, reason
+from cluster.transport.rsync import EXCLUDED, FROM_NODE, PREFIX, Rsync, at, error_of, no_rsync, reason
 
 #: The state of a mirror: missing, a copy, a link to the shared folder, a link to another folder.
 State = Literal["none", "copy", "common", "elsewhere"]
@@ -206,31 +206,63 @@ def links_leading_out(folder: str) -> tuple[str, ...]:
     return tuple(sorted(out))
 
 
-def collect(node: Machine, remote_folder: str, local_folder: str, exclude: Sequence[str] = ()) -> Synced:
+def collect(
+    node: Machine, remote_folder: str, local_folder: str, exclude: Sequence[str] = (), *, run_dir: str = ""
+) -> Synced:
     """Fetch the files of a node's folder that differ here in size or time and match no pattern of `exclude`.
 
-    The patterns are rsync's: `*.tmp` and `ranks` match names at any depth. No local file is removed. Raises
-    NoFolderError if the folder does not exist, ClusterError naming the node for other failures.
+    The patterns are rsync's: `*.tmp` and `ranks` match names at any depth. No local file is removed. `local_folder` is
+    `run_dir` (default) or below it. Raises NoFolderError if the folder does not exist, ClusterError naming the node for
+    other failures, also if links that lead out of the folder were left out.
     """
     began = time.monotonic()
     source = remote_folder.rstrip("/")
     # Test over the open connection first: most nodes of a job have nothing to fetch.
     if reach(node).run(["test", "-d", source]).code:
         raise NoFolderError(f"{node.name}: {source}: no such folder")
-    try:
-        Path(local_folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
-    options = ["--perms", *(f"--exclude={pattern}" for pattern in exclude)]
-    run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{local_folder}/"])
-    failures = f"this machine: {local_folder} cannot be written", f"{node.name}: {source} cannot be read"
-    interruptible(lambda: run(*failures, may_vanish=True))  # a running job removes files
+    options = [f"--exclude={pattern}" for pattern in exclude]
+    run = fetch(node, source, local_folder, run_dir or local_folder, options, may_vanish=True)  # jobs remove files
     files = sum(change[1] in "fL" for change, _, _ in run.changes)
+    refuse_links(node, source, run.links_out)
     return Synced(node.name, "rsync" if files else "same", files, run.moved, seconds=time.monotonic() - began)
 
 
+def fetch(
+    node: Machine, source: str, target: str, run_dir: str, options: Sequence[str], *, may_vanish: bool = False
+) -> Rsync:
+    """Copy a node's folder to the folder `target` in `run_dir`, and nowhere else. Return the run of rsync.
+
+    Links that lead out are left out; `links_out` of the run has them. Raises ClusterError, also if `target` leads out.
+    """
+    inside.check(target, run_dir)
+    try:
+        Path(target).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterError(f"this machine: {error.filename} cannot be written: {error.strerror}") from error
+    run = Rsync(node, [*FROM_NODE, *options, "--", f"{at(node)}{source}/", f"{os.path.realpath(target)}/"])
+    failures = f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read"
+    interruptible(lambda: run(*failures, may_vanish=may_vanish))
+    # rsync judges the text of a link. Through another link, the same text may lead out.
+    for link in (Path(target, name) for change, _, name in run.changes if change[1] == "L"):
+        with suppress(OSError):  # another process has removed or replaced it
+            if inside.leads_out(link, run_dir):
+                run.links_out[str(link.relative_to(target))] = str(link.readlink())
+                link.unlink()
+    return run
+
+
+def refuse_links(node: Machine, source: str, links: Mapping[str, str]) -> None:
+    """Raise ClusterError if links of a node's folder were left out."""
+    if links:
+        name, target = next(iter(links.items()))
+        more = f", and {len(links) - 1} more" if len(links) > 1 else ""
+        what = f"{node.name}: {source} was not copied completely: {name} -> {target} leads out of the folder{more}"
+        raise ClusterError(what, "have the job write a file there, not a link")
+
+
 def send(node: Machine, file: Path, remote_folder: str) -> None:
-    """Send a local file into a folder of the node. Raise ClusterError naming the node if that fails."""
+    """Send a file of a run directory into a folder of the node. Raise ClusterError naming the node if that fails."""
+    inside.check(file, file.parent)
     run = Rsync(node, ["--perms", "--copy-links", "--", str(file), f"{at(node)}{remote_folder}/"])
     failures = f"{node.name}: {remote_folder} cannot be written", f"this machine: {file} cannot be read"
     interruptible(lambda: run(*failures))

@@ -30,6 +30,9 @@ _OPTIONS = (
     *(f"--exclude={name}" for name in EXCLUDED),
     f"--filter=: {RUNS_MARK}",
 )
+#: What comes from a node is not trusted: no links that lead out, nor files that others may write or that run as their
+#: owner. `name` has rsync name the links.
+FROM_NODE = ("--safe-links", "--info=name", "--perms", "--chmod=u+rwX,o-w,ug-s,o-t")
 #: rsync's exit codes: source files vanished during the transfer; the connection failed.
 VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
 #: Two runs to one folder share the folder of incomplete transfers: the other one has used up a file of it.
@@ -38,6 +41,8 @@ _CONFLICT = "got a block match with no basis file"
 _BUSY_S = 20.0
 #: A line of `--out-format`: the eleven letters of an itemized change, the size, the name.
 _CHANGE = re.compile(r"(\*deleting  |[<>ch.][fdLDS]\S{9}) (\d+) (.*)")
+#: A line of `--safe-links`: the name of a link, and its target.
+_UNSAFE = re.compile(r'ignoring unsafe symlink "(.*)" -> "(.*)"')
 
 #: Lines that only follow from the reason, which stands before them.
 _CONSEQUENCE = re.compile(
@@ -71,7 +76,7 @@ def at(node: Machine) -> str:
 
 
 class Rsync:
-    """A run of rsync: exit code, stderr, changes, and transferred bytes."""
+    """A run of rsync: exit code, stderr, changes, transferred bytes, and the targets of links that were left out."""
 
     def __init__(self, node: Machine, words: Sequence[str], sent: Callable[[int], None] = lambda _: None) -> None:
         self._node, self._sent = node, sent
@@ -80,6 +85,7 @@ class Rsync:
         self._argv = ["rsync", *_OPTIONS, *(remote if node.login else []), *words]
         self.code, self.errors, self.moved = 0, "", 0
         self.changes: list[tuple[str, int, str]] = []
+        self.links_out: dict[str, str] = {}
 
     def __call__(self, receiver: str, sender: str, *, may_vanish: bool = False) -> None:
         """Run rsync, and retry if sshd refuses the connection because of MaxStartups, or after a conflict.
@@ -138,12 +144,17 @@ class Rsync:
 
     def _read(self, line: str) -> None:
         if found := _CHANGE.fullmatch(line):
-            name = re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), os.fsencode(found[3]))
-            self.changes.append((found[1], int(found[2]), os.fsdecode(name)))
+            self.changes.append((found[1], int(found[2]), _unescaped(found[3])))
+        elif found := _UNSAFE.fullmatch(line):
+            self.links_out[_unescaped(found[1])] = _unescaped(found[2])
         elif found := re.match(r"\s*(\d+)\s+\d+%", line):
             self._sent(int(found[1]))
         elif found := re.match(r"Total bytes (?:sent|received): (\d+)", line):
             self.moved = max(self.moved, int(found[1]))
+
+
+def _unescaped(text: str) -> str:
+    return os.fsdecode(re.sub(rb"\\#(\d{3})", lambda octal: bytes([int(octal[1], 8)]), os.fsencode(text)))
 
 
 def error_of(failed: str, errors: str) -> ClusterError:

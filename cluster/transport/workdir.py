@@ -101,10 +101,18 @@ def fetch(plan: Plan, node: Machine) -> None:
     source, target = f"{plan.dir_on(node)}/{WORKDIR}", f"{plan.run_dir}/{WORKDIR}"
     if reach(node).run(["test", "-d", source]).code:
         return
-    options = ["--perms", "--prune-empty-dirs", f"--compare-dest={plan.workdir}"]
-    run = Rsync(node, [*options, "--", f"{at(node)}{source}/", f"{target}/"])
-    failures = f"this machine: {target} cannot be written", f"{node.name}: {source} cannot be read"
-    interruptible(lambda: run(*failures))
+    run = files.fetch(node, source, target, plan.run_dir, ["--prune-empty-dirs", f"--compare-dest={plan.workdir}"])
+    # The user's own links may lead out: the node got them as they are, and has only sent them back.
+    files.refuse_links(
+        node, source, {name: to for name, to in run.links_out.items() if not _is_link(f"{plan.workdir}/{name}", to)}
+    )
+
+
+def _is_link(path: str, target: str) -> bool:
+    try:
+        return str(Path(path).readlink()) == target
+    except OSError:
+        return False
 
 
 def commit(folder: str) -> str:

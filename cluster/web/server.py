@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import os
 import re
 import secrets
 import socket
@@ -18,7 +19,7 @@ from html import escape
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -26,6 +27,7 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord
 from cluster.store import JobStore
 from cluster.supervisor import page
+from cluster.transport import inside
 from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines
 
 #: A comment in each stream at this interval finds the connections that a browser has closed.
@@ -251,14 +253,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, record: JobRecord, name: str) -> None:
         """Send a file of the run directory."""
-        folder = Path(record.plan.run_dir).resolve()
-        path = (folder / name.lstrip("/")).resolve() if "\0" not in name else folder
-        if not path.is_relative_to(folder) or not path.is_file():
+        try:
+            opened = inside.open_file(record.plan.run_dir, name.lstrip("/"))
+        except (OSError, ValueError):  # ValueError: a name with a zero byte
             self._refuse(HTTPStatus.NOT_FOUND, "no such file")
             return
-        kind = _TYPES.get(path.suffix, "application/octet-stream")
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        kind = _TYPES.get(PurePath(name).suffix, "application/octet-stream")
+        with opened as file:
+            size = os.fstat(file.fileno()).st_size
             self._head(f"{kind}; charset=utf-8" if kind == "text/plain" else kind, "default-src 'none'; sandbox", size)
             while data := file.read(min(size, 1 << 20)):  # not more than announced, of a file that grows
                 self.wfile.write(data)

@@ -14,6 +14,7 @@ from cluster.store import JobStore
 from cluster.supervisor import jobs, page
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.report import seconds
+from cluster.transport import inside
 
 POLL_S = 1.0
 #: Lines of a log, or of a search in it, that the page shows at first.
@@ -144,6 +145,7 @@ def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[l
     An empty list means that nothing is new.
     """
     wanted, attempt, offset, rest = query.casefold(), 1, 0, b""
+    refused: set[Path] = set()
     lines: deque[str] = deque(maxlen=_LOG_LINES)
     version, is_first = -1, True
     with watch:
@@ -153,7 +155,12 @@ def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[l
                 path = run_dir / f"attempt-{attempt}" / f"{node}.log"
                 if offset == 0 and not wanted and newest > 1 and path.exists():
                     lines.append(f"--- attempt {attempt} ---")
-                offset, rest = _read(path, offset, rest, wanted, lines)
+                try:
+                    offset, rest = _read(run_dir, path, offset, rest, wanted, lines)
+                except OSError as error:
+                    if error.errno in inside.REFUSED and path not in refused:
+                        refused.add(path)
+                        lines.append(f"{path.name} is not read: it {error.strerror}")
                 if attempt == newest:
                     break
                 attempt, offset, rest = attempt + 1, 0, b""
@@ -165,18 +172,18 @@ def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[l
             yield []
 
 
-def _read(path: Path, offset: int, rest: bytes, wanted: str, lines: deque[str]) -> tuple[int, bytes]:
-    """Append the lines of a log after `offset` that have `wanted`. Return the new offset and the incomplete line."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while chunk := file.read(1 << 20):
-                offset += len(chunk)
-                *complete, rest = (rest + chunk).split(b"\n")
-                for line in complete:
-                    text = line.decode(errors="replace").rstrip("\r")
-                    if "::cluster {" not in text and (not wanted or wanted in text.casefold()):
-                        lines.append(text)
-    except OSError:
-        pass
+def _read(run_dir: Path, path: Path, offset: int, rest: bytes, wanted: str, lines: deque[str]) -> tuple[int, bytes]:
+    """Append the lines of a log after `offset` that have `wanted`. Return the new offset and the incomplete line.
+
+    Raises OSError if the log does not exist yet, or leads out of the run directory.
+    """
+    with inside.open_file(run_dir, path) as file:
+        file.seek(offset)
+        while chunk := file.read(1 << 20):
+            offset += len(chunk)
+            *complete, rest = (rest + chunk).split(b"\n")
+            for line in complete:
+                text = line.decode(errors="replace").rstrip("\r")
+                if "::cluster {" not in text and (not wanted or wanted in text.casefold()):
+                    lines.append(text)
     return offset, rest

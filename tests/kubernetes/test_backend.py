@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends import logs
+from cluster.backends import log_files, logs
 from cluster.backends.base import FoundJob
 from cluster.backends.kubernetes import KubernetesBackend, pods
 from cluster.errors import ClusterError, GpusHeldError, NameTakenError, UsageError
@@ -45,7 +45,7 @@ class FollowedJob:
 
     def __post_init__(self):
         self.view = job_state.start(self.plan, time.time())
-        self.reader = logs.Reader(self.plan)
+        self.reader = log_files.Reader(self.plan)
 
     def step(self):
         self.notes += self.backend.tend(JobRecord(self.plan, time.time(), self.job))

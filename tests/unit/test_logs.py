@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.backends import BACKENDS, logs
+from cluster.backends import BACKENDS, log_files, logs
 from cluster.spec.model import Job
 
 
 def test_lines_come_once_and_whole_however_the_bytes_are_cut(tmp_path):
     plan = BACKENDS["local"].plan(Job("job", ("x.py",), 1, 1, str(tmp_path)), attempt=1, port=20000)
-    reader = logs.Reader(plan)
+    reader = log_files.Reader(plan)
     assert reader.lines() == []  # no log yet
     Path(plan.attempt_dir).mkdir(parents=True)
     seen = []
@@ -45,9 +45,11 @@ def test_a_number_that_is_none_is_zero():
 
 
 def test_of_two_that_copy_a_piece_of_a_log_the_later_adds_what_is_missing(tmp_path):
-    copy = tmp_path / "a.log"
+    plan = BACKENDS["local"].plan(Job("job", ("x.py",), 1, 1, str(tmp_path)), attempt=1, port=20000)
+    Path(plan.attempt_dir).mkdir(parents=True)
+    copy = Path(plan.attempt_dir, "a.log")
     copy.write_bytes(b"first ")
-    other = threading.Thread(target=logs.append, args=(copy, 6, b"second third"))
+    other = threading.Thread(target=log_files.append, args=(plan, copy, 6, b"second third"))
     with copy.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         other.start()

@@ -470,14 +470,15 @@ class KubernetesBackend(Backend):
             logs_of = f"attempt-{plan.attempt}/ranks/{ranks[pod].name}"
             fetch = partial(files.fetch, client, pod, python)
             if pod != readable[0]:
-                fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}")
+                fetch(f"{folder}/{logs_of}", f"{plan.run_dir}/{logs_of}", run_dir=plan.run_dir)
                 return
             # An earlier job of this name may have left attempts in the volume that this job has yet to make.
             later = (f"/attempt-{number}" for number in range(plan.attempt + 1, plan.job.max_restarts + 2))
-            fetch(folder, plan.run_dir, excluded=(*monitor._STATE, f"/{WORKDIR}", *later))
+            fetch(folder, plan.run_dir, excluded=(*monitor.NOT_RESULTS, f"/{WORKDIR}", *later))
             if plan.workdir:
                 since = states[pod].started_at
-                fetch(plan.workdir, f"{plan.run_dir}/{WORKDIR}", since=since, compare=plan.workdir)
+                target = f"{plan.run_dir}/{WORKDIR}"
+                fetch(plan.workdir, target, since=since, compare=plan.workdir, run_dir=plan.run_dir)
 
         copied = interruptible(lambda: parallel.each(readable, copy))
         failures = [f"not copied: {error.message}" for error in copied.values() if isinstance(error, ClusterError)]

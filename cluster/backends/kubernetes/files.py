@@ -11,16 +11,18 @@ import json
 import os
 import re
 import tarfile
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
 from typing import IO
 
 from cluster.agent import scripts
 from cluster.backends.kubernetes.kubectl import Kubectl
 from cluster.errors import ClusterError, LaunchError, UnreachableError
+from cluster.transport import inside
+from cluster.transport.archive import RefusedError, extract, time_ns
 from cluster.transport.rsync import EXCLUDED, PREFIX
 
 #: Where the volume with the files of the launching machine is mounted in the init container, and what says that all are
@@ -123,13 +125,16 @@ def fetch(
     excluded: Sequence[str] = (),
     since: float = 0.0,
     compare: str = "",
+    run_dir: str = "",
 ) -> int:
     """Copy the files of a pod's folder that differ here in size or time to the folder `target`; return their number.
 
     The patterns of `excluded` match names at any depth, or paths if they begin with `/`. Files that have not changed
     since the Unix time `since`, or that are the same in the folder `compare`, are not copied either. No local file is
-    removed. A folder that does not exist there is no error. Raises ClusterError; the files that are complete are kept.
+    removed. A folder that does not exist there is no error. `target` is the run directory `run_dir` (default) or below
+    it. Raises ClusterError; the files that are complete are kept.
     """
+    inside.check(target, run_dir or target)
     top = Path(target)
     asked = {"folder": source, "excluded": [*excluded, *EXCLUDED], "have": _have(top), "since": since}
     argv = [python, "-c", scripts.text("backends/kubernetes/in_pod/pack.py")]
@@ -145,12 +150,14 @@ def fetch(
                         complete = True
                     elif member.name == "ERROR":
                         errors.append(_content(archive, member).read().decode(errors="replace"))
+                    elif _is_excluded(member.name, excluded):  # its container was asked not to send it
+                        continue
                     elif not (compare and _is_same(Path(compare, member.name), member)):
-                        if _is_inside(member, top):
-                            _write(archive, member, top)
+                        try:
+                            extract(archive, member, top, PREFIX)
                             count += 1
-                        else:
-                            errors.append(f"{member.name} leads out of the folder")
+                        except RefusedError as error:
+                            errors.append(str(error))
             while process.stdout.read(_CHUNK):  # the padding of the archive
                 pass
         except tarfile.TarError:
@@ -165,6 +172,15 @@ def fetch(
         more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
         raise ClusterError(f"{pod}: {source} was not copied completely: {errors[0]}{more}")
     return count
+
+
+def _is_excluded(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a pattern matches a path in the archive or a folder on the way to it, as in in_pod/pack.py."""
+    path = PurePosixPath(name)
+    each = [f"/{above}" for above in (path, *path.parents)]
+    return any(
+        fnmatch(at if pattern[0] == "/" else at.rpartition("/")[2], pattern) for at in each for pattern in patterns
+    )
 
 
 def _have(top: Path) -> dict[str, list[int]]:
@@ -191,44 +207,7 @@ def _is_same(path: Path, member: tarfile.TarInfo) -> bool:
     if member.issym():
         return path.is_symlink() and str(path.readlink()) == member.linkname
     about = _time_and_size(path)
-    return about is not None and about[1] == member.size and abs(about[0] - _time_ns(member)) < _TIME_ERROR_NS
-
-
-def _time_ns(member: tarfile.TarInfo) -> int:
-    whole, _, rest = str(member.pax_headers.get("mtime", member.mtime)).partition(".")
-    return int(whole) * 10**9 + int(f"{rest:0<9}"[:9])
-
-
-def _is_inside(member: tarfile.TarInfo, top: Path) -> bool:
-    """Return whether a member is a file below `top`, or a link to one there.
-
-    A job decides what its archive contains, so neither names nor links are trusted. `tarfile.data_filter` does the
-    same, but not every patch release of Python 3.10 and 3.11 has it, and it does not replace files as a whole.
-    """
-    path = top / member.name
-    parent, root = path.parent.resolve(), top.resolve()
-    if member.issym() and not (parent / member.linkname).resolve().is_relative_to(root):
-        return False
-    return (member.isreg() or member.issym()) and ".." not in path.parts and parent.is_relative_to(root)
-
-
-def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, top: Path) -> None:
-    """Write a member below `top`, and give it its name only when it is complete."""
-    path = top / member.name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    time_ns = _time_ns(member)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=path.parent) as folder:
-        partial = Path(folder, "file")
-        if member.issym():
-            partial.symlink_to(member.linkname)
-        else:
-            with partial.open("wb") as file:
-                content = _content(archive, member)
-                while chunk := content.read(_CHUNK):
-                    file.write(chunk)
-            partial.chmod(member.mode & 0o777 | 0o600)
-        os.utime(partial, ns=(time_ns, time_ns), follow_symlinks=False)
-        partial.replace(path)
+    return about is not None and about[1] == member.size and abs(about[0] - time_ns(member)) < _TIME_ERROR_NS
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:

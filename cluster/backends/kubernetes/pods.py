@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.backends import logs, monitor
+from cluster.backends import log_files, monitor
 from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
 from cluster.errors import ClusterError
@@ -134,7 +134,7 @@ class PodWatch:
         shown = b"".join(line for line in lines if contract.EVENT_MARK.encode() not in line)[-4096:]
         whole = text.encode()
         rest = whole[whole.find(shown) + len(shown) :] if shown in whole else whole
-        logs.append(copy, self._copied, rest)
+        log_files.append(self._plan, copy, self._copied, rest)
         self.is_complete = True
 
     def explained(self, status: NodeStatus) -> NodeStatus:
@@ -179,7 +179,7 @@ class PodWatch:
         except (ValueError, KeyError, TypeError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
-            logs.append(self._copy, at, chunk)
+            log_files.append(self._plan, self._copy, at, chunk)
         if len(chunk) == monitor.LOG_CHUNK:  # a node counts as exited once its whole log has been fetched
             return NodeStatus(self.name, "starting", events=monitor.events(agent))
         status = monitor.status(self.name, agent)

@@ -1,0 +1,59 @@
+"""Files of node logs in the run directory: appended to, and read as complete lines."""
+
+import contextlib
+import fcntl
+import io
+from pathlib import Path
+
+from cluster.spec.model import Plan
+from cluster.transport import inside
+
+
+def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
+    """Append `chunk`, which starts at offset `at`, to the copy of a log, less what another follower has appended.
+
+    Raises OSError, also if the copy has become a link that leads out of the run directory.
+    """
+    if not chunk:
+        return
+    with inside.open_file(plan.run_dir, copy, "ab") as file:
+        with contextlib.suppress(OSError):  # a file system without locks: two followers may write a line twice
+            fcntl.flock(file, fcntl.LOCK_EX)
+        written = file.seek(0, io.SEEK_END) - at
+        if 0 <= written < len(chunk):
+            file.write(chunk[written:])
+
+
+class Reader:
+    """Reads the growing logs of an attempt as complete lines."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._paths = {node.name: Path(plan.attempt_dir, f"{node.name}.log") for node in plan.nodes}
+        self._offsets = dict.fromkeys(self._paths, 0)
+        self._rest = dict.fromkeys(self._paths, b"")
+        self._run_dir = plan.run_dir
+        self._unreadable: set[str] = set()
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return (node, line) for each line that has been completed since the last call, in order per node.
+
+        Of a log that leads out of the run directory, the only line says so.
+        """
+        lines = []
+        for node, path in self._paths.items():
+            try:
+                with inside.open_file(self._run_dir, path) as file:
+                    file.seek(self._offsets[node])
+                    chunk = file.read()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno not in inside.REFUSED:
+                    raise
+                lines += [] if node in self._unreadable else [(node, f"{path.name} is not read: it {error.strerror}")]
+                self._unreadable.add(node)
+                continue
+            self._offsets[node] += len(chunk)
+            *complete, self._rest[node] = (self._rest[node] + chunk).split(b"\n")
+            lines += [(node, line.decode(errors="replace").rstrip("\r")) for line in complete]
+        return lines
