@@ -4,8 +4,12 @@
 # Sets `line` to the first line of the file $1; whether it has one.
 first_line() {
     line=
+    if [ ! -f "$1" ] || [ -L "$1" ]; then return 1; fi # a job may put a link or a FIFO in its place
     IFS= read -r line < "$1" || [ -n "$line" ]
 } 2>/dev/null
+
+# Prints the last line of the file $1, unless a job has put a link in its place.
+last_line() { dd if="$1" iflag=nofollow,nonblock status=none 2>/dev/null | tail -n 1; }
 
 # Whether the folder $1 is writable and its disk is not full.
 can_write() {
@@ -129,8 +133,8 @@ why() {
     room=$(no_room "$1")
     case $room:$2 in
         ?*:*) ;;
-        :gone | ":exit 73 "*) room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
-        *) [ -e "$1.json" ] || room=$(tail -n 1 "$1.err" 2>/dev/null) ;;
+        :gone | ":exit 73 "*) room=$(last_line "$1.err") ;;
+        *) [ -e "$1.json" ] || room=$(last_line "$1.err") ;;
     esac
     echo "$room"
 }

@@ -24,6 +24,13 @@ def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
             file.write(chunk[written:])
 
 
+def content(plan: Plan, copy: Path) -> bytes:
+    """Return the copy of a log; empty while there is none. Raises OSError if it leads out of the run directory."""
+    with contextlib.suppress(FileNotFoundError), inside.open_file(plan.run_dir, copy) as file:
+        return bytes(file.read())
+    return b""
+
+
 class Reader:
     """Reads the growing logs of an attempt as complete lines."""
 

@@ -128,20 +128,20 @@ class PodWatch:
             return
         except ClusterError:
             return
-        copy = self._copy
-        lines = copy.read_bytes()[self._begin :].splitlines(keepends=True) if copy.exists() else []
+        lines = log_files.content(self._plan, self._copy)[self._begin :].splitlines(keepends=True)
         # The container's output is the log without events.
         shown = b"".join(line for line in lines if contract.EVENT_MARK.encode() not in line)[-4096:]
         whole = text.encode()
         rest = whole[whole.find(shown) + len(shown) :] if shown in whole else whole
-        log_files.append(self._plan, copy, self._copied, rest)
+        log_files.append(self._plan, self._copy, self._copied, rest)
         self.is_complete = True
 
     def explained(self, status: NodeStatus) -> NodeStatus:
         """Return the status of a container that ended before its agent said anything, with the last line it printed."""
-        if status.phase != "exited" or not status.exit_code or self.answer is not None or not self._copy.exists():
+        if status.phase != "exited" or not status.exit_code or self.answer is not None:
             return status
-        lines = [line for line in self._copy.read_text(errors="replace").splitlines() if line.strip()]
+        text = log_files.content(self._plan, self._copy).decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         return replace(status, detail=f"{status.detail}: {lines[-1]}") if lines else status
 
     @property
