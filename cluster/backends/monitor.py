@@ -384,16 +384,13 @@ def collect(plan: Plan) -> list[str]:
         ]
         if plan.workdir:
             copies.append(functools.partial(workdir.fetch, plan, source))
-        errors_here = []
         for copy in copies:  # also if the one before was not complete
             try:
                 copy()
             except ClusterError as error:
-                errors_here.append(f"not copied: {error.message}")
+                failures.append(f"not copied: {error.message}")
                 if isinstance(error, UnreachableError):
-                    break
-        if errors_here:
-            return [*failures, *errors_here]
+                    return failures
         if source != plan.nodes[0].machine:
             failures.append(f"the results here come from {source.name}")
     return failures

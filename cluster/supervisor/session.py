@@ -123,8 +123,8 @@ def copy(
         try:
             Path(partial, target.name).rename(target)
         except FileNotFoundError:
-            why = refused[0] if refused else "was removed while it was being copied"
-            raise ClusterError(f"{node.name}: {path}: {why}") from None
+            why = refused[0] if refused else f"{path} was removed while it was being copied"
+            raise ClusterError(f"{node.name}: {why}") from None
     for text in refused:
         left_out(text)
     return target
@@ -139,7 +139,7 @@ def _copy_here(run_dir: str, path: str, target: Path, left_out: Callable[[str], 
             return
         for where, folders, names in os.walk(source):
             copied = target / os.path.relpath(where, source)
-            copied.mkdir()
+            copied.mkdir(mode=Path(where).stat().st_mode & 0o777 | 0o700)
             for each in (Path(where, name) for name in (*folders, *names)):
                 if not each.is_symlink():
                     if each.name in names:

@@ -224,7 +224,9 @@ class Supervisor:
             return
         source = max((host for host in retired if host.name in found), key=lambda host: found[host.name])
         not_checkpoint = ("attempt-*", "events.*", "labels*", "results*", "train_*", "previous*", "before*")
-        files.collect(source, plan.dir_on(source), plan.run_dir, not_checkpoint)
+        # Not `collect`: a link that is left out is no reason to give the job up.
+        without = [f"--exclude={pattern}" for pattern in not_checkpoint]
+        files.fetch(source, plan.dir_on(source), plan.run_dir, plan.run_dir, without, may_vanish=True)
         files.send(first, Path(plan.run_dir, contract.LAST_CHECKPOINT), plan.dir_on(first))
         self.show.note(f"copied the newest checkpoint from {source.name} to {first.name}")
 

@@ -395,6 +395,7 @@ def keeping(machines, sshd):
         "if os.environ['CLUSTER_ATTEMPT'] != '1':\n"
         "    sys.exit(print('resumes from', last.read_text()))\n"
         "last.write_text('epoch 7')\n"
+        "last.with_name('data').symlink_to('/etc')\n"  # it is left out, and nothing else
         "event = {'event': 'progress', 'node': 0, 'time': time.time(), 'epoch': 7, 'step': 3}\n"
         "print('::cluster ' + json.dumps(event), flush=True)\n"
         "print('kept', flush=True)\n"
