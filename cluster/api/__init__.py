@@ -5,25 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec.model import Inventory, JobRecord
 from cluster.store import JobStore
 
-if TYPE_CHECKING:
-    from cluster.backends.logs import Event
-
 
 @dataclass(frozen=True)
 class JobResult:
-    """The end of a job: `outcome` is done, failed or stopped; `exit_code` is as for `clusterctl launch`."""
+    """The end of a job: `outcome` is done, failed or stopped; `exit_code` is as for `clusterctl launch`.
+
+    `metric` has the fields of the event `done`, or else of the newest event `metric` (docs/reference/contract.md).
+    """
 
     outcome: str
     exit_code: int
     why: str
-    metric: Event | None
+    metric: Mapping[str, object] | None
 
 
 class Launched:
@@ -52,9 +51,10 @@ class Launched:
         outcome, problems = jobs.finish(follower, records)
         _note(*problems)
         view = follower.view
+        scored = view.done or view.metric
         record = records.load(self.name)
         why = "; ".join(text for text in (report.cause(view, follower.verdict) or record.detail, refusal) if text)
-        return JobResult(outcome, record.exit_code, why, view.done or view.metric)
+        return JobResult(outcome, record.exit_code, why, scored.as_json() if scored else None)
 
     def state(self) -> str:
         """Return joining, running, done, failed or stopped."""

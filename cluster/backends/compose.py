@@ -22,6 +22,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import how_to_get
 from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
+from cluster.spec.status import parse
 from cluster.transport import Completed, LocalShell, inside
 
 #: The mount target of the job's run root.
@@ -239,8 +240,8 @@ def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatu
     text = ""
     with contextlib.suppress(OSError), inside.open_file(plan.run_dir, Path(plan.attempt_dir, f"{name}.json")) as file:
         text = file.read().decode(errors="replace")
-    agent = monitor.fields(text)
-    if agent.get("phase") == "exited":
+    agent = parse(text)
+    if agent.has_exited:
         return monitor.status(name, agent)
     if state is None:
         return NodeStatus(name, "lost", detail="its container is gone")

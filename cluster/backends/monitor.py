@@ -10,21 +10,20 @@ it. `AwakeClock` returns the awake time as seconds since 1970. Every timeout of 
 import base64
 import contextlib
 import functools
-import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from cluster import contract
 from cluster.agent import scripts
-from cluster.backends import log_files, logs
+from cluster.backends import log_files
 from cluster.backends.script import attempt_dir
 from cluster.errors import ClusterError, SlowError, UnreachableError
 from cluster.spec.model import WORKDIR, Machine, NodeStatus, Phase, Plan
+from cluster.spec.status import AgentStatus, from_exit_file, parse
 from cluster.transport import Shell, files, parallel, reach, workdir
 from cluster.transport.process import interruptible
 
@@ -286,7 +285,7 @@ def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str |
     each = [word for node in nodes for word in (attempt_dir(plan, machine), node.name, str(sizes.get(node.name, "")))]
     command = scripts.command(script, *each, most=LOG_CHUNK, **more)
     done = reach(machine).run(command, timeout_s=_POLL_TIMEOUT_S)
-    lines = done.out.splitlines()
+    lines = done.out.removesuffix("\n").split("\n")  # not splitlines: a status may have other ends of lines
     if len(lines) != head + 4 * len(nodes):
         raise UnreachableError(f"{machine.name}: {done.last_line}")
     found = {}
@@ -296,43 +295,40 @@ def poll(plan: Plan, machine: Machine, script: str, head: int = 0, **more: str |
         if node.name in copies:
             log_files.append(plan, copies[node.name], sizes[node.name], chunk)
         if len(chunk) < LOG_CHUNK:
-            found[node.name] = status(node.name, fields(agent), state, why)
+            found[node.name] = status(node.name, parse(agent), state, why)
         else:  # a node counts as exited once its whole log has been fetched
-            found[node.name] = NodeStatus(node.name, "starting", events=events(fields(agent)))
+            found[node.name] = NodeStatus(node.name, "starting", events=parse(agent).events or ())
     return lines[:head], found
 
 
-def status(name: str, agent: Mapping[str, Any], state: str = "", why: str = "") -> NodeStatus:
+def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> NodeStatus:
     """Return a node's status from the agent's status file, the state of the node's script, and why that exited.
 
     `state` is `exit CODE TIME`, `alive`, `gone`, `starting` or `no folder`.
     """
     word, _, rest = state.partition(" ")
-    if agent.get("phase") == "exited":
-        code, at = int(agent["exit_code"]), float(agent["ended_at"])
-        failure = agent.get("failure")
-        detail = str(agent.get("reason", "")) if code else ""
-        if failure:
-            detail = "" if failure["rank"] is not None else str(failure["error"])
-        return NodeStatus(name, "exited", code, detail, at, failure=failure, events=events(agent))
-    if word == "exit":
-        code_text, at_text = rest.split()[:2]  # the runtime failed before the agent started
-        return NodeStatus(name, "exited", int(code_text), why, float(at_text))
+    events = agent.events or ()
+    if agent.has_exited:
+        detail = (agent.reason or "") if agent.exit_code else ""
+        if failure := agent.failure:
+            detail = "" if failure.rank is not None else failure.error
+        return NodeStatus(name, "exited", agent.exit_code, detail, agent.ended_at, failure=failure, events=events)
+    if word == "exit":  # the runtime failed before the agent started
+        code, at = from_exit_file(rest)
+        return NodeStatus(name, "exited", code, why, at)
     if word == "no":
         return NodeStatus(name, "lost", detail="its folder does not exist")
     if word == "gone":
         detail = "its script exited without an exit code" + (f": {why}" if why else "")
         return NodeStatus(name, "lost", detail=detail)
-    phase: Phase = "setup" if agent.get("phase") == "setup" else "starting"
-    stall, heartbeat = tuple(agent.get("stall") or ()), float(agent.get("heartbeat") or 0.0)
     return NodeStatus(
         name,
-        phase,
-        stall=stall,
-        leaving=tuple(agent.get("leaving") or ()),
-        usage=agent.get("usage"),
-        events=events(agent),
-        heartbeat=heartbeat,
+        "setup" if agent.phase == "setup" else "starting",
+        stall=agent.stall or (),
+        leaving=agent.leaving or (),
+        usage=agent.usage,
+        events=events,
+        heartbeat=agent.heartbeat or 0.0,
     )
 
 
@@ -394,18 +390,3 @@ def collect(plan: Plan) -> list[str]:
         if source != plan.nodes[0].machine:
             failures.append(f"the results here come from {source.name}")
     return failures
-
-
-def events(agent: Mapping[str, Any]) -> tuple[logs.Event, ...]:
-    """Return the events in the status of an agent, without malformed ones."""
-    found = agent.get("events")
-    return tuple(filter(logs.is_event, found.values())) if isinstance(found, dict) else ()
-
-
-def fields(text: str) -> Mapping[str, Any]:
-    """Parse the status file of an agent; empty while the file does not exist."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}

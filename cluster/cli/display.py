@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from cluster.backends.logs import number
+from cluster.agent.app.node_agent.events import Progress
 from cluster.backends.monitor import AwakeClock
 from cluster.spec.model import Phase, Plan
 from cluster.supervisor import report
@@ -47,10 +47,10 @@ def header(plan: Plan) -> str:
 
 def joined(view: JobView, plan: Plan) -> str:
     """Format the end of the rendezvous: `2/2 nodes ready   world size 4   gloo   9.8 s`."""
-    ready = {"world_size": plan.job.world_size, "backend": "ready: the ranks started and the master is reachable"}
-    ready |= view.ready or {}
-    words = (f"{view.ready_count}/{len(view.nodes)} nodes ready", f"world size {ready['world_size']}", ready["backend"])
-    return "   ".join([*map(str, words), seconds(view.joined_after_s or 0.0)])
+    world_size = (view.ready and view.ready.world_size) or plan.job.world_size
+    backend = (view.ready and view.ready.backend) or "ready: the ranks started and the master is reachable"
+    words = (f"{view.ready_count}/{len(view.nodes)} nodes ready", f"world size {world_size}", backend)
+    return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
 
 
 def node_table(view: JobView, plan: Plan, now: float) -> Table:
@@ -67,15 +67,25 @@ def node_table(view: JobView, plan: Plan, now: float) -> Table:
     return table
 
 
-def progress_line(progress: dict[str, Any], width: int) -> RenderableType:
-    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 images/s   epoch ends in 0:06`."""
-    steps, step = max(1, round(number(progress, "steps"))), round(number(progress, "step"))
-    eta_s = round(number(progress, "eta_s"))
-    words = f"{100 * step // steps:3d} %   loss {number(progress, 'loss'):.2f}"
-    words += f"   {number(progress, 'images_per_s'):.0f} images/s   epoch ends in {eta_s // 60}:{eta_s % 60:02d}"
-    bar = ProgressBar(total=steps, completed=step, width=max(10, min(40, width - 75)))
+def progress_line(progress: Progress, width: int) -> RenderableType:
+    """Format the progress: `epoch 7/12  ━━━━━━  62 %   loss 1.83   214 images/s   epoch ends in 0:06`.
+
+    What the program did not report is left out.
+    """
+    steps, step = progress.steps, progress.step or 0
+    epoch = "" if progress.epoch is None else f"epoch {progress.epoch}"
+    words = [f"{100 * step // steps:3d} %" if steps else ""]
+    if progress.loss is not None:
+        words.append(f"loss {progress.loss:.2f}")
+    if progress.images_per_s is not None:
+        words.append(f"{progress.images_per_s:.0f} images/s")
+    if progress.eta_s is not None:
+        minutes, rest = divmod(round(progress.eta_s), 60)
+        words.append(f"epoch ends in {minutes}:{rest:02d}")
+    bar = ProgressBar(total=steps or 1, completed=step if steps else 0, width=max(10, min(40, width - 75)))
     line = Table.grid(padding=(0, 2, 0, 0))
-    line.add_row(f"epoch {progress.get('epoch')}/{progress.get('epochs')}", bar, words)
+    epochs = f"/{progress.epochs}" if epoch and progress.epochs is not None else ""
+    line.add_row(epoch + epochs, bar, "   ".join(filter(None, words)))
     return line
 
 
@@ -88,13 +98,13 @@ class UsageTable:
     def add(self, view: JobView) -> None:
         """Add the newest sample of each node."""
         for node in view.nodes:
-            ranks = (node.usage or {}).get("ranks", ())
+            ranks = node.usage.ranks if node.usage else ()
             for row in ranks:
-                self._append(row["rank"], row["use"] if row.get("use") is not None else 100 * row["cpu"])
+                self._append(row.rank, row.use if row.use is not None else 100 * row.cpu)
             if ranks:
-                self._append(node.name, sum(self._past[row["rank"]][-1] for row in ranks))
+                self._append(node.name, sum(self._past[row.rank][-1] for row in ranks))
         if view.progress is not None:
-            self._append("images_per_s", number(view.progress, "images_per_s"))
+            self._append("images_per_s", view.progress.images_per_s or 0.0)
 
     def _append(self, key: object, value: float) -> None:
         self._past.setdefault(key, deque(maxlen=_SPARKS)).append(value)
@@ -107,8 +117,7 @@ class UsageTable:
 
     def table(self, view: JobView, *, by_rank: bool = True) -> Table:
         """Return a table with a row per rank, or per node. `host` is the memory in use on the machine."""
-        samples = [(node, node.usage or {}) for node in view.nodes]
-        has_gpus = any("gpu" in row for _, usage in samples for row in usage.get("ranks", ()))
+        has_gpus = any(row.gpu is not None for node in view.nodes if node.usage for row in node.usage.ranks)
         titles = [
             *(["rank"] if by_rank else []),
             "CPU",
@@ -118,24 +127,24 @@ class UsageTable:
         ]
         columns = [Column(title, justify="right", no_wrap=True) for title in titles]
         table = Table("  node", *columns, Column("last minute", no_wrap=True), **PLAIN)
-        for node, usage in samples:
-            ranks = usage.get("ranks", [])
+        for node in view.nodes:
+            ranks, host = (node.usage.ranks, node.usage.host) if node.usage else ((), None)
             if not ranks:
                 table.add_row(f"  {node.name}", *[""] * len(titles), Text(node.phase, "dim"))
             for rows in [[row] for row in ranks] if by_rank else [ranks] if ranks else []:
-                cells = [str(rows[0]["rank"])] if by_rank else []
-                cells += [f"{sum(row['cpu'] for row in rows):.1f}", decimal(sum(row["rss"] for row in rows))]
-                cells.append(share(usage["host"]["total"] - usage["host"]["free"], usage["host"]["total"]))
+                cells = [str(rows[0].rank)] if by_rank else []
+                cells += [f"{sum(row.cpu for row in rows):.1f}", decimal(round(sum(row.rss for row in rows)))]
+                cells.append(share(host.total - host.free, host.total) if host else "")
                 if has_gpus:
-                    uses = [row["use"] for row in rows if row.get("use") is not None]
-                    held = [row for row in rows if row.get("memory") is not None]
-                    sums = [sum(row[key] for row in held) for key in ("memory", "memory_total")]
-                    cells += [f"{sum(uses) / len(uses):.0f} %" if uses else "", share(*sums) if held else ""]
-                table.add_row(f"  {node.name}", *cells, self.spark(rows[0]["rank"] if by_rank else node.name))
+                    uses = [row.use for row in rows if row.use is not None]
+                    held = [row for row in rows if row.has_memory]
+                    used, total = (sum(getattr(row, key) for row in held) for key in ("memory", "memory_total"))
+                    cells += [f"{sum(uses) / len(uses):.0f} %" if uses else "", share(used, total) if held else ""]
+                table.add_row(f"  {node.name}", *cells, self.spark(rows[0].rank if by_rank else node.name))
         return table
 
 
-def share(used: int, total: int) -> str:
+def share(used: float, total: float) -> str:
     """Format bytes of a total: `12.1/80.0 GB`."""
     return f"{used / 1e9:.1f}/{total / 1e9:.1f} GB"
 

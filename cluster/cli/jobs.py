@@ -181,8 +181,9 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     if as_json:
         keys = ("phase", "note", "exit_code")
         nodes = [{"node": node.name, **{key: getattr(node, key) for key in keys}} for node in view.nodes]
+        metric = view.metric and view.metric.as_json()
         about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}
-        print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": view.metric}))
+        print(json.dumps({**about, "supervisor": supervisor, "notes": kept, "nodes": nodes, "metric": metric}))
         return
     out = console()
     commit = record.commit and f"commit: {record.commit}"
@@ -193,7 +194,8 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
         print_line(out, f"supervisor: {supervisor}{hint}")
         out.print(node_table(view, record.plan, time.time()))
     if view.metric is not None:
-        print_line(out, report.scores(view.metric, f"epoch {view.metric.get('epoch')}"))
+        epoch = "newest epoch" if view.metric.epoch is None else f"epoch {view.metric.epoch}"
+        print_line(out, report.scores(view.metric, epoch))
     print_line(out, *kept[-_MOST_NOTES:])
     print_line(out, f"logs: {record.plan.attempt_dir}")
 
@@ -254,13 +256,18 @@ def top(
 
     def drawn() -> Group:
         view = observer.view
-        speed = f"   {view.progress['images_per_s']:.0f} images/s" if view.progress else ""
+        images_per_s = view.progress.images_per_s if view.progress else None
+        speed = "" if images_per_s is None else f"   {images_per_s:.0f} images/s"
         return Group(f"{header(observer.record.plan)}{speed}   {usage.spark('images_per_s')}", usage.table(view))
 
     sample()
     if as_json:
-        nodes = [{"node": node.name, "phase": node.phase, "usage": node.usage} for node in observer.view.nodes]
-        print(json.dumps({"job": job, "nodes": nodes, "progress": observer.view.progress}))
+        view = observer.view
+        nodes = [
+            {"node": node.name, "phase": node.phase, "usage": node.usage and node.usage.as_json()}
+            for node in view.nodes
+        ]
+        print(json.dumps({"job": job, "nodes": nodes, "progress": view.progress and view.progress.as_json()}))
     elif once or not out.is_terminal:
         out.print(drawn())
     else:

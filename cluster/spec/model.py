@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster import contract
+from cluster.agent.app.node_agent.events import Event
 from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
+from cluster.spec.status import Failure, StalledRank, Usage
 
 Phase = Literal["pending", "starting", "setup", "joining", "ready", "exited", "lost"]
 Device = Literal["cpu", "cuda", "any"]
@@ -284,8 +286,8 @@ class NodeStatus:
     """The state of a node as a backend observed it; `ended_at` is a Unix time, None while it runs or if unknown.
 
     `silent` says why and since when the machine does not answer, `where` on which host a Slurm node ran.
-    `failure` is the first failure among its ranks, from the agent: rank, time, error, hint, exit_code, secondary.
-    `stall` says where its ranks wait, if they make no progress: for each its rank, call, collective and place.
+    `failure` is the first failure among its ranks, from the agent.
+    `stall` says where its ranks wait, if they make no progress.
     `leaving` are the ranks that have not exited although the programs of all ranks of the node have ended well.
     `usage` has the CPU, memory and GPU use of its ranks, and the memory of its host.
     `events` are the last event of each kind that makes up the phase and progress of the node.
@@ -302,11 +304,11 @@ class NodeStatus:
     ended_at: float | None = None
     silent: str = ""
     where: str = ""
-    failure: Mapping[str, Any] | None = None
-    stall: tuple[Mapping[str, Any], ...] = ()
+    failure: Failure | None = None
+    stall: tuple[StalledRank, ...] = ()
     leaving: tuple[int, ...] = ()
-    usage: Mapping[str, Any] | None = None
-    events: tuple[dict[str, Any], ...] = ()
+    usage: Usage | None = None
+    events: tuple[Event, ...] = ()
     heartbeat: float = 0.0
     is_final: bool = False
     starts_over: bool = False

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from cluster import contract
-from cluster.backends import logs
-from cluster.backends.logs import Event
+from cluster.agent.app.node_agent.events import (
+    Checkpoint,
+    Done,
+    Event,
+    Heartbeat,
+    Joining,
+    Metric,
+    Progress,
+    Ready,
+    SettingUp,
+)
 from cluster.spec.model import NodeStatus, Phase, Plan
+from cluster.spec.status import Failure, StalledRank, Usage
 
 Verdict = Literal["waiting", "joined", "late", "stalled", "failed", "done"]
 
@@ -45,13 +54,13 @@ class NodeView:
     ended_at: float | None = None
     reached: bool = False
     silent: str = ""
-    progress: Event | None = None
-    failure: Mapping[str, Any] | None = None
-    stall: tuple[Mapping[str, Any], ...] = ()
+    progress: Progress | None = None
+    failure: Failure | None = None
+    stall: tuple[StalledRank, ...] = ()
     leaving: tuple[int, ...] = ()
     left_at: float | None = None
     where: str = ""
-    usage: Mapping[str, Any] | None = None
+    usage: Usage | None = None
     unanswered_since: float | None = None
     is_final: bool = False
 
@@ -69,16 +78,16 @@ class JobView:
     says_ready: bool = True
     started: float = 0.0
     joined_after_s: float | None = None
-    ready: Event | None = None
-    progress: Event | None = None
-    metrics: list[Event] = field(default_factory=list)
-    done: Event | None = None
+    ready: Ready | None = None
+    progress: Progress | None = None
+    metrics: list[Metric] = field(default_factory=list)
+    done: Done | None = None
     done_at: float | None = None
     progress_at: float | None = None
     timeout_from: float = 0.0
 
     @property
-    def metric(self) -> Event | None:
+    def metric(self) -> Metric | None:
         """The newest metric event."""
         return self.metrics[-1] if self.metrics else None
 
@@ -111,13 +120,13 @@ def fold(
     """
     for event in events:
         # The node's clock, within limits, so that `attach` shows the same durations as `launch`.
-        at = min(max(float(event.get("time", now)), view.started), now)
+        at = min(max(now if event.time is None else event.time, view.started), now)
         _fold_event(view, event, at)
-        if event["event"] in (contract.READY, contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+        if isinstance(event, Ready | Progress | Metric | Checkpoint):
             view.done_at = None
-        if event["event"] == contract.DONE and event.get("node") == 0:
+        if isinstance(event, Done) and event.node == 0:
             view.done_at = now
-        if event["event"] in (contract.PROGRESS, contract.METRIC, contract.CHECKPOINT):
+        if isinstance(event, Progress | Metric | Checkpoint):
             # Not `at`: a long log is read in parts, and later parts may have newer events.
             view.progress_at = now
         view.note_joined(at)
@@ -196,7 +205,7 @@ def failing(view: JobView) -> list[NodeView]:
 
 def is_secondary(node: NodeView) -> bool:
     """Return whether a node failed only because its ranks lost their peers."""
-    return bool(node.failure and node.failure.get("secondary"))
+    return bool(node.failure and node.failure.secondary)
 
 
 def missing(view: JobView) -> list[NodeView]:
@@ -208,8 +217,8 @@ def missing(view: JobView) -> list[NodeView]:
 def _failed_at(node: NodeView) -> float:
     if node.phase == "lost":  # the time is unknown; it counts as the first
         return 0.0
-    if node.failure is not None:
-        return float(node.failure["time"])
+    if node.failure is not None and node.failure.time is not None:
+        return node.failure.time
     return node.ended_at if node.ended_at is not None else float("inf")
 
 
@@ -235,43 +244,46 @@ def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
 
 
 def _fold_event(view: JobView, event: Event, now: float) -> None:
-    kind, index = event["event"], event.get("node")
-    if kind == contract.HEARTBEAT and view.progress_at is not None:
+    if isinstance(event, Heartbeat) and view.progress_at is not None:
         # Heartbeats also count validation batches, which print no progress event.
-        view.progress_at = max(view.progress_at, now - logs.number(event, "idle_s"))
-    if isinstance(index, int) and 0 <= index < len(view.nodes):
-        _fold_node_event(view.nodes[index], event, now, ready_on_port=not view.says_ready)
-    if kind == contract.READY:
+        view.progress_at = max(view.progress_at, now - (event.idle_s or 0.0))
+    if event.node is not None and event.node < len(view.nodes):
+        _fold_node_event(view.nodes[event.node], event, now, ready_on_port=not view.says_ready)
+    if isinstance(event, Ready):
         view.ready = view.ready or event
-    elif kind == contract.PROGRESS and index == 0:
+    elif isinstance(event, Progress) and event.node == 0:
         view.progress = event
-    elif kind == contract.METRIC:
+    elif isinstance(event, Metric):
         view.metrics.append(event)
-    elif kind == contract.DONE:
+    elif isinstance(event, Done):
         view.done = event
 
 
 def _fold_node_event(node: NodeView, event: Event, now: float, *, ready_on_port: bool) -> None:
-    kind = event["event"]
-    if kind == contract.PROGRESS:
+    if isinstance(event, Progress):
         node.progress = event
-    elif kind == contract.READY:
-        _advance(node, "ready", now, f"{event.get('device', '')} x {event.get('local_world_size', '')}".strip(" x"))
-    elif kind == contract.SETTING_UP:
+    elif isinstance(event, Ready):
+        ranks = "" if event.local_world_size is None else event.local_world_size
+        _advance(node, "ready", now, f"{event.device or ''} x {ranks}".strip(" x"))
+    elif isinstance(event, SettingUp):
         _advance(node, "setup", now, "")
-    elif kind == contract.JOINING:
-        master, why = event.get("master", "the master"), event.get("why")
-        if not event.get("reachable"):
-            _advance(node, "joining", now, f"cannot reach {master}: {why}")
-        elif ready_on_port:
-            node.reached = True
-            _advance(node, "ready", now, f"ranks started, {master} is reachable")
-        elif event.get("listening"):
-            node.reached = True
-            _advance(node, "joining", now, f"reached {master}")
-        else:  # rank 0 has not opened the port yet
-            note = node.note if node.phase != "pending" else ""  # where Slurm runs the node
-            _advance(node, "joining", now, f"{master} does not listen yet: {why}" if why else note)
+    elif isinstance(event, Joining):
+        _fold_joining(node, event, now, ready_on_port=ready_on_port)
+
+
+def _fold_joining(node: NodeView, event: Joining, now: float, *, ready_on_port: bool) -> None:
+    master = event.master or "the master"
+    if not event.reachable:
+        _advance(node, "joining", now, f"cannot reach {master}" + (f": {event.why}" if event.why else ""))
+    elif ready_on_port:
+        node.reached = True
+        _advance(node, "ready", now, f"ranks started, {master} is reachable")
+    elif event.listening:
+        node.reached = True
+        _advance(node, "joining", now, f"reached {master}")
+    else:  # rank 0 has not opened the port yet
+        note = node.note if node.phase != "pending" else ""  # where Slurm runs the node
+        _advance(node, "joining", now, f"{master} does not listen yet: {event.why}" if event.why else note)
 
 
 def _advance(node: NodeView, phase: Phase, now: float, note: str) -> None:

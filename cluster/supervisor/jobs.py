@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cluster import contract
+from cluster.agent.app.node_agent.events import Event, Metric
 from cluster.backends import BACKENDS, log_files, logs, monitor
 from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import JobRecord, Plan
@@ -73,7 +73,7 @@ class Follower:
         self.view = job_state.fold(self.view, statuses, events, now, patience_s)
         return texts
 
-    def read(self, *, everything: bool = False) -> tuple[list[logs.Event], list[tuple[str, str]]]:
+    def read(self, *, everything: bool = False) -> tuple[list[Event], list[tuple[str, str]]]:
         """Return the events and lines added to the local logs since the last call, without polling."""
         events, texts = [], []
         for node, line in self._reader.lines():
@@ -268,7 +268,7 @@ class Observer:
         lines: list[tuple[str, str]] = []
         if record.plan.attempt != self.record.plan.attempt:
             events, lines = self.follower.read(everything=everything)
-            metrics = [*self.view.metrics, *(event for event in events if event["event"] == contract.METRIC)]
+            metrics = [*self.view.metrics, *(event for event in events if isinstance(event, Metric))]
             self.follower = Follower(record)
             self.view.metrics = metrics
         self.record = record

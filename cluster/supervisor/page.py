@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from cluster.backends.logs import Event, number
+from cluster.agent.app.node_agent.events import number
 from cluster.spec.model import JobRecord, PastAttempt, Plan
+from cluster.spec.status import RankUsage
 from cluster.supervisor import notes, report
 from cluster.supervisor.job_state import JobView, failing
 from cluster.supervisor.report import SCORES, seconds
@@ -51,7 +52,7 @@ _IMAGES = ("*.png", "*.jpg")
 _PHASES = {"ready": "running", "lost": "failed", "joining": "joining", "setup": "joining", "starting": "joining"}
 MOST_RANKS = 16
 #: The samples of a job's ranks, by rank.
-Ranks = Mapping[int, Mapping[str, Any]]
+Ranks = Mapping[int, RankUsage]
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: #0550ae;
@@ -160,7 +161,7 @@ def sections(
         facts.append(("to run it again", f"<code>{escape(again)}</code>"))
     curves, newest = _results(run_dir, "results.csv")
     if not curves:
-        curves = _curves(view.metrics if view else [])
+        curves = _curves([{"epoch": each.epoch, **each.scores} for each in view.metrics] if view else [])
     images = [
         path
         for pattern in _IMAGES
@@ -185,18 +186,18 @@ def sections(
     return "\n".join(f"<section>{part}</section>" for part in parts)
 
 
-def _scores(view: JobView | None, newest: Event, took: str) -> str:
-    """Return the best epoch's scores or, while there is none, the newest; the epoch, and how long the job has run."""
-    metric = (view.metric if view else None) or newest
-    found = (view.done if view else None) or metric
-    cells = [
-        (title, f"{found[key]:.3f}")
-        for key, title in SCORES.items()
-        if isinstance(found.get(key), int | float) and math.isfinite(found[key])
-    ]
-    if epoch := number(metric, "epoch"):
-        epochs = number(metric, "epochs")
-        cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs:.0f}" if epochs else "")))
+def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> str:
+    """Return the best epoch's scores or, while there is none, the newest; the epoch, and how long the job has run.
+
+    `newest` are the newest values of results.csv, for a job without events.
+    """
+    metric = view.metric if view else None
+    scored = (view.done if view else None) or metric
+    found = scored.scores if scored else newest
+    cells = [(title, f"{value:.3f}") for key, title in SCORES.items() if (value := found.get(key)) is not None]
+    if epoch := metric.epoch if metric else newest.get("epoch"):
+        epochs = metric.epochs if metric else None
+        cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs}" if epochs else "")))
     cells.append(("duration", took))
     return '<dl class="scores">' + "".join(f"<div><dt>{name}<dd>{text}</div>" for name, text in cells) + "</dl>"
 
@@ -217,15 +218,22 @@ def _progress(view: JobView) -> str:
     progress = view.progress
     if not progress or view.done:
         return ""
-    epoch, epochs, step, steps, eta_s = (
-        number(progress, name) for name in ("epoch", "epochs", "step", "steps", "eta_s")
-    )
+    words = [
+        "" if progress.epoch is None else _of(f"epoch {progress.epoch}", progress.epochs),
+        "" if progress.step is None else _of(f"step {progress.step}", progress.steps),
+        "" if progress.loss is None else f"loss {progress.loss:.3f}",
+        "" if progress.images_per_s is None else f"{progress.images_per_s:.0f} images/s",
+        "" if progress.eta_s is None else f"epoch ends in {seconds(progress.eta_s)}",
+    ]
     return (
-        f"<p>epoch {epoch:.0f} of {epochs:.0f}, step {step:.0f} of {steps:.0f}, "
-        f"loss {number(progress, 'loss'):.3f}, {number(progress, 'images_per_s'):.0f} images/s, "
-        f"epoch ends in {seconds(eta_s)}<br>"
-        f'<progress aria-label="progress of the epoch" max="{max(steps, 1):.0f}" value="{step:.0f}"></progress></p>'
+        f"<p>{', '.join(filter(None, words))}<br>"
+        f'<progress aria-label="progress of the epoch" max="{max(progress.steps or 0, 1)}" '
+        f'value="{progress.step or 0}"></progress></p>'
     )
+
+
+def _of(text: str, total: int | None) -> str:
+    return text if total is None else f"{text} of {total}"
 
 
 def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool) -> str:
@@ -239,30 +247,22 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
             # The launcher stops what still runs after a failure.
             is_stopped = has_ended and seen.phase == "ready"
             phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.silent or seen.note)
-            step = f"{number(seen.progress, 'epoch'):.0f}/{number(seen.progress, 'step'):.0f}" if seen.progress else ""
+            step = f"{seen.progress.epoch or 0}/{seen.progress.step or 0}" if seen.progress else ""
             cells += [f'<span class="{_PHASES.get(phase, "")}">{phase}</span>', step, escape(note)]
         rows.append(cells)
-        usage = (seen.usage if seen and not has_ended else None) or {}
-        host = usage.get("host")
-        for row in usage.get("ranks", ()):
-            has_gpus = has_gpus or "gpu" in row
-            samples = [each[row["rank"]] for each in past if row["rank"] in each]
-            gpu = [
-                f"{row['use']} %{_line(samples, 'use', 100)}" if row.get("use") is not None else "",
-                f"{row['memory'] / 1e9:.1f}/{row['memory_total'] / 1e9:.1f} GB"
-                + _line(samples, "memory", row["memory_total"])
-                if row.get("memory") is not None
-                else "",
-                f"{row['temperature']} °C{_line(samples, 'temperature', 100)}"
-                if row.get("temperature") is not None
-                else "",
-            ]
-            free = f"{(host['total'] - host['free']) / 1e9:.1f}/{host['total'] / 1e9:.1f} GB" if host else ""
-            ranks.append([str(row["rank"]), name, f"{row['cpu']:.1f}", f"{row['rss'] / 1e9:.2f} GB", free, *gpu])
+        usage = seen.usage if seen and not has_ended else None
+        host = usage.host if usage else None
+        held = f"{(host.total - host.free) / 1e9:.1f}/{host.total / 1e9:.1f} GB" if host else ""
+        for row in usage.ranks if usage else ():
+            has_gpus = has_gpus or row.gpu is not None
+            samples = [each[row.rank] for each in past if row.rank in each]
+            ranks.append(
+                [str(row.rank), name, f"{row.cpu:.1f}", f"{row.rss / 1e9:.2f} GB", held, *_gpu_cells(row, samples)]
+            )
     titles = ["node", "phase", "epoch/step", "note"] if view else ["log"]
     text = "<h2>Nodes</h2>" + _wide(titles, rows)
-    slowest = view.metric.get("slowest_rank") if view and view.metric else None
-    if isinstance(slowest, int):
+    slowest = view.metric.slowest_rank if view and view.metric else None
+    if slowest is not None:
         text += f"<p>slowest rank of the last epoch: {slowest}</p>"
     if ranks:
         titles = [
@@ -280,9 +280,21 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
     return text
 
 
-def _line(samples: Sequence[Mapping[str, Any]], key: str, most: float) -> str:
+def _gpu_cells(row: RankUsage, samples: Sequence[RankUsage]) -> list[str]:
+    """Return the use, the memory and the temperature of a rank's GPU, each with a line over time; "" if unknown."""
+    use = memory = temperature = ""
+    if row.use is not None:
+        use = f"{row.use} %{_line(samples, 'use', 100)}"
+    if row.memory is not None and row.memory_total is not None:
+        memory = f"{row.memory / 1e9:.1f}/{row.memory_total / 1e9:.1f} GB{_line(samples, 'memory', row.memory_total)}"
+    if row.temperature is not None:
+        temperature = f"{row.temperature} °C{_line(samples, 'temperature', 100)}"
+    return [use, memory, temperature]
+
+
+def _line(samples: Sequence[RankUsage], key: str, most: float) -> str:
     """Return a small line of the samples' values, from 0 to `most`."""
-    values = [sample[key] for sample in samples if sample.get(key) is not None]
+    values = [value for sample in samples if (value := getattr(sample, key)) is not None]
     if len(values) < 2:
         return ""
     points = " ".join(f"{x},{15 - 14 * value / most:.1f}" for x, value in enumerate(values))
@@ -325,7 +337,7 @@ def _attempts(attempts: Sequence[PastAttempt]) -> str:
     return _table(rows)
 
 
-def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Event]:
+def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Mapping[str, float]]:
     """Return the charts of results.csv, and its newest values."""
     try:
         with inside.open_file(run_dir, name) as file:
@@ -336,7 +348,7 @@ def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Event]:
 
 
 @functools.lru_cache(maxsize=16)  # a live page is drawn once per second
-def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[str], Event]:
+def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[str], Mapping[str, float]]:
     opened = inside.open_file(run_dir, name)
     with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -345,7 +357,7 @@ def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a chart for each group of columns that has values. The rows are those of results.csv, or events."""
+    """Return a chart for each group of columns that has values. The rows are those of results.csv, or of events."""
     charts = []
     for title, ends in _CHARTS:
         columns = [name for end in ends for name in (rows[0] if rows else ()) if name and name.endswith(end)]
@@ -371,10 +383,9 @@ def _points(rows: Sequence[Mapping[str, Any]], column: str) -> list[tuple[float,
 def _value(row: Mapping[str, Any], column: str) -> float | None:
     """Return a finite number of a row, or None."""
     try:
-        value = float(row[column])
+        return number(float(row[column]))
     except (KeyError, TypeError, ValueError):
         return None
-    return value if math.isfinite(value) else None
 
 
 def _height(point: tuple[float, float]) -> float:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
 
 from cluster import contract
-from cluster.backends.logs import AGENT_PREFIX, Event
+from cluster.agent.app.node_agent.events import Progress, Scored
+from cluster.backends.logs import AGENT_PREFIX
 from cluster.spec.model import Plan
+from cluster.spec.status import StalledRank
 from cluster.supervisor import hints
 from cluster.supervisor.job_state import JobView, NodeView, Verdict, failing, is_secondary, missing
 
@@ -52,12 +53,12 @@ def size(plan: Plan) -> str:
     return f"{nodes} {'node' if nodes == 1 else 'nodes'} x {each} {'process' if each == 1 else 'processes'}"
 
 
-def scores(event: Event, first: str) -> str:
+def scores(event: Scored, first: str) -> str:
     """Format the scores of an event: `epoch 6   mAP50 0.912   mAP50-95 0.684`."""
     words = [first]
     for key, title in SCORES.items():
-        if isinstance(event.get(key), int | float):
-            words.append(f"{title} {event[key]:.3f}")
+        if (score := event.score(key)) is not None:
+            words.append(f"{title} {score:.3f}")
     return "   ".join(words)
 
 
@@ -69,7 +70,7 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
     if view.done is None:
         return f"{first}   {shown}"
     # The event has the node's path of the same run directory.
-    best = str(view.done.get("best", "")).rpartition(f"/{plan.job_id}/")[2]
+    best = (view.done.best or "").rpartition(f"/{plan.job_id}/")[2]
     return f"{scores(view.done, first)}   {shown / best}"
 
 
@@ -99,8 +100,7 @@ def cause(view: JobView, verdict: Verdict) -> str:
     if verdict == "stalled" and (ranks := [rank for node in view.nodes for rank in node.stall]):
         return _stall(ranks)
     if verdict == "stalled":
-        last = view.progress
-        where = f"epoch {last.get('epoch')}, step {last.get('step')}" if last else "the start"
+        where = position(view.progress) if view.progress else "the start"
         return f"{', '.join(node.name for node in view.nodes if node.phase == 'ready')}: no step since {where}"
     if verdict == "late":
         late = missing(view)
@@ -118,11 +118,12 @@ def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str
     is_bad_input = exit_code(view, verdict) == contract.EXIT_BAD_INPUT
     lines = []
     for node in nodes:
-        failure, own = node.failure or {}, _own_lines(node, tails[node.name])
+        failure, own = node.failure, _own_lines(node, tails[node.name])
         if not is_bad_input:  # its error is one line, and `cause` has it
             lines += [f"  {node.name} | {line}" for line in own or [_last_progress(node)]]
-            lines += [f"  then rank {other['rank']}: {other['error'][:100]}" for other in failure.get("others", ())]
-        if advice := failure.get("hint") or hints.hint(str(failure.get("error", "")), own):
+            others = (failure.others if failure else None) or ()
+            lines += [f"  then rank {other.rank}: {other.error[:100]}" for other in others]
+        if advice := (failure and failure.hint) or hints.hint(failure.error if failure else "", own):
             lines.append(f"hint: {advice}")
     return lines
 
@@ -139,15 +140,15 @@ def exit_code(view: JobView, verdict: Verdict) -> int:
     return contract.EXIT_BAD_INPUT if view.says_ready and code == contract.EXIT_BAD_INPUT else EXIT_FAILED
 
 
-def _stall(ranks: Sequence[Mapping[str, Any]]) -> str:
+def _stall(ranks: Sequence[StalledRank]) -> str:
     """Return `rank 3 has not entered all_reduce: sleep (train.py:45); ranks 0-2 wait in all_reduce (train.py:40)`.
 
     The ranks outside of a collective come first, and of those the place with the fewest ranks.
     """
     places: dict[tuple[str, str, str], list[int]] = {}
     for each in ranks:
-        key = (str(each.get("collective", "")), str(each.get("call", "")), str(each.get("place", "")))
-        places.setdefault(key, []).append(int(each["rank"]))
+        key = (each.collective or "", each.call or "", each.place or "")
+        places.setdefault(key, []).append(each.rank)
     collectives = list(dict.fromkeys(collective for collective, _, _ in places if collective))
     parts = []
     for (collective, call, place), numbers in sorted(places.items(), key=lambda item: (bool(item[0][0]), len(item[1]))):
@@ -159,16 +160,16 @@ def _stall(ranks: Sequence[Mapping[str, Any]]) -> str:
         elif collectives:
             what = f"{who} {'has' if is_one else 'have'} not entered {collectives[0]}: {call or 'unknown'}"
         parts.append(what + (f" ({place})" if place else ""))
-    is_busy = any(each.get("busy") for each in ranks)
+    is_busy = any(each.busy for each in ranks)
     what = "no output, and busy at the same place" if is_busy else "no output and no activity"
     return f"{what}: " + "; ".join(parts)
 
 
 def _failure(node: NodeView) -> str:
     if node.failure is not None:
-        rank = node.failure.get("rank")
+        rank = node.failure.rank
         where = f" {node.where}" if node.where else ""
-        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + str(node.failure.get("error"))
+        return f"{node.name}{where}: " + (f"rank {rank}: " if rank is not None else "") + node.failure.error
     if node.phase == "lost":
         return f"{node.name}: lost: {node.note}"
     why = f": {node.note}" if node.note and not node.note.startswith("exit ") else ""
@@ -177,7 +178,7 @@ def _failure(node: NodeView) -> str:
 
 def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
     """Return the last lines of the failed rank, or of the whole node if no rank is known."""
-    local_rank = (node.failure or {}).get("local_rank")
+    local_rank = node.failure.local_rank if node.failure else None
     if local_rank is None:
         return list(tail)[-LAST_LINES:]
     found = []
@@ -191,5 +192,15 @@ def _own_lines(node: NodeView, tail: Iterable[str]) -> list[str]:
 def _last_progress(node: NodeView) -> str:
     if node.progress is None:
         return "(printed nothing)"
-    epoch, step, steps = (node.progress.get(name) for name in ("epoch", "step", "steps"))
-    return f"(printed nothing; last progress: epoch {epoch}, step {step} of {steps})"
+    return f"(printed nothing; last progress: {position(node.progress, of_steps=True)})"
+
+
+def position(progress: Progress, *, of_steps: bool = False) -> str:
+    """Format where a training is, `epoch 2, step 7` or `epoch 2, step 7 of 63`, without what it did not report."""
+    words = []
+    if progress.epoch is not None:
+        words.append(f"epoch {progress.epoch}")
+    if progress.step is not None:
+        has_steps = of_steps and progress.steps is not None
+        words.append(f"step {progress.step}" + (f" of {progress.steps}" if has_steps else ""))
+    return ", ".join(words) or "unknown"

@@ -139,8 +139,8 @@ RULES = (
 
 def failure(view: JobView, verdict: Verdict) -> Failure:
     """Return the failure of an attempt with this view and verdict."""
-    progress = view.progress or {}
-    step = (int(progress.get("epoch") or 0), int(progress.get("step") or 0))
+    progress = view.progress
+    step = (progress.epoch or 0, progress.step or 0) if progress else (0, 0)
     return Failure(cause(view, verdict), step, verdict == "failed" and _is_program_error(failing(view)[0]))
 
 

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.backends.logs import number
 from cluster.supervisor.report import SCORES
 
 if TYPE_CHECKING:
@@ -70,14 +69,14 @@ class _Jobs(Collector):
                 continue
             gauge("job_nodes_ready", "Nodes that have joined.", each.view.ready_count, job=job)
             for key, (name, text) in _PROGRESS.items():
-                if each.view.progress and key in each.view.progress:
-                    gauge(f"job_{name}", text, number(each.view.progress, key), job=job)
+                if each.view.progress and (value := getattr(each.view.progress, key)) is not None:
+                    gauge(f"job_{name}", text, value, job=job)
             for key in SCORES:
-                if each.view.metric and key in each.view.metric:
-                    gauge("job_score", "Score of the last epoch.", number(each.view.metric, key), job=job, score=key)
+                if each.view.metric and (score := each.view.metric.score(key)) is not None:
+                    gauge("job_score", "Score of the last epoch.", score, job=job, score=key)
             for node in each.view.nodes:
-                for row in (node.usage or {}).get("ranks", ()):
+                for row in node.usage.ranks if node.usage else ():
                     for key, (name, text, factor) in _RANK.items():
-                        if row.get(key) is not None:
-                            gauge(name, text, factor * row[key], job=job, node=node.name, rank=row["rank"])
+                        if (value := getattr(row, key)) is not None:
+                            gauge(name, text, factor * value, job=job, node=node.name, rank=row.rank)
         yield from families.values()

@@ -107,7 +107,7 @@ class PolledJob:
                 self._past = []
             self._polled_at = time.time()
             nodes = self.view.nodes if self.view else ()
-            ranks = {row["rank"]: row for node in nodes for row in (node.usage or {}).get("ranks", ())}
+            ranks = {row.rank: row for node in nodes if node.usage for row in node.usage.ranks}
             if len(ranks) <= page.MOST_RANKS and ranks not in self._past[-1:]:
                 self._past = [*self._past, ranks][-_SAMPLES:]
 

@@ -211,8 +211,8 @@ def test_a_secret_changes_no_event_and_no_prefix_of_the_log(tmp_path):
     code, _, status = node.end()
     assert (code, status["failure"]["error"]) == (1, "KeyError: '***'")
     events = [found for line in node.lines() if (found := logs.event(line))]
-    assert [found["event"] for found in events if found["event"] != "joining"] == ["setup", "ready"]
-    assert [found["device"] for found in events if found["event"] == "ready"] == ["***"]
+    assert [found.kind for found in events if found.kind != "joining"] == ["setup", "ready"]
+    assert [found.device for found in events if found.kind == "ready"] == ["***"]
     assert "setup: installing" in node.lines()
     assert [line for line in node.lines() if line.startswith("agent: rank 0 failed first")]
 

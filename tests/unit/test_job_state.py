@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, NodeStatus
+from cluster.spec.status import Failure
 from cluster.supervisor import job_state, report
 from cluster.supervisor.job_state import failing, fold, judge, missing
 
@@ -17,11 +19,12 @@ def running(*phases):
 
 def joining(node, time, *, reachable, listening=False, why=""):
     seen = {"reachable": reachable, "listening": listening, "why": why}
-    return {"event": "joining", "node": node, "time": time, "master": "m:1", **seen}
+    return event({"event": "joining", "node": node, "time": time, "master": "m:1", **seen})
 
 
 def ready(node, time):
-    return {"event": "ready", "node": node, "time": time, "world_size": 4, "backend": "gloo", "device": "cpu"}
+    fields = {"node": node, "time": time, "world_size": 4, "backend": "gloo", "device": "cpu"}
+    return event({"event": "ready", **fields})
 
 
 def test_all_nodes_have_joined_when_each_is_ready():
@@ -63,14 +66,14 @@ def test_a_machine_that_others_can_replace_is_lost_at_once(joined):
 
 
 def test_a_job_that_makes_steps_runs_on_the_machine_that_does_not_answer(joined):
-    progress = {"event": "progress", "node": 0, "time": 100.0, "epoch": 1, "step": 1}
+    progress = event({"event": "progress", "node": 0, "time": 100.0, "epoch": 1, "step": 1})
     for now in (200.0, 203.0, 206.0, 300.0):
         assert judge(silent(joined, now, patience_s=0.0, events=[progress]), now, 60) == "joined"
     assert judge(silent(joined, 305.0, patience_s=0.0), 305.0, 60) == "failed"
 
 
 def test_a_job_is_neither_late_nor_stalled_while_a_machine_does_not_answer(joined):
-    progress = {"event": "progress", "node": 0, "time": 102.0, "epoch": 1, "step": 1}
+    progress = event({"event": "progress", "node": 0, "time": 102.0, "epoch": 1, "step": 1})
     view = silent(fold(joined, running(), [progress], 102.0), 150.0)
     assert judge(view, 150.0, 60, stall_timeout_s=10) == "joined"
     assert judge(fold(view, running(), [], 150.0), 150.0, 60, stall_timeout_s=10) == "stalled"
@@ -103,7 +106,7 @@ def test_a_node_has_not_reached_a_master_that_does_not_listen():
 
 
 def failure(rank, time, error="boom", *, secondary=False):
-    return {"rank": rank, "time": time, "error": error, "exit_code": 1, "secondary": secondary}
+    return Failure(error, rank, time=time, exit_code=1, secondary=secondary)
 
 
 def ended(rank, at, found=None):
@@ -156,8 +159,8 @@ def test_a_job_is_done_when_the_programs_of_all_ranks_have_ended_for_the_grace(j
 
 
 def test_a_job_is_done_when_rank_0_has_said_so_for_the_grace_and_nothing_more(joined):
-    done, step = ({"event": kind, "node": 0, "time": 200.0} for kind in ("done", "progress"))
-    view = leaving(joined, 200.0, events=[{**done, "node": 1}])
+    done, step = (event({"event": kind, "node": 0, "time": 200.0}) for kind in ("done", "progress"))
+    view = leaving(joined, 200.0, events=[replace(done, node=1)])
     assert judge(view, 300.0, 60, grace_s=30.0) == "joined"  # another rank has said so
     view = leaving(joined, 300.0, events=[done])
     assert judge(view, 329.0, 60, grace_s=30.0) == "joined"
@@ -167,9 +170,10 @@ def test_a_job_is_done_when_rank_0_has_said_so_for_the_grace_and_nothing_more(jo
     assert judge(view, 400.0, 60, grace_s=30.0) == "joined"  # the program trains again
 
 
-@pytest.mark.parametrize("event", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}])
-def test_malformed_events_change_nothing(event):
-    views = [fold(job_state.start(PLAN, 0.0), running("pending", "pending"), events, 1.0) for events in ([event], [])]
+@pytest.mark.parametrize("found", [{"event": "new"}, {"event": "ready", "node": 7}, {"event": "ready", "node": "x"}])
+def test_malformed_events_change_nothing(found):
+    each = ([event(found)], [])
+    views = [fold(job_state.start(PLAN, 0.0), running("pending", "pending"), events, 1.0) for events in each]
     assert views[0].nodes == views[1].nodes
 
 
@@ -199,7 +203,7 @@ def test_a_node_that_starts_over_is_pending_again():
 
 def test_the_rendezvous_timeout_starts_after_the_last_setup():
     view = job_state.start(PLAN, 100.0)
-    events = [{"event": "setup", "node": node, "time": 101.0} for node in (0, 1)]
+    events = [event({"event": "setup", "node": node, "time": 101.0}) for node in (0, 1)]
     view = fold(view, running(), events, 101.0)
     assert [node.phase for node in view.nodes] == ["setup", "setup"]
     view = fold(view, running(), [joining(0, 500.0, reachable=True)], 500.0)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.agent.app.node_agent.events import Ready
 from cluster.backends import BACKENDS, log_files, logs
 from cluster.spec.model import Job
 
@@ -22,7 +23,7 @@ def test_lines_come_once_and_whole_however_the_bytes_are_cut(tmp_path):
 
 
 def test_an_event_is_found_behind_a_ranks_prefix():
-    assert logs.event('[1] ::cluster {"event":"ready","node":1}') == {"event": "ready", "node": 1}
+    assert logs.event('[1] ::cluster {"event":"ready","node":1}') == Ready("ready", 1)
 
 
 @pytest.mark.parametrize(
@@ -32,16 +33,10 @@ def test_an_event_is_found_behind_a_ranks_prefix():
         "::cluster {broken",
         "::cluster [1]",
         '::cluster {"event":["ready"]}',
-        '::cluster {"event":"a","time":"b"}',
     ],
 )
 def test_text_and_broken_events_are_text(line):
     assert logs.event(line) is None
-
-
-def test_a_number_that_is_none_is_zero():
-    assert logs.number({"event": "progress", "loss": None, "step": 3}, "loss") == 0.0
-    assert logs.number({"event": "progress", "loss": None, "step": 3}, "step") == 3.0
 
 
 def test_of_two_that_copy_a_piece_of_a_log_the_later_adds_what_is_missing(tmp_path):

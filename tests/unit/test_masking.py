@@ -6,11 +6,18 @@ import pytest
 
 from cluster.agent.app.node_agent.masking import Mask, stays_visible
 from cluster.backends import logs
+from cluster.contract import EVENT_MARK
 from cluster.supervisor import launcher
 
 JOINING = {"event": "joining", "time": 1764175000.8, "node": 0, "master": "127.0.0.1:8888", "reachable": True}
 JOINING |= {"listening": False, "why": "", "path": "/home/ann/8", "shares": {"data": [0.5, None, "8"]}}
 COMPACT = (",", ":")
+
+
+def fields_of(line):
+    """Return the JSON of the event in a line, which the launcher takes for one."""
+    assert logs.event(line) is not None
+    return json.loads(line.partition(EVENT_MARK)[2])
 
 
 def masked(text, *secrets):
@@ -27,8 +34,7 @@ def masked(text, *secrets):
 )
 @pytest.mark.parametrize("prefix", ["", "[1] ", "text before 8888 "])
 def test_no_secret_changes_the_structure_of_an_event(secret, prefix):
-    found = logs.event(masked(f"{prefix}::cluster {json.dumps(JOINING, separators=COMPACT)}", secret))
-    assert found is not None
+    found = fields_of(masked(f"{prefix}::cluster {json.dumps(JOINING, separators=COMPACT)}", secret))
     strings = ("master", "path", "why")
     assert {key: found[key] for key in found if key not in strings} == {
         key: JOINING[key] for key in JOINING if key not in strings
@@ -50,7 +56,7 @@ def test_a_secret_in_the_string_of_an_event_is_masked(secret, ascii_only):
         "more": [{"x": secret}],
         "inner": json.dumps({"y": secret}),
     }
-    found = logs.event(masked(f"::cluster {json.dumps(event, ensure_ascii=ascii_only)}", secret))
+    found = fields_of(masked(f"::cluster {json.dumps(event, ensure_ascii=ascii_only)}", secret))
     assert found == {"event": "failed", "error": "token ***!", "more": [{"x": "***"}], "inner": '{"y": "***"}'}
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from cluster.agent import scripts
+from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS, monitor
 from cluster.backends.monitor import RESUME_GRACE_S, AwakeTime, NodeMonitor, _MachinePoll
 from cluster.errors import UnreachableError
 from cluster.spec.model import Job, JobRecord, Machine, NodeStatus
+from cluster.spec.status import Failure, parse
 from cluster.store import JobStore
 from cluster.supervisor import job_state, jobs
 from cluster.transport.local import LocalShell
@@ -192,7 +194,7 @@ def status_of(folder):
     done = LocalShell().run(scripts.command("poll", str(folder), "n0", "", most=1000))
     assert not done.err
     state, why, agent, _log = done.out.split("\n")[:4]
-    return monitor.status("n0", json.loads(agent or "{}"), state, why)
+    return monitor.status("n0", parse(agent), state, why)
 
 
 def test_a_node_without_process_and_exit_code_is_lost(tmp_path):
@@ -285,7 +287,7 @@ def test_an_agent_whose_clock_is_set_is_not_lost(tmp_path, monkeypatch, step_s):
 def test_the_agents_exit_code_counts_while_its_container_is_removed(tmp_path):
     failure = {"rank": 1, "time": 8.0, "error": "boom", "secondary": False}
     with running(tmp_path, phase="exited", exit_code=3, ended_at=9.0, heartbeat=9.0, failure=failure) as script:
-        assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=failure)
+        assert status_of(tmp_path) == NodeStatus("n0", "exited", 3, "", 9.0, failure=Failure(**failure))
         script.kill()
 
 
@@ -343,7 +345,9 @@ def test_only_well_formed_events_of_an_agent_count_and_the_setup_is_a_phase(tmp_
     good = {"event": "ready", "node": 0, "time": 1.0}
     events = {"ready": good, "progress": {"event": "progress", "time": "x"}, "metric": [1], "done": {"event": 5}}
     with running(tmp_path, phase="setup", heartbeat=time.time(), events=events) as script:
-        assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus("n0", "setup", events=(good,))
+        assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus(
+            "n0", "setup", events=(event(good), event({"event": "progress"}))
+        )
         (tmp_path / "n0.json").write_text(json.dumps({"phase": "running", "heartbeat": time.time(), "events": "no"}))
         assert replace(status_of(tmp_path), heartbeat=0.0) == NodeStatus("n0", "starting")
         script.kill()
@@ -375,7 +379,7 @@ def test_the_state_of_a_job_is_known_without_its_logs(tmp_path):
         process.kill()
     waiting = ("joining", "starting", 0), ("joining", "joining", 0)
     assert seen == [*waiting, ("running", "ready", 1), ("running", "ready", 1)]
-    assert view.metric == metric
+    assert view.metric.as_json() == metric
 
 
 def test_a_job_whose_next_attempt_is_being_started_has_not_failed(tmp_path):

@@ -7,8 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
 from cluster.spec.model import Job, JobRecord, NodeStatus, PastAttempt
+from cluster.spec.status import Failure, RankUsage, Usage
 from cluster.store import JobStore
 from cluster.supervisor import job_state, page
 
@@ -123,8 +125,8 @@ def test_the_page_begins_with_what_its_reader_wants(record, tmp_path):
     assert sorted(titles, key=shown.text.index) == list(titles)
     assert "mAP500.250mAP50-950.125epoch2duration1 h 06 min" in shown.text  # the newest validation
     assert [value for name, value in shown.attributes if name == "src"] == ["predictions.jpg", "PR_curve.png"]
-    view.metrics = [{"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")}]
-    view.done = {"event": "done", "map50": 0.75, "map": 0.5}
+    view.metrics = [event({"event": "metric", "epoch": 2, "epochs": 7, "map50": float("nan"), "map": float("nan")})]
+    view.done = event({"event": "done", "map50": 0.75, "map": 0.5})
     assert "mAP500.750mAP50-950.500epoch2 of 7" in Tags(page.render(record, view)).text
 
 
@@ -136,8 +138,8 @@ def test_a_section_without_content_has_no_heading(record):
 
 def test_a_failure_has_the_lines_and_the_hint_of_the_terminal(record, tmp_path):
     (tmp_path / "job" / "attempt-2" / "node-1.log").write_text(f"[1] other\nallocating {SCRIPT}\n")
-    failure = {"rank": 2, "local_rank": 0, "time": 100.0, "error": "out of memory", "hint": "a smaller --batch"}
-    usage = {"ranks": [{"rank": 0, "cpu": 0.5, "rss": 1e9}]}
+    failure = Failure("out of memory", 2, local_rank=0, time=100.0, hint="a smaller --batch")
+    usage = Usage((RankUsage(0, 0.5, 1e9),))
     ends = [NodeStatus("node-0", "ready", usage=usage), NodeStatus("node-1", "exited", 1, failure=failure)]
     view = job_state.fold(job_state.start(record.plan, 1032.0), ends, [], 1090.0)
     text = Tags(page.render(record, view)).text

@@ -4,10 +4,12 @@ from dataclasses import replace
 import pytest
 import typer
 
+from cluster.agent.app.node_agent.events import event, read
 from cluster.backends import BACKENDS
 from cluster.cli import follow
 from cluster.cli.console import console
 from cluster.spec.model import Job, JobRecord, NodeStatus
+from cluster.spec.status import Failure, StalledRank
 from cluster.store import JobStore
 from cluster.supervisor import hints, job_state, report, supervisor
 from cluster.supervisor.job_state import fold
@@ -17,7 +19,7 @@ PLAN = BACKENDS["compose"].plan(Job("job", ("x.py",), 2, 1, "/home/ann/runs"), a
 
 def view(*events, exits=(137, 1)):
     ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0 + rank) for rank, code in enumerate(exits)]
-    return fold(job_state.start(PLAN, 9.0), ends, list(events), 200.0)
+    return fold(job_state.start(PLAN, 9.0), ends, list(map(event, events)), 200.0)
 
 
 @pytest.mark.parametrize(
@@ -29,8 +31,8 @@ def test_seconds(value, words):
 
 
 def test_done_has_duration_scores_and_the_local_path_of_the_checkpoint():
-    event = {"event": "done", "map50": 0.95, "map": 0.7449, "best": "/runs/job/best.pt"}
-    seen = view(event, exits=(0, 0))
+    done = {"event": "done", "map50": 0.95, "map": 0.7449, "best": "/runs/job/best.pt"}
+    seen = view(done, exits=(0, 0))
     assert (
         report.done(seen, PLAN, "/home/ann") == "done in 2 min 32 s   mAP50 0.950   mAP50-95 0.745   runs/job/best.pt"
     )
@@ -50,7 +52,7 @@ def test_a_killed_node_is_the_cause_with_its_progress():
 
 def failing_view(failure, exits):
     ends = [NodeStatus(f"node-{rank}", "exited", code, ended_at=160.0) for rank, code in enumerate(exits)]
-    ends[failure["rank"]] = replace(ends[failure["rank"]], failure=failure)
+    ends[failure["rank"]] = replace(ends[failure["rank"]], failure=read(Failure, failure))
     return fold(job_state.start(PLAN, 9.0), ends, [], 200.0)
 
 
@@ -75,15 +77,15 @@ def test_the_lines_of_the_failed_rank_precede_other_failures():
 
 def test_a_silent_machine_is_the_cause_of_secondary_failures_only():
     for secondary, cause in ((False, "node-1: rank 1: boom"), (True, "node-0: no sign of life for 3 s")):
-        failed = NodeStatus("node-1", "exited", 1, failure={**FAILURE, "secondary": secondary})
+        failed = NodeStatus("node-1", "exited", 1, failure=read(Failure, {**FAILURE, "secondary": secondary}))
         silent = NodeStatus("node-0", "starting", silent="no sign of life for 3 s")
         seen = fold(job_state.start(PLAN, 9.0), [silent, failed], [], 200.0)
         assert report.cause(seen, "failed") == cause
 
 
 def test_late_names_the_missing_nodes():
-    event = {"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"}
-    seen = fold(job_state.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [event], 9.0)
+    joining = event({"event": "joining", "node": 0, "reachable": True, "listening": True, "master": "m:1"})
+    seen = fold(job_state.start(PLAN, 0.0), [NodeStatus(f"node-{r}", "starting") for r in (0, 1)], [joining], 9.0)
     assert report.cause(seen, "late") == "node-1: starting"
     assert report.last_lines(seen, "late", {"node-0": ["a"], "node-1": ["b"]}) == ["  node-1 | b"]
     assert report.exit_code(seen, "late") == 4
@@ -108,8 +110,8 @@ def test_a_stall_names_the_ranks_outside_of_the_collective_first():
     waits = {"collective": "all_reduce", "call": "all_reduce", "place": "train.py:40"}
     sleeps = {"collective": "", "call": "sleep", "place": "train.py:45"}
     ends = [
-        NodeStatus("node-0", "starting", stall=({"rank": 0, **waits}, {"rank": 1, **waits})),
-        NodeStatus("node-1", "starting", stall=({"rank": 2, **waits}, {"rank": 3, **sleeps})),
+        NodeStatus("node-0", "starting", stall=(StalledRank(0, **waits), StalledRank(1, **waits))),
+        NodeStatus("node-1", "starting", stall=(StalledRank(2, **waits), StalledRank(3, **sleeps))),
     ]
     seen = fold(job_state.start(PLAN, 9.0), ends, [], 200.0)
     seen.joined_after_s = 1.0
@@ -126,7 +128,7 @@ def test_a_stall_names_the_ranks_outside_of_the_collective_first():
     assert report.cause(ended, "stalled").endswith(
         "rank 3 has not entered all_reduce: sleep (train.py:45); rank 2 waits in all_reduce (train.py:40)"
     )
-    ends[0] = NodeStatus("node-0", "starting", stall=({"rank": 0, **waits}, {"rank": 1, **waits}))
+    ends[0] = NodeStatus("node-0", "starting", stall=(StalledRank(0, **waits), StalledRank(1, **waits)))
     ends[1] = NodeStatus("node-1", "starting")  # it computes again
     assert job_state.judge(fold(seen, ends, [], 202.0), 202.0, 300.0) == "joined"
 
@@ -134,7 +136,7 @@ def test_a_stall_names_the_ranks_outside_of_the_collective_first():
 def test_the_one_of_eight_busy_ranks_that_is_elsewhere_comes_first():
     polls = {"collective": "", "call": "main", "place": "train.py:40", "busy": True}
     late = {"collective": "", "call": "load", "place": "train.py:12", "busy": True}
-    ranks = [{"rank": rank, **(late if rank == 5 else polls)} for rank in range(8)]
+    ranks = [StalledRank(rank, **(late if rank == 5 else polls)) for rank in range(8)]
     seen = job_state.start(PLAN, 9.0)
     seen.nodes[0].stall, seen.nodes[1].stall = tuple(ranks[:4]), tuple(ranks[4:])
     assert report.cause(seen, "stalled") == (

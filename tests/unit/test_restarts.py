@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from cluster.agent.app.node_agent.events import event
 from cluster.backends import BACKENDS
 from cluster.errors import UnreachableError
 from cluster.spec import slurm
 from cluster.spec.model import Job, Machine, NodeStatus, Queue
+from cluster.spec.status import Failure
 from cluster.supervisor import job_state, restarts
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +27,16 @@ def seen(*events, a=None, b=None):
 
 
 def failed(name, error, code=1, *, secondary=False):
-    failure = {"rank": 1, "time": 105.0, "error": error, "exit_code": code, "secondary": secondary}
+    failure = Failure(error, 1, time=105.0, exit_code=code, secondary=secondary)
     return NodeStatus(name, "exited", code, failure=failure if code != 75 else None)
 
 
 def progress(step):
-    return {"event": "progress", "node": 0, "time": 104.0, "epoch": 2, "step": step}
+    return event({"event": "progress", "node": 0, "time": 104.0, "epoch": 2, "step": step})
+
+
+def ready(node):
+    return event({"event": "ready", "node": node, "time": 103.0})
 
 
 def refusal(view, *past):
@@ -145,18 +151,18 @@ def test_a_node_that_does_not_answer_is_not_late():
 
 
 def test_a_job_without_steps_is_stalled_but_not_during_validation():
-    view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
+    view = seen(progress(3), ready(0), ready(1))
     assert job_state.judge(view, 160.0, 300, 60) == "joined"
     assert job_state.judge(view, 171.0, 300, 60) == "stalled"  # the step was observed at 110
     assert job_state.judge(view, 171.0, 300, 0) == "joined"
-    alive = {"event": "heartbeat", "node": 0, "time": 168.0, "phase": "validation", "idle_s": 1.0}
+    alive = event({"event": "heartbeat", "node": 0, "time": 168.0, "phase": "validation", "idle_s": 1.0})
     view = job_state.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [alive], 168.0)
     assert job_state.judge(view, 170.0, 300, 60) == "joined"
 
 
 def test_a_job_is_not_stalled_while_its_old_log_is_read():
     """A launcher that attaches after hours reads the log in parts, the oldest first."""
-    view = seen(progress(3), {"event": "ready", "node": 0, "time": 103.0}, {"event": "ready", "node": 1, "time": 103.0})
+    view = seen(progress(3), ready(0), ready(1))
     view = job_state.fold(view, [NodeStatus("a", "starting"), NodeStatus("b", "starting")], [progress(4)], 9000.0)
     assert job_state.judge(view, 9001.0, 300, 60) == "joined"
     assert job_state.judge(view, 9061.0, 300, 60) == "stalled"

@@ -20,6 +20,7 @@ from cluster.backends.kubernetes import manifests, waiting
 from cluster.backends.kubernetes.kubectl import ContainerEndedError, Kubectl, NotFoundError
 from cluster.errors import ClusterError
 from cluster.spec.model import NodeStatus, Plan
+from cluster.spec.status import parse
 
 #: The least time between two requests for the list of pods.
 INTERVAL_S = 1.0
@@ -175,13 +176,13 @@ class PodWatch:
         done = kubectl.exec(self.pod, words, timeout_s=_SILENT_TIMEOUT_S if self.error else _TIMEOUT_S)
         try:
             found: Mapping[str, Any] = json.loads(done.out)
-            agent, chunk = monitor.fields(found["status"]), base64.b64decode(found["log"])
+            agent, chunk = parse(found["status"]), base64.b64decode(found["log"])
         except (ValueError, KeyError, TypeError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
             log_files.append(self._plan, self._copy, at, chunk)
         if len(chunk) == monitor.LOG_CHUNK:  # a node counts as exited once its whole log has been fetched
-            return NodeStatus(self.name, "starting", events=monitor.events(agent))
+            return NodeStatus(self.name, "starting", events=agent.events or ())
         status = monitor.status(self.name, agent)
         self.is_complete = status.phase == "exited"
         return status
