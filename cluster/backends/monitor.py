@@ -207,8 +207,8 @@ class _MachinePoll:
 
     def __init__(self) -> None:
         self.statuses: NodeStatuses = {}
-        #: Why the last poll failed; None after a success. An OSError is one of the launching machine.
-        self.error: ClusterError | OSError | None = None
+        #: Why the last poll failed; None after a success. What is no ClusterError is this machine's failure.
+        self.error: Exception | None = None
         self.used_at = 0.0
         self._clock = AwakeClock()
         self._answered_at = self._polled_at = self._clock()
@@ -252,6 +252,8 @@ class _MachinePoll:
         error = self.error
         if isinstance(error, OSError):  # the local copy of a log cannot be written
             raise UnreachableError(f"this machine: {error.filename or 'the copy of a log'}: {error.strerror}")
+        if error is not None and not isinstance(error, ClusterError):
+            raise UnreachableError(f"the nodes' answer cannot be read: {type(error).__name__}: {error}")
         return error
 
     def _run(self, work: Callable[[], NodeStatuses]) -> None:
@@ -263,7 +265,7 @@ class _MachinePoll:
                     self._heartbeats[name] = (status.heartbeat, self._polled_at)
             self.statuses = found
             self.error, self._answered_at = None, self._polled_at
-        except (ClusterError, OSError) as error:
+        except Exception as error:  # `wait` raises it: a thread that just ends would look like a silent machine
             self.error = error
 
     def _ping(self, shell: Shell, poll_thread: threading.Thread) -> None:

@@ -131,26 +131,36 @@ def ps(
     from cluster.supervisor.report import from_here, seconds
 
     rows: list[dict[str, Any]] = []
+    problems: list[str] = []
     records = JobStore()
     for record in records:
         if record.outcome and not every:
             continue
         state: str = record.outcome or "unreachable"
-        ready = 0
-        with contextlib.suppress(ClusterError):  # the other jobs are still listed
+        ready, problem = 0, ""
+        try:
             if not record.outcome:
                 record, state, view = jobs.poll(record, records)
                 ready = view.ready_count
+        except ClusterError:
+            pass
+        except Exception as error:  # the other jobs are still listed
+            problem = f"{record.plan.job_id}: its state cannot be read: {type(error).__name__}: {error}"
+            problems.append(problem)
         plan = record.plan
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
         row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
-        row |= {"age_s": round(time.time() - record.created_at), "supervisor": _supervisor_of(record, records)}
+        row |= {
+            "age_s": round(time.time() - record.created_at),
+            "supervisor": "" if problem else _supervisor_of(record, records),
+        }
         rows.append(row | {"run_dir": plan.run_dir})
     damaged = records.unreadable()
     for each in damaged:
         row = {"job": each.job_id, "state": "unreadable", "backend": "", "nodes": "", "age_s": "", "supervisor": ""}
         rows.append(row | {"run_dir": "", "record": str(each.path), "error": each.error.message})
     if as_json:
+        print_line(console(stderr=True), *problems)
         print(json.dumps(rows, indent=1))
         return
     if not rows:
@@ -166,7 +176,7 @@ def ps(
         shown = row | {"age_s": age, "run_dir": from_here(row["run_dir"], here) if row["run_dir"] else row["record"]}
         table.add_row(*(str(shown[key]) for key in _COLUMNS))
     console().print(table)
-    print_line(console(), *(with_hint(each.error.message, each.error.hint) for each in damaged))
+    print_line(console(), *problems, *(with_hint(each.error.message, each.error.hint) for each in damaged))
 
 
 def status(job: options.JobName, as_json: options.AsJson = False) -> None:

@@ -392,6 +392,8 @@ def _write_page(record: JobRecord, view: JobView | None = None) -> list[str]:
         page.write(record, view)
     except OSError as error:
         return [f"not written: {page.NAME}: {error.strerror}"]
+    except Exception as error:  # the job has ended, and its exit code must not depend on its report
+        return [f"not written: {page.NAME}: {type(error).__name__}: {error}"]
     return []
 
 

@@ -60,7 +60,7 @@ class _Jobs(Collector):
         for name in self._unreadable:
             state(name, "", "unreadable")
         for each in self._jobs:
-            each.poll()
+            each.poll_for_list()
             job, plan = each.record.plan.job_id, each.record.plan
             state(job, plan.backend, each.state)
             gauge("job_attempt", "Number of the attempt, from 1.", plan.attempt, job=job)

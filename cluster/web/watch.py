@@ -51,8 +51,8 @@ class Watch:
         while True:
             try:
                 body = self._poll()
-            except (ClusterError, OSError) as error:
-                body = f'<section class="failed">{escape(str(error))}</section>'
+            except Exception as error:  # a thread that just ends would leave the page as it is, without a word
+                body = f'<section class="failed">{escape(_words(error))}</section>'
             with self._changed:
                 if body != self.body or not self.version:
                     self.body, self.version = body, self.version + 1
@@ -69,6 +69,11 @@ class Watch:
             return self.version
 
 
+def _words(error: Exception) -> str:
+    """Return an error in words; of one that nobody expected, also its class."""
+    return str(error) if isinstance(error, ClusterError | OSError) else f"{type(error).__name__}: {error}"
+
+
 class PolledJob:
     """Polls one job, over all its attempts, for the list and for the job's own page."""
 
@@ -79,6 +84,7 @@ class PolledJob:
         self._observer: jobs.Observer | None = None  # reads the logs, once a page shows the job
         self.state: str = self.record.outcome or "joining"
         self.view: JobView | None = None
+        self.problem = ""
         self._past: list[page.Ranks] = []
 
     def poll(self, *, with_logs: bool = False) -> None:
@@ -121,9 +127,17 @@ class PolledJob:
         self.poll(with_logs=True)
         return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True, past=self._past)
 
+    def poll_for_list(self) -> None:
+        """Poll for a page of all jobs, which one job must not hide: an error becomes the job's `problem`."""
+        try:
+            self.poll()
+            self.problem = ""
+        except Exception as error:
+            self.state, self.problem = self.record.outcome or "unreachable", _words(error)
+
     def row(self) -> str:
         """Poll, and return the job's row of the list."""
-        self.poll()
+        self.poll_for_list()
         record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
         begin = record.history[0].started_at if record.history else record.created_at
         ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
@@ -134,7 +148,7 @@ class PolledJob:
             f"{ready}{count}",
             str(plan.attempt),
             escape(plan.backend),
-            escape(record.detail),
+            escape(self.problem or record.detail),
         )
         return "<tr>" + "".join(f"<td>{cell}" for cell in cells)
 

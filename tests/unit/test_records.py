@@ -18,7 +18,9 @@ from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import Job, JobRecord, Machine, Queue
 from cluster.store import JobStore, Watcher
 from cluster.supervisor.launcher import _unknown_gpus, gpus_in_use
+from cluster.web.metrics import render
 from cluster.web.server import Server
+from cluster.web.watch import PolledJob, Watch
 
 
 def record(name, created_at=1.0, backend="compose"):
@@ -180,3 +182,27 @@ def test_the_process_that_supervises_a_job_is_known_until_it_ends(tmp_path):
     assert records.watcher("a") is None
     with records.watch("a"):
         assert records.watcher("a") == Watcher(os.getpid(), socket.gethostname(), in_background=False)
+
+
+def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
+    """Its backend is unknown here, which no command expects of a record."""
+    monkeypatch.setenv("CLUSTERCTL_STATE_DIR", str(tmp_path))
+    store, broken = JobStore(tmp_path), record("b")
+    store.reserve(record("a"))
+    store.end("a", "done")
+    store.reserve(replace(broken, plan=replace(broken.plan, backend="unknown")))
+    for words in (["ps"], ["ps", "--all"]):
+        result = CliRunner().invoke(app, words, terminal_width=200)
+        assert result.exit_code == 0, result.output
+        assert "b: its state cannot be read: KeyError: 'unknown'" in result.output
+    rows = [line.split()[:2] for line in result.output.splitlines()]
+    assert ["a", "done"] in rows
+    assert ["b", "unreachable"] in rows
+    done, unreadable = (PolledJob(name, store) for name in "ab")
+    assert "KeyError: &#x27;unknown&#x27;" in unreadable.row()
+    metrics = render([unreadable, done]).decode()
+    assert 'clusterctl_job_state{backend="unknown",job="b",state="unreachable"} 1.0' in metrics
+    assert 'clusterctl_job_state{backend="compose",job="a",state="done"} 1.0' in metrics
+    with (watch := Watch(unreadable.body)):
+        assert watch.wait(0, 10.0)
+        assert "KeyError" in watch.body

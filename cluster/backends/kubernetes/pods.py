@@ -177,7 +177,7 @@ class PodWatch:
         try:
             found: Mapping[str, Any] = json.loads(done.out)
             agent, chunk = parse(found["status"]), base64.b64decode(found["log"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ClusterError(f"its container did not answer: {done.last_line}") from error
         with contextlib.suppress(FileNotFoundError):  # the record of the job was removed
             log_files.append(self._plan, self._copy, at, chunk)
