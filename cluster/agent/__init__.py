@@ -26,6 +26,7 @@ CLUSTER_SETUP, CLUSTER_SETUP_DIR, CLUSTER_IMAGE
 Files of a node in the folder of an attempt, `CLUSTER_RUN_DIR/attempt-N`:
 
 NODE.json           the agent's status, replaced atomically
+NODE.agent          the agent's process id and phase in one line, for shell scripts
 NODE.log            the lines of all ranks; those of local rank 1 begin with `[1] `, the agent's with `agent: `
 ranks/NODE/K.log    the lines of local rank K
 NODE.exit           exit code and time, from the node's script outside of the container
@@ -46,7 +47,8 @@ heartbeat, pid      seconds since 1970, written every 2 s; the agent's process i
 exit_code, ended_at, reason
                     at the end; `reason` is why the ranks were stopped
 events              the last event of each of these kinds, by its name: setup, joining, ready, progress, metric, done.
-                    An event of more than 16 KiB is only in the log.
+                    An event of more than 16 KiB is only in the log. cluster/spec/status.py and app/node_agent/events.py
+                    read these fields; a value that does not fit counts as missing.
 usage               of the last heartbeat. `ranks`: rank, cpu (cores), rss (bytes, with child processes), and with a GPU
                     gpu, use (percent), memory and memory_total (bytes; null if unknown). `host`: free and total memory.
 stall               one entry per rank while no rank of the node makes progress: rank, collective (a function of

@@ -4,13 +4,13 @@
 # words before the command, before and after the runtime's options. The runtime's functions are above it.
 fail() { echo "error: $node: $1" >&2; exit 71; }
 
-status=$(cat -- "$out/$node.json" 2>/dev/null) || fail "its ranks have not started"
-[ "${status##*\"phase\":\"exited\"*}" ] || fail "its ranks have ended"
-pid=$(sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' <<< "$status")
+read -r pid phase 2>/dev/null < "$out/$node.agent" || fail "its ranks have not started"
+[ "$phase" != exited ] || fail "its ranks have ended"
 
 # Whether the process $1 is the agent of the node $3 in the attempt's folder $2.
 is_agent() {
     local word
+    [[ $1 =~ ^[1-9][0-9]*$ ]] || return 1
     grep -qz '/agent\.pyz$' "/proc/$1/cmdline" || return 1
     for word in "CLUSTER_RUN_DIR=${2%/attempt-*}" "CLUSTER_ATTEMPT=${2##*/attempt-}" "CLUSTER_NODE=$3"; do
         grep -qzxF -- "$word" "/proc/$1/environ" || return 1

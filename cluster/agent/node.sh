@@ -6,7 +6,7 @@
 
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
 mkdir -p -- "$out" ${CLUSTER_CACHE_DIR:+"$CLUSTER_CACHE_DIR"} ${CLUSTER_SETUP_DIR:+"$CLUSTER_SETUP_DIR"} || exit 73
-rm -f -- "$out/$CLUSTER_NODE".{exit,json,alive}
+rm -f -- "$out/$CLUSTER_NODE".{exit,json,agent,alive}
 printf '%s\n' "$$" > "$out/$CLUSTER_NODE.pid" || exit 73
 
 # Writes the exit code $1 atomically, and exits.
@@ -66,7 +66,7 @@ options=()
 [ "$(type -t prepare)" != function ] || prepare
 
 # shellcheck disable=SC2317,SC2329
-agent_pid() { sed -n 's/.*"pid":\([0-9]*\),"started_at".*/\1/p' "$out/$CLUSTER_NODE.json"; }
+agent_pid() { grep -m 1 -oE '^[1-9][0-9]*' -- "$out/$CLUSTER_NODE.agent"; }
 # shellcheck disable=SC2317,SC2329
 forward() {
     local target=$child

@@ -50,7 +50,19 @@ LOG_CHUNK = 1 << 20
 
 #: The files of a node's folder that hold its state, and are no results; and those that only this machine writes.
 NOT_RESULTS = (
-    *("*.pid", "*.err", "*.exit", "*.alive", "*.venv", "*.secrets", "*.tmp", "common.*", "attempt", "submitted"),
+    *(
+        "*.pid",
+        "*.err",
+        "*.exit",
+        "*.alive",
+        "*.agent",
+        "*.venv",
+        "*.secrets",
+        "*.tmp",
+        "common.*",
+        "attempt",
+        "submitted",
+    ),
     f"/attempt-*/{contract.GRACE_FILE}",
     *("/job.yaml", "/report.html", "/supervisor.log", "/inputs.json", "/inputs.tar", "/attempt-*/collected"),
 )

@@ -70,7 +70,7 @@ class Watch:
 
 
 def _words(error: Exception) -> str:
-    """Return an error in words; of one that nobody expected, also its class."""
+    """Return an error in words; of an unexpected one, also its class."""
     return str(error) if isinstance(error, ClusterError | OSError) else f"{type(error).__name__}: {error}"
 
 

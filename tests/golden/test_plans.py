@@ -237,5 +237,5 @@ def test_exec_enters_the_container_that_the_node_has_started(case, rank, tmp_pat
         return done.stdout.splitlines()
 
     words = run(text)
-    (tmp_path / script.attempt_dir(made, node.machine)[1:] / f"{node.name}.json").write_text('{"pid":1,"started_at":0}')
+    (tmp_path / script.attempt_dir(made, node.machine)[1:] / f"{node.name}.agent").write_text("1 running\n")
     assert run(enter, "exec", "nvidia-smi") == ["exec", "--interactive", words[words.index("--name") + 1], "nvidia-smi"]

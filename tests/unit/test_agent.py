@@ -630,8 +630,7 @@ def test_exec_enters_only_the_process_that_is_the_nodes_agent(tmp_path, argument
     with subprocess.Popen(argv, env={**variables, "PATH": os.environ["PATH"]}) as other:
         try:
             Path(plan.attempt_dir).mkdir(parents=True)
-            status = {"phase": "running", "pid": other.pid, "started_at": 1.0}
-            Path(plan.attempt_dir, "node-0.json").write_text(json.dumps(status, separators=(",", ":")))
+            Path(plan.attempt_dir, "node-0.agent").write_text(f"{other.pid} running\n")
             argv = script.exec_command(job, plan, plan.nodes[0], ["printenv", "CLUSTER_NODE"], tty=False)
             done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
         finally:
@@ -701,6 +700,42 @@ else:
     assert sorted(events) == ["joining", "progress", "ready", "setup"]
 
 
+def test_values_of_events_that_do_not_fit_are_counted_and_end_nothing(tmp_path):
+    program = """
+print('::cluster {"event":"progress","node":0,"x":' + 600 * '[' + 600 * ']' + '}')
+for step in range(3):
+    print('::cluster {"event":"progress","node":0,"step":%d,"eta_s":Infinity}' % step)
+print('::cluster {"event":"ready","node":0,"time":' + 5000 * '9' + '}')
+print('::cluster {"event":"failed","error":"boom","time":-Infinity}', flush=True)
+sys.exit(3)
+"""
+    node = Node(tmp_path, program, ranks=1)
+    code, _, status = node.end()
+    assert (code, status["failure"]["error"], status["failure"]["time"] > 1e9) == (3, "boom", True)
+    assert status["events"]["progress"]["step"] == 2
+    ignored = [line.partition("rank 0: ignored")[2] for line in node.lines() if "rank 0: ignored" in line]
+    fields = ("eta_s of progress", "time of ready", "time of failed")
+    once = [f": {field}: its value does not fit (docs/reference/contract.md)" for field in fields]
+    assert ignored == [*once, " values of events: eta_s of progress (3), time of ready (1), time of failed (1)"]
+
+
+@pytest.mark.parametrize("record", ['{"error": 5}', '{"error": "x", "time": 1e999}', "[]", "\udcff"])
+def test_a_rank_that_alters_the_record_of_its_exception_fails_by_its_exit_code(tmp_path, record):
+    folder = "os.path.dirname(sys.modules['sitecustomize'].__file__)"
+    write = f"open({folder} + '/rank-0.json', 'wb').write({os.fsencode(record)!r})"
+    code, _, status = Node(tmp_path, f"{write}\nos._exit(3)", ranks=1).end()
+    assert (code, status["failure"]["error"]) == (3, "exit code 3")
+
+
+def test_shell_scripts_find_the_agents_pid_and_phase_in_a_file_of_one_line(tmp_path):
+    node = Node(tmp_path, "print('begun', flush=True)\ntime.sleep(1000)", ranks=1)
+    node.wait_for("begun")
+    assert wait_until(lambda: node.path("node-0.agent").read_text() == f"{node.process.pid} running\n")
+    node.process.terminate()
+    node.end()
+    assert node.path("node-0.agent").read_text() == f"{node.process.pid} exited\n"
+
+
 def test_a_full_disk_stops_neither_the_ranks_nor_the_status_file(tmp_path):
     (tmp_path / "attempt-1").mkdir()
     (tmp_path / "attempt-1" / "node-0.log").symlink_to("/dev/full")
@@ -735,7 +770,7 @@ def test_a_status_file_on_a_full_disk_is_overwritten_in_place(tmp_path, monkeypa
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     status.write(phase="exited")
     assert json.loads((tmp_path / "attempt-1" / "node-1.json").read_text())["phase"] == "exited"
-    assert [path.name for path in (tmp_path / "attempt-1").iterdir()] == ["node-1.json"]
+    assert {path.name for path in (tmp_path / "attempt-1").iterdir()} == {"node-1.json", "node-1.agent"}
 
 
 def test_a_cause_comes_before_an_earlier_consequence():

@@ -255,8 +255,8 @@ class Agent:
                 failure["error"] += "; the log is incomplete: " + self._log.error
             self._log.message("rank %d failed first: %s" % (failure["rank"], failure["error"]))
         elif code == EXIT_RUN_ME_AGAIN:
-            events = [rank.event for rank in self._ranks if rank.event is not None]
-            self._stop_reason = self._log.masked(str(events[0]["error"])) if events else self._stop_reason
+            errors = [rank.event.error for rank in self._ranks if rank.event is not None and rank.event.error]
+            self._stop_reason = self._log.masked(errors[0]) if errors else self._stop_reason
         self._report_end(code, failure)
         return code
 
@@ -308,7 +308,7 @@ def remove_earlier_files(settings: Settings) -> None:
 
     The launcher would take its log for this job's.
     """
-    for ending in (".json", ".log", COLLECTED_ENDING):
+    for ending in (".json", ".agent", ".log", COLLECTED_ENDING):
         with contextlib.suppress(FileNotFoundError):
             os.remove(settings.path(ending))
     shutil.rmtree(os.path.join(settings.folder, "ranks", settings.name), ignore_errors=True)

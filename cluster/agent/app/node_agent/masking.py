@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any, Iterable
 
+from .events import load
 from .settings import EVENT_MARK, Fields
 
 #: Shorter values of secrets are not masked, because they would mask unrelated text.
@@ -77,10 +78,7 @@ def split_event(line: bytes) -> tuple[bytes, Fields | None]:
     """Return the text before the event of a line, and the event; without an event, the whole line and None."""
     before, mark, rest = line.partition(_MARK)
     if mark:
-        try:
-            event = json.loads(rest.decode(errors="replace"))
-        except (ValueError, RecursionError):
-            return line, None
+        event = load(rest.decode(errors="replace"))
         if isinstance(event, dict) and isinstance(event.get("event"), str):
             return before, event
     return line, None

@@ -68,7 +68,7 @@ class Status:
     """The node's status file, which is replaced atomically."""
 
     def __init__(self, settings: Settings) -> None:
-        self._path = settings.path(".json")
+        self._path, self._agent_path, self._agent = settings.path(".json"), settings.path(".agent"), ""
         self._lock = threading.RLock()
         self._events: Fields = {}
         self.written_at = 0.0
@@ -93,15 +93,23 @@ class Status:
     def _write(self, fields: Fields) -> None:
         self.fields.update(fields, heartbeat=round(time.time(), 3))
         self.written_at = time.monotonic()
-        text = json.dumps(self.fields, separators=(",", ":")) + "\n"
-        partial = self._path + ".tmp"
-        try:
-            with open(partial, "w") as file:
-                file.write(text)
-            os.replace(partial, self._path)
-        except OSError:  # a full disk has no space for another file, but the old one can be overwritten
-            with contextlib.suppress(OSError):
-                os.remove(partial)
-            with contextlib.suppress(OSError), open(self._path, "r+") as file:
-                file.write(text)
-                file.truncate()
+        replace_file(self._path, json.dumps(self.fields, separators=(",", ":")) + "\n")
+        agent = "{pid} {phase}\n".format(**self.fields)
+        if agent != self._agent:
+            self._agent = agent
+            replace_file(self._agent_path, agent)
+
+
+def replace_file(path: str, text: str) -> None:
+    """Replace a small file atomically. An error is ignored: a node runs on without its status."""
+    partial = path + ".tmp"
+    try:
+        with open(partial, "w") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError:  # a full disk has no space for another file, but the old one can be overwritten
+        with contextlib.suppress(OSError):
+            os.remove(partial)
+        with contextlib.suppress(OSError), open(path, "r+") as file:
+            file.write(text)
+            file.truncate()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Iterable
 
+from .events import MOST_NAME, Event, Failed, event, load, read, required, text, timestamp
 from .masking import split_event
 from .output import EVENT_MAX_BYTES, Log, Status
 from .settings import EXIT_RUN_ME_AGAIN, SIGNALS, Fields
@@ -29,6 +30,43 @@ SECONDARY = re.compile(
     r"|NCCL communicator was aborted)"
 )
 LIBC = ctypes.CDLL(None)
+#: How many fields of events are counted by their names.
+_MOST_MISFITS = 32
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The uncaught exception of a rank, as sitecustomize.py records it, and its time in seconds since 1970."""
+
+    error: str = required(text)
+    time: float = required(timestamp)
+
+
+class Misfits:
+    """Counts the values of a rank's events that do not fit, which the launcher drops."""
+
+    def __init__(self, number: int, log: Log) -> None:
+        self._number, self._log = number, log
+        self._counts: dict[str, int] = {}
+
+    def add(self, found: Event) -> None:
+        """Count the values of an event, and report each field once."""
+        for name in found.misfits:
+            where = "{} of {}".format(text(name[:MOST_NAME]), found.kind)
+            if where not in self._counts and len(self._counts) == _MOST_MISFITS:
+                where = "other fields"
+            if where not in self._counts:
+                self._report("ignored: %s: its value does not fit (docs/reference/contract.md)" % where)
+            self._counts[where] = self._counts.get(where, 0) + 1
+
+    def end(self) -> None:
+        """Report the counts at the end of the rank's output."""
+        if self._counts:
+            counts = ", ".join("%s (%d)" % each for each in self._counts.items())
+            self._report("ignored values of events: " + counts)
+
+    def _report(self, what: str) -> None:
+        self._log.message("rank %d: %s" % (self._number, what))
 
 
 def in_rank() -> None:
@@ -54,7 +92,7 @@ class Rank:
         self.number, self.local_rank = number, local_rank
         self.code: int | None = None
         self.ended_at = 0.0
-        self.event: Fields | None = None
+        self.event: Failed | None = None
         self.stopped_before = False
         self.failed_since: float | None = None
         self.is_overdue = False
@@ -71,7 +109,7 @@ class Rank:
     def read(self, log: Log, status: Status) -> None:
         """Copy the rank's output to the log, line by line, and its events to the status, until the output ends."""
         assert self.process.stdout is not None
-        out = self.process.stdout.fileno()
+        out, misfits = self.process.stdout.fileno(), Misfits(self.number, log)
         pending, written = b"", time.monotonic()
         for chunk in iter(lambda: os.read(out, 1 << 16), b""):
             self.output_at = time.monotonic()
@@ -80,25 +118,29 @@ class Rank:
                 bar, _, pending = pending.rpartition(b"\r")
                 lines += [bar] if bar else []
             for line in lines:
-                self._line(line, log, status)
+                self._line(line, log, status, misfits)
                 written = time.monotonic()
         if pending:
-            self._line(pending, log, status)
+            self._line(pending, log, status, misfits)
+        misfits.end()
 
-    def _line(self, line: bytes, log: Log, status: Status) -> None:
+    def _line(self, line: bytes, log: Log, status: Status, misfits: Misfits) -> None:
         line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # a progress bar overwrites its line; keep the last state
-        _, event = split_event(line)
-        if event is not None and event["event"] == "failed" and event.get("error"):
-            self.event = event
-        elif event is not None and len(line) <= EVENT_MAX_BYTES:
-            status.record(log.masked_event(event))
+        _, fields = split_event(line)
+        found = event(fields)
+        if isinstance(found, Failed) and found.error:
+            self.event = found
+        elif fields is not None and len(line) <= EVENT_MAX_BYTES:
+            with contextlib.suppress(RecursionError):  # nested too deeply, so no event of the contract
+                status.record(log.masked_event(fields))
         log.line(line, self.local_rank)
+        if found is not None:
+            misfits.add(found)
 
-    def exception(self) -> Fields | None:
+    def exception(self) -> Raised | None:
         """Return the uncaught exception that the rank recorded, or None."""
         with contextlib.suppress(OSError, ValueError), open(self._record) as file:
-            found: Fields = json.load(file)
-            return found
+            return read(Raised, load(file.read()))
         return None
 
     def program_code(self) -> int | None:
@@ -120,12 +162,11 @@ class Rank:
         found.update(exit_code=self.code if self.code > 0 else 128 - self.code, secondary=False)
         raised, number = self.exception(), -self.code
         if self.event is not None:
-            found.update(error=str(self.event["error"]), hint=str(self.event.get("hint") or ""))
-            found["secondary"] = bool(self.event.get("echo"))
-            if isinstance(self.event.get("time"), (int, float)):
-                found["time"] = min(self.ended_at, self.event["time"])
+            found.update(error=self.event.error, hint=self.event.hint or "", secondary=bool(self.event.echo))
+            if self.event.time is not None:
+                found["time"] = min(self.ended_at, self.event.time)
         elif raised is not None:  # also if the rank was stopped after it had raised
-            found.update(error=raised["error"], time=raised["time"], secondary=bool(SECONDARY.match(raised["error"])))
+            found.update(error=raised.error, time=raised.time, secondary=bool(SECONDARY.match(raised.error)))
             found["exit_code"] = max(1, self.code)
         elif self.stopped_before and number in (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR2):
             return None
