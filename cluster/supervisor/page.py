@@ -396,7 +396,7 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
     points = [point for line in lines.values() for point in line]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     low = min(low, 0.0)  # from 0, so that noise does not look like a change
-    high = max(high, low + 1e-9)
+    high = max(high, low + 1e-9 * max(1.0, -low))  # above `low` also where floats are far apart
     left_px, top, width, height = 54, 6, _WIDTH - 60, _HEIGHT - 26
 
     def place(point: tuple[float, float]) -> str:

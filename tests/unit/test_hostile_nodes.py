@@ -139,3 +139,39 @@ def test_the_lines_as_they_were_are_shown(screens):
     text = screens.show(events, [REPORTED[-2], "{}"], ("alive", "alive"))
     for words in ("epoch 1 of 2, step 6 of 63", "97 %", "1.1/85.9 GB", "mAP50", "61 °C", "rank 1"):
         assert words in text, text
+
+
+#: What once raised, and where: the launcher, `ps` of all jobs, the display, the restart, `top`, the report, the page.
+PROGRESS = '{"event":"progress","node":0,"epoch":1,"epochs":3,"step":1,"steps":10,"loss":1,"images_per_s":1,"eta_s":1}'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        pytest.param('"node":0', f'"node":0,"time":{"9" * 400}', id="time"),
+        *(pytest.param('"eta_s":1', f'"eta_s":{value}', id=value) for value in ("Infinity", "NaN", "1e400")),
+        pytest.param('"epoch":1', '"epoch":"1 of 3"', id="epoch"),
+        pytest.param(',"images_per_s":1', "", id="images_per_s"),
+        pytest.param('"steps":10', '"steps":Infinity', id="steps"),
+        pytest.param(PROGRESS, f'{{"event":"metric","node":0,"epoch":1,"map50":{"9" * 400}}}', id="metric"),
+        pytest.param(PROGRESS, f'{{"event":"metric","node":0,"epoch":1,"box_loss":{"9" * 400}}}', id="curve"),
+        pytest.param(PROGRESS, '{"event":"metric","node":0,"epoch":1,"box_loss":-1e30}', id="negative"),
+    ],
+)
+def test_a_line_that_once_ended_a_command_is_shown(screens, old, new):
+    screens.show([EVENT_MARK + PROGRESS.replace(old, new)], ["{}", "{}"], ("alive", "alive"))
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        '{"phase":"running","stall":[{}]}',
+        '{"phase":"exited"}',
+        '{"phase":"running","usage":{"ranks":[{}]}}',
+        '{"phase":"running","usage":{"ranks":[{"rank":0,"cpu":1,"rss":1}]}}',
+        '{"phase":"exited","exit_code":1,"ended_at":1,"failure":{"rank":0}}',
+        '{"phase":"running","heartbeat":"now"}',
+    ],
+)
+def test_a_status_file_that_once_ended_a_command_is_shown(screens, file):
+    screens.show([EVENT_MARK + PROGRESS], [file, file], ("alive", "alive"))
