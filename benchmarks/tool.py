@@ -40,6 +40,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cluster.spec.status import HostMemory, RankUsage, Usage  # noqa: E402
 from tests.contract.sshd import Sshd, inventory  # noqa: E402
 
 CLUSTERCTL = [sys.executable, "-m", "cluster"]
@@ -226,11 +227,11 @@ def page(bench: Bench) -> Iterator[list[Row]]:
         browser.close()
 
 
-def _usage(node: int, ranks: int) -> dict[str, object]:
+def _usage(node: int, ranks: int) -> Usage:
     """Return a simulated sample of the use of a node with GPUs."""
     gpu = {"use": 97, "memory": 40 << 30, "memory_total": 80 << 30, "temperature": 61}
-    rows = [dict(gpu, gpu=str(k), rank=node * ranks + k, cpu=1.25, rss=4 << 30) for k in range(ranks)]
-    return {"ranks": rows, "host": {"free": 900 << 30, "total": 1000 << 30}}
+    rows = [RankUsage(node * ranks + k, 1.25, 4 << 30, gpu=str(k), **gpu) for k in range(ranks)]
+    return Usage(tuple(rows), HostMemory(900 << 30, 1000 << 30))
 
 
 def _write_logs(folder: Path, names: list[str], steps: int) -> None:

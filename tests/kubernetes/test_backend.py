@@ -190,7 +190,7 @@ def test_a_killed_container_is_reported_with_its_signal(start, kubectl):
     run.until_ended()
     assert run.verdict == "failed"
     assert run.view.nodes[1].phase == "exited"
-    assert run.view.nodes[1].failure["exit_code"] == 137
+    assert run.view.nodes[1].failure.exit_code == 137
     assert run.end() == []
 
 
