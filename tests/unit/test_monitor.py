@@ -1,5 +1,6 @@
 """Monitoring: awake time, silent and lost machines, and node statuses from the real polling script."""
 
+import base64
 import json
 import os
 import signal
@@ -120,6 +121,8 @@ def full(plan, node):
         # the network drops packets, so that no error arrives in time
         (lambda plan, node: time.sleep(2) or {}, "a: does not answer"),
         (full, r"this machine: /here/job/node\.log: No space left on device"),
+        # what a node has sent is no Base64
+        (lambda plan, node: base64.b64decode("x"), "the nodes' answer cannot be read: Error: Invalid base64"),
     ],
 )
 def test_without_any_answer_the_state_of_the_job_is_unknown(poll, message, monkeypatch):
@@ -201,6 +204,19 @@ def test_a_node_without_process_and_exit_code_is_lost(tmp_path):
     (tmp_path / "n0.pid").write_text("999999999")
     assert status_of(tmp_path).phase == "lost"
     assert "does not exist" in status_of(tmp_path / "absent").detail
+
+
+def test_a_status_file_with_other_ends_of_lines_is_one_line(tmp_path, monkeypatch):
+    """str.splitlines would find several lines, and the machine would seem not to answer."""
+    monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
+    job = Job("job", ("x.py",), 1, 1, str(tmp_path))
+    plan = BACKENDS["local"].plan(job, attempt=1, port=20000)
+    folder = Path(plan.attempt_dir)
+    folder.mkdir(parents=True)
+    (folder / "node-0.pid").write_text("999999999")
+    (folder / "node-0.json").write_text('{"phase":"exited","exit_code":3,"reason":"a\u2028b\u0085c"}\n', "utf-8")
+    _, found = monitor.poll(plan, plan.nodes[0].machine, "poll")
+    assert (found["node-0"].exit_code, found["node-0"].detail) == (3, "a b c")
 
 
 @pytest.mark.parametrize(("exit_code", "phase"), [("", "lost"), ("1 12.5", "exited")])
