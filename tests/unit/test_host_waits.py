@@ -44,7 +44,7 @@ def steps(started: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 818), ("yolo26n.yaml", 1435)])
+@pytest.mark.parametrize(("cfg", "most"), [("yolov5n.yaml", 629), ("yolov5nu.yaml", 818), ("yolo26n.yaml", 1445)])
 def test_a_step_of_a_detector_has_no_host_wait_and_few_launches(
     cfg: str, most: int, steps: Any, tmp_path: Path
 ) -> None:

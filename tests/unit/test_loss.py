@@ -11,7 +11,7 @@ from trainer.config import Hyp
 from trainer.data.detection_loader import Capacity
 from trainer.engine.step import mean_terms
 from trainer.errors import TrainerError
-from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates, match
+from trainer.losses.aligned import ONE_TO_MANY, ONE_TO_ONE, AlignedLoss, candidates
 from trainer.losses.anchored import DetectionLoss, assign_level, ciou
 from trainer.models.yolo import Yolo, build_yolo, load_cfg
 
@@ -149,30 +149,6 @@ def test_terms_of_the_anchor_free_head_are_the_published_ones() -> None:
     assert loss(raw, targets)[1].tolist() == pytest.approx([2, total])
     expected = [7.5 * box / total, 0.5 * cls_sum / total, 1.5 * dfl / total]
     assert terms_of(loss, raw, TARGETS).tolist() == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_box_smaller_than_a_cell_has_candidates() -> None:
-    """A side counts as at least 16 px. So four points of stride 8 around the box are inside, and one of stride 16."""
-    loss, raw = loss_for("anchor-free"), outputs("anchor-free", 1)
-    for side in (3, 12, 15.9):
-        targets = targets_of(loss, raw, torch.tensor([[0, 1, 25 / SIDE, 25 / SIDE, side / SIDE, side / SIDE]]))
-        real = targets["pair"][:, 0] == 0
-        assert targets["at"][real].tolist() == [[20, 20, 8], [28, 20, 8], [20, 28, 8], [28, 28, 8], [24, 24, 16]]
-        assert targets["box"][0].tolist() == pytest.approx([25, 25, side, side, 1])
-
-
-def test_a_point_that_two_boxes_choose_goes_to_the_largest_overlap_of_all() -> None:
-    """The third box did not choose the point, whose class is wrong for it, but is exactly the predicted one."""
-    labels = torch.tensor([[0, 0, 0.5, 0.5, 0.6, 0.6], [0, 1, 0.53, 0.5, 0.6, 0.6], [0, 2, 0.52, 0.5, 0.6, 0.6]])
-    loss, raw = loss_for("anchor-free"), outputs("anchor-free", 1)
-    found = candidates(targets_of(loss, raw, labels))
-    contested = (found.at == torch.tensor([48.0, 48.0, 32.0])).all(1)
-    assert found.box[contested].tolist() == [0, 1, 2]
-    boxes = torch.where(contested[:, None], found.targets[2], found.targets[found.box] + torch.tensor([3.0, 0, 0, 0]))
-    scores = torch.where(contested, torch.tensor([0.9, 0.9, 1e-20])[found.box % 3], 0.5)
-    matched = match(found, scores, boxes, 1, 84)
-    here = (matched.at == torch.tensor([48.0, 48.0, 32.0])).all(1) & (matched.weight > 0)
-    assert matched.cls[here].tolist() == [2]
 
 
 def test_one_to_one_gives_a_box_its_best_point_and_the_distances_are_fractions_of_the_image() -> None:

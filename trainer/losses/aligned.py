@@ -199,7 +199,8 @@ class AlignedLoss(Criterion):
         if self.bins > 1:
             each = self._distribution(picked, sides / stride)
         else:  # as fractions of the image's sides
-            each = ((picked * stride - sides).abs() / sides.new_tensor((width, height) * 2)).mean(1)
+            left, top, right, bottom = (picked * stride - sides).abs().unbind(1)
+            each = ((left + right) / width + (top + bottom) / height) / 4
         return torch.stack((box, cls, (each * matched.weight).sum()))
 
     @torch.no_grad()
