@@ -46,7 +46,7 @@ install_another_python() {
         "$python" -m venv --clear "$another_venv"
         sed '/--hash/d; s/ \\$//' requirements/dev.txt >"$another_venv/constraints.txt"
         "$another_venv/bin/pip" install -qq --disable-pip-version-check --constraint "$another_venv/constraints.txt" \
-            --config-settings editable_mode=compat --editable . pytest pytest-timeout pytest-xdist
+            --config-settings editable_mode=compat --editable . pytest pytest-timeout pytest-xdist prometheus-client
         cp requirements/dev.txt "$another_venv/dev.txt"
         return
     done
