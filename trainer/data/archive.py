@@ -4,14 +4,19 @@ tarfile's filter "data" does the same, but Python 3.11.2, which is Debian 12's o
 The launcher and the trainer import nothing from each other, so each has this file; a test compares the two.
 """
 
+from __future__ import annotations
+
 import os
 import secrets
 import shutil
-import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `clusterctl plan` needs the paths alone
+    import tarfile
 
 
-class RefusedError(tarfile.TarError):
+class RefusedError(ValueError):
     """A member of an archive leads out of the folder, or is neither a file, a folder nor a link."""
 
 
@@ -86,5 +91,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
     with path.open("xb") as file:
         shutil.copyfileobj(content, file, 1 << 20)
         if file.tell() != member.size:
-            raise tarfile.ReadError(f"{member.name} is not complete")
+            from tarfile import ReadError
+
+            raise ReadError(f"{member.name} is not complete")
     path.chmod(member.mode & 0o775 | 0o600)
