@@ -166,6 +166,14 @@ def pytest_unconfigure():
     gc.unfreeze()  # some extension modules warn of what they find at the exit
 
 
+@pytest.fixture(autouse=True)
+def _sigint():
+    """Restore the handler of SIGINT, which a program that a test runs in this process may leave ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="session")
 def worker(worker_id):
     """Return the number of this `pytest -n` worker: 0, 1, ..."""

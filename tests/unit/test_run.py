@@ -134,7 +134,7 @@ def test_what_both_loaders_have_to_say_is_said_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine with little shared memory, and with a set without outlines."""
-    data = squares(tmp_path / "set", train=6)
+    data = squares(tmp_path / "set", train=6, val=12)
     monkeypatch.setattr("trainer.data.dataloader.shutil.disk_usage", lambda _: SimpleNamespace(free=445 << 10))
     made(data, hyp=dataclasses.replace(Hyp(), copy_paste=0.5), workers=3)
     said = capsys.readouterr().out.splitlines()
