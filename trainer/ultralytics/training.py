@@ -135,7 +135,7 @@ def _run_folder() -> Path:
 def _note_ignored(values: dict[str, Any], world: comm.World) -> None:
     ignored = [f"{name}=" for name in ("project", "name", "exist_ok", "save_dir") if name in values]
     if ignored and world.rank == 0:
-        print(f"{' '.join(ignored)} not used: the job has a folder of its own", flush=True)
+        print(f"{' '.join(ignored)} not used: the job has its own folder", flush=True)
 
 
 def _load(task: str, values: dict[str, Any], session: Session, *, resumes: bool) -> Any:
