@@ -11,8 +11,8 @@ from trainer.config import yaml_file
 from trainer.config.faults import BadData, Fault
 
 # Roboflow's exports contain the key `roboflow`, and datasets of poses the last three.
-_KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "download", "sha256", "roboflow")
-_KEYS += ("kpt_shape", "kpt_names", "flip_idx")
+_KEYS: tuple[str, ...] = ("path", "train", "val", "test", "nc", "names", "extra_columns", "download", "sha256")
+_KEYS += ("roboflow", "kpt_shape", "kpt_names", "flip_idx")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DataYaml:
     names: list[str]
     sources: list[Path]
     line: int  # line of the split's key
-    keypoint_values: int  # numbers after the box in each row of a dataset of poses, else 0
+    extra_columns: int | None  # unused numbers after the box in rows with more than a box; None: not declared
     warnings: list[Fault]
 
 
@@ -48,14 +48,15 @@ def read_data_yaml(path: Path, split: str) -> DataYaml:
     faults = content.unknown(_KEYS)
     names = _names(content, faults)
     sources = _sources(content, split, faults)
-    values = _keypoint_values(content, faults)
+    keypoint_values = _keypoint_values(content, faults)
+    extra = _extra_columns(content, keypoint_values, faults)
     if faults:
         raise BadData(faults)
     warnings = []
-    if values:
+    if keypoint_values:
         what = "the key points of the labels are not used: a detector is trained on their boxes"
         warnings.append(content.fault("kpt_shape", what, "nothing needs to be changed", warning=True))
-    return DataYaml(path, names, sources, content.lines[split], values, warnings)
+    return DataYaml(path, names, sources, content.lines[split], extra, warnings)
 
 
 def load_data_yaml(path: Path) -> Content:
@@ -104,6 +105,21 @@ def _keypoint_values(content: Content, faults: list[Fault]) -> int:
         faults.append(content.fault("kpt_shape", what, "for example `kpt_shape: [17, 3]`"))
         return 0
     return int(numbers[0] * numbers[1])
+
+
+def _extra_columns(content: Content, keypoint_values: int, faults: list[Fault]) -> int | None:
+    """Return how many numbers after the box are left out: the key points' or those of `extra_columns`."""
+    number = content.values.get("extra_columns")
+    if number is None:
+        return keypoint_values or None
+    if type(number) is not int or number < 0:
+        what = f"extra_columns is {number}, it must be how many numbers follow the box in a row"
+        faults.append(content.fault("extra_columns", what, "for example `extra_columns: 1`, for a confidence"))
+        return None
+    if keypoint_values and number != keypoint_values:
+        what = f"extra_columns is {number}, but the key points of kpt_shape are {keypoint_values} numbers"
+        faults.append(content.fault("extra_columns", what, "remove one of the two keys"))
+    return number
 
 
 def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:

@@ -28,22 +28,20 @@ from trainer.data.scan import Scan, scan
 from trainer.distributed.machine_lock import one_per_machine
 
 FOLDER = ".trainer-cache"  # next to data.yaml
-_FORMAT = 4  # version of the file and of the scan's checks; part of the hash
+_FORMAT = 5  # version of the file and of the scan's checks; part of the hash
 _IMAGES = f"images-{_FORMAT}.json"  # the state of each image that was decoded, whatever its split and labels
 _KEPT = 8  # newest scans of a dataset
 _ABANDONED_S = 24 * 3600.0
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Scan) if field.name not in ("faults", "file"))
 
 
-def cached_scan(listing: Listing, nc: int, keypoint_values: int, *, decode: bool = True) -> Scan:
+def cached_scan(listing: Listing, nc: int, extra: int | None, *, decode: bool = True) -> Scan:
     """Return `scan` of the same arguments from the cache, or make it and cache it if possible.
 
     Without `decode`, only the headers of the images are read.
     """
     folders = cache_folders(listing.root)
-    digest = hashlib.blake2b(
-        json.dumps([_FORMAT, nc, keypoint_values, decode, len(listing.images)]).encode(), digest_size=16
-    )
+    digest = hashlib.blake2b(json.dumps([_FORMAT, nc, extra, decode, len(listing.images)]).encode(), digest_size=16)
     digest.update(os.fsencode("\0".join(listing.images)))
     digest.update(listing.stamps.tobytes())
     name = f"labels-{digest.hexdigest()}"
@@ -52,7 +50,7 @@ def cached_scan(listing: Listing, nc: int, keypoint_values: int, *, decode: bool
             with contextlib.suppress(Exception):  # torch.load raises many types for a damaged file
                 return load(folder / name)
         states = _decoded(listing, folders) if decode else read_headers(listing.image_files())
-        built = scan(listing, states, nc, keypoint_values)
+        built = scan(listing, states, nc, extra)
         is_final = all(state.is_final for state in states)
         if not (is_final and len(built.paths)):  # torch maps no empty arrays
             return built

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trainer.config.faults import Fault
 from trainer.config.text_file import read_text
+from trainer.data import extra_columns
 from trainer.data.dataset import Floats, Ints, Labels
 from trainer.data.image_check import faults_of
 from trainer.data.image_file import ImageState
@@ -47,25 +48,35 @@ class _Image:
     lines: list[int]  # (k,)
 
 
-def scan(listing: Listing, states: Sequence[ImageState], nc: int, keypoint_values: int = 0) -> Scan:
+def scan(listing: Listing, states: Sequence[ImageState], nc: int, extra: int | None = None) -> Scan:
     """Read all labels of `listing`, with classes 0 to nc - 1; `states` are those of its images.
 
-    In a dataset of poses, `keypoint_values` numbers follow the box in each row; they are not used.
+    `extra` numbers follow the box in a row; they are not used. None: data.yaml does not say how many, so a longer
+    row is an outline, unless the rows show that it is not. 0: a longer row is an outline.
     """
     faults: list[tuple[int, Fault]] = []  # with the image's index
     indices = range(len(listing.images))
     counts = Counter(kind for state in states for kind in state.oddities)
     for index, (path, state) in enumerate(zip(listing.image_files(), states, strict=True)):
         faults += [(index, fault) for fault in faults_of(path, state, counts)]
-    reads = in_threads(
-        lambda index: _read(listing, index, states[index], keypoint_values, faults), indices, "reading labels"
-    )
+    reads = in_threads(lambda index: _read(listing, index, states[index], extra, faults), indices, "reading labels")
     images = [image for image in reads if image]
     rows = np.concatenate([np.empty((0, 5)), *(image.rows for image in images)])
     owner = np.repeat(np.arange(len(images)), np.array([len(image.rows) for image in images], np.int64))
     sizes = np.array([image.size for image in images], np.int32).reshape(-1, 2)
-    labels, good, bad = _check(rows, owner, nc)
+    every = [outline for image in images for outline in image.outlines]
+    extras = extra_columns.find(every) if extra is None else []
+    is_outline = np.ones(len(rows), np.bool_)
+    for each in extras:
+        is_outline[each.rows] = not each.is_certain
+    labels, good, bad = _check(rows, owner, nc, is_outline)
     lines = [line for image in images for line in image.lines]
+    hints = {}
+    for each in extras:
+        first = int(each.rows[0])
+        what = f"a box with {each.what}, no outline" if each.is_certain else f"an outline, or a box with {each.what}?"
+        bad[first] = f"{each.columns} columns: {what}{first_of(len(each.rows))}", not each.is_certain
+        hints[first] = f"{each.hint}; if these rows are outlines: `extra_columns: 0`"
     clipped = np.flatnonzero(good & _is_beyond(rows, 1 / sizes[owner][:, ::-1]))
     if len(clipped):
         what = f"box partly outside the image, clipped to it{first_of(len(clipped))}"
@@ -74,9 +85,8 @@ def scan(listing: Listing, states: Sequence[ImageState], nc: int, keypoint_value
         index = images[owner[k]].index
         file = listing.label_file(index)
         text = read_text(file).splitlines()[lines[k] - 1].strip()[:60]
-        faults.append((index, Fault(file, lines[k], f"{what}: `{text}`", _ROW_HINT, warning)))
+        faults.append((index, Fault(file, lines[k], f"{what}: `{text}`", hints.get(k, _ROW_HINT), warning)))
     faults.sort(key=lambda item: (item[0], item[1].line))
-    every = [outline for image in images for outline in image.outlines]
     outlines = [every[k] for k in np.flatnonzero(good)]
     return Scan(
         np.array([os.fsencode(listing.images[image.index]) for image in images], np.bytes_),
@@ -94,7 +104,7 @@ def _offsets(counts: npt.ArrayLike) -> Ints:
 
 
 def _read(
-    listing: Listing, index: int, state: ImageState, keypoint_values: int, faults: list[tuple[int, Fault]]
+    listing: Listing, index: int, state: ImageState, extra: int | None, faults: list[tuple[int, Fault]]
 ) -> _Image | None:
     """Return the image `index` of `listing` and its rows, polygons as their bounds; add faults to `faults`.
 
@@ -118,8 +128,8 @@ def _read(
             faults.append((index, Fault(file, number, f"not a number in `{line.strip()[:60]}`", _ROW_HINT)))
             continue
         outline = np.empty((0, 2))
-        if keypoint_values:
-            row = row[:5] if len(row) == 5 + keypoint_values else row
+        if extra:
+            row = row[:5] if len(row) == 5 + extra else row
         elif len(row) >= 7 and len(row) % 2:
             outline = np.array(row[1:]).reshape(-1, 2)
             low, high = outline.min(0), outline.max(0)
@@ -129,13 +139,20 @@ def _read(
             outlines.append(outline)
             lines.append(number)
         elif row:
-            expected = f"5 or {5 + keypoint_values}" if keypoint_values else "5"
-            faults.append((index, Fault(file, number, f"{len(row)} columns instead of {expected}", _ROW_HINT)))
+            expected = f"5 or {5 + extra}" if extra else "5"
+            hint = _ROW_HINT
+            if not extra and len(row) > 5:
+                hint += (
+                    f"; or add `extra_columns: {len(row) - 5}` to data.yaml, and the last {len(row) - 5} are left out"
+                )
+            faults.append((index, Fault(file, number, f"{len(row)} columns instead of {expected}", hint)))
     return _Image(index, (state.height, state.width), np.array(rows, np.float64).reshape(-1, 5), outlines, lines)
 
 
-def _check(rows: Floats, owner: Ints, nc: int) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
-    """Check `rows` (n, 5).
+def _check(
+    rows: Floats, owner: Ints, nc: int, is_usable: npt.NDArray[np.bool_]
+) -> tuple[Labels, npt.NDArray[np.bool_], dict[int, tuple[str, bool]]]:
+    """Check `rows` (n, 5), of which only those that `is_usable` (n,) can be valid.
 
     Returns the valid rows as float32 with boxes clipped to the image, their mask (n,), and for each other row a message
     and whether it is only a warning.
@@ -152,8 +169,9 @@ def _check(rows: Floats, owner: Ints, nc: int) -> tuple[Labels, npt.NDArray[np.b
     bad: dict[int, tuple[str, bool]] = {}
     for fails, what in tests:
         for k in np.flatnonzero(fails).tolist():
-            bad.setdefault(k, (what, False))
-    fine = ~np.any([fails for fails, _ in tests], axis=0)
+            if is_usable[k]:
+                bad.setdefault(k, (what, False))
+    fine = is_usable & ~np.any([fails for fails, _ in tests], axis=0)
     _, first = np.unique(np.column_stack([owner, rows])[fine], axis=0, return_index=True)
     good = np.zeros_like(fine)
     good[np.flatnonzero(fine)[first]] = True

@@ -82,7 +82,7 @@ def read_split(data_yaml: str, split: str, *, decode: bool = True) -> Source:
     """Read one split and all its faults; raise BadData if it cannot be listed."""
     spec = read_data_yaml(Path(data_yaml), split)
     listing = list_split(spec)
-    found = cached_scan(listing, len(spec.names), spec.keypoint_values, decode=decode)
+    found = cached_scan(listing, len(spec.names), spec.extra_columns, decode=decode)
     return Source(split, spec, listing, found)
 
 
