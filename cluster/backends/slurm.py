@@ -40,7 +40,7 @@ class SlurmBackend(Backend):
     has_login_node = requeues = True
     supports = frozenset({"--image", "--mount", "--set", "--array", "image push", "sync"})
     supports |= {"--partition", "--account", "--qos", "--time"}
-    flags = frozenset({"exclusive"})
+    flags = frozenset(slurm.FLAGS)
     refusals: ClassVar[Mapping[str, str]] = {
         "--wait": "Slurm queues the job anyway",
         "--push": "the nodes of a Slurm cluster share one file, which this command makes: clusterctl image sif",

@@ -178,7 +178,9 @@ def _refuse_unsupported(request: Request, backend: Traits, table: Table, *, is_r
         backend.refuse("--set", table, f"--set {name}")
     for text in request.settings:
         if "=" not in text and text not in backend.flags:
-            raise UsageError(f"--set {text}: expected KEY=VALUE", f"give it a value: --set {text}=VALUE")
+            hint = f"give it a value: --set {text}=VALUE"
+            hint += f"; an option that takes none: --set {text}=" if backend.flags else ""
+            raise UsageError(f"--set {text}: expected KEY=VALUE", hint)
     given = {"--spares": request.spares, "--image": request.image, "--mount": request.mounts, "--build": request.build}
     for option in (option for option, value in given.items() if value):
         backend.refuse(option, table)

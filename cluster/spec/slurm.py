@@ -11,19 +11,26 @@ from cluster.errors import UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec.model import Job, NodeStatus, Phase, Plan
 
-#: The options of sbatch that the launcher sets.
-_SET = (
-    *("nodes", "ntasks", "ntasks-per-node", "job-name", "output", "error"),
-    *("array", "requeue", "open-mode", "chdir", "wrap"),
-)
-
-#: Further options that decide how a job is submitted or watched, and that no variable sets.
-_NOT_TAKEN = (
-    *("export", "get-user-env", "ignore-pbs", "input", "no-kill"),
-    *("no-requeue", "signal", "test-only", "verbose", "wait"),
-)
-#: Options without a value, which --set does not take.
-_FLAGS = ("overcommit", "spread-job", "use-min-nodes")
+_LOGS = "the logs are in the run directory: --run-dir"
+#: The options of sbatch that the launcher sets, or that would take a job away from it, and what to use instead.
+_REFUSED = {
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "ignore-pbs"), "use --nodes and --gpus"),
+    "array": "use --array",
+    "chdir": "use --workdir",
+    **dict.fromkeys(("error", "input", "open-mode", "output"), _LOGS),
+    **dict.fromkeys(("export-file", "get-user-env"), "use --env"),
+    "job-name": "use --name",
+    **dict.fromkeys(("no-requeue", "requeue"), "use --max-restarts"),
+    "no-kill": "use --max-restarts: a job that loses a node starts again",
+    "signal": "use --grace, the time in which the ranks write a checkpoint before the time limit",
+    "test-only": "use clusterctl plan",
+    **dict.fromkeys(("help", "parsable", "quiet", "usage", "verbose", "version"), "omit it"),
+    "wait": "use clusterctl wait",
+    "wrap": "use --command",
+}
+_PLAIN = ("contiguous", "hold", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes")
+#: Options that need no value. A plugin of the site may add others.
+FLAGS = (*_PLAIN, "exclusive", "nice", "propagate")
 #: The options of variables that have another name: SBATCH_TIMELIMIT is --time.
 _OPTIONS = {
     "ARBITRARY_NODELIST": "distribution",
@@ -85,17 +92,16 @@ CANCELLED = _ENDS["CANCELLED"]
 def checked(options: Mapping[str, str]) -> Mapping[str, str]:
     """Return the options for sbatch, by their long names. sbatch itself rejects unknown ones.
 
-    Raises UsageError for an option that the launcher sets, and for a value that is empty or needs quotes.
+    Raises UsageError for an option that the launcher sets, and for a value that needs quotes. An empty value stands for
+    an option without one.
     """
     for name, value in options.items():
         if name == "clusters":
             raise UsageError(f"--set clusters={value}: {_ONE_CLUSTER}", "name a login node of that cluster")
-        if name in _SET:
-            raise UsageError(f"--set {name}=...: clusterctl sets it", "use --nodes, --gpus, --name or --run-dir")
+        if name in _REFUSED:
+            raise UsageError(f"--set {name}=...: clusterctl sets it", _REFUSED[name])
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UsageError(f"--set {name}: not an option of sbatch", "use its long name: --set mem=32G")
-        if not value and name != "exclusive":
-            raise UsageError(f"--set {name}: it has no value", f"give it one: --set {name}=VALUE")
         if re.search(r"[\x00-\x1f\"'\\`$]", value):
             raise UsageError(f"--set {name}={value!r}: it contains a quote, '$' or control character")
     if options.get("time") and seconds(options["time"]) is None:
@@ -148,15 +154,15 @@ def inherited(job: Job, lines: Sequence[str], where: str) -> tuple[list[tuple[st
         elif program == "SBATCH" and outer and "_BIND" in name:
             pass  # Slurm sets these in its jobs
         elif program == "SBATCH" and option in given:
-            if given[option] != value:
+            if given[option] != value and option not in _PLAIN:
                 notes.append(f"{where}: ignoring {name}={value}, because the job has {option}={given[option]}")
-        elif program == "SBATCH" and option in (*_SET, *_NOT_TAKEN):
+        elif program == "SBATCH" and option in (*_REFUSED, "export"):
             notes.append(f"{where}: ignoring {name}={value}, because clusterctl sets {option}")
         elif program == "SBATCH":
             hint = f"to ignore it: unset {name} there"
-            if option not in _FLAGS:
-                use = shlex.quote(f"{option}={value}" if value else option)
-                hint = f"to use it: --set {use}, or {option} under slurm in cluster.yaml; {hint}"
+            is_flag = option in _PLAIN or (option in FLAGS and not value)
+            use = shlex.quote(option if is_flag else f"{option}={value}")
+            hint = f"to use it: --set {use}, or {option} under slurm in cluster.yaml; {hint}"
             wrong.append((f"{where}: {name}={value} is set, but the job has no option {option}", hint))
         elif program in ("SLURM", "SRUN", "PMI") and name not in _ONLY_PRINTED:
             ignored.append(f"{name}={value}")

@@ -142,12 +142,37 @@ def test_times_are_read_as_slurm_reads_them(text, seconds):
         ({"time": "soon"}, "not a time"),
         ({"comment": "a\n#SBATCH --wrap=evil"}, "quote, '\\$' or control character"),
         ({"comment": 'a" --uid=root'}, "quote, '\\$' or control character"),
-        ({"mem": ""}, "has no value"),
     ],
 )
 def test_invalid_options_are_errors(options, message):
     with pytest.raises(UsageError, match=message):
         slurm.checked(options)
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("signal", "--grace"),
+        ("no-kill", "--max-restarts"),
+        ("no-requeue", "--max-restarts"),
+        ("parsable", "omit it"),
+        ("quiet", "omit it"),
+        ("test-only", "clusterctl plan"),
+        ("wait", "clusterctl wait"),
+        ("get-user-env", "--env"),
+        ("chdir", "--workdir"),
+    ],
+)
+def test_an_option_that_would_take_the_job_from_the_launcher_is_refused(option, instead):
+    with pytest.raises(UsageError, match=f"--set {option}=...: clusterctl sets it") as caught:
+        slurm.checked({option: "USR1@60"})
+    assert instead in caught.value.hint
+
+
+@pytest.mark.parametrize(("words", "rendered"), [("contiguous", "contiguous"), ("disable-dcgm=", "disable-dcgm")])
+def test_an_option_without_a_value_is_rendered_without_one(slurm_cluster, words, rendered):
+    text = slurm_cluster.expect(0, "plan", "--set", words, "--command", "train.py")
+    assert f"#SBATCH --{rendered}\n" in text
 
 
 def test_a_value_that_contains_the_end_mark_of_the_script_stays_a_value(tmp_path):
@@ -497,10 +522,8 @@ def test_an_inherited_variable_is_refused_or_ignored_with_a_sentence(variables, 
 
 
 def test_the_hint_of_an_inherited_option_is_one_that_the_launch_takes():
-    for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE="):
+    for variable in ("SBATCH_MEM_PER_GPU=8G", "SBATCH_CONSTRAINT=[a|b]", "SBATCH_EXCLUSIVE=", "SBATCH_OVERCOMMIT=1"):
         ((_, hint),) = slurm.inherited(JOB, [variable], "login")[0]
         word = shlex.split(re.match("to use it: --set (.*), or ", hint)[1])[0]
         given = BACKENDS["slurm"].settings({}, Request(settings=[word]).given_settings("slurm", BACKENDS))
         assert slurm.inherited(replace(JOB, queue=Queue(LOGIN, given)), [variable], "login") == ([], [])
-    ((_, hint),) = slurm.inherited(JOB, ["SBATCH_OVERCOMMIT=1"], "login")[0]
-    assert hint == "to ignore it: unset SBATCH_OVERCOMMIT there"
