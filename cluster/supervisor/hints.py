@@ -87,10 +87,56 @@ KNOWN = {
     r"CERTIFICATE_VERIFY_FAILED": (
         "a proxy has its own certificate: copy it to the working directory, then --env PIP_CERT=FILE"
     ),
+    # PyTorch, torch.distributed
+    r"connectFullMesh failed": (
+        "check the network between the nodes: clusterctl doctor; to choose the device: --env GLOO_SOCKET_IFNAME=eth0"
+    ),
+    # Linux, errno
+    r"Disk quota exceeded": "free some space of this user on the node, or use another disk: --run-dir FOLDER",
+    # Linux, errno: clone and pthread_create
+    r"can't start new thread|pthread_create failed|Cannot allocate memory.*fork|fork: (retry: )?Resource temporarily": (
+        "use fewer dataloader workers and --env OMP_NUM_THREADS=1, or a higher limit of processes: ulimit -u"
+    ),
+    # OpenCV, installation of opencv-python
+    r"lib(GL|EGL|gthread-2\.0|glib-2\.0|SM|Xext|Xrender)\.so\.\d+: cannot open": (
+        "use OpenCV without a display: --setup 'pip uninstall -y opencv-python; pip install opencv-python-headless'"
+    ),
+    # PyTorch, Multiprocessing best practices
+    r"Cannot re-initialize CUDA in forked subprocess": (
+        "use no CUDA before the workers start, or DataLoader(..., multiprocessing_context='spawn')"
+    ),
+    # GNU C Library and GCC, symbol versions
+    r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found": (
+        "a package was built for a newer system: install an older build of it, or use an image with a newer system"
+    ),
+    # oneMKL, Using the Single Dynamic Library
+    r"MKL_THREADING_LAYER": "--env MKL_THREADING_LAYER=GNU",
+    # PyTorch, C++ extensions
+    r"[Ss]egmentation fault": (
+        "the log has the Python stack; often a package was built for another torch or CUDA: reinstall it with --setup"
+    ),
     # docs/how-to/any-program.md
     r"No module named '(?P<name>[^'.]+)": (
         "install it: --setup 'pip install {name}', or use an image that has it: --image NAME"
     ),
+}
+
+#: The packages of modules that have another name.
+PACKAGES = {
+    "Crypto": "pycryptodome",
+    "PIL": "pillow",
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "cv2": "opencv-python-headless",
+    "dateutil": "python-dateutil",
+    "dotenv": "python-dotenv",
+    "faiss": "faiss-cpu",
+    "git": "GitPython",
+    "google": "protobuf",
+    "skimage": "scikit-image",
+    "sklearn": "scikit-learn",
+    "umap": "umap-learn",
+    "yaml": "pyyaml",
 }
 
 
@@ -99,5 +145,6 @@ def hint(error: str, output: Iterable[str] = ()) -> str:
     for text in (error, *reversed([*output])):
         for pattern, advice in KNOWN.items():
             if match := re.search(pattern, text):
-                return advice.format(**match.groupdict())
+                names = {key: PACKAGES.get(name, name) for key, name in match.groupdict().items()}
+                return advice.format(**names)
     return ""

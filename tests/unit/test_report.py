@@ -171,6 +171,14 @@ MESSAGES = {
     "DistNetworkError: The server socket has failed to listen: EADDRINUSE": "--master-port auto",
     "OSError: [Errno 30] Read-only file system: 'snapshot.pt'": "--mount",
     "setup: SSLError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed')": "PIP_CERT",
+    "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/transport/tcp/pair.cc:144]": "GLOO_SOCKET",
+    "OSError: [Errno 122] Disk quota exceeded: '/runs/x'": "--run-dir",
+    "RuntimeError: can't start new thread": "ulimit -u",
+    "ImportError: libGL.so.1: cannot open shared object file: No such file or directory": "opencv-python-headless",
+    "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing": "'spawn'",
+    "ImportError: /lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.38' not found (required by x.so)": "newer system",
+    "Error: mkl-service + Intel(R) MKL: MKL_THREADING_LAYER=INTEL is incompatible with libgomp": "LAYER=GNU",
+    "crashed: segmentation fault": "Python stack",
     "ModuleNotFoundError: No module named 'lightning.pytorch'": "--setup 'pip install lightning'",
 }
 
@@ -179,6 +187,15 @@ MESSAGES = {
 def test_a_known_message_has_a_hint(message):
     assert MESSAGES[message] in hints.hint(message)
     assert MESSAGES[message] in hints.hint("exit code 1", ["first", message, "last"])
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("cv2", "opencv-python-headless"), ("PIL", "pillow"), ("sklearn.svm", "scikit-learn"), ("yaml", "pyyaml")],
+)
+def test_a_missing_module_is_named_as_its_package(module, package):
+    message = f"ModuleNotFoundError: No module named '{module}'"
+    assert hints.hint(message).startswith(f"install it: --setup 'pip install {package}'")
 
 
 def test_every_known_message_is_tested_and_others_have_no_hint():
