@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.yolo_folder import untrained
+from trainer.inference.formats import mpeg4_rate
 from trainer.plots import class_colour
 
 CONF = "0.004"  # an untrained model has low scores
@@ -114,6 +115,39 @@ def test_a_video_keeps_its_frames_size_and_rate(predict, tmp_path):
     assert (np.abs(frames[0][..., ::-1].astype(int) - colour).max(2) < 60).sum() > 50  # compressed
 
 
+@pytest.mark.parametrize("rate", [211.222, 29.97, 143.1234, 0.5])
+def test_a_rate_that_mp4_cannot_hold_is_rounded(predict, tmp_path, rate):
+    writer = cv2.VideoWriter("in.avi", cv2.VideoWriter.fourcc(*"MJPG"), rate, (160, 120))
+    for k in range(3):
+        writer.write(image(seed=k))
+    writer.release()
+    cv2.imwrite("last.png", image())
+    code, out, err = predict("--source", "in.avi", "last.png", "--conf", CONF)
+    assert (code, "in.avi: 3 frames, " in out, "last.png: " in out) == (0, True, True), err
+    video = cv2.VideoCapture(str(tmp_path / "runs/predict/in.mp4"))
+    assert video.get(cv2.CAP_PROP_FPS) == pytest.approx(rate, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rate", "held"), [(90000.0, 65535), (1e-5, 1), (25.0, 25), (1000 / 7, 142.86), (9000.05, 9000)]
+)
+def test_the_nearest_rate_has_a_time_base_of_16_bits(rate, held):
+    assert mpeg4_rate(rate) == held
+
+
+def test_a_video_that_cannot_be_written_does_not_end_the_others(predict, tmp_path):
+    wide = (8200, 32)  # MPEG-4 part 2 has at most 8191 px
+    writer = cv2.VideoWriter("wide.avi", cv2.VideoWriter.fourcc(*"MJPG"), 10, wide)
+    writer.write(np.zeros((wide[1], wide[0], 3), np.uint8))
+    writer.release()
+    cv2.imwrite("last.png", image())
+    code, out, err = predict("--source", "wide.avi", "last.png", "--conf", CONF)
+    assert code == 1
+    assert "error: wide.avi: OpenCV cannot write an MP4 video of 8200 x 32 px; use --nosave --save-txt" in err
+    assert "last.png: " in out
+    assert [path.name for path in (tmp_path / "runs/predict").iterdir()] == ["last.png"]
+
+
 def test_an_unreadable_source_is_reported_and_the_others_are_processed(predict, tmp_path):
     cv2.imwrite("good.png", image())
     (tmp_path / "bad.jpg").write_bytes(b"\xff\xd8\xff no jpeg")
@@ -122,7 +156,7 @@ def test_an_unreadable_source_is_reported_and_the_others_are_processed(predict, 
     assert code == 1
     assert "error: bad.jpg: not an image that can be decoded" in err
     assert "error: bad.mp4: not a video that can be decoded" in err
-    assert "error: 2 of the sources could not be read" in err
+    assert "error: 2 of the sources failed" in err
     assert "1 images: " in out
     assert [p.name for p in (tmp_path / "runs" / "predict").iterdir()] == ["good.png"]
 

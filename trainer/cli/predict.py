@@ -36,5 +36,5 @@ def predict(
         where = f" -> {done.folder}" if done.folder else ""
         typer.echo(f"{' and '.join(counts) or 'no images'}: {done.summary}{where}")
     if done.unreadable:
-        typer.echo(f"error: {len(done.unreadable)} of the sources could not be read", err=True)
+        typer.echo(f"error: {len(done.unreadable)} of the sources failed", err=True)
         raise typer.Exit(1)

@@ -5,6 +5,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from trainer.config.text_file import read_text
 from trainer.data.dataset import Image
 from trainer.errors import TrainerError
+from trainer.inference.sources import SourceError
 from trainer.metrics.curves import Bools, Floats, Ints
 from trainer.weights.checkpoint_file import write_bytes
 
@@ -144,9 +146,25 @@ def coco_results(found: Iterable[tuple[Any, Any, Any, Any]], categories: Sequenc
     return results
 
 
+def mpeg4_rate(fps: float) -> float:
+    """Return the frame rate nearest to `fps` that MPEG-4 part 2 can hold, whose time base has 16 bits.
+
+    OpenCV passes a rate on as a fraction of whole numbers, with up to three decimals.
+    """
+    highest = 2**16 - 1
+    for digits in (3, 2, 1, 0):
+        rate = Fraction(str(round(fps, digits)))
+        if 0 < rate.numerator <= highest:
+            return float(rate)
+    return float(highest) if fps > 1 else 1.0
+
+
 @contextlib.contextmanager
-def mp4(path: Path) -> Iterator[Callable[[Image, float], None]]:
-    """Yield a function that appends a frame (RGB, frames per second); the MP4 file gets its name at the end."""
+def mp4(path: Path, source: Path) -> Iterator[Callable[[Image, float], None]]:
+    """Yield a function that appends a frame (RGB, frames per second); the MP4 file gets its name at the end.
+
+    It raises SourceError, about the video `source`, if the frames cannot be written.
+    """
     temporary = path.with_name(f".{path.stem}.tmp.mp4")
     writer: Any = None
 
@@ -154,9 +172,12 @@ def mp4(path: Path) -> Iterator[Callable[[Image, float], None]]:
         nonlocal writer
         if writer is None:
             size = (image.shape[1], image.shape[0])
-            writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*"mp4v"), fps, size)
+            rate = mpeg4_rate(fps)
+            writer = cv2.VideoWriter(str(temporary), cv2.VideoWriter.fourcc(*"mp4v"), rate, size)
             if not writer.isOpened():
-                raise TrainerError(f"{path}: this OpenCV cannot write MP4 videos", "use --nosave --save-txt")
+                writer = None
+                what = f"OpenCV cannot write an MP4 video of {size[0]} x {size[1]} px; use --nosave --save-txt"
+                raise SourceError(source, what)
         writer.write(cv2.cvtColor(image, cv2.COLOR_RGB2BGR))
 
     try:

@@ -18,7 +18,7 @@ from trainer.errors import TrainerError
 from trainer.inference.formats import mp4, unique_stems
 from trainer.inference.model import Model
 from trainer.inference.predictors import Prediction, Predictor
-from trainer.inference.sources import Unreadable, find_sources, frames, is_video
+from trainer.inference.sources import SourceError, find_sources, frames, is_video
 from trainer.plots import write_image
 from trainer.weights import checkpoint_file
 
@@ -43,7 +43,7 @@ class Predictions:
 def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection[str], as_json: bool) -> Predictions:
     """Predict on all sources and write the files that the settings name; `typed` are the settings that the user gave.
 
-    Print one line per source, or with `as_json` one line of JSON per image. Unreadable sources are printed on stderr.
+    Print one line per source, or with `as_json` one line of JSON per image. Sources that fail are printed on stderr.
     """
     s = settings
     if comm.world_of(os.environ).size > 1:
@@ -61,7 +61,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection
     with bar(len(paths)) as move:
         for path, stem in zip(paths, unique_stems([str(path) for path in paths]), strict=True):
             counts, begin, count, error, text = Counter[int](), time.perf_counter(), 0, "", ""
-            with mp4(folder / f"{stem}.mp4") if folder else contextlib.nullcontext() as append_frame:
+            with mp4(folder / f"{stem}.mp4", path) if folder else contextlib.nullcontext() as append_frame:
                 try:
                     for frame in frames(path):
                         move(description=f"{path.name} {frame.number or ''}")
@@ -83,7 +83,7 @@ def predict(settings: PredictSettings, sources: Sequence[str], typed: Collection
                             else:
                                 write_image(drawn, folder / f"{stem}{path.suffix.lower()}")
                         count += 1
-                except Unreadable as reason:
+                except SourceError as reason:
                     error = reason.message
             move(advance=1, description="")
             done.counts.update(counts)

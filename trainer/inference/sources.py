@@ -26,8 +26,8 @@ class Frame(NamedTuple):
     fps: float = 0.0  # frames per second of the video
 
 
-class Unreadable(TrainerError):
-    """An image or video that cannot be decoded."""
+class SourceError(TrainerError):
+    """An image or video that cannot be decoded, or drawn again. The other sources are not affected."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -83,18 +83,18 @@ def _read_list(path: Path, where: str) -> list[Path]:
 
 
 def frames(path: Path) -> Iterator[Frame]:
-    """Yield the image of a file, or a video's frames; raise Unreadable where one cannot be decoded."""
+    """Yield the image of a file, or a video's frames; raise SourceError where one cannot be decoded."""
     if is_video(path):
         yield from _frames_of_video(path)
         return
     try:
         image = cv2.imdecode(np.frombuffer(path.read_bytes(), np.uint8), cv2.IMREAD_COLOR)
     except OSError as error:
-        raise Unreadable(path, error.strerror or str(error)) from None
+        raise SourceError(path, error.strerror or str(error)) from None
     except cv2.error:
         image = None
     if image is None:
-        raise Unreadable(path, "not an image that can be decoded")
+        raise SourceError(path, "not an image that can be decoded")
     yield Frame(str(path), None, np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)))
 
 
@@ -108,9 +108,9 @@ def _frames_of_video(path: Path) -> Iterator[Frame]:
             image = np.asarray(cv2.cvtColor(read[1], cv2.COLOR_BGR2RGB), np.uint8)
             yield Frame(str(path), number, image, fps if fps > 0 else 30.0)
         if not number:
-            raise Unreadable(path, "not a video that can be decoded")
+            raise SourceError(path, "not a video that can be decoded")
         if number < 0.9 * expected:  # the header's number may be inexact
-            raise Unreadable(path, f"it ends after {number} of {expected} frames")
+            raise SourceError(path, f"it ends after {number} of {expected} frames")
     finally:
         video.release()
 
