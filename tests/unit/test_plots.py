@@ -9,7 +9,7 @@ import torch
 
 from trainer.data.detection_loader import Batch
 from trainer.metrics import BoxMAP
-from trainer.plots import class_colour, detect, plot_confusion, plot_results
+from trainer.plots import charts, class_colour, detect, plot_confusion, plot_results
 
 
 def near(image_bgr, rgb, within=40):
@@ -145,3 +145,22 @@ def test_a_training_batch_is_drawn_with_its_labels(tmp_path):
     scale = 420 / 96  # the second of two columns
     assert xs.min() == pytest.approx(2 * 10 + 420 + 12 * scale, abs=3)
     assert ys.max() == pytest.approx(10 + 48 * scale, abs=3)
+
+
+@pytest.mark.parametrize(("greatest", "bins"), [(0, 1), (8, 9), (49, 50), (50, 26), (1000, 48)])
+def test_each_bar_counts_equally_many_whole_numbers(greatest, bins):
+    counts = np.arange(greatest + 1)
+    edges = detect.whole_bins(counts)
+    width = edges[1] - edges[0]
+    heights, _ = np.histogram(counts, edges)
+    assert len(heights) == bins
+    assert set(heights[:-1].tolist()) <= {int(width)}
+    assert heights.sum() == greatest + 1
+
+
+def test_a_long_class_name_does_not_reach_the_next_chart(tmp_path):
+    fig = charts.figure(5, 4)
+    axes = fig.subplots()
+    charts.class_bars(axes, ["a" * 200, "cat"], [1, 2], "boxes", "boxes")
+    fig.canvas.draw()
+    assert axes.get_position().height > 0.3

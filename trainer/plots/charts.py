@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, GREEN, RED, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY = "#c4c4c4"
+_LONGEST_TICK = 24  # characters of a class's name
 _MOST_TICKS = 100  # more classes have no names below their bars
 _MOST_NAMED = 6  # of more classes only those with the lowest AP have a colour and a name
 _COLOURS = (RED, ORANGE, GREEN, PURPLE, SKY, "#8c6d31")
@@ -65,7 +66,13 @@ def class_bars(axes: Axes, names: Sequence[str], values: Sequence[float] | Any, 
     axes.grid(False, axis="x")
     if len(names) <= _MOST_TICKS:
         turned = len(names) > 6 or max(map(len, names)) > 12
-        axes.set_xticks(range(len(names)), [_escape_dollar(n) for n in names], rotation=90 if turned else 0)
+        axes.set_xticks(range(len(names)), [_tick(name) for name in names], rotation=90 if turned else 0)
+
+
+def _tick(name: str) -> str:
+    """Return a class's name below its bar, shortened so that it does not reach the next chart."""
+    short = name if len(name) <= _LONGEST_TICK else f"{name[: _LONGEST_TICK - 1]}…"
+    return _escape_dollar(short)
 
 
 def _escape_dollar(text: str) -> str:

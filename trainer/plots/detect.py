@@ -14,6 +14,7 @@ from trainer.plots import charts
 from trainer.plots.drawing import draw_boxes, scaled, write_grid
 
 _CELL_PX = 420  # longer side of an image in the grid
+_MOST_BINS = 50
 _MOST_IMAGES = 16  # of a training batch
 
 # image uint8 (h, w, 3) RGB, boxes (n, 4) xyxy px, scores (n,) or None, classes (n,)
@@ -32,7 +33,7 @@ def labels(dataset: Dataset, path: Path) -> None:
     panels: Any = fig.subplots(2, 2)
     title = f"{len(rows):,} boxes of {len(dataset.names)} classes"
     charts.class_bars(panels[0, 0], dataset.names, counts, title, "boxes")
-    panels[0, 1].hist(each, bins=min(50, int(each.max(initial=0)) + 1), color=charts.BLUE)
+    panels[0, 1].hist(each, bins=whole_bins(each), color=charts.BLUE)
     title = f"{len(dataset):,} images, {int((each == 0).sum()):,} without boxes"
     charts.style_axes(panels[0, 1], title, "boxes in an image", "images")
     for axes, title, x, y, axis_labels in (
@@ -46,6 +47,14 @@ def labels(dataset: Dataset, path: Path) -> None:
         fig.colorbar(drawn[3], ax=axes, fraction=0.045, pad=0.02, label="boxes")
     panels[1, 0].invert_yaxis()
     charts.write(fig, path)
+
+
+def whole_bins(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the edges of at most 50 bins from 0 to the greatest count, each of equally many whole numbers."""
+    values = int(counts.max(initial=0)) + 1
+    width = -(-values // _MOST_BINS)
+    bins = -(-values // width)
+    return np.arange(bins + 1, dtype=np.float64) * width - 0.5
 
 
 def batch(batch: Batch, names: Sequence[str], path: Path) -> None:
