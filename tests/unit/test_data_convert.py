@@ -76,7 +76,7 @@ def save(folder: Path, content: object) -> Path:
 def test_coco(coco, tmp_path):
     out, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco)
     assert error is None
-    assert "crowd left out: 2" in out  # once in each split
+    assert "crowd left out (iscrowd: 1; --crowd boxes keeps their boxes): 2" in out  # once in each split
     assert "mask kept as a box: 2" in out
     data = Yolo(str(tmp_path / "set/data.yaml"), "train")
     assert data.names == ["cat", "dog"]  # by their ids, 3 and 7
@@ -90,6 +90,103 @@ def test_coco(coco, tmp_path):
     x, y = (both * (100, 80)).T
     assert abs(np.dot(x, np.roll(y, 1)) - np.dot(y, np.roll(x, 1))) / 2 == pytest.approx(400, abs=1e-2)
     assert (tmp_path / "set/images/train/1.jpg").resolve() == (tmp_path / "images/1.jpg").resolve()
+
+
+def roboflow(root_name: str) -> dict[str, list[dict[str, object]]]:
+    """An export of Roboflow: category 0 is the root of all others, and no object has it."""
+    content = coco_content()
+    content["categories"] = [
+        {"id": 0, "name": root_name, "supercategory": "none"},
+        {"id": 3, "name": "cat", "supercategory": root_name},
+        {"id": 7, "name": "dog", "supercategory": root_name},
+    ]
+    return content
+
+
+@pytest.mark.parametrize("root_name", ["pets", "cat"])
+def test_the_root_category_of_an_export_is_no_class(coco, tmp_path, root_name):
+    path = save(tmp_path, roboflow(root_name))
+    out, error = convert(tmp_path, "coco", path, "--images", tmp_path / "images", "--val", coco.with_name("v.json"))
+    assert "v.json: cannot be read" in str(error)
+    out, error = convert(tmp_path, "coco", path, "--images", tmp_path / "images", "--val", path)
+    assert error is None
+    assert f"category {root_name!r} left out, which has no boxes and is the parent of others: 1\n" in out
+    data = Yolo(str(tmp_path / "set/data.yaml"), "train")
+    assert data.names == ["cat", "dog"]
+    assert corners(data, 0)[:, 0].tolist() == [1, 0]
+
+
+def test_a_class_without_boxes_that_is_no_parent_stays(coco, tmp_path):
+    content = coco_content()
+    content["categories"] += [{"id": 9, "name": "person", "supercategory": "person"}]
+    _, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images")
+    assert error is None
+    assert Yolo(str(tmp_path / "set/data.yaml"), "train").names == ["cat", "dog", "person"]
+
+
+def test_a_parent_with_boxes_stays(coco, tmp_path):
+    content = roboflow("pets")
+    content["annotations"].append({"image_id": 3, "category_id": 0, "bbox": [1, 1, 9, 9]})
+    _, error = convert(tmp_path, "coco", save(tmp_path, content), "--images", tmp_path / "images")
+    assert error is None
+    assert Yolo(str(tmp_path / "set/data.yaml"), "train").names == ["pets", "cat", "dog"]
+
+
+def test_two_categories_of_one_name_are_chosen_by_id(coco, tmp_path):
+    content = coco_content()
+    content["categories"] = [{"id": 3, "name": "pet"}, {"id": 7, "name": "pet"}]
+    words = ["coco", save(tmp_path, content), "--images", tmp_path / "images"]
+    _, error = convert(tmp_path, *words)
+    assert "the categories 3, 7 have the same name, 'pet'" in error.message
+    _, _, option = error.hint.partition("for example ")
+    out, error = convert(tmp_path, *words, *option.split())
+    assert error is None
+    assert "object of another class left out: 2\n" in out
+    assert Yolo(str(tmp_path / "set/data.yaml"), "train").names == ["pet"]
+
+
+@pytest.mark.parametrize(("classes", "names"), [("dog", ["dog"]), ("7, cat", ["cat", "dog"])])
+def test_classes_are_chosen_by_name_or_id(coco, tmp_path, classes, names):
+    _, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--val", coco, "--classes", classes)
+    assert error is None
+    data = Yolo(str(tmp_path / "set/data.yaml"), "train")
+    assert data.names == names
+    assert {int(number) for number in data.labels(0)[:, 0]} == set(range(len(names)))
+
+
+def test_an_unknown_class_is_an_error_with_the_known_ones(coco, tmp_path):
+    _, error = convert(tmp_path, "coco", coco, "--images", tmp_path / "images", "--classes", "cow")
+    assert (error.message, error.hint) == (
+        f"--classes cow: no such category in {coco}",
+        "use names or ids of: cat (3), dog (7)",
+    )
+
+
+def test_images_whose_objects_are_all_crowds_are_counted(coco, tmp_path):
+    content = coco_content()
+    for entry in content["annotations"]:
+        entry["iscrowd"] = int(entry["image_id"] == 1)
+    words = ["coco", save(tmp_path, content), "--images", tmp_path / "images", "--val", tmp_path / "instances.json"]
+    out, error = convert(tmp_path, *words)
+    assert error is None
+    assert "crowd left out (iscrowd: 1; --crowd boxes keeps their boxes): 6\n" in out
+    assert "image that is background, because all its objects are crowds: 2\n" in out
+
+
+def test_crowds_alone_are_an_error_whose_hint_helps(coco, tmp_path):
+    content = coco_content()
+    for entry in content["annotations"]:
+        entry["iscrowd"] = 1
+    words = ["coco", save(tmp_path, content), "--images", tmp_path / "images"]
+    _, error = convert(tmp_path, *words)
+    assert "no image with a box to write; crowd left out" in error.message
+    option, _, _ = error.hint.partition(":")
+    _, error = convert(tmp_path, *words, *option.split(), "--val", tmp_path / "instances.json")
+    assert error is None
+    data = Yolo(str(tmp_path / "set/data.yaml"), "train")
+    np.testing.assert_allclose(
+        corners(data, 0), [[1, 10, 10, 30, 20], [0, 10, 10, 50, 30], [0, 0, 0, 100, 80]], atol=1e-4
+    )
 
 
 def test_coco_boxes_partly_outside_are_clipped_and_counted(coco, tmp_path):
@@ -181,7 +278,7 @@ def test_every_fault_of_a_coco_file_is_named_and_nothing_is_written(coco, tmp_pa
         assert part in out
     out, error = convert(*words, "--allow-bad-labels")
     assert error is None
-    assert out.count("left out: ") == 11 + 1  # and the crowd's line
+    assert out.count("left out: ") == 11
     data = [Yolo(str(tmp_path / "set/data.yaml"), split) for split in ("train", "val")]
     assert sorted(image_names(data[0]) + image_names(data[1])) == ["1.jpg", "2.jpg"]
 

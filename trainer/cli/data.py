@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -100,15 +100,31 @@ def coco(
             show_default=False,
         ),
     ] = None,
+    classes: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,...", help="Convert only these categories, by name or id. [default: all]", show_default=False
+        ),
+    ] = "",
+    crowd: Annotated[
+        Literal["omit", "boxes"], typer.Option(help="What to do with objects marked as crowds (iscrowd: 1).")
+    ] = "omit",
     copy: Copy = False,
     allow_bad_labels: AllowBadLabels = False,
 ) -> None:
-    """Convert COCO annotations: outlines become polygons, crowds are omitted, category ids become 0, 1, ..."""
-    from trainer.data.convert.coco import from_coco
+    """Convert COCO annotations: outlines become polygons, category ids become 0, 1, ...
+
+    Crowds are omitted, and so is a category without boxes that is only the parent of others.
+    """
+    from trainer.data.convert.coco import Choice, from_coco
     from trainer.data.convert.writer import check_out
 
     check_out(out)
-    found = from_coco(annotations, images, val_annotations=val, val_images=val_images, val_share=val_share)
+    chosen = [name.strip() for name in classes.split(",") if name.strip()]
+    choice = Choice(chosen, crowds=crowd == "boxes")
+    found = from_coco(
+        annotations, images, val_annotations=val, val_images=val_images, val_share=val_share, choice=choice
+    )
     _write(found, out, copy=copy, allow_bad_labels=allow_bad_labels)
 
 

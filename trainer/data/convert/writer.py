@@ -40,6 +40,7 @@ class Conversion:
     splits: dict[str, list[Annotated]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)  # messages about such entries
+    hint: str = ""  # what to do if no box is left
 
     def fault(self, file: Path, what: str, line: int = 0) -> None:
         """Add a fault, which --allow-bad-labels leaves out."""
@@ -108,7 +109,9 @@ def write(conversion: Conversion, out: Path, *, copy: bool, allow_bad_labels: bo
     if conversion.faults and not allow_bad_labels:
         raise BadData(conversion.faults, "--allow-bad-labels leaves them out")
     if not any(item.rows for items in conversion.splits.values() for item in items):
-        raise TrainerError(f"{out}: no image with a box to write", "check the path of the annotations")
+        why = "".join(f"; {note}: {count}" for note, count in conversion.notes.items())
+        hint = conversion.hint or "check the path of the annotations"
+        raise TrainerError(f"{out}: no image with a box to write{why}", hint)
     draft = out.absolute().parent / f".{out.name}.{uuid.uuid4().hex}"
     try:
         for split, items in conversion.splits.items():
