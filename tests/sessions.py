@@ -59,8 +59,7 @@ def check_cp(clusterctl, job, nodes):
     into.mkdir()
     clusterctl.expect(0, "cp", f"{job}:made", str(into), "--node", nodes[1])
     assert (into / "made" / "deep" / "a file").read_text().splitlines()[-1] == "100000"
-    code, text = clusterctl.run("cp", f"{job}:made", str(into), "--node", "1")
-    assert (code, text.splitlines()) == (2, [f"error: {into}/made: already exists"])
+    check_cp_targets(clusterctl, job, into)
     text = clusterctl.expect(3, "cp", f"{job}:none", str(into))
     assert text == f"error: {nodes[0]}: none: Cannot stat: No such file or directory\n"
     assert [path.name for path in into.iterdir()] == ["made"]
@@ -73,6 +72,35 @@ def check_cp(clusterctl, job, nodes):
     clusterctl.expect(0, "cp", f"{job}:log", str(into), "--node", "1")
     assert (into / "log").read_text().startswith("1\n2\n")
     assert clusterctl.run("exec", job, "--node", "1", "--", "sh", "-c", 'rm "$CLUSTER_RUN_DIR/made/grows"')[0] == 0
+
+
+def check_cp_targets(clusterctl, job, into):
+    """As with docker cp: a new name, a file that is replaced, a folder that is merged, and what does not fit."""
+    file, own = into / "made/deep/a file", into / "made/own"
+    own.touch()
+    file.write_text("old")
+    clusterctl.expect(0, "cp", f"{job}:made", str(into), "--node", "1")
+    assert file.read_text().startswith("1\n")
+    assert own.exists()
+    elsewhere = clusterctl.folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("named", "named"):  # the second one replaces the first
+        clusterctl.expect(0, "cp", f"{job}:made/deep/a file", str(elsewhere / name), "--node", "1")
+    clusterctl.expect(0, "cp", f"{job}:made/deep", str(elsewhere / "folder"), "--node", "1")
+    assert sorted(str(path.relative_to(elsewhere)) for path in elsewhere.rglob("*")) == [
+        "folder",
+        "folder/a file",
+        "named",
+    ]
+    (elsewhere / "deep").write_text("a file in the folder's place")
+    for path, target, why in (
+        ("made/deep", elsewhere, f"{elsewhere}/deep: it is not a folder, and the copy is one"),
+        ("made/deep/a file", elsewhere / "none/name", f"{elsewhere}/none: no such folder"),
+        ("made/deep/a file", f"{elsewhere}/none/", f"{elsewhere}/none/: no such folder"),
+    ):
+        code, text = clusterctl.run("cp", f"{job}:{path}", str(target), "--node", "1")
+        assert (code, text.splitlines()[0]) == (2, f"error: {why}")
+    assert (elsewhere / "deep").read_text() == "a file in the folder's place"
 
 
 def check_port_forward(clusterctl, job, nodes, python):
@@ -148,7 +176,7 @@ class Terminal:
 
 def check_shell(clusterctl, job):
     """The window's size and its changes, Ctrl-C and the exit code are those of the shell on the node."""
-    terminal = Terminal(clusterctl, "shell", job, "1")
+    terminal = Terminal(clusterctl, "shell", job, "--node", "1")
     terminal.type("PS1='$ '; echo rank-$PET_NODE_RANK\n")
     terminal.wait_for(r"rank-1")
     # ssh can miss the signal of a new size until its next event, here a dot.

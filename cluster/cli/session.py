@@ -47,7 +47,7 @@ def exec_(
 
 def shell(
     job: options.JobName,
-    node: Annotated[str, typer.Argument(metavar="[NODE]", help="Node by name or number: node-1, or 1.")] = "0",
+    node: NodeName = "0",
 ) -> None:
     """Open a shell inside a running job, in a node's container.
 
@@ -77,10 +77,15 @@ def cp(
     source: Annotated[
         str, typer.Argument(metavar="JOB:PATH", help="PATH is relative to the job's run directory, or absolute.")
     ],
-    into: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder on this machine.")] = Path(),
+    into: Annotated[
+        str, typer.Argument(metavar="[TARGET]", help="Folder on this machine, or the name of the copy.")
+    ] = ".",
     node: NodeName = "0",
 ) -> None:
-    """Copy a job's file or folder to this machine."""
+    """Copy a job's file or folder to this machine, as docker cp does.
+
+    In a folder, the copy keeps its name. A file that exists is replaced, and a folder is merged with the copied one.
+    """
     from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     from cluster.supervisor import session
@@ -88,6 +93,8 @@ def cp(
     job, _, path = source.partition(":")
     if not path:
         raise UsageError(f"{source}: expected JOB:PATH", f"for example: clusterctl cp {job}:last.pt .")
+    if into.endswith("/") and not Path(into).is_dir():
+        raise UsageError(f"{into}: no such folder", f"make it first: mkdir -p {into}")
     record, machine = _target(job, node)
     out = console()
     columns = (TextColumn(f"{machine.name}:{path}"), DownloadColumn(), TransferSpeedColumn())
@@ -95,7 +102,7 @@ def cp(
         task = progress.add_task("")
         left_out: list[str] = []
         target = session.copy(
-            record, machine, path, into, lambda read: progress.update(task, completed=read), left_out.append
+            record, machine, path, Path(into), lambda read: progress.update(task, completed=read), left_out.append
         )
     for text in left_out:
         print_line(out, f"not copied: {text}")

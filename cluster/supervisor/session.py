@@ -98,36 +98,61 @@ def copy(
     count: Callable[[int], None] = lambda _: None,
     left_out: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Copy a file or folder of a job to the folder `into` of this machine, and return its path there.
+    """Copy a file or folder of a job to `into` on this machine as `docker cp` does, and return its path there.
 
-    A relative `path` is in the job's run directory, an absolute one in the node's container. `count` gets the bytes
-    read so far. Links are copied as links; `left_out` gets a sentence about each file that is not copied: devices, and
-    links that lead out of the folder. Raises UsageError if `into` is no folder or has the name already, ClusterError if
-    the copy fails, or if there was nothing else to copy.
+    In a folder the copy gets the name of the source, otherwise the name `into`, of a file that is replaced or of a new
+    file or folder. A folder that exists is merged with the copied one. A relative `path` is in the job's run directory,
+    an absolute one in the node's container. `count` gets the bytes read so far. Links are copied as links; `left_out`
+    gets a sentence about each file that is not copied: devices, and links that lead out of the folder. Raises
+    UsageError if `into` cannot become the copy, ClusterError if the copy fails, or if there was nothing else to copy.
     """
-    job_id, target = record.plan.job_id, into / Path(path).name
+    job_id, name = record.plan.job_id, Path(path).name
     refused: list[str] = []
-    if not into.is_dir():
-        raise UsageError(f"{into}: no such folder")
-    if not Path(path).name or target.exists():
-        raise UsageError(f"{target}: already exists" if Path(path).name else f"{path!r}: expected a file or a folder")
-    with tempfile.TemporaryDirectory(dir=into, prefix=".clusterctl-") as partial:
+    if not name:
+        raise UsageError(f"{path!r}: expected a file or a folder")
+    target = into / name if into.is_dir() else into
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder", f"make it first: mkdir -p {target.parent}")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".clusterctl-") as partial:
+        copied = Path(partial, name)
         if record.outcome:
             source = Path(record.plan.run_dir, path)
             if not os.path.lexists(source) or Path(path).is_absolute():
                 raise UsageError(f"{job_id} is not running, and there is no {path} in {record.plan.run_dir}")
-            _copy_here(record.plan.run_dir, path, Path(partial, target.name), refused.append)
+            _copy_here(record.plan.run_dir, path, copied, refused.append)
         else:
             words = command(record, node, ["sh", "-c", _TAR, "sh", path])
             _unpack(node.name, words, partial, count, refused.append)
-        try:
-            Path(partial, target.name).rename(target)
-        except FileNotFoundError:
+        if not os.path.lexists(copied):
             why = refused[0] if refused else f"{path} was removed while it was being copied"
-            raise ClusterError(f"{node.name}: {why}") from None
+            raise ClusterError(f"{node.name}: {why}")
+        _refuse_kinds(copied, target)
+        _put(copied, target)
     for text in refused:
         left_out(text)
     return target
+
+
+def _refuse_kinds(copied: Path, target: Path) -> None:
+    """Raise UsageError if a folder would take a file's place, or a file a folder's."""
+    if not os.path.lexists(target):
+        return
+    is_folder, replaces_folder = (path.is_dir() and not path.is_symlink() for path in (copied, target))
+    if is_folder != replaces_folder:
+        what = "it is not a folder, and the copy is one" if is_folder else "it is a folder, and the copy is a file"
+        raise UsageError(f"{target}: {what}", "copy it to another name")
+    for each in sorted(copied.iterdir()) if is_folder else ():
+        _refuse_kinds(each, target / each.name)
+
+
+def _put(copied: Path, target: Path) -> None:
+    """Move a copy to `target`. A file or link there is replaced, and the files of a folder go into one that exists."""
+    is_merged = copied.is_dir() and not copied.is_symlink() and os.path.lexists(target)
+    if not is_merged:
+        copied.replace(target)
+        return
+    for each in sorted(copied.iterdir()):
+        _put(each, target / each.name)
 
 
 def _copy_here(run_dir: str, path: str, target: Path, left_out: Callable[[str], None]) -> None:
