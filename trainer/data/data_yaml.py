@@ -150,8 +150,10 @@ def _sources(content: Content, split: str, faults: list[Fault]) -> list[Path]:
 
 def source_candidates(root: Path, entry: str) -> list[Path]:
     """Return the candidate paths of a source in data.yaml, in order of preference."""
-    # Exported datasets often have paths relative to a folder that their archive does not contain.
-    return [root / entry] + ([root / entry[3:]] if entry.startswith("../") else [])
+    # Exported datasets often have paths relative to a folder that their archive does not contain, or those of Windows.
+    written = entry.replace("\\", "/")
+    found = [root / entry, root / written] if written != entry else [root / entry]
+    return [*found, root / written[3:]] if written.startswith("../") else found
 
 
 def _missing_hint(content: Content, split: str, path: Path) -> str:

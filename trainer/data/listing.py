@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trainer.config.faults import BadData, Fault
 from trainer.config.text_file import read_text
 from trainer.data.data_yaml import DataYaml, mount_hint
+from trainer.data.named_files import NamedFiles
 from trainer.data.progress import THREADS
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
@@ -65,9 +66,18 @@ def list_split(spec: DataYaml) -> Listing:
             images.setdefault(image, (file, line))
     if not images:
         raise BadData(faults)
-    paths = list(images)
-    files = [label_file(path) for path in paths]
-    stamps, obstacles = _stamps(paths, files)
+    root = os.path.dirname(os.path.abspath(spec.path))
+    paths, files, stamps, obstacles = _inspect(images)
+    absent = [path for k, path in enumerate(paths) if stamps[k, 0] < 0 and k not in obstacles and images[path][1]]
+    if renamed := _in_another_form(absent, root):
+        first = next(iter(renamed))
+        what = f"{first}: found as {renamed[first]}{first_of(len(renamed))}"
+        faults.append(Fault(*images[first], what, "nothing needs to be changed", warning=True))
+        # A file that the list names, too, stays that of its own line.
+        images = {
+            renamed.get(path, path): images[path] for path in sorted(images, key=lambda path: path not in renamed)
+        }
+        paths, files, stamps, obstacles = _inspect(images)
     hidden = _unreachable_folders(files, faults)
     misnamed = _check_label_folders(paths, files, faults)
     kept, owners = [], dict[str, str]()
@@ -78,6 +88,9 @@ def list_split(spec: DataYaml) -> Listing:
             faults.append(Fault(*images[path], what, _hint(image_obstacle)))
         elif stamps[k, 0] < 0:
             hint = f"correct or delete the line{mount_hint(os.path.dirname(path), spec.path)}"
+            hint += (
+                f"; no image below {root}, or more than one, has a path that ends like it" if images[path][1] else ""
+            )
             faults.append(Fault(*images[path], f"no such image: {path}", hint))
         elif owners.setdefault(file, path) != path:
             what = f"shares its label file {file} with {owners[file]}"
@@ -89,8 +102,25 @@ def list_split(spec: DataYaml) -> Listing:
         else:
             kept.append(k)
     faults += _without_label(paths, files, stamps, kept)
-    root = os.path.dirname(os.path.abspath(spec.path))
     return Listing(root, [paths[k].removeprefix(root + os.sep) for k in kept], stamps[kept], faults)
+
+
+def _inspect(
+    images: Iterable[str],
+) -> tuple[list[str], list[str], npt.NDArray[np.int64], dict[int, tuple[str, str]]]:
+    """Return the images and their label files with the results of `_stamps`."""
+    paths = list(images)
+    files = [label_file(path) for path in paths]
+    return paths, files, *_stamps(paths, files)
+
+
+def _in_another_form(absent: Sequence[str], root: str) -> dict[str, str]:
+    """Return the file of each absent path of a list that is found below `root` in another form."""
+    if not absent:
+        return {}
+    known = NamedFiles(root, images_below(Path(root)))
+    found = {path: known.find(os.path.relpath(path, root)) for path in absent}
+    return {path: file for path, file in found.items() if file}
 
 
 def label_file(image: str) -> str:

@@ -1,6 +1,7 @@
 """COCO reader: objects with outlines become polygon rows. Crowds and the parents of classes are left out."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,8 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from trainer.config.faults import BadData, Fault
 from trainer.config.text_file import read_text
 from trainer.data.convert.writer import HINT, Annotated, Conversion, Points, sizes, split_by_name
+from trainer.data.listing import images_below
+from trainer.data.named_files import NamedFiles
 from trainer.errors import TrainerError
 
 #: Notes about objects with `iscrowd: 1`, with which some tools mark all objects that have a mask.
@@ -173,10 +176,11 @@ class _Reader:
     def __init__(self, conversion: Conversion, categories: list[int], known: set[int], choice: Choice) -> None:
         self._conversion, self._categories, self._known = conversion, categories, known
         self._crowds = choice.crowds
+        self._known_files: dict[Path, NamedFiles] = {}
 
     def read(self, content: dict[str, list[Any]], path: Path, folder: Path) -> list[Annotated]:
         """Return the valid images with their valid rows; add the others to the conversion's faults."""
-        images = self._images(content, path)
+        images = self._images(content, path, folder)
         shapes = self._shapes(images, path, folder)
         rows: dict[int | str, list[str]] = {number: [] for number in shapes}
         crowded = set[int | str]()
@@ -203,17 +207,30 @@ class _Reader:
             Annotated(folder / images[number].file_name, images[number].file_name, rows[number]) for number in shapes
         ]
 
-    def _images(self, content: dict[str, list[Any]], path: Path) -> dict[int | str, _Image]:
+    def _images(self, content: dict[str, list[Any]], path: Path, folder: Path) -> dict[int | str, _Image]:
         images: dict[int | str, _Image] = {}
         for where, image in _entries(_Image, content, "images", path, self._conversion.faults):
-            name = PurePosixPath(image.file_name)
-            if name.is_absolute() or ".." in name.parts or "\0" in image.file_name:
+            name = self._name(image.file_name, folder)
+            if not name:
                 self._conversion.fault(path, f"{where}: {image.file_name!r} is not below the images' folder")
             elif image.id in images:
                 self._conversion.fault(path, f"{where}: the id {image.id} occurs twice")
             else:
-                images[image.id] = image
+                images[image.id] = image.model_copy(update={"file_name": name})
         return images
+
+    def _name(self, text: str, folder: Path) -> str:
+        """Return the path below `folder` of the image that `file_name` means; "" if it cannot be there."""
+        name = PurePosixPath(text)
+        is_below = not (name.is_absolute() or ".." in name.parts or "\0" in text)
+        if is_below and (folder / text).exists():
+            return text
+        if folder not in self._known_files:
+            self._known_files[folder] = NamedFiles(str(folder.absolute()), images_below(folder))
+        if found := self._known_files[folder].find(text):
+            self._conversion.notes["image whose path is written in another form, found by its end"] += 1
+            return os.path.relpath(found, folder.absolute())
+        return text if is_below else ""
 
     def _shapes(self, images: dict[int | str, _Image], path: Path, folder: Path) -> dict[int | str, tuple[int, int]]:
         """Return (height, width) of each readable image."""
