@@ -503,5 +503,18 @@ def test_an_exported_file_computes_the_boxes_without_suppression(cfg: str, kind:
     done = export(best, kind, imgsz=None, batch=1, dynamic=False, image="", out="")
     assert done.path == tmp_path / f"best.{kind}"
     assert done.path.exists()
-    with pytest.raises(TrainerError, match="--dynamic"):
-        export(best, kind, imgsz=None, batch=1, dynamic=True, image="", out=str(tmp_path / "other"))
+
+
+@pytest.mark.slow
+def test_an_exported_file_takes_any_number_of_images(tmp_path: Path) -> None:
+    """`export` compares the outputs of one and of two images, too."""
+    if missing := [name for name in NEEDED["onnx"] if not importlib.util.find_spec(name)]:
+        pytest.skip(f"needs {missing[0]}")
+    import onnxruntime
+
+    best = write_checkpoint("dfine-n", tmp_path / "best.pt")
+    done = export(best, "onnx", imgsz=None, batch=1, dynamic=True, image="", out="")
+    assert (done.any_batch, done.any_size) == (True, False)
+    session = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    boxes, scores = session.run(None, {"images": np.zeros((5, *done.shape[1:]), np.float32)})
+    assert len(boxes) == len(scores) == 5

@@ -19,9 +19,9 @@ def export(
         typer.Option("--imgsz", "--img", help="Side of the images in pixels. [default: as in training]"),
     ] = None,
     batch: Annotated[int, typer.Option("--batch", "--batch-size", help="Images per batch.")] = 1,
-    dynamic: Annotated[bool, typer.Option("--dynamic", help="Export with dynamic batch size, height and width.")] = (
-        False
-    ),
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Export with dynamic batch size, height and width (DETR's: batch size).")
+    ] = False,
     image: Annotated[
         str, typer.Option(help="Image for the comparison with the model. [default: one of the built-in dataset]")
     ] = "",
@@ -42,7 +42,9 @@ def export(
     if json:
         typer.echo(json_format.dumps({**dataclasses.asdict(done), "path": str(done.path)}))
         return
-    sides = "any size" if dynamic else "x".join(map(str, done.shape))
+    batch_size = "any batch size" if done.any_batch else str(done.shape[0])
+    sides = f"{batch_size}, any size" if done.any_size else f"{batch_size}, {'x'.join(map(str, done.shape[1:]))}"
+    sides = sides if done.any_batch else "x".join(map(str, done.shape))
     typer.echo(f"{done.path}: {done.classes} classes, {sides}, {done.path.stat().st_size / 1e6:.1f} MB")
     typer.echo(
         f"compared with the model on an image: boxes differ by at most {done.box_difference:.2g} px, "

@@ -36,13 +36,18 @@ Run = Callable[[Tensor], tuple[Any, ...]]  # images -> boxes, scores, of NumPy
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported file and the largest differences between its outputs and the model's."""
+    """An exported file and the largest differences between its outputs and the model's.
+
+    `any_batch` and `any_size`: its batches may have any number of images, and these any size.
+    """
 
     path: Path
     classes: int
     shape: tuple[int, int, int, int]
     box_difference: float  # pixels
     score_difference: float
+    any_batch: bool
+    any_size: bool
 
 
 class Decoded(nn.Module):
@@ -77,8 +82,7 @@ def export(
     trained = load_trained(weights, cfg)
     if not trained.parts.decode:
         raise TrainerError(f"{weights}: models of this family cannot be exported", "use trainer predict or val")
-    if dynamic and not trained.parts.exports_any_size:
-        raise TrainerError(f"--dynamic: {weights}: this family's files take images of one size", "leave --dynamic out")
+    any_size = dynamic and trained.parts.exports_any_size
     side, stride = trained.imgsz if imgsz is None else imgsz, trained.stride
     check_imgsz(side, stride)
     file = download.locate(weights)
@@ -93,12 +97,13 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as folder, _quiet():
             temporary = Path(folder, path.name)
             write = _onnx if kind == "onnx" else _torchscript
-            run = write(decoded, images, temporary, dynamic, stride, metadata)
+            run = write(decoded, images, temporary, metadata, dynamic, stride if any_size else 0)
             swaps = trained.parts.has_ranked_rows
             found = [_compare(decoded, run, images, swaps)]
             if dynamic:  # another shape than the exported one
                 more = images.repeat(2, 1, 1, 1)[: batch + 1]
-                other = nn.functional.pad(more, (0, stride, 0, 2 * stride), value=0.4)
+                padding = (0, stride, 0, 2 * stride) if any_size else (0, 0)
+                other = nn.functional.pad(more, padding, value=0.4)
                 found.append(_compare(decoded, run, other, swaps))
             box, score = (max(each) for each in zip(*found, strict=True))
             # `not <=` also rejects NaN.
@@ -110,7 +115,7 @@ def export(
             temporary.replace(path)
     except OSError as error:
         raise TrainerError(f"{path}: cannot be written: {error.strerror}", "use another path with --out") from error
-    return Exported(path, len(trained.names), (batch, 3, side, side), box, score)
+    return Exported(path, len(trained.names), (batch, 3, side, side), box, score, any_batch=dynamic, any_size=any_size)
 
 
 def _check_replaceable(path: Path, image: str) -> None:
@@ -166,17 +171,25 @@ def _most_alike(boxes: Any, scores: Any, other_boxes: Any, other_scores: Any) ->
     return linear_sum_assignment(cdist(rows, others))[1]
 
 
-def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]) -> Run:
+def _onnx(model: Decoded, images: Tensor, path: Path, metadata: dict[str, str], any_batch: bool, stride: int) -> Run:
+    """Write an ONNX file. With a `stride`, the sides of the images may be any multiples of it (0: only those)."""
     import onnx
     import onnxruntime
 
     shapes = None
-    if dynamic:
-        rows, columns = (torch.export.Dim(name, min=2, max=4096 // stride) for name in ("rows", "columns"))
-        shapes = ({0: torch.export.Dim("batch", min=1, max=4096), 2: stride * rows, 3: stride * columns},)
+    if any_batch:
+        sizes = {0: torch.export.Dim("batch", min=1, max=4096)}
+        if stride:
+            rows, columns = (torch.export.Dim(name, min=2, max=4096 // stride) for name in ("rows", "columns"))
+            sizes |= {2: stride * rows, 3: stride * columns}
+        shapes = (sizes,)
         images = images.repeat(2, 1, 1, 1)  # the exporter would specialize a batch of one
     how: dict[str, Any] = {"dynamo": True, "external_data": False, "verbose": False, "dynamic_shapes": shapes}
-    program = torch.onnx.export(model, (images,), input_names=[INPUT], output_names=list(OUTPUTS), **how)
+    source: Any = model
+    if any_batch and not stride:
+        # Some of these networks call len() on a tensor, which is a constant unless the code itself is traced.
+        source = torch.export.export(model, (images,), dynamic_shapes=shapes, strict=True)
+    program = torch.onnx.export(source, (images,), input_names=[INPUT], output_names=list(OUTPUTS), **how)
     assert program is not None
     content = program.model_proto
     onnx.helper.set_model_props(content, metadata)
@@ -187,8 +200,9 @@ def _onnx(model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int
 
 
 def _torchscript(
-    model: Decoded, images: Tensor, path: Path, dynamic: bool, stride: int, metadata: dict[str, str]
+    model: Decoded, images: Tensor, path: Path, metadata: dict[str, str], any_batch: bool, stride: int
 ) -> Run:
+    """Write a TorchScript file, which takes what the traced model takes."""
     with torch.inference_mode():
         traced = torch.jit.trace(model, images, check_trace=False)  # type: ignore[no-untyped-call]
     torch.jit.save(traced, str(path), _extra_files=metadata)
