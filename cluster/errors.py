@@ -1,17 +1,32 @@
 """Exceptions with a message, a hint and an exit code, which `clusterctl` prints without a traceback."""
 
+import re
 from collections.abc import Sequence
+
+#: Complete control sequences of a terminal: CSI (colours, cursor), and strings such as OSC (title, clipboard).
+_SEQUENCES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c\n]*(?:\x07|\x1b\\|\x9c)"
+)
+#: All other control characters except tab and newline, and those that change the direction of the text after them.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return a text without what would control a terminal. It may come from a node, a job or another program.
+
+    Escape sequences could set the clipboard or the title, and hide or forge lines.
+    """
+    return text if text.isprintable() else _CONTROLS.sub("", _SEQUENCES.sub("", text))
 
 
 class ClusterError(Exception):
-    """Base class: the message says what happened and where, the hint what to type next."""
+    """Base class: the message says what happened and where, the hint what to type next. Both are printable."""
 
     exit_code = 3
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message, self.hint = printable(message), printable(hint)
+        super().__init__(self.message)
 
 
 class UsageError(ClusterError, ValueError):

@@ -12,13 +12,23 @@ from playwright.sync_api import expect, sync_playwright
 expect.set_options(timeout=30_000)  # not 5 s: other tests run at the same time
 
 
+#: The token of the servers that `serving` starts.
+TOKEN = "a-token-of-the-tests"
+
+
 @contextmanager
 def serving(clusterctl, *arguments, page=None):
-    """Yield the URL of `clusterctl serve`, which must end with 130 after Ctrl-C. `page` is left before it ends."""
+    """Yield the URL of `clusterctl serve`, which must end with 130 after Ctrl-C.
+
+    `page` opens the URL with the token first, and leaves it before the end.
+    """
+    clusterctl.env["CLUSTERCTL_TOKEN"] = TOKEN
     process = clusterctl.start("serve", "--port", "0", *arguments)
     try:
-        line = process.stdout.readline()
-        yield re.search(r"http://\S+", line)[0]
+        url = re.search(r"http://\S+", process.stdout.readline())[0]
+        if page:
+            page.goto(url)
+        yield url.removesuffix(f"?token={TOKEN}")
     finally:
         if page:
             page.goto("about:blank")

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cluster.agent.app.node_agent.events import Progress
 from cluster.backends.monitor import AwakeClock
+from cluster.cli.console import print_line, print_log_line
 from cluster.spec.model import Phase, Plan
 from cluster.supervisor import report
 from cluster.supervisor.job_state import JobView
@@ -171,7 +172,7 @@ class LiveDisplay(Display):
 
     def note(self, text: str) -> None:
         """Print a sentence."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_line(self._console, text)
 
     def begin(self, plan: Plan) -> None:
         """Start an attempt, which may have other nodes than the one before."""
@@ -197,9 +198,9 @@ class LiveDisplay(Display):
             self._skips_history, lines = False, lines[-10:]
         for node, text in lines:
             if self._all_nodes:
-                self.note(f"{node:<{self._width}} | {text}")
+                print_log_line(self._console, f"{node:<{self._width}} | {text}")
             elif node == self._plan.nodes[0].name:
-                self.note(text)
+                print_log_line(self._console, text)
 
     def _print_changes(self, view: JobView) -> None:
         for node in view.nodes:

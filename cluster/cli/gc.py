@@ -47,7 +47,7 @@ def gc(
     for each in rows:
         state = "is running" if each.runs else "is orphaned"
         parts = ", ".join(f"{what}: {count}" for what, count in each.counts.items())
-        out.print(f"{each.where}: {each.job} {state}: {parts}", markup=False)
+        out.print(f"{each.where}: {each.job} {state}: {parts}")
     removable = [each for each in rows if not each.runs or job]
     confirmed = bool(removable) and (yes or (not as_json and _confirm(f"remove {len(removable)} of them?")))
     removed = []
@@ -58,11 +58,11 @@ def gc(
             failed.append(error)
             continue
         removed.append(each)
-        out.print(f"{each.where}: removed {each.job}", markup=False)
+        out.print(f"{each.where}: removed {each.job}")
     if as_json:
         print(json.dumps([_as_json(each, each in removed) for each in rows], indent=1))
     if not rows and not failed:
-        out.print("no orphans on " + ", ".join(present), markup=False)
+        out.print("no orphans on " + ", ".join(present))
     if failed:
         raise failed[0]
 

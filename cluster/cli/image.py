@@ -104,7 +104,8 @@ def ls(*, options: ImageOptions, as_json: AsJson = False) -> None:
     else:
         width = max(len(name) for name in found)
         for name in found:
-            print(f"{name:<{width}}   {image}   {(short_id(ids[name]) or 'missing') if name in ids else 'no answer'}")
+            state = (short_id(ids[name]) or "missing") if name in ids else "no answer"
+            print_line(console(), f"{name:<{width}}   {image}   {state}")
     parallel.together(found)
     if len({*ids.values()}) > 1 or "" in ids.values():
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from cluster.backends import BACKENDS
-from cluster.cli.console import console
+from cluster.cli.console import console, print_line
 from cluster.cli.options import AsJson, Hostfile, SshConfig, flag
 from cluster.errors import UsageError
 from cluster.runtimes import BARE, ENGINES
@@ -139,11 +139,11 @@ def init(
     out = console()
     out.print(table)
     if chosen == "cpu" and device == "auto":
-        out.print(NO_GPU, style="bold yellow", soft_wrap=True)
+        print_line(out, NO_GPU, style="bold yellow")
     for name, each in found.items():
         for note in each.notes:
-            out.print(f"{name}: {note}", style="yellow", markup=False, soft_wrap=True)
-    out.print(f"wrote {output}; next: clusterctl doctor", markup=False, soft_wrap=True)
+            print_line(out, f"{name}: {note}", style="yellow")
+    print_line(out, f"wrote {output}; next: clusterctl doctor")
 
 
 def _writable(path: Path, output: str, *, force: bool) -> Path:
@@ -173,7 +173,7 @@ def _of_cluster(backend: str, path: Path, device: str, *, as_json: bool) -> None
         return
     out = console()
     for note in (*notes, f"wrote {path}; next: clusterctl doctor"):
-        out.print(note, markup=False, soft_wrap=True)
+        print_line(out, note)
 
 
 def _gpus(each: Found) -> str:

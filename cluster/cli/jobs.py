@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -301,21 +302,26 @@ def serve(
 ) -> None:
     """Show all jobs in a browser, live and read-only.
 
+    The printed URL contains a token, which a browser needs once, because every user of this machine can reach
+    localhost. Prometheus needs it as its bearer token. It is a new one at each start, unless CLUSTERCTL_TOKEN is set.
     Ctrl-C stops the server. To open the page on another machine: ssh -L 8265:localhost:8265 THIS-MACHINE. With another
-    --host, the printed URL contains a token: a browser needs it once, and Prometheus needs it as its bearer token. The
-    connection is not encrypted.
+    --host, the connection is not encrypted.
     """
+    import re
     import secrets
     import socket
 
-    from cluster.web.server import LOOPBACK, Server
+    from cluster.web.server import Server
 
     if metrics:
         try:
             import prometheus_client  # noqa: F401
         except ImportError:
             raise UsageError("--metrics needs prometheus-client", "pip install prometheus-client") from None
-    token = "" if host in LOOPBACK else secrets.token_urlsafe(24)
+    token = os.environ.get("CLUSTERCTL_TOKEN") or secrets.token_urlsafe(24)
+    if not re.fullmatch(r"[\w.~-]{16,}", token, re.ASCII):  # it is not shown, because this one may be a secret, too
+        hint = "python3 -c 'import secrets; print(secrets.token_urlsafe())' prints one"
+        raise UsageError("CLUSTERCTL_TOKEN: expected at least 16 letters, digits and -._~", hint)
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
     except OSError as error:
@@ -324,9 +330,8 @@ def serve(
         ) from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name
-    query = f"/?token={token}" if token else "/"
     with server:
-        print_line(console(), f"http://{shown}:{server.server_address[1]}{query}  (Ctrl-C to end)")
+        print_line(console(), f"http://{shown}:{server.server_address[1]}/?token={token}  (Ctrl-C to end)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

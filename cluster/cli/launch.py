@@ -20,7 +20,7 @@ from cluster.cli import options
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import follow, leave_behind, stop_interrupted
 from cluster.cli.signals import hung_up, interrupted, on_interrupt
-from cluster.errors import UsageError
+from cluster.errors import UsageError, printable
 from cluster.spec.request import Request, option
 
 _VARIABLE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
@@ -203,7 +203,7 @@ def plan(
         plans = [launcher.plan(job, chosen)]
         steps = plans[0].steps
     for note in notes:
-        print(note, file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     if as_json:
         values = [asdict(job_plan) for job_plan in plans]
         print(json.dumps({"array": asdict(steps[0]), "plans": values} if array.array else values[0], indent=1))

@@ -97,9 +97,9 @@ def cp(
         raise UsageError(f"{into}: no such folder", f"make it first: mkdir -p {into}")
     record, machine = _target(job, node)
     out = console()
-    columns = (TextColumn(f"{machine.name}:{path}"), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        task = progress.add_task("")
+        task = progress.add_task(f"{machine.name}:{path}")
         left_out: list[str] = []
         target = session.copy(
             record, machine, path, Path(into), lambda read: progress.update(task, completed=read), left_out.append

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from cluster.errors import printable
 from cluster.spec.model import Plan
 from cluster.supervisor.job_state import JobView
 from cluster.supervisor.jobs import Display
@@ -25,7 +26,8 @@ def add(plan: Plan, *texts: str) -> None:
     """Append notes. A full disk must not end the supervision, so a note that cannot be written is lost."""
     with suppress(OSError), inside.open_file(plan.run_dir, NAME, "ab") as file:
         for text in texts:
-            file.write(f"{time.strftime(_TIME)}{' '.join(text.split())}\n".encode("utf-8", "replace"))
+            line = printable(" ".join(text.split()))
+            file.write(f"{time.strftime(_TIME)}{line}\n".encode("utf-8", "replace"))
 
 
 def text(plan: Plan) -> str:
@@ -46,7 +48,8 @@ class Reader:
             file.seek(self._seen)
             complete: bytes = file.read().rpartition(b"\n")[0]
             self._seen += len(complete) + 1 if complete else 0
-            return complete.decode(errors="replace").splitlines()
+            # The job can write to the file, too.
+            return [printable(line) for line in complete.decode(errors="replace").splitlines()]
         return []
 
 

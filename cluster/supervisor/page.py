@@ -2,8 +2,9 @@
 
 `write` makes report.html, which has the logs too.
 
-All text of the job is escaped, so a name or a log line is shown and never run. Images and logs are links to the files
-in the folder of the page.
+HTML has the type `Markup`, which escapes every value that is formatted into it or joined to it, unless it is HTML, too.
+So a name, a number or a log line is shown and never run. Images and logs are links to the files in the folder of the
+page.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import secrets
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from html import escape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
+
+from markupsafe import Markup
 
 from cluster.agent.app.node_agent.events import number
 from cluster.spec.model import JobRecord, PastAttempt, Plan
@@ -31,6 +33,7 @@ from cluster.supervisor.report import SCORES, seconds
 from cluster.transport import inside
 
 NAME = "report.html"
+_NOTHING, _LINES = Markup(""), Markup("\n")
 #: The last lines of each log, and the bytes of its end, that the page contains.
 _LOG_LINES, _LOG_BYTES = 200, 1 << 16
 #: Points of a curve; longer ones are reduced to the extremes of equal parts.
@@ -54,7 +57,7 @@ MOST_RANKS = 16
 #: The samples of a job's ranks, by rank.
 Ranks = Mapping[int, RankUsage]
 
-STYLE = """
+STYLE = Markup("""
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --link: #0550ae;
  --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7 }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 1100px; padding: 1rem;
@@ -86,7 +89,7 @@ progress { width: 100%; max-width: 30rem; height: .75rem; accent-color: var(--c0
 @media (prefers-color-scheme: dark) {
  :root { --link: #79b8ff; --c0: #56b4e9; --c1: #ff9a52; --c2: #3ddba4; --c3: #e8a6c8 }
  .done, .running { color: #3fb950 } .failed, .unreachable { color: #ff7b72 } .stopped, .joining { color: #d29922 } }
-"""
+""")
 
 
 def write(record: JobRecord, view: JobView | None = None) -> Path:
@@ -106,17 +109,19 @@ def write(record: JobRecord, view: JobView | None = None) -> Path:
 def render(record: JobRecord, view: JobView | None = None) -> str:
     """Return the page of a finished job, from its record, its last view and the files in its run directory."""
     plan = record.plan
-    logs = "\n".join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
-    body = sections(record, record.outcome, view, record.ended_at) + (
-        f"\n<h2>Logs</h2>\n{logs}" if logs.strip() else ""
-    )
-    return document(f"{plan.job_id}: {record.outcome}", f"<style>{STYLE}</style>", body)
+    logs = _LINES.join(_log(Path(plan.run_dir), f"attempt-{plan.attempt}/{node.name}.log") for node in plan.nodes)
+    body = sections(record, record.outcome, view, record.ended_at)
+    if logs.strip():
+        body += Markup("\n<h2>Logs</h2>\n{}").format(logs)
+    head = Markup("<style>{}</style>").format(STYLE)
+    return str(document(f"{plan.job_id}: {record.outcome}", head, body))
 
 
-def document(title: str, head: str, body: str) -> str:
-    """Return an HTML document. `head` and `body` are HTML, `title` is text."""
-    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    return f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>{head}\n{body}\n</html>\n'
+def document(title: str, head: Markup, body: Markup) -> Markup:
+    """Return an HTML document."""
+    meta = Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width">')
+    text = Markup('<!doctype html>\n<html lang="en">{}<title>{}</title>{}\n{}\n</html>\n')
+    return text.format(meta, title, head, body)
 
 
 def sections(
@@ -127,8 +132,8 @@ def sections(
     *,
     is_live: bool = False,
     past: Sequence[Ranks] = (),
-) -> str:
-    """Return the sections of a job's page, all but its logs, as HTML.
+) -> Markup:
+    """Return the sections of a job's page, all but its logs.
 
     Args:
         record: The job.
@@ -147,18 +152,17 @@ def sections(
     begin = attempts[0].started_at
     took = seconds(max(0.0, now - begin))
     facts = [
-        ("command", f"<code>{escape(shlex.join([plan.job.python, *plan.job.command]))}</code>"),
-        ("size", escape(report.size(plan))),
-        ("backend", escape(plan.backend)),
-        ("container image", escape(plan.job.image)),
-        ("commit", escape(record.commit)),
+        ("command", _code(shlex.join([plan.job.python, *plan.job.command]))),
+        ("size", report.size(plan)),
+        ("backend", plan.backend),
+        ("container image", plan.job.image),
+        ("commit", record.commit),
         ("started", _clock(begin)),
         ("ended", _clock(record.ended_at) if record.outcome else ""),
-        ("run directory", f"<code>{escape(plan.run_dir)}</code>"),
+        ("run directory", _code(plan.run_dir)),
     ]
     if (run_dir / "job.yaml").exists():
-        again = shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"])
-        facts.append(("to run it again", f"<code>{escape(again)}</code>"))
+        facts.append(("to run it again", _code(shlex.join(["clusterctl", "launch", f"{run_dir}/job.yaml"]))))
     curves, newest = _results(run_dir, "results.csv")
     if not curves:
         curves = _curves([{"epoch": each.epoch, **each.scores} for each in view.metrics] if view else [])
@@ -170,23 +174,27 @@ def sections(
     ]
     predictions = [_image(path, is_live) for path in images if path.name == _PREDICTIONS]
     parts = [
-        f'<h1>{escape(plan.job_id)}: <span class="{state}">{state}</span></h1>'
-        + (f"<p>{escape(record.detail)}</p>" if record.detail else "")
+        Markup('<h1>{}: <span class="{}">{}</span></h1>').format(plan.job_id, state, state)
+        + (Markup("<p>{}</p>").format(record.detail) if record.detail else _NOTHING)
         + _scores(view, newest, took),
-        _progress(view) if view and not record.outcome else "",
-        _failure(plan, view) if view and record.outcome == "failed" else "",
+        _progress(view) if view and not record.outcome else _NOTHING,
+        _failure(plan, view) if view and record.outcome == "failed" else _NOTHING,
         _section("Predictions", predictions, "large"),
         _section("Curves", curves),
-        _nodes(plan, view, past, is_live=is_live, has_ended=bool(record.outcome)) if view or is_live else "",
-        "<h2>Attempts</h2>" + _attempts(attempts) if len(attempts) > 1 else "",
+        _nodes(plan, view, past, is_live=is_live, has_ended=bool(record.outcome)) if view or is_live else _NOTHING,
+        Markup("<h2>Attempts</h2>") + _attempts(attempts) if len(attempts) > 1 else _NOTHING,
         _section("Images", (_image(path, is_live) for path in images if path.name != _PREDICTIONS)),
-        "<h2>Job</h2>" + _table(facts),
-        f"<h2>Supervisor</h2><pre>{escape(kept)}</pre>" if (kept := notes.text(plan)) else "",
+        Markup("<h2>Job</h2>") + _table(facts),
+        Markup("<h2>Supervisor</h2><pre>{}</pre>").format(kept) if (kept := notes.text(plan)) else _NOTHING,
     ]
-    return "\n".join(f"<section>{part}</section>" for part in parts)
+    return _LINES.join(Markup("<section>{}</section>").format(part) for part in parts)
 
 
-def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> str:
+def _code(text: str) -> Markup:
+    return Markup("<code>{}</code>").format(text)
+
+
+def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> Markup:
     """Return the best epoch's scores or, while there is none, the newest; the epoch, and how long the job has run.
 
     `newest` are the newest values of results.csv, for a job without events.
@@ -199,25 +207,26 @@ def _scores(view: JobView | None, newest: Mapping[str, float], took: str) -> str
         epochs = metric.epochs if metric else None
         cells.append(("epoch", f"{epoch:.0f}" + (f" of {epochs}" if epochs else "")))
     cells.append(("duration", took))
-    return '<dl class="scores">' + "".join(f"<div><dt>{name}<dd>{text}</div>" for name, text in cells) + "</dl>"
+    terms = _NOTHING.join(Markup("<div><dt>{}<dd>{}</div>").format(name, text) for name, text in cells)
+    return Markup('<dl class="scores">{}</dl>').format(terms)
 
 
-def _failure(plan: Plan, view: JobView) -> str:
+def _failure(plan: Plan, view: JobView) -> Markup:
     """Return the last log lines of the node that failed first, and the hint, as on the terminal."""
     if not (failed := failing(view)[:1]):
-        return ""
+        return _NOTHING
     name = f"attempt-{plan.attempt}/{failed[0].name}.log"
     lines = report.last_lines(view, "failed", {failed[0].name: _end(plan.run_dir, name) or []})
     shown = [line for line in lines if not line.startswith("hint: ")]
-    hints = "".join(f"<p>{escape(line)}</p>" for line in lines if line.startswith("hint: "))
-    return hints + (f"<pre>{escape(chr(10).join(shown))}</pre>" if shown else "")
+    hints = _NOTHING.join(Markup("<p>{}</p>").format(line) for line in lines if line.startswith("hint: "))
+    return hints + (Markup("<pre>{}</pre>").format("\n".join(shown)) if shown else _NOTHING)
 
 
-def _progress(view: JobView) -> str:
+def _progress(view: JobView) -> Markup:
     """Return a progress bar of the epoch."""
     progress = view.progress
     if not progress or view.done:
-        return ""
+        return _NOTHING
     words = [
         "" if progress.epoch is None else _of(f"epoch {progress.epoch}", progress.epochs),
         "" if progress.step is None else _of(f"step {progress.step}", progress.steps),
@@ -225,30 +234,28 @@ def _progress(view: JobView) -> str:
         "" if progress.images_per_s is None else f"{progress.images_per_s:.0f} images/s",
         "" if progress.eta_s is None else f"epoch ends in {seconds(progress.eta_s)}",
     ]
-    return (
-        f"<p>{', '.join(filter(None, words))}<br>"
-        f'<progress aria-label="progress of the epoch" max="{max(progress.steps or 0, 1)}" '
-        f'value="{progress.step or 0}"></progress></p>'
-    )
+    bar = Markup('<progress aria-label="progress of the epoch" max="{}" value="{}"></progress>')
+    bar = bar.format(max(progress.steps or 0, 1), progress.step or 0)
+    return Markup("<p>{}<br>{}</p>").format(", ".join(filter(None, words)), bar)
 
 
 def _of(text: str, total: int | None) -> str:
     return text if total is None else f"{text} of {total}"
 
 
-def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool) -> str:
+def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: bool, has_ended: bool) -> Markup:
     """Return a table of the nodes, and one of running ranks with the newest sample of their use and lines over time."""
     rows, ranks, has_gpus = [], [], False
     for index, node in enumerate(plan.nodes):
         seen = view.nodes[index] if view else None
-        name = escape(node.name)
-        cells = [f'<a href="logs/{name}">{name}</a>' if is_live else name]
+        name = node.name
+        cells = [Markup('<a href="logs/{}">{}</a>').format(name, name) if is_live else name]
         if seen:
             # The launcher stops what still runs after a failure.
             is_stopped = has_ended and seen.phase == "ready"
             phase, note = ("stopped", "") if is_stopped else (seen.phase, seen.silent or seen.note)
             step = f"{seen.progress.epoch or 0}/{seen.progress.step or 0}" if seen.progress else ""
-            cells += [f'<span class="{_PHASES.get(phase, "")}">{phase}</span>', step, escape(note)]
+            cells += [Markup('<span class="{}">{}</span>').format(_PHASES.get(phase, ""), phase), step, note]
         rows.append(cells)
         usage = seen.usage if seen and not has_ended else None
         host = usage.host if usage else None
@@ -260,10 +267,10 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
                 [str(row.rank), name, f"{row.cpu:.1f}", f"{row.rss / 1e9:.2f} GB", held, *_gpu_cells(row, samples)]
             )
     titles = ["node", "phase", "epoch/step", "note"] if view else ["log"]
-    text = "<h2>Nodes</h2>" + _wide(titles, rows)
+    text = Markup("<h2>Nodes</h2>") + wide_table(titles, rows)
     slowest = view.metric.slowest_rank if view and view.metric else None
     if slowest is not None:
-        text += f"<p>slowest rank of the last epoch: {slowest}</p>"
+        text += Markup("<p>slowest rank of the last epoch: {}</p>").format(slowest)
     if ranks:
         titles = [
             "rank",
@@ -273,71 +280,73 @@ def _nodes(plan: Plan, view: JobView | None, past: Sequence[Ranks], *, is_live: 
             "host memory",
             *(["GPU", "GPU memory", "temperature"] if has_gpus else []),
         ]
-        table = _wide(titles, [row[: len(titles)] for row in ranks])
+        table = wide_table(titles, [row[: len(titles)] for row in ranks])
         count = f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}"
         shown = " open" if len(ranks) <= MOST_RANKS else ""
-        text += f'<details id="ranks"{shown}><summary>{count}</summary>{table}</details>'
+        text += Markup('<details id="ranks"{}><summary>{}</summary>{}</details>').format(shown, count, table)
     return text
 
 
 def _gpu_cells(row: RankUsage, samples: Sequence[RankUsage]) -> list[str]:
     """Return the use, the memory and the temperature of a rank's GPU, each with a line over time; "" if unknown."""
-    use = memory = temperature = ""
+    use = memory = temperature = _NOTHING
     if row.use is not None:
-        use = f"{row.use} %{_line(samples, 'use', 100)}"
+        use = _NOTHING + f"{row.use} %" + _line(samples, "use", 100)
     if row.memory is not None and row.memory_total is not None:
-        memory = f"{row.memory / 1e9:.1f}/{row.memory_total / 1e9:.1f} GB{_line(samples, 'memory', row.memory_total)}"
+        held = f"{row.memory / 1e9:.1f}/{row.memory_total / 1e9:.1f} GB"
+        memory = _NOTHING + held + _line(samples, "memory", row.memory_total)
     if row.temperature is not None:
-        temperature = f"{row.temperature} °C{_line(samples, 'temperature', 100)}"
+        temperature = _NOTHING + f"{row.temperature} °C" + _line(samples, "temperature", 100)
     return [use, memory, temperature]
 
 
-def _line(samples: Sequence[RankUsage], key: str, most: float) -> str:
+def _line(samples: Sequence[RankUsage], key: str, most: float) -> Markup:
     """Return a small line of the samples' values, from 0 to `most`."""
     values = [value for sample in samples if (value := getattr(sample, key)) is not None]
     if len(values) < 2:
-        return ""
+        return _NOTHING
     points = " ".join(f"{x},{15 - 14 * value / most:.1f}" for x, value in enumerate(values))
-    head = f'<svg class="spark" viewBox="0 0 {len(values) - 1} 16" preserveAspectRatio="none" role="img" '
-    label = f'aria-label="{key}: {min(values)} to {max(values)}">'
-    return f'{head}{label}<polyline class="s0" vector-effect="non-scaling-stroke" points="{points}"/></svg>'
+    return Markup(
+        '<svg class="spark" viewBox="0 0 {} 16" preserveAspectRatio="none" role="img" aria-label="{}">'
+        '<polyline class="s0" vector-effect="non-scaling-stroke" points="{}"/></svg>'
+    ).format(len(values) - 1, f"{key}: {min(values)} to {max(values)}", points)
 
 
-def _wide(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table with a row of titles, which scrolls sideways on a narrow screen. Cells are HTML."""
-    head = "".join(f"<th>{title}" for title in titles)
-    body = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows)
-    return f'<div class="wide" tabindex="0"><table><tr>{head}{body}</table></div>'
+def wide_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
+    """Return a table with a row of titles, which scrolls sideways on a narrow screen. Cells are text or HTML."""
+    head = _NOTHING.join(Markup("<th>{}").format(title) for title in titles)
+    # `+` escapes, too, and takes a tenth of the time of `format`: a job may have thousands of ranks.
+    body = _NOTHING.join(Markup("<tr>") + _NOTHING.join(Markup("<td>") + cell for cell in row) for row in rows)
+    return Markup('<div class="wide" tabindex="0"><table><tr>{}{}</table></div>').format(head, body)
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "<table>" + "".join(f"<tr><th>{name}<td>{text}" for name, text in rows if text) + "</table>"
+def _table(rows: Iterable[tuple[str, str]]) -> Markup:
+    shown = _NOTHING.join(Markup("<tr><th>{}<td>{}").format(name, text) for name, text in rows if text)
+    return Markup("<table>{}</table>").format(shown)
 
 
-def _section(title: str, figures: Iterable[str], kind: str = "grid") -> str:
-    text = "".join(figures)
-    return f'<h2>{title}</h2><div class="{kind}">{text}</div>' if text else ""
+def _section(title: str, figures: Iterable[Markup], kind: str = "grid") -> Markup:
+    text = _NOTHING.join(figures)
+    return Markup('<h2>{}</h2><div class="{}">{}</div>').format(title, kind, text) if text else _NOTHING
 
 
-def _attempts(attempts: Sequence[PastAttempt]) -> str:
+def _attempts(attempts: Sequence[PastAttempt]) -> Markup:
     """Return a time line with a bar for each attempt, and how it ended."""
     begin, end = attempts[0].started_at, attempts[-1].ended_at
     total = max(end - begin, 1e-9)
     rows = []
     for each in attempts:
         x, width = 100 * (each.started_at - begin) / total, 100 * max(each.ended_at - each.started_at, 0) / total
-        bar = (
+        bar = Markup(
             '<svg class="bar" viewBox="0 0 100 6" preserveAspectRatio="none" role="img" '
-            f'aria-label="from {x:.0f} % to {x + width:.0f} % of the time">'
-            f'<rect x="{x:.2f}" width="{max(width, 0.5):.2f}" height="6"/></svg>'
-        )
-        nodes = escape(", ".join(each.nodes))
-        text = f"{nodes}, {seconds(max(0.0, each.ended_at - each.started_at))}: {escape(each.cause)}{bar}"
-        rows.append((f"attempt {each.attempt}", text))
+            'aria-label="from {:.0f} % to {:.0f} % of the time"><rect x="{:.2f}" width="{:.2f}" height="6"/></svg>'
+        ).format(x, x + width, x, max(width, 0.5))
+        text = f"{', '.join(each.nodes)}, {seconds(max(0.0, each.ended_at - each.started_at))}: {each.cause}"
+        rows.append((f"attempt {each.attempt}", Markup("{}{}").format(text, bar)))
     return _table(rows)
 
 
-def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Mapping[str, float]]:
+def _results(run_dir: Path, name: str) -> tuple[Sequence[Markup], Mapping[str, float]]:
     """Return the charts of results.csv, and its newest values."""
     try:
         with inside.open_file(run_dir, name) as file:
@@ -348,7 +357,7 @@ def _results(run_dir: Path, name: str) -> tuple[Sequence[str], Mapping[str, floa
 
 
 @functools.lru_cache(maxsize=16)  # a live page is drawn once per second
-def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[str], Mapping[str, float]]:
+def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[Markup], Mapping[str, float]]:
     opened = inside.open_file(run_dir, name)
     with io.TextIOWrapper(opened, encoding="utf-8", errors="replace", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -356,7 +365,7 @@ def _parsed_results(run_dir: Path, name: str, *_version: int) -> tuple[Sequence[
     return _curves(rows), newest
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _curves(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
     """Return a chart for each group of columns that has values. The rows are those of results.csv, or of events."""
     charts = []
     for title, ends in _CHARTS:
@@ -392,7 +401,7 @@ def _height(point: tuple[float, float]) -> float:
     return point[1]
 
 
-def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
+def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> Markup:
     points = [point for line in lines.values() for point in line]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     low = min(low, 0.0)  # from 0, so that noise does not look like a change
@@ -404,48 +413,53 @@ def _chart(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
         return f"{left_px + width * x:.1f},{top + height * (1 - y):.1f}"
 
     bottom = top + height
-    drawn = ""
+    drawn = _NOTHING
     for k, line in enumerate(lines.values()):
         kind, points = (f"s{k % 4}", line) if len(line) > 1 else (f"s{k % 4} dot", 2 * line)
-        drawn += f'<polyline class="{kind}" points="{" ".join(map(place, points))}"/>'
+        drawn += Markup('<polyline class="{}" points="{}"/>').format(kind, " ".join(map(place, points)))
     grid = f"M{left_px} {top}h{width}M{left_px} {top + height / 2}h{width}"
-    axes = f'<path d="{grid}M{left_px} {top}V{bottom}H{left_px + width}" fill="none" stroke="var(--line)"/>'
-    texts = (
-        f'<text x="{left_px - 4}" y="{top + 8}" text-anchor="end">{high:.3g}</text>'
-        f'<text x="{left_px - 4}" y="{top + height / 2 + 4}" text-anchor="end">{(low + high) / 2:.3g}</text>'
-        f'<text x="{left_px - 4}" y="{bottom}" text-anchor="end">{low:.3g}</text>'
-        f'<text x="{left_px}" y="{_HEIGHT - 4}">epoch {left:.0f}</text>'
-    )
+    shape = f"{grid}M{left_px} {top}V{bottom}H{left_px + width}"
+    axes = Markup('<path d="{}" fill="none" stroke="var(--line)"/>').format(shape)
+
+    def text(x: float, y: float, shown: str, *, ends_at_x: bool = True) -> Markup:
+        anchor = Markup(' text-anchor="end"') if ends_at_x else _NOTHING
+        return Markup('<text x="{}" y="{}"{}>{}</text>').format(x, y, anchor, shown)
+
+    texts = text(left_px - 4, top + 8, f"{high:.3g}")
+    texts += text(left_px - 4, top + height / 2 + 4, f"{(low + high) / 2:.3g}")
+    texts += text(left_px - 4, bottom, f"{low:.3g}")
+    texts += text(left_px, _HEIGHT - 4, f"epoch {left:.0f}", ends_at_x=False)
     if right > left:
-        texts += f'<text x="{left_px + width}" y="{_HEIGHT - 4}" text-anchor="end">{right:.0f}</text>'
-    names = "".join(
-        f'<span><i class="k{k % 4}"></i>{escape(f"{name} {line[-1][1]:.4g}".lstrip())}</span>'
+        texts += text(left_px + width, _HEIGHT - 4, f"{right:.0f}")
+    names = _NOTHING.join(
+        Markup('<span><i class="{}"></i>{}</span>').format(f"k{k % 4}", f"{name} {line[-1][1]:.4g}".lstrip())
         for k, (name, line) in enumerate(lines.items())
     )
-    head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} over the epochs">'
-    return f"<figure>{head}{axes}{drawn}{texts}</svg><figcaption><b>{title}</b>{names}</figcaption></figure>"
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">')
+    head = head.format(_WIDTH, _HEIGHT, f"{title} over the epochs")
+    figure = Markup("<figure>{}{}{}{}</svg><figcaption><b>{}</b>{}</figcaption></figure>")
+    return figure.format(head, axes, drawn, texts, title, names)
 
 
-def _image(path: Path, is_live: bool) -> str:
-    link, text = quote(path.name), escape(path.name)
+def _image(path: Path, is_live: bool) -> Markup:
+    link = quote(path.name)
     version = f"?{path.stat().st_mtime_ns}" if is_live else ""  # the browser loads an image again once it changes
-    image = f'<a href="{link}"><img src="{link}{version}" alt="{text}" loading="lazy"></a>'
-    return f"<figure>{image}<figcaption>{text}</figcaption></figure>"
+    image = Markup('<a href="{}"><img src="{}" alt="{}" loading="lazy"></a>').format(link, link + version, path.name)
+    return Markup("<figure>{}<figcaption>{}</figcaption></figure>").format(image, path.name)
 
 
-def _log(run_dir: Path, name: str) -> str:
+def _log(run_dir: Path, name: str) -> Markup:
     """Return the last lines of a log, and a link to the whole."""
     lines = _end(run_dir, name)
     if lines is None:
-        return ""
+        return _NOTHING
     shown = lines[-_LOG_LINES:]
-    node, link = escape(Path(name).stem), quote(name)
+    node, link = Path(name).stem, quote(name)
     if not shown:
-        return f'<p><a href="{link}">{node}</a> has printed nothing</p>'
-    return (
-        f"<details><summary>{node}: the last {len(shown)} lines</summary><pre>{escape(chr(10).join(shown))}</pre>"
-        f'<a href="{link}">{escape(name)}</a></details>'
-    )
+        return Markup('<p><a href="{}">{}</a> has printed nothing</p>').format(link, node)
+    summary = f"{node}: the last {len(shown)} lines"
+    text = Markup('<details><summary>{}</summary><pre>{}</pre><a href="{}">{}</a></details>')
+    return text.format(summary, "\n".join(shown), link, name)
 
 
 def _end(run_dir: str | Path, name: str) -> list[str] | None:

@@ -1,7 +1,7 @@
 """HTTP server of the job pages. It is read-only, and polls a job only while a page shows it.
 
 A page is HTML from `cluster.supervisor.page` and a small script. The script replaces the page's content by what
-server-sent events bring. All text of jobs is escaped, and the content security policy allows no other script.
+server-sent events bring. `Markup` escapes all text of jobs, and the content security policy allows no other script.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from html import escape
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePath
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
+
+from markupsafe import Markup
 
 from cluster.errors import ClusterError, UsageError
 from cluster.spec.model import JobRecord
@@ -32,12 +33,11 @@ from cluster.web.watch import POLL_S, PolledJob, Watch, log_lines
 
 #: A comment in each stream at this interval finds the connections that a browser has closed.
 _KEEP_ALIVE_S = 10.0
-_COOKIE = "clusterctl"
 #: The host names with which a browser on this machine reaches a server that listens on localhost only.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _TYPES = {".png": "image/png", ".jpg": "image/jpeg", **dict.fromkeys((".log", ".csv", ".yaml"), "text/plain")}
 
-_LIVE = """
+_LIVE = Markup("""
 const live = document.getElementById("live"), link = document.getElementById("link")
 const source = new EventSource(live.dataset.events)
 source.onopen = () => link.textContent = ""
@@ -71,9 +71,9 @@ function update(old, wanted) {
   while (old.childNodes.length > children.length) old.lastChild.remove()
   children.forEach((each, index) => old.childNodes[index] ? update(old.childNodes[index], each) : old.append(each))
 }
-"""
+""")
 
-_LOG = """
+_LOG = Markup("""
 const log = document.getElementById("log"), link = document.getElementById("link")
 const search = document.getElementById("search"), follow = document.getElementById("follow")
 let source, timer
@@ -91,18 +91,18 @@ function connect() {
 }
 search.oninput = () => { clearTimeout(timer); timer = setTimeout(connect, 300) }
 connect()
-"""
+""")
 
 
 class Server(ThreadingHTTPServer):
-    """The server. With a `token`, each browser must open a URL with `?token=TOKEN` once."""
+    """The server. Each browser must open a URL with `?token=TOKEN` once: all users of this machine reach localhost."""
 
     daemon_threads = True
 
-    def __init__(
-        self, address: tuple[str, int], store: JobStore, token: str = "", *, has_metrics: bool = False
-    ) -> None:
+    def __init__(self, address: tuple[str, int], store: JobStore, token: str, *, has_metrics: bool = False) -> None:
         self.store, self.token, self.has_metrics = store, token, has_metrics
+        #: The value of the cookie. A browser also sends it to servers of other users on other ports of this machine.
+        self.session = secrets.token_urlsafe(24)
         self.is_local = address[0] in LOOPBACK
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -132,20 +132,16 @@ class Server(ThreadingHTTPServer):
         with self._lock:
             return self._watches.setdefault(job_id, Watch(poll))
 
-    def _list(self) -> str:
+    def _list(self) -> Markup:
         found, damaged = self.jobs(), self.store.unreadable()
         if not found and not damaged:
-            return (
+            return Markup(
                 "<section><h1>Jobs</h1><p>no jobs yet: <code>clusterctl launch --nodes 2 --gpus 2</code></p></section>"
             )
-        rows = "".join(job.row() for job in found)
-        for each in damaged:
-            cells = (each.job_id, "unreadable", "", "", "", "", each.error.message)
-            rows += "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
-        titles = "".join(
-            f"<th>{title}" for title in ("job", "state", "duration", "nodes", "attempt", "backend", "cause")
-        )
-        return f'<section><h1>Jobs</h1><div class="wide" tabindex="0"><table><tr>{titles}{rows}</table></div></section>'
+        rows = [job.row() for job in found]
+        rows += [(each.job_id, "unreadable", "", "", "", "", each.error.message) for each in damaged]
+        titles = ("job", "state", "duration", "nodes", "attempt", "backend", "cause")
+        return Markup("<section><h1>Jobs</h1>{}</section>").format(page.wide_table(titles, rows))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -154,9 +150,14 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30.0
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
         try:
-            if self._is_allowed(url.query, url.path):
+            url, host = urlsplit(self.path), urlsplit("//" + self.headers.get("Host", ""))
+            name, port = host.hostname, host.port
+        except ValueError:  # brackets without an address, or no port
+            self._refuse(HTTPStatus.BAD_REQUEST, "the request's address or its Host header is malformed")
+            return
+        try:
+            if self._is_allowed(url, name, f"clusterctl-{port or 80}"):
                 self._route(unquote(url.path), parse_qs(url.query))
         except UsageError:
             self._refuse(HTTPStatus.NOT_FOUND, "no such job")
@@ -165,36 +166,40 @@ class _Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError, TimeoutError):
             pass
 
-    def _is_allowed(self, query: str, path: str) -> bool:
-        """Answer requests from other sites and without the token, and return whether the request is allowed."""
-        host = urlsplit("//" + self.headers.get("Host", "")).hostname
+    def _is_allowed(self, url: SplitResult, host: str | None, cookie: str) -> bool:
+        """Answer requests from other sites and without the token, and return whether the request is allowed.
+
+        `host` is the name by which the browser reaches the server, and `cookie` the cookie's name. All ports of a host
+        share their cookies, so the port that the browser sees is in the name.
+        """
         if self.server.is_local and host not in LOOPBACK:  # DNS rebinding: another site's name for this address
             self._refuse(HTTPStatus.FORBIDDEN, "open this page as http://localhost")
             return False
-        if not self.server.token:
-            return True
-        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if hmac.compare_digest(bearer.encode(), self.server.token.encode()):
-            return True
-        given = parse_qs(query).get("token", [""])[0]
-        if hmac.compare_digest(given.encode(), self.server.token.encode()):
+        given = parse_qs(url.query).get("token", [""])[0]
+        if _is_equal(given, self.server.token):
             self.send_response(HTTPStatus.SEE_OTHER)
-            self.send_header("Location", path)
-            self.send_header("Set-Cookie", f"{_COOKIE}={given}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Location", f"/{url.path.lstrip('/')}")  # two slashes would name another host
+            self.send_header("Set-Cookie", f"{cookie}={self.server.session}; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Cache-Control", "no-store")
             self.end_headers()
             return False
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
-        except CookieError:
-            cookie = None
-        if cookie and hmac.compare_digest(cookie.value.encode(), self.server.token.encode()):
+        bearer = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if _is_equal(bearer, self.server.token) or _is_equal(self._cookie(cookie), self.server.session):
             return True
-        self._refuse(HTTPStatus.UNAUTHORIZED, "open the URL with the token that clusterctl serve has printed")
+        self._refuse(HTTPStatus.FORBIDDEN, "open the URL with the token that clusterctl serve has printed")
         return False
+
+    def _cookie(self, name: str) -> str:
+        """Return the value of a cookie of the request, or ""."""
+        try:
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(name)
+        except CookieError:
+            return ""
+        return found.value if found else ""
 
     def _route(self, path: str, query: dict[str, list[str]]) -> None:
         if path == "/":
-            self._live_page("Jobs", self.server.watch(), "")
+            self._live_page("Jobs", self.server.watch(), Markup(""))
         elif path == "/events":
             self._stream(_bodies(self.server.watch()))
         elif path == "/metrics" and self.server.has_metrics:
@@ -211,7 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
             record = self.server.job(job_id).record
             log = re.fullmatch(r"logs/([^/]+?)(/events)?", rest)
             if rest == "":
-                self._live_page(job_id, self.server.watch(job_id), '<nav><a href="../../">all jobs</a></nav>')
+                nav = Markup('<nav><a href="../../">all jobs</a></nav>')
+                self._live_page(job_id, self.server.watch(job_id), nav)
             elif rest == "events":
                 self._stream(_bodies(self.server.watch(job_id)))
             elif log and log[1] in {node.name for node in record.plan.nodes}:
@@ -223,27 +229,27 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._file(record, rest)
 
-    def _live_page(self, title: str, watch: Watch, nav: str) -> None:
+    def _live_page(self, title: str, watch: Watch, nav: Markup) -> None:
         with watch:
             watch.wait(0, 5.0)
-            body = watch.body or "<section>waiting for the nodes to answer</section>"
-        self._page(
-            title, f'{nav}<p id="link" role="status"></p><main id="live" data-events="events">{body}</main>', _LIVE
-        )
+            body = watch.body or Markup("<section>waiting for the nodes to answer</section>")
+        main = Markup('{}<p id="link" role="status"></p><main id="live" data-events="events">{}</main>')
+        self._page(title, main.format(nav, body), _LIVE)
 
     def _log_page(self, job_id: str, node: str) -> None:
-        body = (
-            f'<nav><a href="../">{escape(job_id)}</a></nav><h1>{escape(node)}</h1><p><input id="search" type="search" '
+        body = Markup(
+            '<nav><a href="../">{}</a></nav><h1>{}</h1><p><input id="search" type="search" '
             'placeholder="search" aria-label="lines with this text" autofocus></p>'
             '<p><label><input id="follow" type="checkbox" checked> scroll to new lines</label></p>'
-            f'<p id="link" role="status"></p><pre id="log" tabindex="0" data-events="{escape(node)}/events"></pre>'
+            '<p id="link" role="status"></p><pre id="log" tabindex="0" data-events="{}/events"></pre>'
         )
-        self._page(f"{job_id}: {node}", body, _LOG)
+        self._page(f"{job_id}: {node}", body.format(job_id, node, node), _LOG)
 
-    def _page(self, title: str, body: str, script: str) -> None:
+    def _page(self, title: str, body: Markup, script: Markup) -> None:
         nonce = secrets.token_urlsafe(16)
-        head = f'<link rel="icon" href="data:,"><style nonce="{nonce}">{page.STYLE}</style>'
-        text = page.document(title, head, f'{body}\n<script nonce="{nonce}">{script}</script>').encode()
+        head = Markup('<link rel="icon" href="data:,"><style nonce="{}">{}</style>').format(nonce, page.STYLE)
+        body += Markup('\n<script nonce="{}">{}</script>').format(nonce, script)
+        text = page.document(title, head, body).encode("utf-8", "replace")
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src 'self' data:; "
             "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -301,6 +307,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Print no line per request."""
+
+
+def _is_equal(given: str, wanted: str) -> bool:
+    """Compare in a time that does not depend on where the texts differ."""
+    return hmac.compare_digest(given.encode(errors="replace"), wanted.encode())
 
 
 def _bodies(watch: Watch) -> Iterator[str]:

@@ -6,8 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from html import escape
 from pathlib import Path
+
+from markupsafe import Markup
 
 from cluster.errors import ClusterError
 from cluster.store import JobStore
@@ -26,11 +27,11 @@ _SAMPLES, _PAUSE_S = 60, 10.0
 class Watch:
     """Polls in a thread while someone reads: `with watch:`, then `wait`."""
 
-    def __init__(self, poll: Callable[[], str]) -> None:
+    def __init__(self, poll: Callable[[], Markup]) -> None:
         self._poll = poll
         self._changed = threading.Condition()
         self._readers, self._thread = 0, threading.Thread()
-        self.version, self.body = 0, ""
+        self.version, self.body = 0, Markup("")
 
     def __enter__(self) -> Watch:
         """Start to poll, unless another reader did."""
@@ -52,7 +53,7 @@ class Watch:
             try:
                 body = self._poll()
             except Exception as error:  # a thread that just ends would leave the page as it is, without a word
-                body = f'<section class="failed">{escape(_words(error))}</section>'
+                body = Markup('<section class="failed">{}</section>').format(_words(error))
             with self._changed:
                 if body != self.body or not self.version:
                     self.body, self.version = body, self.version + 1
@@ -122,7 +123,7 @@ class PolledJob:
         """The job's end, or now."""
         return self.record.ended_at or time.time()
 
-    def body(self) -> str:
+    def body(self) -> Markup:
         """Poll, and return the content of the job's page."""
         self.poll(with_logs=True)
         return page.sections(self.record, self.state, self.view, self.ended_at, is_live=True, past=self._past)
@@ -135,22 +136,21 @@ class PolledJob:
         except Exception as error:
             self.state, self.problem = self.record.outcome or "unreachable", _words(error)
 
-    def row(self) -> str:
-        """Poll, and return the job's row of the list."""
+    def row(self) -> tuple[str, ...]:
+        """Poll, and return the cells of the job's row in the list, text or HTML."""
         self.poll_for_list()
         record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
         begin = record.history[0].started_at if record.history else record.created_at
         ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
-        cells = (
-            f'<a href="jobs/{escape(plan.job_id)}/">{escape(plan.job_id)}</a>',
-            f'<span class="{self.state}">{self.state}</span>',
+        return (
+            Markup('<a href="jobs/{}/">{}</a>').format(plan.job_id, plan.job_id),
+            Markup('<span class="{}">{}</span>').format(self.state, self.state),
             seconds(max(0.0, self.ended_at - begin)),
             f"{ready}{count}",
             str(plan.attempt),
-            escape(plan.backend),
-            escape(self.problem or record.detail),
+            plan.backend,
+            self.problem or record.detail,
         )
-        return "<tr>" + "".join(f"<td>{cell}" for cell in cells)
 
 
 def log_lines(job: PolledJob, watch: Watch, node: str, query: str) -> Iterator[list[str]]:

@@ -17,7 +17,7 @@ import urllib.request
 import pytest
 from playwright.sync_api import expect
 
-from tests.browser import chromium, page, serving
+from tests.browser import TOKEN, chromium, page, serving
 from tests.contract.sshd import TICKS
 from tests.contract.test_backends import Local
 
@@ -29,7 +29,8 @@ class Events:
 
     def __init__(self, url):
         self.messages = []
-        self._answer = urllib.request.urlopen(url, timeout=30)
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
+        self._answer = urllib.request.urlopen(request, timeout=30)
         assert self._answer.headers["Content-Type"] == "text/event-stream"
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -48,8 +49,10 @@ class Events:
             time.sleep(0.1)
 
 
-def fetch(url, **headers):
+def fetch(url, *, has_token=True, **headers):
     """Return (status, headers, text), without following a redirect."""
+    if has_token:
+        headers["Authorization"] = f"Bearer {TOKEN}"
     parts = urllib.parse.urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
     connection.putrequest("GET", url.removeprefix(f"http://{parts.netloc}") or "/", skip_host="Host" in headers)
@@ -209,18 +212,59 @@ def test_another_site_cannot_read_the_pages_through_its_own_name(clusterctl):
         assert fetch(url, Host="localhost:9999")[0] == 200
 
 
-def test_an_address_for_other_machines_needs_the_token(clusterctl):
-    with serving(clusterctl, "--host", "127.0.0.2") as url:
-        base, token = url.split("?token=")
-        for path in ("", "events", "?token=wrong"):
-            assert fetch(base + path)[0] == 401
-        status, headers, _ = fetch(url)
-        assert (status, headers["Location"]) == (303, "/")
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
+def test_every_address_needs_the_token(clusterctl, host):
+    (clusterctl.folder / "records").mkdir()
+    with serving(clusterctl, "--metrics", "--host", host) as url:
+        for path in ("", "events", "metrics", "jobs/none/", "?token=", "?token=wrong", f"?token={TOKEN[:-1]}"):
+            status, _, text = fetch(url + path, has_token=False)
+            assert (status, text) == (403, "open the URL with the token that clusterctl serve has printed\n"), path
+        for header in ({"Authorization": "Bearer "}, {"Authorization": "Bearer wrong"}, {"Cookie": "clusterctl="}):
+            assert fetch(url, has_token=False, **header)[0] == 403, header
+        status, headers, _ = fetch(f"{url}metrics?token={TOKEN}", has_token=False)
+        assert (status, headers["Location"]) == (303, "/metrics")
         cookie = headers["Set-Cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
-        assert fetch(base, Cookie=cookie.split(";")[0])[0] == 200
-        assert fetch(base, Cookie=f"clusterctl={token[:-1]}")[0] == 401
+        assert TOKEN not in cookie  # browsers also send it to other users' servers on this machine
+        name, value = cookie.split(";")[0].split("=")
+        assert name == f"clusterctl-{urllib.parse.urlsplit(url).port}"
+        assert fetch(url, has_token=False, Cookie=f"{name}={value}")[0] == 200
+        for wrong in (f"{name}={value[:-1]}", f"{name}={TOKEN}", f"clusterctl-1={value}", f"{name}"):
+            assert fetch(url, has_token=False, Cookie=wrong)[0] == 403, wrong
+        status, headers, _ = fetch(f"{url}/evil.example?token={TOKEN}", has_token=False)
+        assert (status, headers["Location"]) == (303, "/evil.example")
+
+
+def test_the_token_is_a_new_one_at_each_start_or_that_of_the_variable(clusterctl):
+    clusterctl.env.pop("CLUSTERCTL_TOKEN", None)
+    tokens = set()
+    for _ in range(2):
+        process = clusterctl.start("serve", "--port", "0")
+        tokens.add(re.search(r"\?token=([\w-]{32})  ", process.stdout.readline())[1])
+        process.terminate()
+        process.communicate(timeout=20)
+    assert len(tokens) == 2
+    for bad in ("too-short", "has a space in it, too", "ä" * 20):
+        clusterctl.env["CLUSTERCTL_TOKEN"] = bad
+        code, text = clusterctl.run("serve", "--port", "0")
+        assert (code, bad in text, "Traceback" in text) == (2, False, False)
+
+
+@pytest.mark.parametrize("host", ["[::1", "localhost:x", "localhost:99999", "[]"])
+def test_a_malformed_host_is_a_bad_request(clusterctl, host):
+    with serving(clusterctl) as url:
+        status, _, text = fetch(url, Host=host)
+        assert (status, "malformed" in text) == (400, True)
+        assert fetch(url)[0] == 200
+
+
+def test_a_malformed_address_is_a_bad_request(clusterctl):
+    with serving(clusterctl) as url:
+        address = urllib.parse.urlsplit(url)
+        with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+            connection.sendall(b"GET http://[::1 HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            assert b" 400 " in connection.makefile("rb").readline()
 
 
 def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_path):
@@ -229,10 +273,10 @@ def test_prometheus_scrapes_a_running_job_with_the_token(clusterctl, job, tmp_pa
         assert os.environ.get("CI") != "true", "no prometheus in PATH"
         pytest.skip("no prometheus in PATH (apt-get install prometheus)")
     with serving(clusterctl, "--metrics", "--host", "127.0.0.2") as url:
-        base, token = url.split("/?token=")
-        assert fetch(f"{base}/metrics")[0] == 401
+        base = url.rstrip("/")
+        assert fetch(f"{base}/metrics", has_token=False)[0] == 403
         config = {"job_name": "clusterctl", "scrape_interval": "1s", "static_configs": [{"targets": [base[7:]]}]}
-        config["authorization"] = {"credentials": token}
+        config["authorization"] = {"credentials": TOKEN}
         (tmp_path / "prometheus.yml").write_text(json.dumps({"scrape_configs": [config]}))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -1,8 +1,11 @@
+import collections.abc
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+import types
+import typing
+from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,6 +16,7 @@ from cluster.spec.model import Job, JobRecord, NodeStatus, PastAttempt
 from cluster.spec.status import Failure, RankUsage, Usage
 from cluster.store import JobStore
 from cluster.supervisor import job_state, page
+from cluster.web import server, watch
 
 SCRIPT = "<script>alert('&')</script>"
 
@@ -148,3 +152,81 @@ def test_a_failure_has_the_lines_and_the_hint_of_the_terminal(record, tmp_path):
     assert "node-0stoppednode-1exitedexit 1" in text  # and no use of the ranks, which have ended
     assert "host memory" not in text
     assert "hint:" not in Tags(page.render(replace(record, outcome="done"), view)).text
+
+
+TAG = "\"><meta http-equiv='refresh'>"
+
+
+class HostileFloat(float):
+    """A number whose text is a tag."""
+
+    def __str__(self):
+        return TAG
+
+    def __format__(self, spec):
+        return TAG
+
+    def __truediv__(self, other):
+        return self
+
+    def __rmul__(self, other):
+        return self
+
+
+class HostileInt(int):
+    __str__, __format__ = HostileFloat.__str__, HostileFloat.__format__
+
+
+def hostile(kind):
+    """Return a value of a type in which all texts and numbers are tags."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return hostile(next(each for each in arguments if each is not types.NoneType))
+    if origin is typing.Literal:
+        return TAG
+    if origin in (tuple, list):
+        return origin([hostile(arguments[0])])
+    if origin is collections.abc.Mapping:
+        return dict.fromkeys([*page.SCORES, TAG], hostile(arguments[1]))
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{each.name: hostile(hints[each.name]) for each in fields(kind) if each.init})
+    return {str: TAG, int: HostileInt(3), float: HostileFloat(1.5), bool: True}[kind]
+
+
+@pytest.mark.parametrize("outcome", ["", "failed"])
+def test_no_text_and_no_number_of_a_status_becomes_a_tag(record, outcome):
+    view = replace(hostile(job_state.JobView), nodes=[replace(hostile(job_state.NodeView)) for _ in range(2)])
+    if not outcome:
+        view = replace(view, done=None)
+    past = [{each.rank: each for node in view.nodes for each in node.usage.ranks}] * 3
+    record = replace(record, outcome=outcome, detail=TAG, commit=TAG)
+    shown = page.sections(record, TAG, view, 5000.0, is_live=True, past=past)
+    assert shown.count("&lt;meta") >= 20
+    wanted = {"use", "temperature", "rank", "memory"} if not outcome else set()
+    assert all(f'aria-label="{name}: &#34;&gt;' in shown for name in wanted - {"rank"})
+    for text in (shown, page.render(record, view)):
+        assert "<meta http-equiv" not in text
+        assert "http-equiv" not in dict(Tags(str(text)).attributes)
+
+
+def test_plain_text_that_reaches_a_page_is_escaped():
+    assert page.document("title", TAG, TAG).count("<meta ") == 2  # the document's own
+    assert "<meta" not in page.wide_table([TAG], [[TAG, TAG]])
+
+
+def test_the_table_of_jobs_and_an_error_of_a_poll_are_escaped(record, tmp_path):
+    store = JobStore(tmp_path)
+    store.update(replace(record, outcome="failed", detail=TAG))
+    (tmp_path / "<meta>.json").write_text("{")
+    with server.Server(("localhost", 0), store, "token") as jobs, jobs.watch() as seen:
+        seen.wait(0, timeout_s=60)
+        assert "&lt;meta http-equiv" in seen.body
+        assert "<meta" not in seen.body
+
+    def poll():
+        raise ValueError(TAG)
+
+    with watch.Watch(poll) as seen:
+        seen.wait(0, timeout_s=60)
+        assert "ValueError: &#34;&gt;&lt;meta" in seen.body

@@ -146,7 +146,7 @@ def test_following_the_hint_keeps_the_record_and_the_rest_of_the_store(damaged, 
 
 def test_the_page_of_all_jobs_lists_a_record_that_cannot_be_read(damaged, tmp_path):
     damaged.end("a", "done")
-    with Server(("localhost", 0), damaged) as server, server.watch() as watch:
+    with Server(("localhost", 0), damaged, "token") as server, server.watch() as watch:
         watch.wait(0, timeout_s=60)
         assert 'href="jobs/a/"' in watch.body
         assert f"cannot read the job record {tmp_path}/b.json" in watch.body
@@ -199,7 +199,7 @@ def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     assert ["a", "done"] in rows
     assert ["b", "unreachable"] in rows
     done, unreadable = (PolledJob(name, store) for name in "ab")
-    assert "KeyError: &#x27;unknown&#x27;" in unreadable.row()
+    assert "KeyError: 'unknown'" in unreadable.row()
     metrics = render([unreadable, done]).decode()
     assert 'clusterctl_job_state{backend="unknown",job="b",state="unreachable"} 1.0' in metrics
     assert 'clusterctl_job_state{backend="compose",job="a",state="done"} 1.0' in metrics
