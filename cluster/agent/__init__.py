@@ -19,6 +19,7 @@ CLUSTER_GRACE       seconds that ranks get after SIGTERM (`launch --grace`); not
 CLUSTER_RENDEZVOUS_TIMEOUT
                     seconds to wait until the master's name resolves; not set: start the ranks at once
 CLUSTER_HOLD        seconds for which the container outlives its ranks, so that the launcher can copy files; not set: 0
+CLUSTER_UMASK       umask of the ranks and of what the agent writes, in octal; not set: the container's
 CLUSTER_SETUP, CLUSTER_SETUP_DIR, CLUSTER_IMAGE
                     the setup commands, the folder of their virtual environments, and the container image's name and ID,
                     each of which has another environment

@@ -27,7 +27,7 @@ gpu_facts() {
 [ -z "$port" ] || listener "$port" &
 [ -z "$name" ] || namesakes | sed -n '1s/^/runs /p' &
 command -v rsync > /dev/null || echo "no_rsync"
-[ -z "$run_dir" ] || can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir"
+[ -z "$run_dir" ] || can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir$(belongs "$run_dir")"
 if [ -z "$engine" ]; then
     "$python" -c "import importlib.util as u, sys; sys.exit(not u.find_spec('torch'))" 2>/dev/null || echo torch
 elif ! command -v "$engine" >/dev/null; then echo "no_runtime $engine"

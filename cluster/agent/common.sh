@@ -21,6 +21,13 @@ can_write() {
     return $ok
 }
 
+# Whom the folder $1, or the closest one above it that exists, belongs to, if this user cannot write there.
+belongs() {
+    local at=$1
+    until [ -e "$at" ]; do at=$(dirname -- "$at"); done
+    [ -w "$at" ] || [ -O "$at" ] || stat -c ': %n belongs to %U and has the mode %a' -- "$at"
+}
+
 # Prints why a file of 4 KB cannot be written next to $1, or nothing.
 no_room() {
     { printf '%4096s' "" > "$1.room.tmp"; } 2>&1 | sed -n 's/.*: //p'

@@ -1,8 +1,13 @@
 # shellcheck shell=bash disable=SC2154
 # Starts the containers of the job `job` with a command of docker compose, "$@", whose stdin is the compose file. The GPUs
-# `gpus` stay locked until the last container exits. Exits with 74 and prints the job that holds a GPU, or with the
-# command's exit code.
+# `gpus` stay locked until the last container exits. The user `user` gets folders of their own in those of the array
+# `beside`. Exits with 74 and prints the job that holds a GPU, or with the command's exit code.
+for folder in "${beside[@]}"; do
+    [ -z "$user" ] || why=$(own_folder "$folder" "$user") || { echo "$why" >&2; exit 1; }
+done
 take_locks "$gpus" "$job" || exit $?
+CLUSTER_UMASK=$(umask)
+export CLUSTER_UMASK
 "$@" || exit $?
 [ -n "$gpus" ] || exit 0
 # Containers cannot inherit the locks, so a process outside of them does. It also waits while the engine restarts.

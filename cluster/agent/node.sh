@@ -2,10 +2,13 @@
 # Runs on each node before agent.pyz, outside of the container: reads secrets, chooses the network device, enters the
 # container, and keeps the exit code. In the container, agent.pyz runs the setup commands and starts the ranks.
 # Above it, backends/script.py writes `enter` and `arguments` (the command, before and after the runtime's options) and the
-# runtime's functions.
+# runtime's functions, and agent/own_folder.sh.
 
+# A container has its own. The agent sets it for the ranks.
+CLUSTER_UMASK=$(umask)
+export CLUSTER_UMASK
 out="$CLUSTER_RUN_DIR/attempt-$CLUSTER_ATTEMPT"
-mkdir -p -- "$out" ${CLUSTER_CACHE_DIR:+"$CLUSTER_CACHE_DIR"} ${CLUSTER_SETUP_DIR:+"$CLUSTER_SETUP_DIR"} || exit 73
+mkdir -p -- "$out" || exit 73
 rm -f -- "$out/$CLUSTER_NODE".{exit,json,agent,alive}
 printf '%s\n' "$$" > "$out/$CLUSTER_NODE.pid" || exit 73
 
@@ -20,6 +23,16 @@ fail() {
     echo "error: $CLUSTER_NODE: $1" | tee -- "$out/$CLUSTER_NODE.err" >&2
     end 71
 }
+
+# Other users may share the run directory.
+if [ -n "${CLUSTER_CACHE_DIR:-}" ]; then
+    folder=$(own_folder "$CLUSTER_CACHE_DIR" "$(id -u)" "$out/$CLUSTER_NODE.pid") || fail "$folder"
+    CLUSTER_CACHE_DIR=$folder
+fi
+if [ -n "${CLUSTER_SETUP_DIR:-}" ]; then
+    folder=$(own_folder "${CLUSTER_SETUP_DIR%/*}" "$(id -u)" "$out/$CLUSTER_NODE.pid") || fail "$folder"
+    CLUSTER_SETUP_DIR=$folder/${CLUSTER_SETUP_DIR##*/}
+fi
 
 # Secrets are in a file with mode 600, or in the environment, and never in the plan. Slurm keeps them in one variable.
 # shellcheck disable=SC1090

@@ -23,7 +23,7 @@ def text(*names: str) -> str:
 
 def command(name: str, /, *words: str, **values: Value) -> list[str]:
     """Return the command that runs agent/NAME.sh, after the functions that it may call; see `bash`."""
-    head = variables(**values) + text("agent/common.sh", "agent/slurm_env.sh")
+    head = variables(**values) + text("agent/common.sh", "agent/own_folder.sh", "agent/slurm_env.sh")
     return ["bash", "-c", head + text(f"agent/{name}.sh"), name, *words]
 
 

@@ -10,5 +10,5 @@ echo "$printed"
 task=0
 for folder; do
     echo "${printed##* }_$((task++))" > "$folder/submitted" || exit 1
-    rm -f -- "${folder%/*}/.squeue"
 done
+! own=$(own_folder "${folder%/*}/.cache" "$(id -u)" "$folder/submitted") || rm -f -- "$own/squeue"

@@ -20,5 +20,5 @@ if [ -n "$(left)" ]; then
     if [ -n "$task" ]; then scancel "$task"; else scancel --user "$(id -un)" --name "$job"; fi || exit 1
 fi
 until_gone 90
-rm -f -- "${folder%/*}/.squeue"
+! own=$(own_folder "${folder%/*}/.cache" "$(id -u)" "$folder/submitted") || rm -f -- "$own/squeue"
 for number in $(left); do echo "Slurm's job $number"; done

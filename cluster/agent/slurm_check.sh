@@ -15,7 +15,7 @@ if ! answer=$(timeout 20 sinfo --noheader --format 'partition %P|%D|%c|%G|%l' 2>
 fi
 echo "$answer"
 ! timeout 20 scontrol show config 2>/dev/null | grep -q '^AccountingStoreFlags.*job_env' || echo stores_env
-can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir"
+can_write "$run_dir" 2>/dev/null || echo "run_dir $run_dir$(belongs "$run_dir")"
 [ -z "$image" ] || test -r "$image" || echo "no_image $image"
 [ -z "$new" ] || ! test -e "$new" || echo "exists $new"
 [ -z "$name" ] || squeue --noheader --user "$(id -un)" --name "$name" --Format JobID:16 |

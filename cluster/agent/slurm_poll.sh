@@ -7,7 +7,9 @@
 clear_slurm
 
 state() { if first_line "$1/$2.exit"; then state="exit $line"; else state=alive; fi; }
-cache="${folder%/*}/.squeue" # in the run directory: everybody has /tmp of a login node
+# In the run directory, because everybody has /tmp of a login node. Without a folder of this user there is no cache.
+if own=$(own_folder "${folder%/*}/.cache" "$(id -u)" "$folder/submitted"); then cache="$own/squeue"
+else cache=$(mktemp -d)/squeue && trap 'rm -rf -- "${cache%/*}"' EXIT; fi
 exec 9>> "$cache.lock"
 flock -w 20 9
 if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" ]; then

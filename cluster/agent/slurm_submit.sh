@@ -15,7 +15,9 @@ code=$?
 cat -- "$folder/submitted.tmp"
 mv -- "$folder/submitted.tmp" "$folder/submitted"
 # The cached output of squeue does not contain the job.
-exec 9>> "${folder%/*}/.squeue.lock"
-flock -w 20 9
-rm -f -- "${folder%/*}/.squeue"
+if own=$(own_folder "${folder%/*}/.cache" "$(id -u)" "$folder/submitted"); then
+    exec 9>> "$own/squeue.lock"
+    flock -w 20 9
+    rm -f -- "$own/squeue"
+fi
 exit "$code"

@@ -21,7 +21,7 @@ from cluster.backends.base import Backend
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import how_to_get
-from cluster.spec.model import Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
+from cluster.spec.model import CACHE, SETUP, Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
 from cluster.spec.status import parse
 from cluster.transport import Completed, LocalShell, inside
 
@@ -85,7 +85,9 @@ class ComposeBackend(Backend):
             Path(step.agent).write_bytes(scripts.archive())
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
-        command = scripts.command("compose_up", *argv, job=plan.job_id, gpus=preflight.ids(plan.job.gpus))
+        beside = [f"{plan.job.run_root}/{name}" for name in ((CACHE, SETUP) if plan.job.setup else (CACHE,))]
+        values = {"job": plan.job_id, "gpus": preflight.ids(plan.job.gpus), "user": _uid(plan.job), "beside": beside}
+        command = scripts.command("compose_up", *argv, **values)
         up = LocalShell().run(command, stdin=text, timeout_s=300)
         if up.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, "this machine", up.out.strip())
@@ -214,7 +216,7 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
     gpus = range(len(nodes[0].gpus))  # a container numbers its GPUs from 0
     values = {
         **job.env,
-        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (nodes[0].name, port)),
+        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (nodes[0].name, port), _uid(job)),
         contract.NODES_ON_HOST: str(job.nodes),
         **script.gpu_environment(job, gpus),
     }
@@ -223,7 +225,12 @@ def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) ->
         for name, text in values.items()
     }
     passed = [name for name in job.pass_env if "*" not in name]
-    return {**dict.fromkeys(passed), **plain, **dict.fromkeys(job.secrets)}
+    # agent/compose_up.sh sets the umask: with `docker compose up` it is the container's.
+    return {**dict.fromkeys(passed), **plain, **dict.fromkeys([*job.secrets, contract.UMASK])}
+
+
+def _uid(job: Job) -> str:
+    return job.user.partition(":")[0]
 
 
 def _volume(mount: Mount) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def problems(plan: Plan, machine: Machine, report: Sequence[str]) -> list[UsageE
         if word == "no_rsync" and plan.is_elsewhere(machine):
             why, hint = "rsync is not installed, so the results cannot be fetched", f"on {where}: apt-get install rsync"
         elif word == "run_dir":
-            why = f"cannot write to the run directory {text} (no permission, or no space)"
+            why = f"cannot write to the run directory {text}" + ("" if ": " in text else " (no space, or read-only)")
             hint = f"in cluster.yaml, set run_dir of {where} to a folder that you can write to"
         elif word == "torch" and plan.job.says_ready:
             why = f"{python} has no torch, so it cannot run a node"

@@ -9,7 +9,7 @@ from cluster.runtimes import RUNTIMES
 from cluster.spec.model import CACHE, SETUP, WORKDIR, Gpu, Job, Machine, Mount, Node, Plan, Step
 
 #: Variables that the node's environment may set; containers that get variables by name need them, too.
-_SET_ON_NODE = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SET_ON_NODE = (contract.UMASK, "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def attempt_dir(plan: Plan, machine: Machine) -> str:
@@ -82,7 +82,7 @@ def _script(
     workdir, mounts = f"{run_dir}/{WORKDIR}" if job.copies_workdir else job.workdir, _mounts(job, machine)
     if not runtime.inside:
         copy = [Mount(workdir, job.workdir, read_only=False)] if job.copies_workdir else []
-        folders = [run_dir, _beside(run_dir, CACHE), *([_setup_dir(run_dir, job)] if job.setup else [])]
+        folders = [run_dir, _beside(run_dir, CACHE), *([_beside(run_dir, SETUP)] if job.setup else [])]
         mounts = [*(Mount(folder, folder, read_only=False) for folder in folders), *copy, *mounts]
     names = list(dict.fromkeys([*values, *found, *_SET_ON_NODE, *job.secrets]))
     agent = f"{attempt_dir(plan, machine)}/agent.pyz"
@@ -93,7 +93,7 @@ def _script(
     if job.pass_env and not runtime.inside:
         text += f"passed=({scripts.line([pattern.rstrip('*') for pattern in job.pass_env])})\n"
     text += f"runtime={runtime.name}\n" + (f"names=({scripts.line(names)})\n" if runtime.takes_names else "")
-    return text + _entry(words) + scripts.text(*filter(None, [runtime.script]), "agent/node.sh")
+    return text + _entry(words) + scripts.text(*filter(None, [runtime.script]), "agent/own_folder.sh", "agent/node.sh")
 
 
 def _entry(words: Sequence[str]) -> str:
@@ -123,8 +123,11 @@ def in_setup(job: Job, argv: Sequence[str]) -> list[str]:
     return ["sh", "-c", text, "sh", *argv]
 
 
-def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, int]) -> dict[str, str]:
-    """Return the contract's variables that all nodes share; `run_dir` is the job's folder on the nodes."""
+def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, int], user: str = "") -> dict[str, str]:
+    """Return the contract's variables that all nodes share; `run_dir` is the job's folder on the nodes.
+
+    `user` is the UID whose own caches and environments the nodes use. Without it, agent/node.sh finds the user's.
+    """
     values = {
         "PET_NNODES": str(job.nodes),
         "PET_NPROC_PER_NODE": str(job.procs_per_node),
@@ -133,7 +136,7 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         contract.JOB_ID: job.name,
         contract.ATTEMPT: str(attempt),
         contract.RUN_DIR: run_dir,
-        contract.CACHE_DIR: _beside(run_dir, CACHE),
+        contract.CACHE_DIR: _beside(run_dir, CACHE, user),
         contract.GLOBAL_WORLD_SIZE: str(job.world_size),
     }
     if job.secrets:
@@ -143,19 +146,15 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
     if job.grace_s != contract.STOP_GRACE_S:
         values[contract.GRACE] = f"{job.grace_s:g}"
     if job.setup:
-        values |= {contract.SETUP: job.setup, contract.SETUP_DIR: _setup_dir(run_dir, job)}
+        folder = f"{_beside(run_dir, SETUP, user)}/{job.setup_key or job.name}"
+        values |= {contract.SETUP: job.setup, contract.SETUP_DIR: folder}
         values |= {contract.IMAGE: job.image} if job.image else {}  # agent/node.sh and compose append its ID
     return values
 
 
-def _setup_dir(run_dir: str, job: Job) -> str:
-    """Return the folder of the virtual environments of `job.setup`, next to the jobs' run directories."""
-    return f"{_beside(run_dir, SETUP)}/{job.setup_key or job.name}"
-
-
-def _beside(run_dir: str, name: str) -> str:
-    """Return the path of a folder of the node next to the jobs' run directories."""
-    return f"{run_dir.rpartition('/')[0]}/{name}"
+def _beside(run_dir: str, name: str, user: str = "") -> str:
+    """Return the path of a folder of the node next to the jobs' run directories, or of a user's folder in it."""
+    return f"{run_dir.rpartition('/')[0]}/{name}" + (f"/{user}" if user else "")
 
 
 def gpu_environment(job: Job, gpus: Sequence[Gpu]) -> dict[str, str]:

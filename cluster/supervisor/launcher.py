@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import pwd
+import shlex
 import shutil
 import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -404,11 +408,24 @@ def _unused_names(job: Job, records: JobStore) -> Iterator[Job]:
 
 
 def _make_folder(plan: Plan) -> None:
+    mark = Path(plan.run_dir).parent / rsync.RUNS_MARK
     try:
         Path(plan.attempt_dir).mkdir(parents=True, exist_ok=False)
-        Path(plan.run_dir).parent.joinpath(rsync.RUNS_MARK).write_text(rsync.RUNS_RULE)
+        with suppress(FileExistsError), mark.open("x") as file:  # it may be another user's, who shares the folder
+            file.write(rsync.RUNS_RULE)
     except OSError as error:
-        raise LaunchError(
-            f"this machine: cannot make the run directory {plan.attempt_dir}: {error.strerror}",
-            "choose another folder: --run-dir FOLDER",
-        ) from error
+        above = next(folder for folder in mark.parents if folder.exists())
+        hint = "choose another folder: --run-dir FOLDER"
+        why = error.strerror
+        if error.errno == errno.EACCES:
+            about = above.stat()
+            why = f"{above} belongs to {_user_name(about.st_uid)} and has the mode {stat.S_IMODE(about.st_mode):o}"
+            hint += f"; or its owner can share it: chmod 1777 {shlex.quote(str(above))}"
+        raise LaunchError(f"this machine: cannot make the run directory {plan.attempt_dir}: {why}", hint) from error
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -185,10 +185,11 @@ def _copy_file(run_dir: str, source: Path, target: Path, left_out: Callable[[str
             raise
         left_out(f"{source} {error.strerror}")
         return
-    with opened as file, target.open("xb") as copied:
-        shutil.copyfileobj(file, copied, 1 << 20)
+    with opened as file:
         about = os.fstat(file.fileno())
-    target.chmod(about.st_mode & 0o777)
+        made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, about.st_mode & 0o777)
+        with os.fdopen(made, "wb") as copied:
+            shutil.copyfileobj(file, copied, 1 << 20)
     os.utime(target, ns=(about.st_atime_ns, about.st_mtime_ns))
 
 

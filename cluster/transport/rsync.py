@@ -31,8 +31,9 @@ _OPTIONS = (
     f"--filter=: {RUNS_MARK}",
 )
 #: What comes from a node is not trusted: no links that lead out, nor files that others may write or that run as their
-#: owner. `name` has rsync name the links.
-FROM_NODE = ("--safe-links", "--info=name", "--perms", "--chmod=u+rwX,o-w,ug-s,o-t")
+#: owner. Without --perms, a new file also gets none of the permissions that the umask here forbids. `name` has rsync
+#: name the links.
+FROM_NODE = ("--safe-links", "--info=name", "--chmod=u+rwX,o-w,ug-s,o-t")
 #: rsync's exit codes: source files vanished during the transfer; the connection failed.
 VANISHED, _DISCONNECTED = 24, (10, 12, 30, 35, 255)
 #: Two runs to one folder share the folder of incomplete transfers: the other one has used up a file of it.

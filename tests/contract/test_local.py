@@ -298,9 +298,9 @@ def test_a_job_is_stopped_even_if_its_record_cannot_be_written(clusterctl, launc
 @pytest.fixture
 def starts(clusterctl):
     """A locked file that holds the last step before each start of a node."""
-    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "chmod"
+    lock, slow = clusterctl.folder / "lock", clusterctl.folder / "bin" / "env"
     slow.parent.mkdir()
-    slow.write_text(f'#!/bin/sh\nexec flock {lock} {shutil.which("chmod")} "$@"\n')
+    slow.write_text(f'#!/bin/sh\nexec flock --close {lock} {shutil.which("env")} "$@"\n')
     slow.chmod(0o755)
     (clusterctl.folder / "twice.py").write_text(
         "import os, time\n"

@@ -478,3 +478,27 @@ def test_a_spare_held_by_another_job_is_not_used(machines, run, launch, job_name
         assert machines.run("stop", holder)[0] == 0
     assert f"spare not usable: node-2: job {holder} is using its GPUs" in text
     assert "attempt 2 on node-0," in text
+
+
+@pytest.mark.parametrize(("there", "here"), [(0o077, 0o022), (0o002, 0o002), (0o002, 0o077)])
+def test_files_have_the_umask_of_the_login_there_and_of_the_launcher_here(machines, run, sshd, job_name, there, here):
+    """A copy never has more permissions than the file on the node."""
+    sshd.before_each_command(0, f"umask {there:o}")
+    (machines.folder / "write.py").write_text(
+        "import os, pathlib\nrun = pathlib.Path(os.environ['CLUSTER_RUN_DIR'])\n(run / 'out').mkdir()\n"
+        "(run / 'out' / 'file').touch()\nassert 'TOKEN' in os.environ\n"
+    )
+    machines.env["TOKEN"] = SECRET
+    mask = os.umask(here)
+    try:
+        run("write.py", "--env", "TOKEN", nodes=1)
+    finally:
+        os.umask(mask)
+    remote, local = machines.folder / "remote" / job_name, machines.folder / "runs" / job_name
+    for top, denied in ((remote, there), (local, there | here)):
+        for name in ("out/file", "attempt-1/ranks/node-0/0.log"):
+            assert (top / name).stat().st_mode & 0o777 == 0o666 & ~denied, (top, name)
+        assert (top / "out").stat().st_mode & 0o777 == 0o777 & ~denied, top
+    assert (local / "report.html").stat().st_mode & 0o777 == 0o666 & ~here
+    assert (remote / "attempt-1").stat().st_mode & 0o777 == 0o777 & ~there
+    assert not (remote / "attempt-1" / "node-0.secrets").exists()

@@ -47,6 +47,24 @@ def test_two_containers_train_a_detector(clusterctl):
     assert left_of("ct-train") == []
 
 
+@pytest.mark.parametrize(("mask", "wanted"), [(0o077, 0o600), (0o002, 0o664)])
+def test_ranks_in_containers_have_the_launchers_umask(clusterctl, job_name, mask, wanted):
+    path = "os.environ['CLUSTER_RUN_DIR'] + '/result', os.environ['CLUSTER_CACHE_DIR'] + '/result'"
+    (clusterctl.folder / "program.py").write_text(f"import os\nfor path in ({path}):\n    open(path, 'w')\n")
+    options = ["--backend", "compose", "--device", "cpu", "--name", job_name, "--nodes", "1"]
+    mask = os.umask(mask)
+    try:
+        code, text = clusterctl.run("launch", *options, "--command", "program.py")
+    finally:
+        os.umask(mask)
+    assert code == 0, text
+    runs = clusterctl.folder / "runs"
+    for path in (runs / job_name / "result", runs / job_name / "attempt-1" / "node-0.log"):
+        assert path.stat().st_mode & 0o777 == wanted, path
+    own = runs / ".cache" / str(os.getuid())
+    assert (own.stat().st_mode & 0o777, (own / "result").stat().st_mode & 0o777) == (0o700, wanted)
+
+
 def test_a_detached_job_is_restarted(clusterctl):
     process = started(clusterctl, "ct-night", "--detach", "--max-restarts", "1", ticks=30)
     text, _ = process.communicate(timeout=60)

@@ -49,7 +49,14 @@ PLANS = (
     "slurm-enroot-cuda",
     "kubernetes-cuda",
 )
-STATIC = ("agent/node.sh", "agent/slurm_env.sh", "agent/batch.sh", "agent/slurm_node.sh", "runtimes/docker.sh")
+STATIC = (
+    "agent/node.sh",
+    "agent/own_folder.sh",
+    "agent/slurm_env.sh",
+    "agent/batch.sh",
+    "agent/slurm_node.sh",
+    "runtimes/docker.sh",
+)
 
 
 def hosts(job, runtime):

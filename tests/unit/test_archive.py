@@ -1,6 +1,8 @@
 """Extraction of hostile tar archives, by the launcher and by the trainer."""
 
+import functools
 import io
+import os
 import stat
 import tarfile
 from pathlib import Path
@@ -51,7 +53,9 @@ def extract(request, tmp_path):
 FILE, FOLDER, LINK, HARD_LINK = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
 
 
-def test_files_folders_and_links_within_the_folder_are_extracted(extract, tmp_path):
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_files_folders_and_links_within_the_folder_are_extracted(extract, tmp_path, mask, request):
+    request.addfinalizer(functools.partial(os.umask, os.umask(mask)))
     top = tmp_path / "top"
     members = [
         ("./a", FOLDER, ""),
@@ -66,7 +70,7 @@ def test_files_folders_and_links_within_the_folder_are_extracted(extract, tmp_pa
     assert (top / "a/again").read_text() == "text"
     assert str((top / "b/link").readlink()) == "../a/file"
     assert (top / "absolute").read_text() == "below the folder"
-    assert stat.S_IMODE((top / "a/again").stat().st_mode) == 0o775
+    assert stat.S_IMODE((top / "a/again").stat().st_mode) == 0o775 & ~mask
     assert stat.S_IMODE((top / "a/file").stat().st_mode) == 0o600
     assert sorted(path.name for path in top.rglob("*")) == ["a", "absolute", "again", "b", "file", "link"]
 

@@ -457,16 +457,46 @@ def test_a_step_that_srun_refuses_ends_the_job_with_its_message(site, said, acce
     assert statuses_of(site) == {("exited", 71, said)}
 
 
-def statuses_of(site):
-    """What the launcher reads about both nodes."""
+def statuses_of(site, old=0):
+    """What the launcher reads about both nodes. Without `old`, squeue's answers are not cached."""
     folder = site.runs / "digits"
     nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
-    values = {"job": "digits", "most": 100, "format": slurm.FORMAT, "folder": str(folder), "old": 0}
+    values = {"job": "digits", "most": 100, "format": slurm.FORMAT, "folder": str(folder), "old": old}
     done = site.script("slurm_poll", *nodes, variables={}, **values)
     row, attempt, _, error, *_ = done.stdout.splitlines()
     number, *hosts = attempt.split() or ["0"]
     found = slurm.statuses(PLAN, slurm.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
     return {(each.phase, each.exit_code, each.detail) for each in found}
+
+
+@pytest.mark.parametrize("planted", ["", "folder", "link", "file of all"])
+def test_only_this_users_own_answers_of_squeue_are_believed(site, planted):
+    """Another user shares the run directory, and has answers of their own in it."""
+    if planted and os.getuid() != 0:
+        pytest.skip("only root can make another user's file")
+    folder, own = site.runs / "digits", site.runs / ".cache" / str(os.getuid())
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "attempt").write_text("1 n0 n1\n")
+    (folder / "submitted").write_text("Submitted batch job 7\n")
+    (site.runs / ".squeue").write_text(line("FAILED"))  # of an earlier version
+    victim = site.folder / "victim"
+    victim.write_text("original")
+    if planted:
+        own.parent.mkdir()
+        trap = site.folder / "trap" if planted == "link" else own
+        trap.mkdir()
+        (trap / "squeue").write_text(line("FAILED"))
+        (trap / "squeue.new").symlink_to(victim)
+        trap.chmod(0o777 if planted == "file of all" else 0o700)
+        for path in (trap, trap / "squeue"):
+            os.chown(path, 0 if planted == "file of all" else 12345, -1)
+        if planted == "link":
+            own.symlink_to(trap)
+    site.squeue = line("RUNNING")
+    for _ in range(2):
+        assert {phase for phase, _, _ in statuses_of(site, old=1000)} == {"starting"}
+    assert victim.read_text() == "original"
+    assert sum(words.startswith("squeue ") for words, _, _ in site.calls()) == (2 if planted else 1)
 
 
 def test_a_step_that_waits_says_why_until_a_node_has_started(site):

@@ -23,8 +23,8 @@ class RefusedError(ValueError):
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path, prefix: str = ".partial-") -> None:
     """Extract a member below `folder`, and give it its name only when it is complete.
 
-    Owners are not restored, nor the mode of a folder. Of the mode of a file its permissions are, without the right of
-    others to write. A partial file's name begins with `prefix`.
+    Owners are not restored, nor the mode of a folder. Of the mode of a file its permissions are, without those that the
+    umask forbids and the right of others to write. A partial file's name begins with `prefix`.
 
     Raises:
         RefusedError: The member leads out of `folder`, through its name, a link, or both; or it is a device or a FIFO.
@@ -88,10 +88,9 @@ def time_ns(member: tarfile.TarInfo) -> int:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     content = archive.extractfile(member)
     assert content is not None  # of a regular file
-    with path.open("xb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, member.mode & 0o775 | 0o600), "wb") as file:
         shutil.copyfileobj(content, file, 1 << 20)
         if file.tell() != member.size:
             from tarfile import ReadError
 
             raise ReadError(f"{member.name} is not complete")
-    path.chmod(member.mode & 0o775 | 0o600)

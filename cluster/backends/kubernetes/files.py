@@ -217,7 +217,7 @@ def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
-    """Add a file, link or folder of this machine, readable by every user: pods may run as another one."""
+    """Add a file, link or folder of this machine. The user of the pod, who unpacks it, may read and write it."""
     try:
         member = archive.gettarinfo(path, name)
     except FileNotFoundError:  # another program removes files
@@ -230,7 +230,7 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
         member.type, member.linkname, member.size = tarfile.REGTYPE, "", Path(path).stat().st_size
     member.uid = member.gid = 0
     member.uname = member.gname = ""
-    member.mode |= 0o777 if member.isdir() else 0o666
+    member.mode = member.mode & 0o775 | (0o700 if member.isdir() else 0o600)
     if not member.isfile():
         archive.addfile(member)
         return

@@ -385,6 +385,8 @@ def main(arguments: list[str]) -> int:
     """Run the agent; return the node's exit code."""
     settings = Settings(os.environ)
     command = rank_command(arguments)
+    if settings.umask is not None:
+        os.umask(settings.umask)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     LIBC.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     try:

@@ -37,6 +37,7 @@ class Settings:
             self._grace_s = float(environment.get("CLUSTER_GRACE") or STOP_GRACE_S)
             self.hold_s = float(environment.get("CLUSTER_HOLD") or 0)
             self.rendezvous_timeout_s = float(environment.get("CLUSTER_RENDEZVOUS_TIMEOUT") or 0)
+            self.umask = int(environment["CLUSTER_UMASK"], 8) if environment.get("CLUSTER_UMASK") else None
             self.master = environment["PET_MASTER_ADDR"]
             self.job = environment["CLUSTER_JOB_ID"]
             self.attempt = environment["CLUSTER_ATTEMPT"]
