@@ -104,7 +104,8 @@ def launch(
     job, chosen, notes = launcher.resolve(request, machines(inventory, backend))
     values = dict(secrets or {})
     notes += [*launcher.visible_secrets(values), *launcher.unusable_spares(job, chosen)]
-    record, more = launcher.Launcher(JobStore(), values).launch(job, chosen, numbered=not request.name)
+    starter = launcher.Launcher(JobStore(), values, sends_secrets=request.send_secrets)
+    record, more = starter.launch(job, chosen, numbered=not request.name)
     _note(*notes, *more)
     return Launched(record, values)
 

@@ -70,7 +70,7 @@ def launch(
         jobs, chosen, notes = array.jobs(request, machines)
         if wait:
             BACKENDS[chosen].refuse("--wait", BACKENDS)
-        starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without)
+        starter = launcher.Launcher(records, secret_values(jobs[0].secrets, in_file), without, request.send_secrets)
         notes += launcher.visible_secrets(starter.secrets)
         submitted = starter.launch_array(jobs, chosen, array.array_limit)
         notes += BACKENDS[chosen].notes(jobs[0])
@@ -78,7 +78,7 @@ def launch(
         print_line(out, *notes, f"submitted {len(submitted)} jobs: {first} to {last}; to list them: clusterctl ps")
         return
     job, chosen, notes = launcher.resolve(request, machines)
-    starter = launcher.Launcher(records, secret_values(job.secrets, in_file), without)
+    starter = launcher.Launcher(records, secret_values(job.secrets, in_file), without, request.send_secrets)
     in_containers = [node for node in (*job.hosts, *job.spares) if node.in_container]
     if request.build:
         from cluster.images import engine

@@ -57,6 +57,7 @@ class JobFile(Keys):
         description="Arguments of the trainer, as after `--`: `train --data coco.yaml`. Not together with `command`.",
     )
     workdir: str = ""
+    send_secrets: bool = False
     setup: str = ""
     image: str = ""
     build: str = ""

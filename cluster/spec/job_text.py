@@ -12,7 +12,20 @@ from cluster.spec.traits import Table
 
 #: The keys of `job_file.JobFile`, in their order.
 KEYS = (
-    *("name", "nodes", "gpus", "command", "args", "workdir", "setup", "image", "build", "backend", "device"),
+    *(
+        "name",
+        "nodes",
+        "gpus",
+        "command",
+        "args",
+        "workdir",
+        "send_secrets",
+        "setup",
+        "image",
+        "build",
+        "backend",
+        "device",
+    ),
     *("env", "secrets", "env_file", "mounts", "array", "array_limit", "spares", "max_restarts"),
     *("rendezvous_timeout", "stall_timeout", "grace", "master_port", "run_dir", "python"),
     *("inventory", "hosts", "hostfile", "ssh_config", "only"),

@@ -338,9 +338,9 @@ class JobRecord:
     `exit_code` is the launcher's exit code if the outcome is not `done`. `retired` are nodes of earlier attempts that
     the plan no longer has, and `history` lists all failures, so that every process counts the same restarts. `commit`
     is that of the working directory, "" outside of git; `withheld` are its files with secrets, which are not copied to
-    nodes. `ended_at` is a Unix time, 0 before. A job that was stopped has in `stop_grace_s` the grace of that stop. An
-    attempt is recorded before its nodes are started; until all of them are, `start_lock` names the job whose lock the
-    process that starts them holds: for a job of an array, the first one.
+    nodes, and `sent_secrets` are those that the user sends. `ended_at` is a Unix time, 0 before. A job that was stopped
+    has in `stop_grace_s` the grace of that stop. An attempt is recorded before its nodes are started; until all of them
+    are, `start_lock` names the job whose lock the process that starts them holds: for a job of an array, the first one.
     """
 
     plan: Plan
@@ -352,6 +352,7 @@ class JobRecord:
     exit_code: int = 1
     commit: str = ""
     withheld: tuple[str, ...] = ()
+    sent_secrets: tuple[str, ...] = ()
     history: tuple[PastAttempt, ...] = ()
     ended_at: float = 0.0
     stop_grace_s: float = 0.0

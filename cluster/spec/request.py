@@ -179,6 +179,17 @@ class Request(BackendOptions):
             rich_help_panel=_PROGRAM,
         ),
     ] = ""
+    send_secrets: Annotated[
+        bool,
+        typer.Option(
+            "--send-secrets",
+            "--yes",
+            help="Also copy those files of the working directory that usually hold secrets, such as .env and *.pem.\n\n"
+            "Without it, they stop the launch, unless .clusterignore lists them: NAME leaves a file out, !NAME sends "
+            "it.",
+            rich_help_panel=_PROGRAM,
+        ),
+    ] = False
     master_port: Annotated[
         str, typer.Option(metavar="PORT", help="Port of rank 0, or auto.", rich_help_panel=_NETWORK)
     ] = "auto"

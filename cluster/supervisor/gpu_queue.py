@@ -111,7 +111,7 @@ def launch_in_turn(
 
     Raises:
         LaunchError: There were not enough free GPUs in time.
-        UsageError: The job cannot wait for GPUs.
+        UsageError: The job cannot wait for GPUs, or its files cannot be sent.
     """
     job, backend, _ = launcher.resolve(request, inventory)
     BACKENDS[backend].refuse("--wait", BACKENDS)
@@ -119,6 +119,7 @@ def launch_in_turn(
     nodes = inventory.machines if job.hosts and inventory else [here]
     if not all(node.gpus for node in nodes):
         raise UsageError("--wait: the job uses no GPUs", "omit --wait, or set gpus of the nodes in cluster.yaml")
+    starter.check_sources(job)  # before the wait, which may take hours
     until = time.time() + wait_s
     queue = GpuQueue(job.name, nodes, dict if job.hosts else lambda: launcher.gpus_in_use(starter.records))
     try:

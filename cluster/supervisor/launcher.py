@@ -155,6 +155,7 @@ class Launcher:
     records: JobStore
     secrets: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    sends_secrets: bool = False
     report: files.Report = lambda *_: None
     started: JobRecord | None = None
 
@@ -165,7 +166,7 @@ class Launcher:
         starts at this moment. Raises ClusterError if a check failed or a node did not start. After a GpusHeldError
         nothing is left of the job, so that it can be launched again.
         """
-        code = _check_sources(job, self.without)
+        code = self.check_sources(job)
         _check_gpus(job, self.records)
         names = _unused_names(job, self.records)
         while True:
@@ -179,8 +180,12 @@ class Launcher:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
-        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, start_lock=checked.job_id)
+        sent = tuple(workdir.secrets(job.workdir, code or ()))
+        record = JobRecord(checked, time.time(), job, commit=commit, withheld=self.without, sent_secrets=sent)
+        record = replace(record, start_lock=checked.job_id)
         notes, is_reserved = [*BACKENDS[backend].notes(job), *_unknown_gpus(job, self.records)], False
+        if sent:
+            notes.append(f"files that usually hold secrets were sent: {', '.join(sent)}")
         try:
             with self.records.watch(checked.job_id):  # `attach` must not restart a job that is still starting
                 self._reserve(record)
@@ -231,7 +236,7 @@ class Launcher:
         if absent := ", ".join(name for name in plan.job.secrets if name not in self.secrets):
             raise LaunchError(f"secrets are not stored, so only the process that launched the job has {absent}")
         if plan.attempt > 1:
-            self._send_files(workdir.scan(plan.workdir, record.withheld) if plan.workdir else None, record)
+            self._send_files(_code(record), record)
         _make_folder(plan)
         started, is_submitted = replace(record, start_lock=""), False
         try:
@@ -250,7 +255,8 @@ class Launcher:
 
     def launch_array(self, array: Sequence[Job], backend: str, at_once: int) -> list[JobRecord]:
         """Check and record jobs, and submit them as one job array. Raise ClusterError if none was submitted."""
-        code = _check_sources(array[0], self.without)
+        code = self.check_sources(array[0])
+        sent = tuple(workdir.secrets(array[0].workdir, code or ()))
         plans, step = array_plan(array, backend, at_once)
         for job, job_plan in zip(array, plans, strict=True):
             BACKENDS[backend].check(job, job_plan)
@@ -260,7 +266,8 @@ class Launcher:
         try:
             with self.records.watch(first):
                 for job, job_plan in zip(array, plans, strict=True):
-                    record = JobRecord(job_plan, time.time(), job, withheld=self.without, start_lock=first)
+                    record = JobRecord(job_plan, time.time(), job, withheld=self.without, sent_secrets=sent)
+                    record = replace(record, start_lock=first)
                     self.records.reserve(record)
                     reserved.append(record)
                     self._send_files(code, record)
@@ -282,6 +289,23 @@ class Launcher:
             raise
         return reserved
 
+    def check_sources(self, job: Job) -> dict[str, int] | None:
+        """Check the job's program and files. Return the working directory if nodes get a copy of it.
+
+        Raises UsageError for files with secrets that the user has not decided to send.
+        """
+        _check_program(job)
+        code = workdir.scan(job.workdir, self.without) if job.copies_workdir else None
+        if not self.sends_secrets and (found := workdir.secrets(job.workdir, code or ())):
+            more = f", and {len(found) - 5} more" if len(found) > 5 else ""
+            raise UsageError(
+                "the nodes would get copies of files that usually hold secrets, from the working directory "
+                f"{job.workdir}: {', '.join(found[:5])}{more}",
+                "list them in .clusterignore to leave them out, or !NAME to send one; to send all: --yes",
+            )
+        check_files(job)
+        return code
+
     def _send_files(self, sizes: Mapping[str, int] | None, record: JobRecord) -> list[str]:
         """Copy the working directory with these files to the job's machines (None: they need none). Return notes."""
         others = sorted(self.records, key=lambda other: other.created_at, reverse=True) if sizes else []
@@ -299,12 +323,14 @@ def array_plan(array: Sequence[Job], backend: str, at_once: int) -> tuple[list[P
     return plans, BACKENDS[backend].array(array[0], plans, at_once)
 
 
-def _check_sources(job: Job, without: Sequence[str]) -> dict[str, int] | None:
-    """Check the job's program and files. Return the working directory if nodes get a copy of it."""
-    _check_program(job)
-    code = workdir.scan(job.workdir, without) if job.copies_workdir else None
-    check_files(job)
-    return code
+def _code(record: JobRecord) -> dict[str, int] | None:
+    """Return the working directory of a later attempt: without files with secrets that are newer than the launch."""
+    plan = record.plan
+    if not plan.workdir:
+        return None
+    code = workdir.scan(plan.workdir, record.withheld)
+    unasked = {*workdir.secrets(plan.workdir, code)} - {*record.sent_secrets}
+    return {name: size for name, size in code.items() if name not in unasked}
 
 
 def check_files(job: Job) -> None:

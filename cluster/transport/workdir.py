@@ -10,10 +10,10 @@ import os
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
@@ -32,8 +32,23 @@ if TYPE_CHECKING:
 LIMIT_BYTES = 1_000_000_000
 #: Nor has code so many files. The scan of a home directory, or of a whole disk, ends here.
 LIMIT_FILES = 100_000
-#: Files of patterns that do not travel, with the syntax of .gitignore, in any folder.
-IGNORE_FILES = (".gitignore", ".clusterignore")
+#: Files of patterns that do not travel, with the syntax of .gitignore, in any folder. `!NAME` in the second one also
+#: sends a file with a secret.
+SENT_FILE = ".clusterignore"
+IGNORE_FILES = (".gitignore", SENT_FILE)
+#: Names, and ends of paths, of files that usually hold a secret, in lower case; and names that match but hold none.
+SECRETS = (
+    *(".env", ".env.*", ".envrc", "*.env"),
+    *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_ecdsa_sk", "id_ed25519_sk"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore", "*.kdbx", "*.ovpn"),
+    *(".npmrc", ".yarnrc.yml", ".pypirc", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".git-credentials", ".htpasswd"),
+    *("kubeconfig", "kubeconfig.*", "*.kubeconfig", ".kube/config", ".docker/config.json", ".dockercfg"),
+    *(".aws/credentials", ".boto", ".s3cfg", "rclone.conf", ".azure/*", ".config/gcloud/*"),
+    *("credentials", "credentials.json", "application_default_credentials.json", "client_secret*.json"),
+    *("service-account*.json", "service_account*.json", "*.tfstate", "*.tfvars", ".vault-token", "secrets.toml"),
+    *("kaggle.json", ".huggingface/token", ".cache/huggingface/token", ".ssh/*"),
+)
+NO_SECRETS = ("*.example", "*.sample", "*.template", "*.dist", "*.pub", "known_hosts", "authorized_keys")
 #: How many copies of earlier jobs rsync may take files from.
 EARLIER = 3
 
@@ -64,6 +79,32 @@ def scan(folder: str, without: Sequence[str] = (), limit: int = LIMIT_BYTES) -> 
         why = f"the working directory {folder} has {decimal(total)}, more than {decimal(limit)}: {largest}"
         raise UsageError(why, hint)
     return sizes
+
+
+def secrets(folder: str, names: Iterable[str]) -> list[str]:
+    """Return those of a folder's files that usually hold a secret, unless a line `!NAME` of .clusterignore sends them.
+
+    Links are not among them: they travel as links. Raises UsageError for a .clusterignore that cannot be read.
+    """
+    likely = [name for name in names if _is_secret(name.lower())]
+    return [name for name in likely if not Path(folder, name).is_symlink() and not _is_sent(folder, name)]
+
+
+def _is_secret(name: str) -> bool:
+    def matches(patterns: Sequence[str]) -> bool:
+        return any(fnmatch(f"/{name}", f"*/{pattern}") for pattern in patterns)
+
+    return matches(SECRETS) and not matches(NO_SECRETS)
+
+
+def _is_sent(folder: str, name: str) -> bool:
+    """Return whether the closest .clusterignore with a pattern for a file says that it travels."""
+    for above in PurePath(name).parents:
+        below = "" if above == PurePath() else f"{above}/"
+        for _, spec in _rules(folder, below, {SENT_FILE} if Path(folder, below, SENT_FILE).exists() else set()):
+            if (is_ignored := spec.check_file(name[len(below) :]).include) is not None:
+                return not is_ignored
+    return False
 
 
 def send(

@@ -119,7 +119,7 @@ def test_a_job_file_with_setup_runs_here_and_on_machines_and_can_be_repeated(pro
     (project.folder / "setup.sh").write_text(
         "echo setting up\n"
         "packages=$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')\n"
-        "echo \"LINES = '$(tr '\\n' ' ' < lines.txt)'\" > $packages/dep.py\n"
+        "echo \"LINES = '$(tr '\n' ' ' < lines.txt)'\" > $packages/dep.py\n"
     )
     job = {"python": sys.executable, "command": "program.py", "setup": "bash setup.sh < lines.txt", "nodes": 1}
     (project.folder / "job.yaml").write_text(yaml.safe_dump(job))
@@ -167,3 +167,51 @@ def test_a_setup_that_fails_is_reported_on_every_backend_and_leaves_nothing(proj
         assert code == 1, text
         assert re.search(r"node-\d: setup: exit code 2: ls: cannot access 'nowhere': No such file or directory", text)
         assert "no orphans" in project.run("gc", "--job", f"{job_name}-{nth}")[1]
+
+
+def test_files_that_usually_hold_secrets_stop_the_launch_until_the_user_decides(project, job_name):
+    remote = project.folder / "remote"
+    for name in (".env", "package/server.pem", "keys/id_ed25519"):
+        (project.folder / name).parent.mkdir(exist_ok=True)
+        (project.folder / name).write_text("SECRET")
+    code, text = launch(project, job_name)
+    assert code == 2, text
+    assert ".env, keys/id_ed25519, package/server.pem" in text
+    assert "hint: list them in .clusterignore to leave them out, or !NAME to send one; to send all: --yes" in text
+    assert not remote.exists()
+    assert not (project.folder / "runs").exists()
+
+    def sent(name, *options):
+        code, text = launch(project, name, *options)
+        assert code == 0, text
+        copy = remote / name / "workdir"
+        return sorted(
+            str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file() and path.read_bytes() == b"SECRET"
+        )
+
+    with (project.folder / ".clusterignore").open("a") as file:
+        file.write("keys/\n!*.pem\n/.env\n")
+    assert sent(f"{job_name}-1") == ["package/server.pem"]
+    (project.folder / ".clusterignore").write_text("/remote\n/records\n/sshd\n")
+    everything = [".env", "keys/id_ed25519", "package/server.pem"]
+    assert sent(f"{job_name}-2", "--yes") == everything
+    saved = yaml.safe_load((project.folder / "runs" / f"{job_name}-2" / "job.yaml").read_text())
+    assert saved["send_secrets"] is True
+    (project.folder / "job.yaml").write_text(yaml.safe_dump(saved))
+    code, text = project.run("launch", "job.yaml", "--name", f"{job_name}-3")
+    assert code == 0, text
+
+
+def test_a_restart_sends_no_secret_that_is_newer_than_the_launch(project, job_name):
+    """The machine's copy is removed, so that the restart sends all files again."""
+    with (project.folder / ".clusterignore").open("a") as file:
+        file.write("!old.pem\n")
+    (project.folder / "old.pem").write_text("x")
+    remove = f"import os, shutil; shutil.rmtree({str(project.folder / 'remote' / job_name / 'workdir')!r})"
+    program = f"import os\nif os.environ['CLUSTER_ATTEMPT'] == '1':\n    open({str(project.folder / 'new.pem')!r}, 'w')"
+    (project.folder / "program.py").write_text(f"{program}\n    {remove}\n    raise SystemExit(3)\n")
+    code, text = launch(project, job_name, "--max-restarts", "1")
+    assert code == 0, text
+    assert (project.folder / "new.pem").exists()
+    copy = project.folder / "remote" / job_name / "workdir"
+    assert sorted(path.name for path in copy.glob("*.pem")) == ["old.pem"]

@@ -80,3 +80,37 @@ def test_a_bad_ignore_file_is_an_error(tmp_path, text, message):
     file.mkdir() if text is None else file.write_text(text)
     with pytest.raises(UsageError, match=message):
         workdir.scan(str(tmp_path))
+
+
+def test_files_that_usually_hold_secrets_are_found(tmp_path):
+    secret = {
+        *(".env", ".env.production", "a/.ENV", "id_rsa", "keys/ID_ED25519", "server.pem", "tls/private.key"),
+        *(".npmrc", ".pypirc", ".netrc", "home/.aws/credentials", "kubeconfig", ".kube/config", "a.kubeconfig"),
+        *("gcloud/credentials.json", "application_default_credentials.json", ".docker/config.json", ".ssh/work"),
+    }
+    harmless = {
+        *(".env.example", "id_rsa.pub", ".ssh/known_hosts", "environment.yml", "keys.py", "monkey", "config"),
+        *("pem.py", "credentials.py", "docker/config.json", "aws/credentials.md", "tokenizer.json"),
+    }
+    for name in secret | harmless:
+        make(tmp_path, **{name: "x"})
+    (tmp_path / "link.pem").symlink_to("/etc/hostname")
+    assert set(workdir.secrets(str(tmp_path), names(tmp_path))) == secret
+
+
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ({".clusterignore": "!ca.pem"}, ["key.pem"]),
+        ({".clusterignore": "!/ca.pem"}, ["b/ca.pem", "key.pem"]),
+        ({".clusterignore": "!*.pem"}, []),
+        ({".clusterignore": "*.pem"}, []),
+        ({".clusterignore": "!*.pem\nb/"}, []),
+        ({"b/.clusterignore": "!ca.pem"}, ["ca.pem", "key.pem"]),
+        ({".gitignore": "*.pem\n!ca.pem"}, ["ca.pem", "b/ca.pem"]),  # git may have it, which decides nothing here
+        ({".gitignore": "*.pem", ".clusterignore": "!/ca.pem"}, []),
+    ],
+)
+def test_clusterignore_decides_about_a_file_with_a_secret(tmp_path, rules, found):
+    make(tmp_path, **{"ca.pem": "x", "b/ca.pem": "x", "key.pem": "x", **rules})
+    assert sorted(workdir.secrets(str(tmp_path), names(tmp_path))) == sorted(found)
