@@ -71,3 +71,25 @@ def test_a_failed_job_is_restarted_although_its_last_epoch_is_no_number(launch, 
     text = clusterctl.expect(0, *launch, "--name", job_name, "--max-restarts", "1", "--command", "hostile.py 1")
     assert "restart 1 of 1" in text, text
     assert "attempt 2 on node-0" in text, text
+
+
+def test_what_a_node_says_cannot_control_the_terminal(clusterctl, job_name):
+    """The interpreter's error has sequences that set the clipboard and the title, and that clear the screen."""
+    (clusterctl.folder / "hostile.py").touch()
+    python = clusterctl.folder / "python"
+    sequences = r"\033]52;c;cm0=\007\033]0;title\033\\\033[2J\302\2332J"
+    python.write_text(f"#!/bin/sh\nprintf 'no such {sequences}interpreter\\n' >&2\nexit 1\n")
+    python.chmod(0o755)
+    words = ["launch", "--backend", "local", "--device", "cpu", "--nodes", "1", "--name", job_name]
+    terminal = Terminal(clusterctl, *words, "--python", str(python), "--command", "hostile.py")
+    assert terminal.exit_code(timeout_s=60) == 1, terminal.text
+    shown = [terminal.text]
+    for words in (["status", job_name], ["ps", "--all"], ["attach", job_name]):
+        again = Terminal(clusterctl, *words)
+        again.exit_code(timeout_s=60)
+        shown.append(again.text)
+    assert "no such interpreter" in shown[0]
+    assert "no such interpreter" in shown[1]
+    for text in shown:
+        for sequence in ("\x1b]", "\x1b[2J", "\x9b"):
+            assert sequence not in text, text

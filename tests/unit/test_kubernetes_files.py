@@ -102,6 +102,18 @@ def test_files_that_were_sent_and_not_changed_do_not_come_back(kubectl, source, 
     assert fetch(kubectl, tmp_path / "inputs" / "data", tmp_path / "here", compare=str(source)) == 0
 
 
+def test_a_pods_user_gets_the_files_with_their_modes_and_others_may_not_write(kubectl, source, tmp_path):
+    """The init container that unpacks them runs as the user of the pod, who owns them."""
+    modes = {"below/a.txt": (0o400, 0o600), "END": (0o777, 0o775), "ERROR": (0o644, 0o644), "below": (0o500, 0o700)}
+    for name, (mode, _) in modes.items():
+        (source / name).chmod(mode)
+    send(kubectl, [files.Part(str(source), "data")])
+    sent = tmp_path / "inputs" / "data"
+    assert {name: (sent / name).stat().st_mode & 0o777 for name in modes} == {
+        name: to for name, (_, to) in modes.items()
+    }
+
+
 def test_a_kept_folder_stays_as_the_attempt_before_has_left_it(kubectl, source, tmp_path):
     kept, archive = tmp_path / "runs" / "workdir", tmp_path / "kept.tar"
     names = ["below/a.txt", "END", "link"]
