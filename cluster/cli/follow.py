@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from cluster.cli import streams
 from cluster.cli.console import console, print_line
 from cluster.cli.signals import exit_now, hung_up, interrupted, on_interrupt, on_signals
 from cluster.errors import ClusterError
@@ -39,8 +41,8 @@ def follow(
 ) -> int:
     """Print the job's header, follow it over its restarts to its end, and return the exit code.
 
-    `logs` selects the `master` or `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If
-    the terminal is closed, the job keeps running, and so does a supervisor in the background.
+    `logs` selects the `master` or `all` nodes. Ctrl-C exits; with `stop_on_interrupt` it stops the job. If the terminal
+    or the pipe that reads the output is closed, the job keeps running, and so does a supervisor in the background.
     """
     from cluster.cli.display import LiveDisplay, header
     from cluster.supervisor import supervisor
@@ -54,7 +56,8 @@ def follow(
         with screen:
             follower, refusal = supervisor.Supervisor(record, records, screen, secrets).run()
     except KeyboardInterrupt as interrupt:
-        out = console()  # an interrupted print can leave the first console buffering for ever
+        # An interrupted print can leave the first console buffering for ever.
+        out = console(stderr=streams.is_closed())
         out.show_cursor()
         if hung_up() or not stop_on_interrupt:
             problems = leave_behind(record, records, secrets)
@@ -65,6 +68,7 @@ def follow(
         stop_interrupted(record, records, out)
     except ClusterError as error:
         raise type(error)(error.message, f"the job may still be running: clusterctl attach {job_id}") from error
+    streams.outlive()
     return finish(follower, refusal, records, out)
 
 
@@ -105,6 +109,9 @@ def stop_jobs(
     """
     from cluster.supervisor import jobs
 
+    streams.outlive()
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # a closed terminal does not end a stop half-way
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     killing: list[threading.Thread] = []
     errors: list[ClusterError] = []
 

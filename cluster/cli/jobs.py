@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.backends import BACKENDS
-from cluster.cli import options
+from cluster.cli import options, streams
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import finish, follow, leave_behind, print_outcome, stop_jobs
 from cluster.cli.signals import EXIT_INTERRUPTED, interrupted, on_interrupt
@@ -74,6 +74,7 @@ def supervise(job: options.JobName) -> None:
     """Supervise a job in the background. clusterctl itself starts this, with the values of secrets as JSON on stdin."""
     from cluster.supervisor import background
 
+    streams.outlive()
     try:
         secrets = json.loads((not sys.stdin.isatty() and sys.stdin.read()) or "{}")
     except ValueError as error:

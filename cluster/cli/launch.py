@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from cluster.backends import BACKENDS
-from cluster.cli import options
+from cluster.cli import options, streams
 from cluster.cli.console import console, print_line
 from cluster.cli.follow import follow, leave_behind, stop_interrupted
 from cluster.cli.signals import hung_up, interrupted, on_interrupt
@@ -119,10 +119,12 @@ def launch(
         notes.append("")
         code = follow(record, records, out, logs, stop_on_interrupt=True, notes=notes, secrets=starter.secrets)
     except KeyboardInterrupt:
-        started = starter.started
+        started, out = starter.started, console(stderr=streams.is_closed())
         if started and hung_up() and not records.load(started.plan.job_id).outcome:
-            leave_behind(started, records, starter.secrets)
-        elif started:
+            problems, job_id = leave_behind(started, records, starter.secrets), started.plan.job_id
+            print_line(out, *problems, f"detached; {job_id} keeps running. To stop it: clusterctl stop {job_id}")
+            raise typer.Exit(interrupted()) from None
+        if started:
             stop_interrupted(started, records, out)
         print_line(out, "Stopped. No processes remain.")
         raise typer.Exit(interrupted()) from None

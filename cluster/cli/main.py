@@ -8,13 +8,13 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from cluster.cli import image, jobs, session
+from cluster.cli import image, jobs, session, streams
 from cluster.cli.doctor import doctor
 from cluster.cli.gc import gc
 from cluster.cli.help import CONTEXT, HelpCommand, HelpGroup
 from cluster.cli.init import init
 from cluster.cli.launch import launch, plan
-from cluster.cli.signals import EXIT_INTERRUPTED, wake_main_thread
+from cluster.cli.signals import EXIT_HANGUP, EXIT_INTERRUPTED, wake_main_thread
 from cluster.cli.sync import sync
 from cluster.errors import ClusterError, Terminated, UsageError
 
@@ -87,6 +87,18 @@ def main() -> None:
 
     By default SIGTERM and SIGHUP would end this process alone, and not what it has started.
     """
+    streams.take()
+    code: str | int | None = 0
+    try:
+        _run()
+    except SystemExit as end:
+        code = end.code
+    finally:
+        streams.flush()
+    sys.exit(EXIT_HANGUP if streams.is_closed() and code in (None, 0, EXIT_INTERRUPTED) else code)
+
+
+def _run() -> None:
     wake_main_thread()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from cluster.cli import streams
 from cluster.cli.console import print_line
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def on_interrupt(out: Console, message: str) -> None:
     """Raise KeyboardInterrupt on the first Ctrl-C, SIGTERM or SIGHUP. On the second, print `message` and exit at once.
 
     A second KeyboardInterrupt would not exit: Python waits for threads that wait for unreachable machines. After SIGHUP
-    the terminal is closed, so output is discarded and more signals are ignored; see `hung_up`.
+    the terminal is closed, so output is discarded and more signals are ignored; see `hung_up`. A pipe that was closed
+    (`streams.take`) has no more output already, and the terminal may be there.
     """
 
     def interrupt() -> NoReturn:
@@ -62,7 +64,8 @@ def on_interrupt(out: Console, message: str) -> None:
         _hung_up = True
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        _discard_output()
+        if not streams.is_closed():
+            _discard_output()
         raise KeyboardInterrupt
 
     on_signals(interrupt, exit_now(out, message))
@@ -71,7 +74,7 @@ def on_interrupt(out: Console, message: str) -> None:
 
 
 def hung_up() -> bool:
-    """Return whether the terminal was closed, which leaves a job running."""
+    """Return whether the terminal, or the pipe that reads the output, was closed. It leaves a job running."""
     return _hung_up
 
 
