@@ -11,13 +11,13 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import cache_folders, contract
+from trainer import cache_folders, contract, streams
 from trainer.distributed.spawn import end_with_parent
 from trainer.engine.events import Events
 from trainer.engine.signals import Stopped
 from trainer.errors import TrainerError
 
-EXIT_INTERRUPTED = 130
+EXIT_HANGUP, EXIT_INTERRUPTED = 129, 130
 EXIT_LIMIT_S = 10.0  # for the exit functions of all libraries
 # Errors of gloo and NCCL after another rank has exited or does not answer.
 _GLOO = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
@@ -39,6 +39,9 @@ def run() -> NoReturn:
     torch's part of the shutdown takes 0.9 s, and destructors of a process group can abort or hang while other ranks
     exit.
     """
+    streams.take()
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # until training handles it
+        signal.signal(signal.SIGHUP, lambda *_: sys.exit(EXIT_HANGUP))
     try:
         main()
         code = 0
@@ -47,10 +50,8 @@ def run() -> NoReturn:
     if code == 0 or not _has_joined():
         _limit_exit(code)
         atexit._run_exitfuncs()  # ends dataloader workers, removes temporary folders
-    with contextlib.suppress(OSError):  # a closed pipe
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    streams.flush()
+    os._exit(EXIT_HANGUP if streams.is_closed() and code == 0 else code)
 
 
 def _limit_exit(code: int) -> None:

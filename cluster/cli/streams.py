@@ -1,4 +1,7 @@
-"""Standard output and standard error of a command: what happens when they cannot be written any more."""
+"""Standard output and standard error of a program: what happens when they cannot be written any more.
+
+The launcher and the trainer have the same file, because neither imports the other.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def take() -> None:
     """From now on a closed pipe is a closed terminal: the first write that fails sends this process SIGHUP.
 
     So does a write to a full disk, with a sentence on stderr. What is printed after that is lost, and with SIGHUP
-    ignored (nohup) the command runs on. A stream that was closed before the start (`>&-`) is /dev/null.
+    ignored (nohup) the program runs on. A stream that was closed before the start (`>&-`) is /dev/null.
     """
     with suppress(OSError):
         while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -31,7 +34,7 @@ def take() -> None:
         os.close(opened)
     for name, number in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name) or io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace")
-        raw = _Stream(number, "w", closefd=False)
+        raw = _OutputFile(number, "w", closefd=False)
         wrapped = io.TextIOWrapper(
             raw if before.write_through else io.BufferedWriter(raw),
             before.encoding,
@@ -43,7 +46,7 @@ def take() -> None:
 
 
 def outlive() -> None:
-    """From now on a stream that cannot be written is only discarded: what the command does is more than its output."""
+    """From now on a stream that cannot be written is only discarded: what the program does is more than its output."""
     global _is_outlived
     _is_outlived = True
 
@@ -56,11 +59,11 @@ def is_closed() -> bool:
 def flush() -> None:
     """Write what is buffered. Python would end with `Exception ignored` if that failed at its exit."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(KeyboardInterrupt, OSError, ValueError):
+        with suppress(KeyboardInterrupt, SystemExit, OSError, ValueError):
             stream.flush()
 
 
-class _Stream(io.FileIO):
+class _OutputFile(io.FileIO):
     def write(self, data: ReadableBuffer, /) -> int:
         """Write to the file, or discard the data if it cannot be written."""
         try:

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 
 import cluster.cli.help
 import cluster.cli.main
+import cluster.cli.streams
 import trainer.cli
 import trainer.cli.help
+import trainer.streams
 from cluster.backends import BACKENDS, SUMMARIES
 from cluster.cli.help import HelpCommand
 
@@ -130,5 +132,8 @@ def test_every_command_is_listed_with_a_description(program: str) -> None:
     assert {name for name, each in names.items() if " " not in name and not each.hidden} <= rows.keys()
 
 
-def test_both_programs_have_the_same_module() -> None:
-    assert Path(cluster.cli.help.__file__).read_text() == Path(trainer.cli.help.__file__).read_text()
+@pytest.mark.parametrize(
+    ("of_launcher", "of_trainer"), [(cluster.cli.help, trainer.cli.help), (cluster.cli.streams, trainer.streams)]
+)
+def test_both_programs_have_the_same_module(of_launcher: Any, of_trainer: Any) -> None:
+    assert Path(of_launcher.__file__).read_text() == Path(of_trainer.__file__).read_text()

@@ -215,6 +215,7 @@ def test_it_starts_its_own_ranks(data: Path, tmp_path: Path) -> None:
         ("SIGINT", 2, "steps.csv", 130),
         ("SIGINT", 1, "libtorch", 130),
         ("SIGTERM", 1, "steps.csv", 75),
+        ("SIGHUP", 1, "steps.csv", 75),
         ("SIGKILL", 1, "steps.csv", -9),
     ],
 )
@@ -252,6 +253,21 @@ def test_a_signal_to_its_own_ranks_leaves_none(
         assert name == "SIGKILL" or "after a checkpoint; to continue: --resume" in err
         assert (folder / "last.pt").exists()
         assert not (folder / "best.pt").exists()  # without a validation, that is the last epoch
+
+
+def test_a_closed_pipe_stops_the_training_after_a_checkpoint(data: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "trainer", *command(data, tmp_path / "runs", "--epochs", "1000", "--noval")]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(120) == 75
+        assert process.stderr.read() == "stopped by SIGHUP after a checkpoint; to continue: --resume\n"
+    assert (tmp_path / "runs" / "train" / "last.pt").exists()
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", *words[:3], "info", "--cfg", "yolov5n.yaml"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_names_the_defaults_and_loads_no_torch() -> None:

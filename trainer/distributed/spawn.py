@@ -196,8 +196,10 @@ def _follow(
 
 @contextlib.contextmanager
 def signal_handlers(handler: Any, signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Handle the signals by `handler` inside the context."""
-    before = {number: signal.signal(number, handler) for number in signals}
+    """Handle the signals by `handler` inside the context, but not a SIGHUP that nohup ignores."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in signals if not (number == signal.SIGHUP and is_ignored)]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Stop signals: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C stop the run after a checkpoint."""
+"""Stop signals: SIGTERM, SIGUSR1, SIGUSR2, SIGHUP and Ctrl-C stop the run after a checkpoint."""
 
 import signal
 from contextlib import AbstractContextManager
@@ -8,7 +8,8 @@ from trainer import contract
 from trainer.distributed.spawn import signal_handlers
 
 # Sent before the end of a job by Slurm (--signal), container engines (stop), and agents of spot instances.
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+# SIGHUP says that the terminal, or the pipe that reads the output, was closed.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT)
 _KEY = "stop"
 
 
