@@ -57,7 +57,7 @@ class JobStore:
         """Write the record of a new job. Raise NameTakenError if the name is taken, also by a concurrent launch."""
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
-            if path.exists():
+            if _exists(path):
                 hint = "choose another name (--name NAME); to list all jobs: clusterctl ps --all"
                 raise NameTakenError(f"a job named {record.plan.job_id} already exists", hint)
             _replace(path, record)
@@ -72,7 +72,7 @@ class JobStore:
         """Replace a job's record, but keep a recorded outcome. Raise ClusterError if the folder is not writable."""
         path = self._path(record.plan.job_id)
         with _lock(path.with_name(".lock")):
-            if path.exists() and (stored := _load(path)).outcome:
+            if _exists(path) and (stored := _load(path)).outcome:
                 ending = {
                     name: getattr(stored, name)
                     for name in ("outcome", "detail", "exit_code", "ended_at", "stop_grace_s")
@@ -89,8 +89,8 @@ class JobStore:
                 return
             with suppress(OSError):  # a full disk: only `watcher` reads the text
                 file.truncate(0)
-                file.write(f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n")
-                file.flush()
+                # Not file.write, whose buffer would fail again when the file is closed.
+                os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()} {int(in_background)}\n".encode())
             yield True
 
     def watcher(self, job_id: str) -> Watcher | None:
@@ -104,6 +104,8 @@ class JobStore:
                     return Watcher(int(pid), host, in_background == "1")
         except FileNotFoundError:
             pass
+        except OSError as error:
+            raise _unreadable_folder(self._folder, error) from error
         return None
 
     def end(self, job_id: str, outcome: Outcome, detail: str = "", exit_code: int = 1, *, grace_s: float = 0.0) -> bool:
@@ -123,14 +125,14 @@ class JobStore:
     def load(self, job_id: str) -> JobRecord:
         """Return the record of a job. Raise UsageError with the known names if there is none."""
         path = self._path(job_id) if NAME.fullmatch(job_id) else None
-        if path is None or not path.exists():
+        if path is None or not _exists(path):
             known = ", ".join(record.plan.job_id for record in self) or "none"
             raise UsageError(f"no job {job_id!r} (known: {known})", "to list all jobs: clusterctl ps --all")
         return _load(path)
 
     def taken(self, job_id: str) -> bool:
         """Return whether a job of this name is recorded."""
-        return self._path(job_id).exists()
+        return _exists(self._path(job_id))
 
     def __iter__(self) -> Iterator[JobRecord]:
         """Iterate over the records that can be read, oldest first: one that cannot must not stop the other jobs."""
@@ -143,7 +145,7 @@ class JobStore:
     def _read(self) -> tuple[list[JobRecord], list[Unreadable]]:
         found: list[JobRecord] = []
         unreadable: list[Unreadable] = []
-        for path in sorted(self._folder.glob("*.json")):
+        for path in self._paths():
             try:
                 found.append(_load(path))
             except ClusterError as error:
@@ -151,16 +153,35 @@ class JobStore:
                     unreadable.append(Unreadable(path.stem, path, error))
         return sorted(found, key=lambda record: record.created_at), unreadable
 
+    def _paths(self) -> list[Path]:
+        """Return the paths of all records. Raise ClusterError if the folder cannot be read: glob would find none."""
+        try:
+            names = os.listdir(self._folder)  # noqa: PTH208 (iterdir reads one entry at a time)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise _unreadable_folder(self._folder, error) from error
+        return sorted(self._folder / name for name in names if name.endswith(".json"))
+
     def _path(self, job_id: str) -> Path:
         return self._folder / f"{job_id}.json"
 
 
 def default_folder() -> Path:
-    """Return `$CLUSTERCTL_STATE_DIR`, or else `clusterctl/jobs` in the user's XDG state folder."""
+    """Return `$CLUSTERCTL_STATE_DIR`, or else `clusterctl/jobs` in the user's XDG state folder.
+
+    Raises UsageError if this user has no home folder.
+    """
     if given := os.environ.get("CLUSTERCTL_STATE_DIR"):
         return Path(given)
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "clusterctl" / "jobs"
+    if state := os.environ.get("XDG_STATE_HOME"):
+        return Path(state, "clusterctl", "jobs")
+    try:
+        return Path.home() / ".local" / "state" / "clusterctl" / "jobs"
+    except RuntimeError:
+        why = f"HOME is not set, and user {os.getuid()} has no entry in the password database"
+        hint = "export HOME=FOLDER, or name a folder for the records of jobs: export CLUSTERCTL_STATE_DIR=FOLDER"
+        raise UsageError(f"there is no home folder: {why}", hint) from None
 
 
 @contextmanager
@@ -189,15 +210,45 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _replace(path: Path, record: JobRecord) -> None:
+    """Replace a record. After a power failure the file system has the old or the new one, never an empty file."""
     import msgspec
 
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+        with partial.open("wb", buffering=0) as file:
+            text = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+            while text:
+                text = text[file.write(text) or 0 :]
+            os.fsync(file.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name of a file durable, where the file system can do that for a folder."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # for example without permission
+        raise _unreadable_folder(path.parent, error) from error
+
+
+def _unreadable_folder(folder: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"cannot read the records of jobs in {folder}: {error.strerror}",
+        "give this user access, or use another folder: CLUSTERCTL_STATE_DIR=FOLDER clusterctl ...",
+    )
 
 
 def _unwritable(path: Path, error: OSError) -> ClusterError:

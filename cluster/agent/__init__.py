@@ -56,6 +56,8 @@ stall               one entry per rank while no rank of the node makes progress:
                     torch.distributed, or ""), call (the newest function), place (`FILE:LINE` of the program), busy
                     (true if the ranks use the CPU or a GPU but stay at the same place)
 leaving             the ranks that have not exited although the programs of all ranks of the node have ended with 0
+lost_lines, lost_why
+                    how many lines of the logs could not be written completely (a full disk), and the last error
 failure             the node's first failure: rank, time, exit_code, error and hint (one line each), secondary (true if
                     the rank only lost its peers), others (the failures of the other ranks). The error is the exception
                     that the rank recorded, else its exit code or signal; the control group's counter tells a SIGKILL by

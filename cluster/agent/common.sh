@@ -1,15 +1,18 @@
 # shellcheck shell=bash
 # Functions of the scripts that the launcher runs on machines.
 
-# Sets `line` to the first line of the file $1; whether it has one.
+# Sets `line` to the first line of the file $1; whether it has one. A longer status than this is not read anyway.
 first_line() {
     line=
     if [ ! -f "$1" ] || [ -L "$1" ]; then return 1; fi # a job may put a link or a FIFO in its place
-    IFS= read -r line < "$1" || [ -n "$line" ]
+    IFS= read -r -n 1048577 line < "$1" || [ -n "$line" ]
 } 2>/dev/null
 
-# Prints the last line of the file $1, unless a job has put a link in its place.
-last_line() { dd if="$1" iflag=nofollow,nonblock status=none 2>/dev/null | tail -n 1; }
+# Prints the end of the file $1, at most 1 MiB, unless a job has put a link in its place.
+end_of() { dd if="$1" iflag=nofollow,nonblock status=none 2>/dev/null | tail -c 1048576; }
+
+# Prints the last line of the file $1.
+last_line() { end_of "$1" | tail -n 1 | tail -c 4096; }
 
 # Whether the folder $1 is writable and its disk is not full.
 can_write() {

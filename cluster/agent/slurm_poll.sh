@@ -25,10 +25,11 @@ case $number in
     *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
 esac
 echo "$line"
-head -n 1 "$folder/attempt" 2>/dev/null || echo
+first_line "$folder/attempt"
+printf '%s\n' "$line"
 head -n 1 "$cache.err" 2>/dev/null | tr -d '\n'; echo
 # The newest lines come first, back to the start of the attempt. srun's other messages matter until it has started a node.
-said=$({ tail -n 1000 -- "$folder/slurm.log"; cat -- "$1/srun.err"; } 2>/dev/null | tac | sed '/^attempt [0-9]* is job /q')
+said=$({ end_of "$folder/slurm.log" | tail -n 1000; end_of "$1/srun.err"; } | tac | sed '/^attempt [0-9]* is job /q')
 first=
 compgen -G "$1/node-*.pid" > /dev/null || first='^srun: '
 for error in '^error: ' '^s(run|batch): fatal: ' '^sbatch: error: ' '^srun: error: .*Exited with exit code' $first; do

@@ -22,7 +22,7 @@ from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageErr
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import how_to_get
 from cluster.spec.model import CACHE, SETUP, Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
-from cluster.spec.status import parse
+from cluster.spec.status import MOST_STATUS, parse
 from cluster.transport import Completed, LocalShell, inside
 
 #: The mount target of the job's run root.
@@ -246,7 +246,7 @@ def _escaped(text: str) -> str:
 def _status(plan: Plan, name: str, state: Mapping[str, Any] | None) -> NodeStatus:
     text = ""
     with contextlib.suppress(OSError), inside.open_file(plan.run_dir, Path(plan.attempt_dir, f"{name}.json")) as file:
-        text = file.read().decode(errors="replace")
+        text = file.read(MOST_STATUS + 1).decode(errors="replace")
     agent = parse(text)
     if agent.has_exited:
         return monitor.status(name, agent)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import io
+import os
 from pathlib import Path
 
 from cluster.spec.model import Plan
@@ -20,8 +21,12 @@ def append(plan: Plan, copy: Path, at: int, chunk: bytes) -> None:
         with contextlib.suppress(OSError):  # a file system without locks: two followers may write a line twice
             fcntl.flock(file, fcntl.LOCK_EX)
         written = file.seek(0, io.SEEK_END) - at
-        if 0 <= written < len(chunk):
-            file.write(chunk[written:])
+        rest = chunk[written:] if written >= 0 else b""
+        try:
+            while rest:  # without a buffer: what a full disk did not take is fetched again by the next poll
+                rest = rest[os.write(file.fileno(), rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(copy)) from error
 
 
 def content(plan: Plan, copy: Path) -> bytes:

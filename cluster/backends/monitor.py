@@ -326,7 +326,8 @@ def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> Nod
         detail = (agent.reason or "") if agent.exit_code else ""
         if failure := agent.failure:
             detail = "" if failure.rank is not None else failure.error
-        return NodeStatus(name, "exited", agent.exit_code, detail, agent.ended_at, failure=failure, events=events)
+        ended = NodeStatus(name, "exited", agent.exit_code, detail, agent.ended_at, failure=failure, events=events)
+        return replace(ended, lost=agent.lost)
     if word == "exit":  # the runtime failed before the agent started
         code, at = from_exit_file(rest)
         return NodeStatus(name, "exited", code, why, at)
@@ -343,6 +344,7 @@ def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> Nod
         usage=agent.usage,
         events=events,
         heartbeat=agent.heartbeat or 0.0,
+        lost=agent.lost,
     )
 
 

@@ -161,6 +161,8 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
         return report.EXIT_FAILED
     if outcome == "done":
         print_line(out, report.done(view, plan, str(Path.cwd())))
+        if lost := report.lost_lines(view):
+            print_line(out, f"done, {lost}", style=_ERROR)
         return report.EXIT_DONE
     if verdict not in ("failed", "late", "stalled"):  # another process could not start it
         return print_outcome(records.load(plan.job_id), out)

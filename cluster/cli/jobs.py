@@ -325,9 +325,10 @@ def serve(
         raise UsageError("CLUSTERCTL_TOKEN: expected at least 16 letters, digits and -._~", hint)
     try:
         server = Server((host, port), JobStore(), token, has_metrics=metrics)
-    except OSError as error:
+    except (OSError, UnicodeError, TypeError) as error:  # no host name: not UTF-8, or a label that is too long
+        why = getattr(error, "strerror", None) or "this is not a host name"
         raise UsageError(
-            f"cannot listen on {host}:{port}: {error.strerror}", "choose another port; --port 0 takes a free one"
+            f"cannot listen on {host}:{port}: {why}", "choose another port; --port 0 takes a free one"
         ) from error
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name

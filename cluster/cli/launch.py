@@ -284,4 +284,6 @@ def secret_values(names: Sequence[str], in_file: Mapping[str, str]) -> dict[str,
         if name not in found:
             hint = f"set it (export {name}=...), or put it in a file of secrets: --env-file FILE"
             raise UsageError(f"--env {name}: {name} is not set in your environment", hint)
+        if not found[name].isascii() and os.fsencode(found[name]).decode(errors="ignore") != found[name]:
+            raise UsageError(f"--env {name}: the value of {name} is not UTF-8", "encode it, for example in base64")
     return {name: found[name] for name in names}

@@ -293,6 +293,7 @@ class NodeStatus:
     `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
     heartbeat of that agent: clocks differ, and are set.
+    `lost` says how many lines its log lacks, and why.
     `is_final`: the node could not start, and another attempt could not, either. `starts_over`: what was seen of it
     before no longer holds, because the attempt has given its machines back and starts again later.
     """
@@ -310,6 +311,7 @@ class NodeStatus:
     usage: Usage | None = None
     events: tuple[Event, ...] = ()
     heartbeat: float = 0.0
+    lost: str = ""
     is_final: bool = False
     starts_over: bool = False
 

@@ -147,6 +147,14 @@ class AgentStatus:
     leaving: tuple[int, ...] | None = optional(_each(count))
     usage: Usage | None = optional(_object(Usage))
     events: tuple[Event, ...] | None = optional(_events)
+    lost_lines: int | None = optional(count)
+    lost_why: str | None = optional(text)
+
+    @property
+    def lost(self) -> str:
+        """What the node's log lacks, such as `12 lines: No space left on device`; "": nothing."""
+        lines = "1 line" if self.lost_lines == 1 else f"{self.lost_lines} lines"
+        return f"{lines}: {self.lost_why or 'unknown error'}" if self.lost_lines else ""
 
     @property
     def has_exited(self) -> bool:

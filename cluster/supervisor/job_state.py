@@ -41,7 +41,7 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall`, `leaving`, `usage` and `is_final` are those of NodeStatus.
+    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost` and `is_final` are those of NodeStatus.
     `unanswered_since` is the time from which the machine's silence counts as a failure, and None while it answers.
     `left_at` is the time at which the programs of all its ranks had ended, and None before.
     """
@@ -62,6 +62,7 @@ class NodeView:
     where: str = ""
     usage: Usage | None = None
     unanswered_since: float | None = None
+    lost: str = ""
     is_final: bool = False
 
 
@@ -229,6 +230,7 @@ def _succeeded(node: NodeView) -> bool:
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
     node.silent, node.stall, node.usage, node.leaving = status.silent, status.stall, status.usage, status.leaving
     node.left_at = (node.left_at or now) if status.leaving else None
+    node.lost = status.lost or node.lost
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from cluster.agent.app.node_agent.masking import stays_visible
@@ -84,7 +84,23 @@ def resolve(
     here = local_machine(request, chosen)
     here = here if gpus is None else replace(here, gpus=tuple(gpus))
     job, notes = defaults.job(request, here, BACKENDS[chosen], BACKENDS, inventory)
+    _check_encoding("", asdict(job))
     return job, chosen, [*([note] if note else []), *notes]
+
+
+def _check_encoding(name: str, value: object) -> None:
+    """Raise UsageError if a text of the job is not UTF-8, as records, plans and scripts are. `name` is its field."""
+    if isinstance(value, str):
+        if not value.isascii() and (shown := os.fsencode(value).decode(errors="backslashreplace")) != value:
+            hint = "rename that file or folder, or write the value in UTF-8"
+            raise UsageError(f"{name.replace('_', ' ')}: {shown} is not UTF-8", hint)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            _check_encoding(name or str(key), key)
+            _check_encoding(name or str(key), each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            _check_encoding(name, each)
 
 
 def local_machine(request: Request, backend: str = "") -> Here:

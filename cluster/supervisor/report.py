@@ -74,6 +74,12 @@ def done(view: JobView, plan: Plan, cwd: str) -> str:
     return f"{scores(view.done, first)}   {shown / best}"
 
 
+def lost_lines(view: JobView) -> str:
+    """Return what the logs of a job lack, `but the log of node-0 lost 3 lines: No space left on device`, or ""."""
+    lost = [f"the log of {node.name} lost {node.lost}" for node in view.nodes if node.lost]
+    return f"but {'; '.join(lost)}" if lost else ""
+
+
 def overdue(node: NodeView) -> str:
     """Return a sentence about a node that is stopped because it did not exit when the job was done."""
     if not node.leaving:
@@ -90,7 +96,10 @@ def from_here(path: str, cwd: str) -> PurePath:
 
 
 def cause(view: JobView, verdict: Verdict) -> str:
-    """Return the cause of a failure in one line: the first failure, or the late or stalled nodes ("": none)."""
+    """Return the cause of a failure in one line: the first failure, or the late or stalled nodes ("": none).
+
+    Of a job that is done, return what its logs lack.
+    """
     if verdict == "failed":
         first = failing(view)[0]
         silent = [node for node in view.nodes if node.silent]
@@ -105,7 +114,7 @@ def cause(view: JobView, verdict: Verdict) -> str:
     if verdict == "late":
         late = missing(view)
         return "; ".join(f"{node.name}: {node.phase}" + (f": {node.note}" if node.note else "") for node in late)
-    return ""
+    return lost_lines(view) if verdict == "done" else ""
 
 
 def last_lines(view: JobView, verdict: Verdict, tails: Mapping[str, Iterable[str]]) -> list[str]:

@@ -161,6 +161,22 @@ def test_a_changed_block_of_a_tensor_is_damage(tmp_path: Path, capsys: pytest.Ca
         checkpoints.newest_of_all(tmp_path)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
+def test_a_truncated_checkpoint_gives_way_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    for step, name in ((5, "previous.pt"), (6, "last.pt")):
+        checkpoint_file.save(tmp_path / name, {**CONTENT, "step": step, "settings": {}})
+    last = tmp_path / "last.pt"
+    os.truncate(last, int(share * last.stat().st_size))
+    found = checkpoints.newest_of_all(tmp_path)
+    assert found is not None
+    assert found["step"] == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {last}: not a checkpoint of this trainer")
+    assert line.endswith("or damaged; this checkpoint is skipped")
+
+
 def test_an_incomplete_checkpoint_is_never_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="ema"):
         checkpoint_file.save(tmp_path / "last.pt", {k: v for k, v in CONTENT.items() if k != "ema"})

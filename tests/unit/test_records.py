@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -206,3 +207,25 @@ def test_a_job_whose_state_cannot_be_read_hides_no_other(tmp_path, monkeypatch):
     with (watch := Watch(unreadable.body)):
         assert watch.wait(0, 10.0)
         assert "KeyError" in watch.body
+
+
+def test_a_record_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    calls = []
+
+    def watched(name, call):
+        def run(first, *others, **more):
+            path = str(Path(f"/proc/self/fd/{first}").readlink()) if isinstance(first, int) else str(first)
+            calls.append((name, os.path.relpath(path, tmp_path)))
+            return call(first, *others, **more)
+
+        return run
+
+    for name in ("fsync", "replace", "rename"):
+        monkeypatch.setattr(os, name, watched(name, getattr(os, name)))
+    JobStore(tmp_path).reserve(record("a"))
+    partial = f"a.{os.getpid()}.tmp"
+    assert [(name.replace("rename", "replace"), path) for name, path in calls] == [
+        ("fsync", partial),
+        ("replace", partial),
+        ("fsync", "."),
+    ]

@@ -50,7 +50,7 @@ def write_best(folder: Path, content: Mapping[str, Any]) -> None:
 def newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the newest readable checkpoint of a folder, or None, and what is wrong with newer ones."""
     wrong: list[str] = []
-    for path, _ in _newest_first(folder):
+    for path, _ in _newest_first(folder, wrong):
         try:
             return checkpoint_file.load(str(path)), wrong
         except TrainerError as error:  # its tensors cannot be read
@@ -58,14 +58,21 @@ def newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     return None, wrong
 
 
-def _newest_first(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """Return a folder's readable checkpoints of a run without the values of their tensors, the newest first."""
+def _newest_first(folder: Path, wrong: list[str] | None = None) -> list[tuple[Path, dict[str, Any]]]:
+    """Return a folder's readable checkpoints of a run without the values of their tensors, the newest first.
+
+    Append to `wrong` why a last.pt that exists gives way to previous.pt: it may be truncated.
+    """
     found = []
     for path in (folder / LAST, folder / PREVIOUS):
-        with contextlib.suppress(TrainerError):
+        try:
             content = checkpoint_file.load(str(path), device="meta")
-            if checkpoint_file.is_resumable(content):
-                found.append((path, content))
+        except TrainerError as error:
+            if wrong is not None and path.name == LAST and path.exists():
+                wrong.append(error.message.removeprefix("--weights "))
+            continue
+        if checkpoint_file.is_resumable(content):
+            found.append((path, content))
     return sorted(found, key=lambda each: progress_of(each[1]), reverse=True)
 
 

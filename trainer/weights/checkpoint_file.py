@@ -85,11 +85,22 @@ def save(path: Path, content: dict[str, Any], previous: Path | None = None) -> N
                 os.fsync(file.fileno())
             if previous and path.exists():
                 _keep(path, previous)
+        _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError with a full disk's OSError as its context
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name of a file durable, where the file system can do that for a folder."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def _keep(path: Path, previous: Path) -> None:

@@ -106,7 +106,7 @@ class Agent:
                 self._send(signal.SIGKILL)
             stall.sample()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
-                self._status.write(usage=usage.sample(), leaving=self._leaving())
+                self._status.write(usage=usage.sample(), leaving=self._leaving(), **self._log.lost())
                 self._end_overdue()
                 stall.check(usage)
                 self._obey_fence()
@@ -263,7 +263,7 @@ class Agent:
     def _report_end(self, code: int, failure: Fields | None) -> None:
         """Write how the node ended to the status file."""
         fields = {"phase": "exited", "exit_code": code, "ended_at": round(time.time(), 3), "failure": failure}
-        self._status.write(reason=self._stop_reason, **fields)
+        self._status.write(reason=self._stop_reason, **fields, **self._log.lost())
 
 
 class MasterSearch:

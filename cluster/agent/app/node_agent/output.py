@@ -26,7 +26,7 @@ class Log:
     def __init__(self, settings: Settings) -> None:
         self._mask = Mask(settings.secrets)
         self._lock = threading.Lock()
-        self.error = ""
+        self.error, self._lost_lines = "", 0
         folder = os.path.join(settings.folder, "ranks", settings.name)
         os.makedirs(folder, exist_ok=True)
         self._all = open(settings.path(".log"), "ab", buffering=0)
@@ -37,9 +37,9 @@ class Log:
         text = prefix + self._mask.line(text) + b"\n"
         shown = b"[%d] %s" % (local_rank, text) if local_rank else text
         with self._lock:
-            if local_rank is not None:
-                self._write(self._ranks[local_rank], text)
-            self._write(self._all, shown)
+            is_complete = local_rank is None or self._write(self._ranks[local_rank], text)
+            if not (self._write(self._all, shown) and is_complete):
+                self._lost_lines += 1
             if EVENT_MARK.encode() not in text:
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(shown)
@@ -57,11 +57,19 @@ class Log:
         """Return the event with its secrets replaced by `***` in its texts, but not in its kind."""
         return self._mask.event(event)
 
-    def _write(self, file: FileIO, data: bytes) -> None:
+    def lost(self) -> Fields:
+        """Return the fields of the status that say how many lines are not complete in the logs, and why."""
+        return {"lost_lines": self._lost_lines, "lost_why": self.error.rpartition(": ")[2]} if self.error else {}
+
+    def _write(self, file: FileIO, data: bytes) -> bool:
+        """Write to a file; return whether all of the data was written. A disk that is almost full takes a part."""
         try:
-            file.write(data)
+            while data:
+                data = data[file.write(data) or 0 :]
         except OSError as error:
             self.error = "{}: {}".format(file.name, error.strerror)
+            return False
+        return True
 
 
 class Status:
@@ -101,7 +109,10 @@ class Status:
 
 
 def replace_file(path: str, text: str) -> None:
-    """Replace a small file atomically. An error is ignored: a node runs on without its status."""
+    """Replace a small file atomically. An error is ignored: a node runs on without its status.
+
+    It is not synced to the disk: a status is renewed every 2 s, and does not outlive the machine's ranks.
+    """
     partial = path + ".tmp"
     try:
         with open(partial, "w") as file:

@@ -1,0 +1,34 @@
+"""Each sentence of SECURITY.md has a test, or names the code that it was read from."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "SECURITY.md").read_text().partition("## Whom you trust")[2]
+SOURCE = re.compile(r"(?:(later|read) )?([\w./]+)(?:::(\w+))?")
+
+
+def _exists(path: str, test: str) -> bool:
+    file = ROOT / path
+    return file.is_file() and (not test or re.search(rf"^def {test}\(", file.read_text(), re.MULTILINE) is not None)
+
+
+def test_each_claim_has_a_source_that_exists() -> None:
+    comments = re.findall(r"<!-- (.*?) -->", TEXT)
+    assert comments
+    for comment in comments:
+        sources = SOURCE.findall(comment)
+        assert (
+            " ".join(f"{how} {path}".strip() + (f"::{test}" if test else "") for how, path, test in sources) == comment
+        )
+        for how, path, test in sources:
+            assert bool(test) == (how != "read"), comment
+            assert _exists(path, test) == (how != "later"), f"{path}::{test}: expected {how or 'a test'}"
+
+
+def test_each_paragraph_and_each_item_ends_with_its_sources() -> None:
+    blocks = re.split(r"\n\n|\n(?=- )", TEXT)
+    claims = [block for block in blocks if block.strip() and not block.startswith("#")]
+    assert len(claims) > 20
+    for claim in claims:
+        assert claim.rstrip().endswith(("-->", ":")), claim
