@@ -32,6 +32,8 @@ DEFAULT_STALL_TIMEOUT_S = 300.0
 
 #: The options of a dataset: the trainer's, and that of `yolo`.
 _DATA = ("--data", "data=")
+#: The largest number of nodes. A typing error would otherwise take hours to plan.
+_MOST_NODES = 10_000
 #: Ports for `auto`: below the ephemeral range of Linux, so that no outgoing connection occupies one.
 _AUTO_PORTS = range(20000, 30000)
 #: Variables that change what pip and uv install.
@@ -71,7 +73,7 @@ def job(
     Raises UsageError if options are invalid or conflict.
     """
     inventory = inventory if backend.machines != "here" else None
-    fewest, most = node_range(request.nodes, len(inventory.machines) - request.spares if inventory else 1)
+    fewest, most = node_range(request.nodes, _all_nodes(request, inventory) if inventory else 1)
     _refuse_unsupported(request, backend, table, is_range=fewest < most)
     queue = _queue(request, backend, table, inventory)
     device, notes = _device(request, here, most, inventory, queue)
@@ -473,11 +475,32 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
     """Parse `--nodes`: `2:4` is (2, 4), `4` is (4, 4), "" is all nodes. Raise UsageError for anything else."""
     if not text:
         return all_nodes, all_nodes
-    match = re.fullmatch(r"(?:(\d+):)?(\d+)", text.strip())
+    match = re.fullmatch(r"(?:(-?\d{1,18}):)?(-?\d{1,18})", text.strip())
     fewest, most = (int(match[1] or match[2]), int(match[2])) if match else (0, 0)
-    if not 1 <= fewest <= most:
-        raise UsageError(f"--nodes {text}: expected a number, or MIN:MAX", "for example: --nodes 2, or --nodes 2:4")
+    why = ""
+    if match is None:
+        why = "expected a number, or MIN:MAX"
+    elif min(fewest, most) < 1:
+        why = "must be at least 1"
+    elif fewest > most:
+        why = f"MIN is {fewest}, and MAX only {most}"
+    elif most > _MOST_NODES:
+        why = f"must be at most {_MOST_NODES}"
+    if why:
+        raise UsageError(f"--nodes {text}: {why}", "for example: --nodes 2, or --nodes 2:4")
     return fewest, most
+
+
+def _all_nodes(request: Request, inventory: Inventory) -> int:
+    """Return how many machines are left for nodes without --nodes. Raise UsageError if all of them are spares."""
+    count = len(inventory.machines)
+    if request.spares >= count and request.spares and not request.nodes:
+        machines = "1 machine" if count == 1 else f"{count} machines"
+        why = (
+            f"--spares {request.spares}: {inventory.path or 'the inventory'} has {machines}, so none is left for a node"
+        )
+        raise UsageError(why, "use fewer --spares, or add machines to the inventory: clusterctl init")
+    return count - request.spares
 
 
 def seconds(text: str, option: str) -> float:

@@ -9,7 +9,7 @@ from cluster.backends import BACKENDS
 from cluster.errors import UsageError
 from cluster.spec import defaults
 from cluster.spec.defaults import Here
-from cluster.spec.model import Mount, nodes_of, this_machine
+from cluster.spec.model import Inventory, Machine, Mount, nodes_of, this_machine
 from cluster.spec.request import Request
 
 LAPTOP = Here(cwd="/home/ann/work", user="1000:1000", python="/venv/bin/python", gpus=())
@@ -300,6 +300,32 @@ def test_nodes_on_one_machine_divide_its_gpus():
 def test_a_range_of_nodes_begins_with_the_minimum():
     assert defaults.node_range("2:4", 1) == (2, 4)
     assert defaults.node_range("", 3) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nodes": "0"}, "--nodes 0: must be at least 1"),
+        ({"nodes": "-2"}, "--nodes -2: must be at least 1"),
+        ({"nodes": "0:2"}, "--nodes 0:2: must be at least 1"),
+        ({"nodes": "2:1"}, "--nodes 2:1: MIN is 2, and MAX only 1"),
+        ({"nodes": "x"}, "--nodes x: expected a number, or MIN:MAX"),
+        ({"nodes": "99999999"}, "--nodes 99999999: must be at most 10000"),
+        ({"spares": 1}, "--spares 1: cluster.yaml has 1 machine, so none is left for a node"),
+        ({"spares": 7}, "--spares 7: cluster.yaml has 1 machine, so none is left for a node"),
+        ({"spares": 1, "nodes": "1"}, "--nodes 1 --spares 1: cluster.yaml has only n0"),
+        ({"spares": -1}, "--spares -1: must be at least 0"),
+        ({"gpus": 0}, "--gpus 0: must be at least 1"),
+        ({"gpus": -1}, "--gpus -1: must be at least 1"),
+        ({"max_restarts": -1}, "--max-restarts -1: must be at least 0"),
+    ],
+)
+def test_a_number_out_of_range_names_the_option_that_was_typed(given, message):
+    machines = (Machine("n0", "10.0.0.1", login="n0", run_dir="/r", runtime="none"),)
+    listed = Inventory(machines, path="cluster.yaml", device="cpu")
+    with pytest.raises(UsageError) as caught:
+        defaults.job(Request(command="true", **given), LAPTOP, BACKENDS["ssh"], BACKENDS, listed)
+    assert caught.value.message == message
 
 
 FILES = {

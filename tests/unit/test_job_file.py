@@ -123,7 +123,7 @@ def test_a_saved_file_gives_the_plan_of_the_options(folder, monkeypatch):
         ("", "job.yaml is empty"),
         ("comand: train.py", "job.yaml:1: comand: unknown key"),
         ("gpus: two", "job.yaml:1: gpus: 'two': input should be a valid integer"),
-        ("nodes: 0", "job.yaml:1: nodes: 0: expected a number, or MIN:MAX"),
+        ("nodes: 0", "job.yaml:1: nodes: 0: must be at least 1"),
         ("command: {a: b}", "job.yaml:1: command: {'a': 'b'} is not a text or a list of words"),
         ('command: "\'"', 'job.yaml:1: command: "\'": No closing quotation'),
         ("env: [A]", "job.yaml:1: env: ['A']: must be keys and values"),
