@@ -9,6 +9,7 @@ import os
 import re
 import stat
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -158,6 +159,31 @@ def test_a_lock_of_the_trainer_that_another_user_has_made_delays_no_run(tmp_path
         thread.start()
         thread.join(20)
         assert found == [False]
+
+
+#: Adds 1 to a number in a file, so many times, each time under the lock.
+COUNTS = """
+import sys, time
+from pathlib import Path
+from trainer.distributed.machine_lock import one_per_machine
+number = Path(sys.argv[1])
+for _ in range(200):
+    with one_per_machine(number):
+        before = int(number.read_text())
+        time.sleep(0)
+        number.write_text(str(before + 1))
+"""
+
+
+def test_the_locks_of_the_trainer_exclude_each_other_and_leave_no_file(tmp_path):
+    number, locks = tmp_path / "number", tmp_path / "locks"
+    number.write_text("0")
+    locks.mkdir()
+    words, env = [sys.executable, "-c", COUNTS, str(number)], {**os.environ, "TMPDIR": str(locks)}
+    processes = [subprocess.Popen(words, env=env) for _ in range(4)]
+    assert [process.wait(120) for process in processes] == [0] * 4
+    assert number.read_text() == "800"
+    assert list(locks.iterdir()) == []
 
 
 def home(tmp_path):
