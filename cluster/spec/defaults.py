@@ -494,7 +494,7 @@ def node_range(text: str, all_nodes: int) -> tuple[int, int]:
 def _all_nodes(request: Request, inventory: Inventory) -> int:
     """Return how many machines are left for nodes without --nodes. Raise UsageError if all of them are spares."""
     count = len(inventory.machines)
-    if request.spares >= count and request.spares and not request.nodes:
+    if 0 < count <= request.spares and not (request.nodes or inventory.is_assigned):
         machines = "1 machine" if count == 1 else f"{count} machines"
         why = (
             f"--spares {request.spares}: {inventory.path or 'the inventory'} has {machines}, so none is left for a node"

@@ -457,12 +457,17 @@ def test_a_step_that_srun_refuses_ends_the_job_with_its_message(site, said, acce
     assert statuses_of(site) == {("exited", 71, said)}
 
 
-def statuses_of(site, old=0):
-    """What the launcher reads about both nodes. Without `old`, squeue's answers are not cached."""
+def polled(site, old=0):
+    """What the script prints about both nodes. Without `old`, squeue's answers are not cached."""
     folder = site.runs / "digits"
     nodes = [word for rank in (0, 1) for word in (str(folder / "attempt-1"), f"node-{rank}", "")]
     values = {"job": "digits", "most": 100, "format": slurm.FORMAT, "folder": str(folder), "old": old}
-    done = site.script("slurm_poll", *nodes, variables={}, **values)
+    return site.script("slurm_poll", *nodes, variables={}, **values)
+
+
+def statuses_of(site, old=0):
+    """What the launcher reads about both nodes."""
+    done = polled(site, old)
     row, attempt, _, error, *_ = done.stdout.splitlines()
     number, *hosts = attempt.split() or ["0"]
     found = slurm.statuses(PLAN, slurm.row(row), int(number), hosts, OWN, error.removeprefix("error: "))
@@ -497,6 +502,28 @@ def test_only_this_users_own_answers_of_squeue_are_believed(site, planted):
         assert {phase for phase, _, _ in statuses_of(site, old=1000)} == {"starting"}
     assert victim.read_text() == "original"
     assert sum(words.startswith("squeue ") for words, _, _ in site.calls()) == (2 if planted else 1)
+
+
+@pytest.mark.parametrize("name", ["slurm.log", "attempt-1/srun.err", "attempt", "attempt-1/node-0.json"])
+def test_a_job_shows_no_private_file_through_a_link(site, name):
+    folder = site.runs / "digits"
+    (folder / "attempt-1").mkdir(parents=True)
+    (folder / "slurm.log").write_text("attempt 1 is job 7 on n[0-1]\n")
+    site.squeue = line("RUNNING")
+    for content in ("error: private\n", "srun: error: n0: task 0: Exited with exit code private\n", "1 private\n"):
+        (site.runs / "private").write_text(content)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(site.runs / "private")
+        assert "private" not in polled(site).stdout
+
+
+def test_a_status_of_any_size_is_read_up_to_a_bound(site):
+    folder = site.runs / "digits" / "attempt-1"
+    folder.mkdir(parents=True)
+    (folder / "node-0.json").write_text("[" + "1," * (3 << 20))
+    (folder / "srun.err").write_text("srun: " + "x" * (3 << 20))
+    site.squeue = line("RUNNING")
+    assert len(polled(site).stdout) < 3 << 20
 
 
 def test_a_step_that_waits_says_why_until_a_node_has_started(site):
