@@ -75,8 +75,8 @@ lock:  ## pin the packages of pyproject.toml (ARGS=--upgrade: the newest version
 	packaging/lock.sh $(ARGS)
 
 dist:  ## the source distribution and the wheel, in dist/
-	@[ -x .make/build/bin/pyproject-build ] || { python3 -m venv .make/build && .make/build/bin/pip install --quiet build; }
-	.make/build/bin/pyproject-build
+	@packaging/tools.sh
+	.make/tools/bin/pyproject-build --no-isolation
 
 clean:  ## remove build files and caches, but not .venv, container images and runs
 	rm -rf build dist site *.egg-info .make .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -32,3 +32,12 @@ def test_each_paragraph_and_each_item_ends_with_its_sources() -> None:
     assert len(claims) > 20
     for claim in claims:
         assert claim.rstrip().endswith(("-->", ":")), claim
+
+
+def test_every_package_that_the_build_installs_is_pinned() -> None:
+    files = [ROOT / "Makefile", ROOT / "Dockerfile", *sorted((ROOT / "packaging").glob("*.sh"))]
+    texts = [file.read_text().replace("\\\n", " ") for file in files]
+    commands = [line for text in texts for line in text.splitlines() if re.search(r"pip install\b.*-", line)]
+    assert len(commands) >= 4
+    for command in commands:
+        assert any(pin in command for pin in ("--require-hashes", "--no-deps", "==")), command
