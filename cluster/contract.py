@@ -1,6 +1,9 @@
 """Names shared by `cluster` and `trainer` (docs/reference/contract.md), in two equal copies of this file."""
 
 JOB_ID = "CLUSTER_JOB_ID"
+LAUNCH_ID = "CLUSTER_LAUNCH_ID"
+BACKEND = "CLUSTER_BACKEND"
+USER_ID = "CLUSTER_UID"
 ATTEMPT = "CLUSTER_ATTEMPT"
 RUN_DIR = "CLUSTER_RUN_DIR"
 CACHE_DIR = "CLUSTER_CACHE_DIR"

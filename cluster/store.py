@@ -54,13 +54,24 @@ class JobStore:
         self._folder = folder or default_folder()
 
     def reserve(self, record: JobRecord) -> None:
-        """Write the record of a new job. Raise NameTakenError if the name is taken, also by a concurrent launch."""
-        path = self._path(record.plan.job_id)
+        """Write the record of a new job. Raise NameTakenError if the name is taken, also by a concurrent launch.
+
+        The name of a job that has ended is free again once its run directory has been deleted.
+        """
+        job_id = record.plan.job_id
+        path = self._path(job_id)
         with _lock(path.with_name(".lock")):
-            if _exists(path):
-                hint = "choose another name (--name NAME); to list all jobs: clusterctl ps --all"
-                raise NameTakenError(f"a job named {record.plan.job_id} already exists", hint)
+            self.refuse_taken(job_id)
             _replace(path, record)
+
+    def refuse_taken(self, job_id: str) -> None:
+        """Raise NameTakenError if the name is taken, with a hint on how to free it."""
+        if not self.is_taken(job_id):
+            return
+        hint = "choose another name (--name NAME); to list all jobs: clusterctl ps --all"
+        if self._has_lost_its_folder(self._path(job_id)):
+            hint = f"its run directory is gone; to stop it and free its name: clusterctl stop {job_id}"
+        raise NameTakenError(f"a job named {job_id} already exists", hint)
 
     def forget(self, job_id: str) -> None:
         """Remove the record of a job that has not started."""
@@ -75,7 +86,7 @@ class JobStore:
             if _exists(path) and (stored := _load(path)).outcome:
                 ending = {
                     name: getattr(stored, name)
-                    for name in ("outcome", "detail", "exit_code", "ended_at", "stop_grace_s")
+                    for name in ("outcome", "detail", "exit_code", "ended_at", "stop_grace_s", "is_cleared")
                 }
                 record = replace(record, **ending)
             _replace(path, record)
@@ -122,6 +133,20 @@ class JobStore:
             _replace(path, replace(ended, stop_grace_s=grace_s))
             return True
 
+    def clear(self, launched: JobRecord) -> None:
+        """Record that nothing of a job is left on its machines."""
+        path = self._path(launched.plan.job_id)
+        with _lock(path.with_name(".lock")):
+            record = self.load(launched.plan.job_id)
+            if record.job.launch_id == launched.job.launch_id and not record.is_cleared:
+                _replace(path, replace(record, is_cleared=True))
+
+    def supervised(self) -> frozenset[str]:
+        """Return the launch IDs of the jobs that a process on this machine follows and may restart at any moment."""
+        return frozenset(
+            record.job.launch_id for record in self if not record.outcome and self.watcher(record.plan.job_id)
+        )
+
     def load(self, job_id: str) -> JobRecord:
         """Return the record of a job. Raise UsageError with the known names if there is none."""
         path = self._path(job_id) if NAME.fullmatch(job_id) else None
@@ -130,9 +155,23 @@ class JobStore:
             raise UsageError(f"no job {job_id!r} (known: {known})", "to list all jobs: clusterctl ps --all")
         return _load(path)
 
-    def taken(self, job_id: str) -> bool:
-        """Return whether a job of this name is recorded."""
-        return _exists(self._path(job_id))
+    def is_taken(self, job_id: str) -> bool:
+        """Return whether a job of this name is recorded that has not ended, or that still has its run directory."""
+        path = self._path(job_id)
+        if not _exists(path):
+            return False
+        try:
+            is_over = bool(_load(path).outcome)
+        except ClusterError:  # it may be running
+            return True
+        return not is_over or not self._has_lost_its_folder(path)
+
+    def _has_lost_its_folder(self, path: Path) -> bool:
+        """Return whether the run directory of a recorded job has been deleted."""
+        try:
+            return not os.path.lexists(_load(path).plan.run_dir)
+        except ClusterError:
+            return False
 
     def __iter__(self) -> Iterator[JobRecord]:
         """Iterate over the records that can be read, oldest first: one that cannot must not stop the other jobs."""

@@ -3,7 +3,7 @@
 local and ssh: check.sh (preflight), queue.sh (launch --wait), start.sh, node.sh, agent.pyz, poll.sh, stop.sh,
 orphans.sh.
 slurm: slurm_check.sh, slurm_submit.sh or slurm_array.sh, batch.sh, slurm_node.sh, node.sh, agent.pyz, slurm_poll.sh,
-slurm_cancel.sh. common.sh has functions that they share.
+slurm_cancel.sh, slurm_queued.sh. common.sh has functions that they share.
 
 Variables of the agent, besides torchrun's `PET_*` and those that docs/reference/contract.md has for the trainer:
 
@@ -23,6 +23,10 @@ CLUSTER_UMASK       umask of the ranks and of what the agent writes, in octal; n
 CLUSTER_SETUP, CLUSTER_SETUP_DIR, CLUSTER_IMAGE
                     the setup commands, the folder of their virtual environments, and the container image's name and ID,
                     each of which has another environment
+
+Everything that a job starts has the name, the launch ID and the backend of the contract: processes from their first
+moment in the environment, containers, networks and the objects of Kubernetes as labels, too. Containers also have the
+label CLUSTER_UID, the number of the user who started them on that machine.
 
 Files of a node in the folder of an attempt, `CLUSTER_RUN_DIR/attempt-N`:
 

@@ -12,9 +12,12 @@ listener() {
     [ -n "$found" ] || return 0
     echo "port taken $(grep -o 'users:.*' <<< "$found" || echo "by a program of another user")"
 }
-# The processes and containers with the job's name.
+# This user's processes with the job's name, and all containers with it: an engine takes each name once.
 namesakes() {
-    pids "$name" | sed 's/^/process /'
+    local pid
+    for pid in $(having "CLUSTER_JOB_ID=$name"); do
+        [ "$(user_of "$pid")" != "$(id -u)" ] || echo "process $pid"
+    done
     [ -z "$engine" ] || "$engine" ps -aq --filter "label=CLUSTER_JOB_ID=$name" 2>/dev/null | sed 's/^/container /'
 }
 # The GPUs, their driver, and the versions in the image.

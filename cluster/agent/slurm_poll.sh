@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Prints the state of a Slurm job's nodes, on its login node. Variables: `job`, `most` (bytes of a log), `format` (squeue's
+# Prints the state of a Slurm job's nodes, on its login node. Variables: `job` (its name), `most` (bytes of a log), `format` (squeue's
 # columns), `folder` (the job's), `old` (the maximum age in seconds of squeue's cached output); FOLDER NODE OFFSET for each
 # node are the arguments. Four lines come first: squeue's line, or empty; attempt and hosts; squeue's error; the batch
 # script's error.
-# A task of an array has the number ARRAY_TASK in `submitted`.
+# The job's number is in `submitted`. Until it is known, the newest job of this name is meant.
 clear_slurm
 
 state() { if first_line "$1/$2.exit"; then state="exit $line"; else state=alive; fi; }
@@ -18,10 +18,11 @@ if [ $(($(date +%s) - $(stat -c %Y "$cache" 2>/dev/null || echo 0))) -ge "$old" 
     else touch -- "$cache"; fi
 fi
 exec 9>&-
-number=$(grep -oE '[0-9]+(_[0-9]+)?$' "$folder/submitted" 2>/dev/null)
+number=$(submitted "$folder")
 case $number in
     *_*) line=$(awk -v array="${number%_*}" -v task="${number#*_}" \
         'substr($0, 67, 16) + 0 == array && substr($0, 83, 12) + 0 == task && substr($0, 83, 1) != "N"' "$cache") ;;
+    ?*) line=$(awk -v number="$number" 'substr($0, 51, 16) + 0 == number' "$cache" | tail -n 1) ;;
     *) line=$(grep -e "^$job " "$cache" 2>/dev/null | sort -k 2,2n | tail -n 1) ;;
 esac
 echo "$line"

@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2154
-# Stops the job `job` on this machine: its processes, then its containers in `engines` (an array), of the attempt `attempt`
+# Stops the job with the launch ID `launch` on this machine: its processes, then its containers in `engines` (an array), of the attempt `attempt`
 # or ("") of all. Processes get SIGTERM, which the agents forward to their ranks, and SIGKILL after `grace` seconds. The
 # agents read the seconds in the attempt's folder `folder` ("": none), so that they wait longer. Prints what remains:
 # `process PID`, `container ID`.
 running() {
     local pid
-    for pid in $(pids "$job"); do
+    for pid in $(having "CLUSTER_LAUNCH_ID=$launch"); do
         [ -n "$attempt" ] && ! grep -qzxs "CLUSTER_ATTEMPT=$attempt" "/proc/$pid/environ" || echo "$pid"
     done
 }
@@ -45,7 +45,7 @@ for engine in "${engines[@]}"; do
     command -v "$engine" >/dev/null || continue
     listed() {
         local container
-        for container in $("$engine" ps -aq --filter "label=CLUSTER_JOB_ID=$job"); do
+        for container in $("$engine" ps -aq --filter "label=CLUSTER_LAUNCH_ID=$launch"); do
             [ -n "$attempt" ] && ! of_attempt "$container" || echo "$container"
         done
     }

@@ -2,8 +2,8 @@
 
 import abc
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.agent import scripts
@@ -17,12 +17,25 @@ from cluster.transport import files, parallel, reach, workdir
 
 @dataclass(frozen=True)
 class FoundJob:
-    """What a job has on one machine; `runs` while a node of it runs, so that it is no orphan."""
+    """What one launch of a job has on one machine, or in a cluster, of the `backend`.
+
+    `user` is who started it there. `is_own`: the same user asks, so `gc` may remove it. `runs`: a node script, the
+    queue, the cluster or a supervisor still has it, so that it is no orphan.
+    """
 
     where: str
+    backend: str
     job: str
+    launch_id: str
+    user: str
+    is_own: bool
     runs: bool
     counts: Mapping[str, int]
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether `gc` removes it, also if its job is not named."""
+        return self.is_own and not self.runs
 
 
 class Backend(Traits, abc.ABC):
@@ -103,14 +116,26 @@ class Backend(Traits, abc.ABC):
         """Submit the jobs of an array. Raises LaunchError."""
         raise NotImplementedError
 
-    def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
-        """Return the jobs that have something on each machine, found without records, or why it does not answer."""
-        return parallel.each(inventory.machines, _jobs_on)
+    #: The engines whose containers its jobs may leave on a machine.
+    engines: Sequence[str] = tuple(ENGINES)
+
+    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+        """Return what its jobs have on each machine, found without records, or why a machine does not answer.
+
+        `supervised` are the launch IDs of jobs that a launcher on this machine follows: they are no orphans, also while
+        nothing of them runs for a moment.
+        """
+
+        def look(machine: Machine) -> list[FoundJob]:
+            found = found_on(machine, self.name, self.engines)
+            return [replace(each, runs=each.runs or each.launch_id in supervised) for each in found]
+
+        return parallel.each(inventory.machines, look)
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
-        """Remove what a job has on a machine. Raises ClusterError."""
+        """Remove what a launch has on a machine, by its ID. Raises ClusterError."""
         machine = next(each for each in inventory.machines if each.name == found.where)
-        monitor.stop(machine, found.job, 0, tuple(ENGINES), timeout_s=60)
+        monitor.stop(machine, found.launch_id, 0, self.engines, timeout_s=60)
 
     def survey(self, plan: Plan, joining: Sequence[Machine] = ()) -> dict[str, ClusterError | None]:
         """Return for each host of the plan why it cannot run it, or None. `joining` have not run the job before."""
@@ -143,21 +168,27 @@ class Backend(Traits, abc.ABC):
         return f"{os.getuid()}:{os.getgid()}"
 
 
-def _jobs_on(node: Machine) -> list[FoundJob]:
-    """Return the jobs with a process or a container on a machine."""
-    done = reach(node).run(scripts.command("orphans", *ENGINES), timeout_s=60)
-    if done.code:
-        raise UnreachableError(f"{node.name}: {done.last_line}")
-    kinds: dict[str, list[str]] = {}
-    for line in done.out.splitlines():
-        kind, job, _ = line.split(" ", 2)
-        kinds.setdefault(job, []).append(kind)
+def found_on(machine: Machine, backend: str, engines: Sequence[str]) -> list[FoundJob]:
+    """Return what jobs of a backend have on a machine: processes, and containers in `engines`. Raises UnreachableError.
+
+    A job runs while the script of a node does.
+    """
+    done = reach(machine).run(scripts.command("orphans", *engines, backend=backend), timeout_s=60)
+    who, *lines = done.out.splitlines() or [""]
+    if done.code or not who.startswith("user "):
+        raise UnreachableError(f"{machine.name}: {done.last_line}")
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for line in lines:
+        kind, launch_id, job, user = line.split(" ")
+        kinds.setdefault((job, launch_id, user), []).append(kind)
     return [
         FoundJob(
-            node.name,
-            job,
-            "script" in found,
-            {"processes": found.count("process"), "containers": found.count("container")},
+            machine.name,
+            backend,
+            *each,
+            is_own=each[2] == who.removeprefix("user "),
+            runs="script" in found,
+            counts={"processes": found.count("process"), "containers": found.count("container")},
         )
-        for job, found in sorted(kinds.items())
+        for each, found in sorted(kinds.items())
     ]

@@ -1,13 +1,15 @@
 """Backend compose: one container per node on this machine, started by docker compose.
 
 The plan is a compose file that works without the launcher (`docker compose -f FILE up`). Every node is a service that
-runs the agent. Containers, network and project have the job's name, so that they are found without a record.
+runs the agent. Containers, network and project have the job's name for people, and its launch ID as a label, by which
+they are found. Another project of that name is left alone.
 """
 
 import contextlib
 import json
 import math
 import textwrap
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -17,16 +19,31 @@ from typing import Any
 from cluster import contract
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
-from cluster.backends.base import Backend
+from cluster.backends.base import Backend, FoundJob
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import DOCKER
 from cluster.spec.defaults import how_to_get
-from cluster.spec.model import CACHE, SETUP, Job, JobRecord, Mount, Node, NodeStatus, Plan, Step, nodes_of, this_machine
+from cluster.spec.model import (
+    CACHE,
+    SETUP,
+    Inventory,
+    Job,
+    JobRecord,
+    Mount,
+    Node,
+    NodeStatus,
+    Plan,
+    Step,
+    nodes_of,
+    this_machine,
+)
 from cluster.spec.status import MOST_STATUS, parse
 from cluster.transport import Completed, LocalShell, inside
 
 #: The mount target of the job's run root.
 RUNS = "/runs"
+#: Time for the engine to remove a container.
+_REMOVAL_S = 10.0
 #: The path of the agent in the container: an archive, or in a checkout the folder of its source.
 AGENT = "/agent"
 
@@ -36,6 +53,7 @@ class ComposeBackend(Backend):
 
     name, machines, in_containers = "compose", "here", True
     supports = frozenset({"--image", "--mount", "--build", "--wait"})
+    engines = (DOCKER.name,)
 
     def plan(self, job: Job, *, attempt: int, port: int) -> Plan:
         """One step: the compose file, and the command that brings it up."""
@@ -56,9 +74,9 @@ class ComposeBackend(Backend):
             raise UsageError(f"this machine has no image {image}", how_to_get(image, DOCKER.name))
         for source in (each.source for each in plan.job.mounts if not Path(each.source).exists()):
             raise UsageError(f"--mount {source}: no such file or folder on this machine", "check the path")
-        # compose would replace the other job's containers
-        if plan.attempt == 1 and (left := self._left(plan.job_id)):
-            raise preflight.name_taken(plan.job_id, "this machine", f"container {left[0]}")
+        # compose would replace the other project's containers
+        if others := self._others(plan):
+            raise preflight.name_taken(plan.job_id, "this machine", others[0])
         if job.gpus:
             (here,) = plan.machines
             report = LocalShell().run(preflight.command(plan, here)).out.splitlines()
@@ -86,8 +104,9 @@ class ComposeBackend(Backend):
         # compose reads the plan from stdin, because the file may have changed.
         argv = [argument if argument not in step.files else "-" for argument in step.argv]
         beside = [f"{plan.job.run_root}/{name}" for name in ((CACHE, SETUP) if plan.job.setup else (CACHE,))]
-        values = {"job": plan.job_id, "gpus": preflight.ids(plan.job.gpus), "user": _uid(plan.job), "beside": beside}
-        command = scripts.command("compose_up", *argv, **values)
+        launched = {"job": plan.job_id, "launch": plan.job.launch_id}
+        values = {"gpus": preflight.ids(plan.job.gpus), "user": _uid(plan.job), "beside": beside}
+        command = scripts.command("compose_up", *argv, **launched, **values)
         up = LocalShell().run(command, stdin=text, timeout_s=300)
         if up.code == preflight.GPUS_HELD:
             raise preflight.lost_race(plan, "this machine", up.out.strip())
@@ -102,22 +121,27 @@ class ComposeBackend(Backend):
         found = self._docker("inspect", "--type", "container", *names)
         if found.code and "no such container" not in found.err.lower():
             raise UnreachableError(f"this machine: docker inspect: {found.last_line}", "docker info")
-        states = {container["Name"].lstrip("/"): container["State"] for container in json.loads(found.out or "[]")}
+        states = {
+            container["Name"].lstrip("/"): container["State"]
+            for container in json.loads(found.out or "[]")
+            if (container["Config"]["Labels"] or {}).get(contract.LAUNCH_ID) == plan.job.launch_id
+        }
         return [_status(plan, node.name, states.get(name)) for node, name in zip(plan.nodes, names, strict=True)]
 
     def cancel(self, plan: Plan, *, grace_s: float, only_attempt: bool = False) -> None:
-        """Run `docker compose down`."""
+        """Stop and remove the containers, then the network."""
         grace = Path(plan.attempt_dir, contract.GRACE_FILE)
         # Without the file, the agents wait as long as the job's own grace.
         with contextlib.suppress(OSError), inside.open_file(plan.run_dir, grace, "wb") as file:
             file.write(f"{math.ceil(grace_s)}\n".encode())
-        down = ["docker", "compose", "-p", plan.job_id, "down", "-t", str(math.ceil(grace_s)), "--remove-orphans"]
-        LocalShell().run(down, timeout_s=grace_s + 60)
-        if left := self._left(plan.job_id):
-            hint = f"docker rm -f {' '.join(left)}"
-            raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)} of {plan.job_id}", hint)
+        self._down(plan.job.launch_id, grace_s)
         if plan.job.gpus:  # the process that has their locks ends soon; the next job may start at once
-            monitor.stop(plan.nodes[0].machine, plan.job_id, 0, [], timeout_s=30)
+            monitor.stop(plan.nodes[0].machine, plan.job.launch_id, 0, [], timeout_s=30)
+
+    def remove(self, inventory: Inventory, found: FoundJob) -> None:
+        """Remove the containers and the network of a launch, and then its processes. Raises ClusterError."""
+        self._down(found.launch_id, 0)
+        super().remove(inventory, found)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return `docker exec`."""
@@ -148,11 +172,41 @@ class ComposeBackend(Backend):
             return super().user()
         return "0:0" if found.code == 0 and "rootless" in found.out else super().user()
 
-    def _left(self, job_id: str) -> list[str]:
-        """Return the containers of a job. Raises UnreachableError if the engine does not answer."""
-        found = self._docker("ps", "-aq", "--filter", f"label=com.docker.compose.project={job_id}")
+    def _down(self, launch_id: str, grace_s: float) -> None:
+        """Do what `docker compose down` does, by the launch ID: that would take all that has the project's name.
+
+        Raises ClusterError if a container remains.
+        """
+        label = f"{contract.LAUNCH_ID}={launch_id}"
+        if listed := self._labelled(label):
+            seconds = str(math.ceil(grace_s))
+            LocalShell().run(["docker", "stop", "-t", seconds, *listed], timeout_s=grace_s + 60)
+            LocalShell().run(["docker", "rm", "--force", *listed], timeout_s=60)
+        until = time.monotonic() + _REMOVAL_S
+        while (left := self._labelled(label)) and time.monotonic() < until:  # another `stop` may be removing them
+            time.sleep(0.5)
+        if left:
+            hint = f"docker rm -f {' '.join(left)}"
+            raise ClusterError(f"this machine: cannot remove the containers {' '.join(left)}", hint)
+        if networks := self._labelled(label, networks=True):
+            self._docker("network", "rm", *networks)
+
+    def _others(self, plan: Plan) -> list[str]:
+        """Return the containers and networks of a project with the job's name that are not the job's own."""
+        project, own = f"com.docker.compose.project={plan.job_id}", f"{contract.LAUNCH_ID}={plan.job.launch_id}"
+        found = []
+        for what, networks in (("container", False), ("network", True)):
+            ours = self._labelled(own, networks=networks)
+            all_of_it = self._labelled(project, networks=networks)
+            found += [f"{what} {each}" for each in all_of_it if each not in ours]
+        return found
+
+    def _labelled(self, label: str, *, networks: bool = False) -> list[str]:
+        """Return the containers, or networks, with a label. Raises UnreachableError if the engine does not answer."""
+        command = ("network", "ls", "--quiet") if networks else ("ps", "--all", "--quiet")
+        found = self._docker(*command, "--filter", f"label={label}")
         if found.code:
-            raise UnreachableError(f"this machine: docker ps: {found.last_line}", "docker info")
+            raise UnreachableError(f"this machine: docker {command[0]}: {found.last_line}", "docker info")
         return found.out.split()
 
     def _docker(self, *arguments: str) -> Completed:
@@ -175,6 +229,7 @@ def render(job: Job, nodes: Sequence[Node], *, attempt: int, port: int, agent: s
         f"  command: {_yaml(command, 4, flow=True).lstrip()}"
         f"  environment: &environment\n{_yaml(_environment(job, nodes, attempt=attempt, port=port), 4)}"
         f"services:\n{services}"
+        f"{_yaml({'networks': {'default': {'labels': _labels(job)}}}, 0)}"
     )
 
 
@@ -207,16 +262,22 @@ def _node(job: Job, agent: str) -> dict[str, Any]:
         "init": True,
         "ipc": "host",  # dataloader workers need more than the 64 MB of /dev/shm that a container has
         "stop_grace_period": f"{math.ceil(job.grace_s)}s",
-        "labels": {contract.JOB_ID: job.name},
+        "labels": _labels(job),
     }
+
+
+def _labels(job: Job) -> dict[str, str]:
+    """Return the labels of containers and network. agent/compose_up.sh sets the variable: who plans may not launch."""
+    return {**script.identity(job, ComposeBackend.name), contract.USER_ID: f"${{{contract.USER_ID}:-}}"}
 
 
 def _environment(job: Job, nodes: Sequence[Node], *, attempt: int, port: int) -> dict[str, Any]:
     """Return the variables that all services share; compose takes the values of those without one from its own."""
     gpus = range(len(nodes[0].gpus))  # a container numbers its GPUs from 0
+    master = (nodes[0].name, port)
     values = {
         **job.env,
-        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (nodes[0].name, port), _uid(job)),
+        **script.shared_environment(job, ComposeBackend.name, attempt, f"{RUNS}/{job.name}", master, _uid(job)),
         contract.NODES_ON_HOST: str(job.nodes),
         **script.gpu_environment(job, gpus),
     }

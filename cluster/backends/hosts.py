@@ -1,7 +1,7 @@
 """Backends local and ssh: the first node's address is the master's; each node runs a script, here or over SSH.
 
 The backend runs bash scripts (cluster/agent/*.sh) through a `Shell`. The scripts find a job's processes by
-`CLUSTER_JOB_ID` in their environment, because a recorded pid may have been reused.
+`CLUSTER_LAUNCH_ID` in their environment, because a recorded pid may have been reused, and a name, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,8 @@ class HostsBackend(Backend):
             timeout_s = self._monitor.timeout_s(plan, machine, grace_s + 30)
             engines = [*filter(None, [RUNTIMES[machine.runtime].engine])]
             attempt, folder = plan.attempt if only_attempt else None, attempt_dir(plan, machine)
-            monitor.stop(machine, plan.job_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
+            launch_id = plan.job.launch_id
+            monitor.stop(machine, launch_id, grace_s, engines, timeout_s=timeout_s, attempt=attempt, folder=folder)
 
         try:
             parallel.all_of(plan.machines, stop)
@@ -111,6 +112,7 @@ class HostsBackend(Backend):
     def _start(self, plan: Plan, node: Node, step: Step, secrets: Mapping[str, str]) -> None:
         lines, text = script.payload(plan, step, secrets)
         values = {"folder": attempt_dir(plan, node.machine), "node": node.name, "job": plan.job_id}
+        values |= {"launch": plan.job.launch_id, "backend": self.name}
         command = scripts.command("start", secrets=lines, gpus=preflight.ids(node.gpus), **values)
         started = reach(node.machine).run(command, stdin=text)
         if started.code == preflight.GPUS_HELD:
@@ -123,6 +125,7 @@ class LocalBackend(HostsBackend):
     """The nodes are process groups on this machine."""
 
     name, machines, in_containers = "local", "here", False
+    engines = ()
     supports = frozenset({"--wait"})
 
 

@@ -350,7 +350,7 @@ def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> Nod
 
 def stop(
     machine: Machine,
-    job_id: str,
+    launch_id: str,
     grace_s: float,
     engines: Sequence[str],
     *,
@@ -358,16 +358,16 @@ def stop(
     attempt: int | None = None,
     folder: str = "",
 ) -> None:
-    """Stop a job's processes on a machine, and its containers in `engines`, of all attempts or only of one.
+    """Stop the processes of a launch on a machine, and its containers in `engines`, of all attempts or only of one.
 
     `folder` is the attempt's on the machine; its agents find `grace_s` there, and wait longer. Raises ClusterError if
     some remain.
     """
     which = {"attempt": "" if attempt is None else attempt, "folder": folder, "engines": engines}
-    command = scripts.command("stop", job=job_id, grace=math.ceil(grace_s), **which)
+    command = scripts.command("stop", launch=launch_id, grace=math.ceil(grace_s), **which)
     done = reach(machine).run(command, timeout_s=timeout_s)
     if done.out:
-        why = f"{machine.name}: {', '.join(done.out.splitlines())} of {job_id} still running after SIGKILL"
+        why = f"{machine.name}: {', '.join(done.out.splitlines())} still running after SIGKILL (launch {launch_id})"
         hint = "check the engine with clusterctl doctor, or kill them as root there"
         raise ClusterError(why, hint)
 

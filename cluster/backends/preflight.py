@@ -123,7 +123,7 @@ def conflicts(plan: Plan, machine: Machine, report: Sequence[str]) -> list[Usage
 
 
 def name_taken(job_id: str, where: str, what: str) -> NameTakenError:
-    """Return the error for a name in use. `stop` finds jobs by name, so it would stop both."""
+    """Return the error for a name in use: an engine has each only once, and people know jobs by them."""
     return NameTakenError(
         f"{where}: a job {job_id} already exists: {what}",
         "choose another name (--name NAME), stop that job where it was launched, or remove an orphan: clusterctl gc",

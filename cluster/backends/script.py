@@ -24,7 +24,9 @@ def step(job: Job, plan: Plan, rank: int) -> Step:
         **job.env,
         contract.NODE: node.name,
         "PET_NODE_RANK": str(rank),
-        **shared_environment(job, plan.attempt, plan.dir_on(machine), (plan.master_addr, plan.master_port)),
+        **shared_environment(
+            job, plan.backend, plan.attempt, plan.dir_on(machine), (plan.master_addr, plan.master_port)
+        ),
         contract.NODES_ON_HOST: str(len(plan.nodes_on(machine))),
         contract.NODE_ADDRESS: machine.address,
         **gpu_environment(job, RUNTIMES[machine.runtime].gpus(node)),
@@ -40,7 +42,7 @@ def render_in_batch(job: Job, plan: Plan, login: Machine) -> str:
     found = [contract.NODE, "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", contract.ATTEMPT, contract.HOSTS]
     values = {
         **job.env,
-        **shared_environment(job, 0, plan.dir_on(login), ("", 0)),
+        **shared_environment(job, plan.backend, 0, plan.dir_on(login), ("", 0)),
         contract.NODES_ON_HOST: "1",
         **gpu_environment(job, ()),
     }
@@ -123,7 +125,9 @@ def in_setup(job: Job, argv: Sequence[str]) -> list[str]:
     return ["sh", "-c", text, "sh", *argv]
 
 
-def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, int], user: str = "") -> dict[str, str]:
+def shared_environment(
+    job: Job, backend: str, attempt: int, run_dir: str, master: tuple[str, int], user: str = ""
+) -> dict[str, str]:
     """Return the contract's variables that all nodes share; `run_dir` is the job's folder on the nodes.
 
     `user` is the UID whose own caches and environments the nodes use. Without it, agent/node.sh finds the user's.
@@ -133,7 +137,7 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         "PET_NPROC_PER_NODE": str(job.procs_per_node),
         "PET_MASTER_ADDR": master[0],
         "PET_MASTER_PORT": str(master[1]),
-        contract.JOB_ID: job.name,
+        **identity(job, backend),
         contract.ATTEMPT: str(attempt),
         contract.RUN_DIR: run_dir,
         contract.CACHE_DIR: _beside(run_dir, CACHE, user),
@@ -150,6 +154,11 @@ def shared_environment(job: Job, attempt: int, run_dir: str, master: tuple[str, 
         values |= {contract.SETUP: job.setup, contract.SETUP_DIR: folder}
         values |= {contract.IMAGE: job.image} if job.image else {}  # agent/node.sh and compose append its ID
     return values
+
+
+def identity(job: Job, backend: str) -> dict[str, str]:
+    """Return the variables and labels by which people know a job, and by which `stop`, `gc` and `doctor` find it."""
+    return {contract.JOB_ID: job.name, contract.LAUNCH_ID: job.launch_id, contract.BACKEND: backend}
 
 
 def _beside(run_dir: str, name: str, user: str = "") -> str:

@@ -1,25 +1,38 @@
 """Backend slurm: batch scripts that submitit renders, submitted on a login node (this machine, or one over SSH).
 
 The cluster needs neither Python nor this project. The batch script (agent/batch.sh) selects the master and its port,
-and requeues itself after a checkpoint. squeue finds a job by its name. Sessions (exec, shell) are job steps of srun.
+and requeues itself after a checkpoint. A job is known by its number, and before that by the launch ID in its batch
+script, which Slurm keeps with it. Sessions (exec, shell) are job steps of srun.
 """
 
 import math
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from cluster.agent import scripts
 from cluster.backends import monitor, preflight, script
-from cluster.backends.base import Backend
+from cluster.backends.base import Backend, FoundJob, found_on
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, UnreachableError, UsageError
 from cluster.runtimes import RUNTIMES
 from cluster.spec import slurm
-from cluster.spec.model import Device, Job, JobRecord, Machine, Node, NodeStatus, Plan, Step, nodes_of, this_machine
+from cluster.spec.model import (
+    Device,
+    Inventory,
+    Job,
+    JobRecord,
+    Machine,
+    Node,
+    NodeStatus,
+    Plan,
+    Step,
+    nodes_of,
+    this_machine,
+)
 from cluster.transport import parallel, reach, ssh_to
 
 #: The maximum age of a cached squeue output. One call per interval serves all jobs of a user.
@@ -79,6 +92,7 @@ class SlurmBackend(Backend):
             end += "_"
         setup = [
             f"# The job {job.name} on {job.nodes} nodes. `sbatch job.sbatch` runs it, with agent.pyz in its folder.",
+            scripts.exports(script.identity(job, self.name)),
             # the variables of agent/batch.sh
             scripts.variables(run=run_dir, nodes=job.nodes, port=job.port)
             + scripts.variables(max_restarts=max(0, job.max_restarts - attempt + 1), first_attempt=attempt)
@@ -154,7 +168,13 @@ class SlurmBackend(Backend):
             "folder=${folders[$SLURM_ARRAY_TASK_ID]}\n"
             'exec bash "$folder/attempt-1/job.sbatch" >> "$folder/slurm.log" 2>&1',
             output=f"{folders[0]}/array-%a.log",
-            setup=[head, "folders=(", *map(shlex.quote, folders), ")"],
+            setup=[
+                head,
+                *(f"# launch {plan.job.launch_id}" for plan in plans),
+                "folders=(",
+                *map(shlex.quote, folders),
+                ")",
+            ],
             map_count=len(plans),
             array_parallelism=at_once,
         )
@@ -180,13 +200,39 @@ class SlurmBackend(Backend):
         login = plan.nodes[0].machine
         # The batch script needs some seconds to forward the signal.
         grace = max(3, math.ceil(grace_s)) if grace_s else 0
-        command = scripts.command("slurm_cancel", job=plan.job_id, grace=grace, folder=plan.dir_on(login))
+        launched = {"job": plan.job_id, "launch": plan.job.launch_id}
+        command = scripts.command("slurm_cancel", grace=grace, folder=plan.dir_on(login), **launched)
         done = reach(login).run(command, timeout_s=grace_s + 120)
         if done.code:
             raise UnreachableError(f"scancel: {done.last_line}", f"clusterctl stop {plan.job_id}")
         if done.out.strip():
             left = ", ".join(done.out.splitlines())
             raise ClusterError(f"{left} of {plan.job_id} is still in the queue after scancel", "squeue --me")
+
+    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+        """Return what its jobs have on the login node. They run while the queue has them, as it may restart them."""
+        (login,) = inventory.machines
+
+        def look(machine: Machine) -> list[FoundJob]:
+            found = found_on(machine, self.name, self.engines)
+            pairs = {each.launch_id: each.job for each in found}
+            words = [word for pair in pairs.items() for word in pair]
+            done = reach(machine).run(scripts.command("slurm_queued", *words), timeout_s=60)
+            if done.code:
+                raise UnreachableError(f"{machine.name}: squeue: {done.last_line}", "scontrol ping")
+            running = {*done.out.split(), *supervised}
+            return [replace(each, runs=each.launch_id in running) for each in found]
+
+        return parallel.each([login], look)
+
+    def remove(self, inventory: Inventory, found: FoundJob) -> None:
+        """Cancel the job, and remove what it has on the login node. Raises ClusterError."""
+        (login,) = inventory.machines
+        launched = {"job": found.job, "launch": found.launch_id}
+        done = reach(login).run(scripts.command("slurm_cancel", grace=0, folder="", **launched), timeout_s=120)
+        if done.code or done.out.strip():
+            raise ClusterError(f"{login.name}: {found.job} is still in the queue: {done.out.strip() or done.last_line}")
+        super().remove(inventory, found)
 
     def exec(self, record: JobRecord, node: Node, argv: Sequence[str], *, tty: bool) -> list[str]:
         """Return a job step on the node's host that enters its container, on the login node."""

@@ -68,7 +68,7 @@ def doctor(
                 raise UsageError(f"{flag}: only where a scheduler chooses the nodes", "--only a,b")
         with suppress(ClusterError):  # the checks report why a machine does not answer
             machines = discovery.complete(machines)
-    running = frozenset(record.plan.job_id for record in JobStore() if not record.outcome)
+    supervised = JobStore().supervised()
     with console(stderr=True).status("checking") as status:
 
         def say(text: str) -> None:
@@ -76,7 +76,7 @@ def doctor(
             status.update(text)
 
         chosen: dict[str, Any] = {"image": image, "data": data, "skip": skip, "nodes": nodes or 2, "gpus": gpus or 1}
-        report = interruptible(lambda: checks.examine(machines, **chosen, jobs=running, say=say))
+        report = interruptible(lambda: checks.examine(machines, **chosen, supervised=supervised, say=say))
     if as_json:
         print(json.dumps({"exit_code": checks.exit_code(report.findings), **asdict(report)}, indent=1))
     else:

@@ -130,7 +130,8 @@ def stop_jobs(
             where = f"{job_id}: " if len(stopping) > 1 else ""
             errors.append(type(error)(where + error.message, error.hint))
         else:
-            print_line(out, *problems, f"{job_id}: {ended.outcome}. No processes remain.")
+            how = "It had already ended" if record.is_cleared else "No processes remain"
+            print_line(out, *problems, f"{job_id}: {ended.outcome}. {how}.")
 
     names = " ".join(record.plan.job_id for record in stopping)
     what, them = ("the job", "it") if len(stopping) == 1 else ("all jobs", "them")

@@ -35,13 +35,12 @@ CHECKS: dict[str, Check] = {
     "disk": machine.disk,
     "run_dir": machine.run_dir,
     "user": machine.user,
-    "orphans": machine.orphans,
     "wsl": machine.wsl,
 }
 #: All checks in the order of the report. --skip accepts all except the login.
-ORDER = ("login", *CHECKS, "data", "reachable", "link")
+ORDER = ("login", *CHECKS, "orphans", "data", "reachable", "link")
 #: The checks of a cluster of which no machine is known.
-_LAUNCH = ("login", "launch")
+_LAUNCH = ("login", "launch", "orphans")
 #: The all-reduce is not tried if one of these checks fails.
 _NEEDED_FOR_LINK = ("address", "names", "runtime", "image", "architecture", "versions", "reachable")
 
@@ -61,16 +60,17 @@ def examine(
     image: str = "",
     data: Sequence[str] = (),
     skip: Sequence[str] = (),
-    jobs: frozenset[str] = frozenset(),
+    supervised: frozenset[str] = frozenset(),
     nodes: int = 2,
     gpus: int = 1,
     say: Say = lambda text: None,
 ) -> Report:
     """Run all checks on the inventory's nodes, except those in `skip`, and return the report. No node is changed.
 
-    `data` are folders of this machine that must be the same on every node. Containers and processes of the running
-    `jobs` are not orphans. On Slurm one short job checks `nodes` nodes, with `gpus` GPUs each if the device is cuda.
-    `say` receives one line of progress per step. Raises UsageError for an unknown check or a missing folder.
+    `data` are folders of this machine that must be the same on every node. `supervised` are the launch IDs of jobs that
+    a launcher here follows, so that they are no orphans. On Slurm one short job checks `nodes` nodes, with `gpus` GPUs
+    each if the device is cuda. `say` receives one line of progress per step. Raises UsageError for an unknown check or
+    a missing folder.
     """
     start = time.monotonic()
     own = BACKENDS[inventory.backend].doctor
@@ -91,10 +91,19 @@ def examine(
         say("checking the cluster")
         findings = _examine_launch(inventory, image or DEFAULT_IMAGE, nodes, gpus)
     else:
-        findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, jobs, say)
+        findings = _examine_machines(inventory, image or DEFAULT_IMAGE, data, skip, say)
+    if "orphans" not in skip:
+        say("looking for orphans")
+        findings += _orphans(inventory, supervised, silent=[each.node for each in findings if each.is_silent])
     findings = [finding for finding in findings if finding.check not in skip]
     findings.sort(key=lambda finding: order.index(finding.check))
     return Report(tuple(findings), names, time.monotonic() - start)
+
+
+def _orphans(inventory: Inventory, supervised: frozenset[str], silent: Sequence[str]) -> list[Finding]:
+    """Return a finding for each machine or cluster, except those that are silent."""
+    found = BACKENDS[inventory.backend].jobs_on(inventory, supervised)
+    return [Finding("orphans", where, *machine.orphans(each)) for where, each in found.items() if where not in silent]
 
 
 def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> list[Finding]:
@@ -119,11 +128,11 @@ def _examine_launch(inventory: Inventory, image: str, nodes: int, gpus: int) -> 
 
 
 def _examine_machines(
-    inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], jobs: frozenset[str], say: Say
+    inventory: Inventory, image: str, data: Sequence[str], skip: Sequence[str], say: Say
 ) -> list[Finding]:
     known = tuple(replace(node, runtime=node.runtime or DOCKER.name) for node in inventory.machines)
     say(f"probing {len(known)} nodes")
-    seen, findings = _probe_all(replace(inventory, machines=known), image, jobs)
+    seen, findings = _probe_all(replace(inventory, machines=known), image)
     findings += judge({name: check for name, check in CHECKS.items() if name not in skip}, seen)
     if data:
         say(f"comparing {', '.join(data)}")
@@ -141,7 +150,7 @@ def _examine_machines(
     return findings + network.measure_link(seen)
 
 
-def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[NodeFacts, list[Finding]]:
+def _probe_all(inventory: Inventory, image: str) -> tuple[NodeFacts, list[Finding]]:
     addresses = list(dict.fromkeys(node.address for node in inventory.machines if node.address))
     image_id = ""
     with suppress(ClusterError):  # this machine may have no docker
@@ -158,7 +167,7 @@ def _probe_all(inventory: Inventory, image: str, jobs: frozenset[str]) -> tuple[
             facts[name], clock_s[name] = result
             findings.append(Finding("login", name, "ok", with_note("reachable, host key known", reach(node).note)))
     nodes = tuple(node for node in inventory.machines if node.name in facts)
-    return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, jobs), findings
+    return NodeFacts(nodes, facts, image, image_id, inventory.device, clock_s, inventory.backend), findings
 
 
 def _probe(node: Machine, image: str, addresses: Sequence[str]) -> tuple[Facts, float]:

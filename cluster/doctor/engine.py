@@ -14,7 +14,7 @@ from cluster.spec.model import Gpu, Machine
 def probe_values(node: Machine, image: str) -> dict[str, scripts.Value]:
     """Return the variables of `probe.sh`."""
     engine, python = ENGINES.get(node.runtime), RUNTIMES[node.runtime].check(image, "python3")
-    about = {"engine": engine.name, "info": engine.info, "label": engine.label} if engine else {"engine": ""}
+    about = {"engine": engine.name, "info": engine.info} if engine else {"engine": ""}
     texts = {"run_dir": node.run_dir, "image": image, "versions": scripts.text("doctor/versions.py")}
     return {**about, **texts, "python": python}
 

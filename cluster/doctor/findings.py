@@ -54,7 +54,7 @@ class NodeFacts:
     """Input of the checks: the nodes that could be reached, and the facts of each by its name.
 
     `image_id` is the id of `image` on this machine, "" if it is absent. `clock_s` has each node's clock minus this
-    machine's, in seconds. `jobs` are the ids of running jobs.
+    machine's, in seconds. `backend` is the inventory's.
     """
 
     nodes: tuple[Machine, ...]
@@ -63,7 +63,7 @@ class NodeFacts:
     image_id: str = ""
     device: str = "cuda"
     clock_s: Mapping[str, float] = field(default_factory=dict)
-    jobs: frozenset[str] = frozenset()
+    backend: str = ""
 
 
 class Verdict(NamedTuple):
@@ -87,6 +87,11 @@ class Finding:
     level: Level
     detail: str
     fix: str = ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it says that the node does not answer."""
+        return self.check == "login" and self.level == "failure"
 
 
 def judge(checks: Mapping[str, Check], seen: NodeFacts) -> list[Finding]:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
+from cluster.backends.base import FoundJob
 from cluster.doctor.findings import Facts, Finding, NodeFacts, Verdict, typed_on, usual
 from cluster.errors import ClusterError
 from cluster.spec.model import Machine
@@ -80,10 +81,11 @@ def clock(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
     return Verdict("failure", why, f"set the clock of {node.name}, for example: timedatectl set-ntp true, or chronyd")
 
 
-def orphans(node: Machine, facts: Facts, seen: NodeFacts) -> Verdict:
-    """Report containers and processes of jobs that do not run."""
-    found = dict.fromkeys([*facts.every("container"), *facts.every("process")])
-    left = [job for job in found if job not in seen.jobs]
+def orphans(found: Sequence[FoundJob] | ClusterError) -> Verdict:
+    """Report what `clusterctl gc` would remove from a machine or a cluster."""
+    if isinstance(found, ClusterError):
+        return Verdict("warning", f"not checked: {found.message}", "clusterctl gc")
+    left = dict.fromkeys(each.job for each in found if each.is_orphan)
     return Verdict("warning", f"orphans of {', '.join(left)}", "clusterctl gc") if left else Verdict("ok", "none")
 
 

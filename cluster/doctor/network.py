@@ -151,7 +151,7 @@ def _dial(node: Machine, nodes: Sequence[Machine], ports: Mapping[str, int]) -> 
 
 def measure_link(seen: NodeFacts) -> list[Finding]:
     """Measure latency and bandwidth of the link between all nodes."""
-    name = f"doctor-{secrets.token_hex(4)}"
+    name = f"doctor-{secrets.token_hex(8)}"
     port = 20000 + secrets.randbelow(10000)
     master = seen.nodes[0]
     gpus = seen.device == "cuda" and all(node.gpus for node in seen.nodes)
@@ -218,11 +218,15 @@ def _all_reduce_command(node: Machine, seen: NodeFacts, name: str, *, gpus: bool
     pairs = [f"{key}={value}" for key, value in values.items()]
     if kind is None:
         return ["env", *pairs, "python3"]
+    # `clusterctl gc` finds a container that a killed doctor has left.
+    labels = {contract.JOB_ID: name, contract.LAUNCH_ID: name.rpartition("-")[2], contract.BACKEND: seen.backend}
+    labels[contract.USER_ID] = seen.facts[node.name].text("uid")
     devices = kind.gpu_words(node.gpus[:1]) if gpus else []
     if gpus and seen.facts[node.name].text("infiniband"):
         devices += ["--device", "/dev/infiniband", "--ulimit", "memlock=-1"]
     return [
-        *(node.runtime, "run", "--rm", "-i", "--init", "--name", name, "--label", f"{contract.JOB_ID}={name}"),
+        *(node.runtime, "run", "--rm", "-i", "--init", "--name", name),
+        *(word for label, value in labels.items() for word in ("--label", f"{label}={value}")),
         *("--network", "host", "--ipc", "host", *devices),
         *(word for pair in pairs for word in ("-e", pair)),
         *("--entrypoint", "python3", seen.image),

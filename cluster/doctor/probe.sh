@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154
 # Prints the facts of this machine as lines `NAME=VALUE`. The last one is `probe=end`. The arguments are the addresses of all
-# nodes. Variables: `run_dir`, `engine` and `image`, `info` and `label` (Go templates of the engine, if there is one),
+# nodes. Variables: `run_dir`, `engine` and `image`, `info` (a Go template of the engine, if there is one),
 # `versions` (the text of versions.py), and the array `python`, the command that runs Python in the image.
 export LC_ALL=C
 fact() { printf '%s=%s\n' "$1" "${2//$'\n'/ }"; }
@@ -34,7 +34,7 @@ fact run_disk_kb "$(room "$folder")"
 why=$({ head -c 65536 /dev/zero > "$folder/.clusterctl-doctor.$$"; } 2>&1) || fact unwritable "${why##*: }"
 rm -f -- "$folder/.clusterctl-doctor.$$"
 
-# Engine, image and containers of jobs. Messages of the engine are facts `engine_says`.
+# Engine and image. Messages of the engine are facts `engine_says`.
 if [ -n "$engine" ]; then
     inside=("${python[@]}")
     python=()
@@ -47,16 +47,11 @@ if [ -n "$engine" ]; then
         if grep -q '^engine_version=.' <<< "$found"; then
             about='image_id={{.Id}}{{"\n"}}image_arch={{.Architecture}}'
             timeout 15 "$engine" image inspect --format "$about" -- "$image" 2>/dev/null < /dev/null
-            timeout 15 "$engine" ps -a --filter label=CLUSTER_JOB_ID --format "container=$label" 2>/dev/null < /dev/null
             python=("${inside[@]}")
         fi
     fi
 fi
 [ ${#python[@]} = 0 ] || timeout 30 "${python[@]}" -c "$versions" 2>/dev/null < /dev/null
-
-# Jobs with processes
-grep -hzs '^CLUSTER_JOB_ID=' /proc/[0-9]*/environ | tr '\0' '\n' | sort -u |
-    while IFS= read -r line; do fact process "${line#*=}"; done
 
 # GPUs
 has nvidia-ctk

@@ -21,16 +21,15 @@ class ContainerRuntime(Runtime):
     """An engine with Docker's command line; the engines differ in their Go templates and in a few options.
 
     `page` says how to install it. The templates print facts: `info` those named `engine_...`, `image_facts` those of
-    images/engine.sh (with `version` and with `info`), `label` a container's label CLUSTER_JOB_ID. `options` are for
-    `run`, and `gpu_device` is the kind of a GPU's CDI device ("": the engine takes `--gpus`). It unpacks zstd since the
-    version `zstd_since`. `rootless_network`: without root, its containers may not be reachable for peers.
+    images/engine.sh (with `version` and with `info`). `options` are for `run`, and `gpu_device` is the kind of a GPU's
+    CDI device ("": the engine takes `--gpus`). It unpacks zstd since the version `zstd_since`. `rootless_network`:
+    without root, its containers may not be reachable for peers.
     """
 
     script = "runtimes/docker.sh"
     page: str
     info: str
     image_facts: tuple[str, str]
-    label: str
     options: tuple[str, ...] = ()
     gpu_device = ""
     zstd_since: tuple[int, ...] = ()
@@ -83,7 +82,6 @@ class DockerRuntime(ContainerRuntime):
     _driver, _root = "driver {{.Driver}} {{json .DriverStatus}}", "root {{.DockerRootDir}}"
     _store = ("platform {{.OSType}}/{{.Architecture}}", _driver, _root)
     image_facts = ("version {{.Server.Version}}", _NEW_LINE.join(_store))
-    label = '{{.Label "CLUSTER_JOB_ID"}}'
     options = ("--log-driver", "none")
     zstd_since = (23,)
     rootless_network = True
@@ -98,5 +96,4 @@ class PodmanRuntime(ContainerRuntime):
     info = _NEW_LINE.join(("engine_version={{.Version.Version}}", _security))
     _store = ("platform {{.Host.OS}}/{{.Host.Arch}}", "root {{.Store.GraphRoot}}")
     image_facts = ("version {{.Client.Version}}", _NEW_LINE.join(_store))
-    label = '{{index .Labels "CLUSTER_JOB_ID"}}'
     gpu_device = "nvidia.com/gpu"

@@ -5,6 +5,9 @@ prepare() {
     local rootless='' rights gpu gpus name
     # Not in the plan: one script runs on all nodes of a Slurm job.
     local named=(--name "$CLUSTER_JOB_ID-$CLUSTER_NODE")
+    # Labels, because the engine's other users see this container, too.
+    named+=(--label "CLUSTER_LAUNCH_ID=$CLUSTER_LAUNCH_ID" --label "CLUSTER_BACKEND=$CLUSTER_BACKEND")
+    named+=(--label "CLUSTER_UID=$(id -u)")
     options=("${named[@]}" --user "$(id -u):$(id -g)")
     if [ "$runtime" = podman ]; then
         [ "$(id -u)" = 0 ] || { rootless=yes; options+=(--userns keep-id); }

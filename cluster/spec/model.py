@@ -16,6 +16,8 @@ Device = Literal["cpu", "cuda", "any"]
 #: The index of a GPU in the order of nvidia-smi, or the UUID of a MIG slice, which jobs use and lock like a GPU.
 Gpu = int | str
 
+#: The launch ID of a plan that has not been launched: `clusterctl plan` prints it, so that equal jobs have equal plans.
+NOT_LAUNCHED = "0" * 16
 #: The pattern of a job's name, which container, network and folder names contain.
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,47}")
 #: The folder of the working directory's copy in a job's run directory.
@@ -137,8 +139,9 @@ class Job:
     node that match a pattern of `pass_env`. `hosts` are the machines (none: this machine), or `queue` provides them.
     `gpus` are this machine's, for all of its nodes together. After a failure the job restarts `max_restarts` times,
     with `spares` for lost hosts, and with fewer nodes down to `min_nodes` (0: never fewer). `stall_timeout_s` without
-    progress is a failure (0: never). Ranks that still run `grace_s` after a request to stop are killed. Raises
-    UsageError if a field is invalid.
+    progress is a failure (0: never). Ranks that still run `grace_s` after a request to stop are killed. `launch_id` is
+    on everything that the job starts, in all of its attempts: two jobs may have the same name, and no two launches have
+    the same ID. Raises UsageError if a field is invalid.
     """
 
     name: str
@@ -170,6 +173,7 @@ class Job:
     max_restarts: int = 0
     stall_timeout_s: float = 0.0
     grace_s: float = contract.STOP_GRACE_S
+    launch_id: str = NOT_LAUNCHED
 
     def __post_init__(self) -> None:
         """Raise UsageError if a field is invalid for every backend."""
@@ -343,6 +347,7 @@ class JobRecord:
     nodes, and `sent_secrets` are those that the user sends. `ended_at` is a Unix time, 0 before. A job that was stopped
     has in `stop_grace_s` the grace of that stop. An attempt is recorded before its nodes are started; until all of them
     are, `start_lock` names the job whose lock the process that starts them holds: for a job of an array, the first one.
+    `is_cleared`: it has ended, and all of its machines have confirmed that nothing of it is left there.
     """
 
     plan: Plan
@@ -359,6 +364,7 @@ class JobRecord:
     ended_at: float = 0.0
     stop_grace_s: float = 0.0
     start_lock: str = ""
+    is_cleared: bool = False
 
 
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:

@@ -298,7 +298,7 @@ def finish(follower: Follower, records: JobStore) -> tuple[Outcome, list[str]]:
             # After `stop` the ranks may still be writing a checkpoint.
             failed_s = record.stop_grace_s if record.outcome == "stopped" else FAILED_GRACE_S
             is_over = follower.verdict == "done" and all(node.phase == "exited" for node in follower.view.nodes)
-            problems = clean_up(record, grace_s=0.0 if is_over else failed_s)
+            problems = clean_up(record, grace_s=0.0 if is_over else failed_s, records=records)
             problems += BACKENDS[follower.plan.backend].collect(follower.plan)
         finally:
             posted = _post_end(follower) if is_new else []
@@ -355,12 +355,14 @@ def stop(job_id: str, records: JobStore, grace_s: float | None = None) -> tuple[
     """Stop a job on every node, wait until it ends, and collect its results. Safe to repeat.
 
     Ranks that have not ended `grace_s` after SIGTERM are killed; None: after the time that the job was launched with.
-    A second call with a shorter time shortens a stop that is under way. Return the record, and one sentence for each
-    result that could not be collected.
+    A second call with a shorter time shortens a stop that is under way. Of a job that has ended only the results are
+    collected, unless something of it may be left. Return the record, and one sentence for each result that could not be
+    collected.
     """
     record = records.load(job_id)
     try:
-        cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
+        if not record.is_cleared:
+            cancel(record, records, grace_s=record.job.grace_s if grace_s is None else grace_s)
     finally:  # also if a machine is unreachable
         problems = _await_supervisor(job_id, records) + BACKENDS[record.plan.backend].collect(record.plan)
     record = records.load(job_id)
@@ -405,13 +407,20 @@ def cancel(record: JobRecord, records: JobStore, *, grace_s: float) -> None:
     try:
         records.end(record.plan.job_id, "stopped", grace_s=grace_s)
     finally:
-        _cancel_all(records.load(record.plan.job_id), grace_s)
+        record = records.load(record.plan.job_id)
+        _cancel_all(record, grace_s)
+    records.clear(record)
 
 
-def clean_up(record: JobRecord, grace_s: float) -> list[str]:
-    """Remove what the job left on its nodes. Return one sentence for each failure."""
+def clean_up(record: JobRecord, grace_s: float, records: JobStore | None = None) -> list[str]:
+    """Remove what the job left on its nodes. Return one sentence for each failure.
+
+    With `records`, a job that has ended is recorded as cleared.
+    """
     try:
         _cancel_all(record, grace_s)
+        if records is not None and record.outcome:
+            records.clear(record)
     except ClusterError as error:
         return [f"not cleaned up: {error.message}\nhint: when the machine answers again: clusterctl gc"]
     return []

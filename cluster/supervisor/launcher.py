@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from secrets import choice, token_hex
 
 from cluster.agent.app.node_agent.masking import stays_visible
 from cluster.backends import BACKENDS
@@ -182,6 +183,7 @@ class Launcher:
         starts at this moment. Raises ClusterError if a check failed or a node did not start. After a GpusHeldError
         nothing is left of the job, so that it can be launched again.
         """
+        job = replace(job, launch_id=_new_launch_id())
         code = self.check_sources(job)
         _check_gpus(job, self.records)
         names = _unused_names(job, self.records)
@@ -194,6 +196,7 @@ class Launcher:
 
     def _launch(self, job: Job, backend: str, code: Mapping[str, int] | None) -> tuple[JobRecord, list[str]]:
         """Launch the job with its name. `code` is the working directory, if nodes get a copy of it."""
+        self.records.refuse_taken(job.name)  # before a machine says it, which does not know how to free the name
         checked = free_plan(job, backend, attempt=1)
         commit = workdir.commit(job.workdir) if job.copies_workdir else ""
         sent = tuple(workdir.secrets(job.workdir, code or ()))
@@ -271,6 +274,7 @@ class Launcher:
 
     def launch_array(self, array: Sequence[Job], backend: str, at_once: int) -> list[JobRecord]:
         """Check and record jobs, and submit them as one job array. Raise ClusterError if none was submitted."""
+        array = [replace(job, launch_id=_new_launch_id()) for job in array]
         code = self.check_sources(array[0])
         sent = tuple(workdir.secrets(array[0].workdir, code or ()))
         plans, step = array_plan(array, backend, at_once)
@@ -337,6 +341,11 @@ def array_plan(array: Sequence[Job], backend: str, at_once: int) -> tuple[list[P
     """Return the plans of a job array's jobs, and the step that submits it. Pure."""
     plans = [plan(job, backend) for job in array]
     return plans, BACKENDS[backend].array(array[0], plans, at_once)
+
+
+def _new_launch_id() -> str:
+    """Return 16 random hex digits. The first is a letter, so that YAML does not read a number such as 12e456."""
+    return choice("abcdef") + token_hex(8)[1:]
 
 
 def _code(record: JobRecord) -> dict[str, int] | None:
@@ -445,7 +454,7 @@ def _unused_names(job: Job, records: JobStore) -> Iterator[Job]:
     """Yield the job with each of its names, NAME, NAME-2 and so on, that has neither a record nor a folder here."""
     for nth in itertools.count(1):
         named = replace(job, name=defaults.numbered(job.name, nth))
-        if not records.taken(named.name) and not Path(named.run_root, named.name).exists():
+        if not records.is_taken(named.name) and not Path(named.run_root, named.name).exists():
             yield named
 
 

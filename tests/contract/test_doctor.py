@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -110,11 +111,13 @@ def test_run_dir_that_cannot_be_created_or_has_shell_characters(inventory, tmp_p
 
 
 def test_processes_of_an_unknown_job_are_orphans(inventory, job_name):
-    child = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job_name})
+    launch_id = token_hex(8)
+    variables = {"CLUSTER_JOB_ID": job_name, "CLUSTER_LAUNCH_ID": launch_id, "CLUSTER_BACKEND": "ssh"}
+    child = subprocess.Popen(["sleep", "60"], env={**os.environ, **variables, "CLUSTER_ATTEMPT": "1"})
     try:
         report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"))
         assert job_name in found(report, "orphans")["h0"].detail
-        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), jobs=frozenset({job_name}))
+        report = doctor.examine(inventory, skip=(*WITHOUT_IMAGE, "reachable"), supervised=frozenset({launch_id}))
         assert f"orphans of {job_name}" not in found(report, "orphans")["h0"].detail
     finally:
         child.kill()

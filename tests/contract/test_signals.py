@@ -163,6 +163,6 @@ def test_a_job_that_is_done_stays_done_if_the_copy_of_its_results_is_interrupted
     assert wait_until(lambda: not machine.remains()), machine.remains()
     assert not (folder / "runs" / job_name / "result").exists()
     machine.block.unlink()
-    machine.clusterctl.expect(0, "stop", job_name, has=f"{job_name}: done. No processes remain.")
+    machine.clusterctl.expect(0, "stop", job_name, has=f"{job_name}: done. It had already ended.")
     assert (folder / "runs" / job_name / "result").read_text() == "42"
     assert processes_of(job_name) == []

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -167,30 +166,6 @@ def test_more_gpus_than_a_node_has_is_an_error_with_its_name(machines, sshd, run
     inventory(machines.folder, sshd, machines.folder / "remote", gpus=1)
     run("ticks.py", "--gpus", "2", code=2, has="node-0: --gpus 2 asks for more than its GPUs (1)")
     run("ticks.py", nodes=4, code=2, has="has only node-0, node-1, node-2")
-
-
-@pytest.mark.parametrize(("option", "output"), [("--yes", "node-0: removed JOB"), ("-y --json", '"removed": true')])
-def test_orphans_are_found_without_a_record_and_removed(machines, option, output, job_name):
-    with subprocess.Popen(
-        ["sleep", "300"], env={**os.environ, "CLUSTER_JOB_ID": job_name, "CLUSTER_ATTEMPT": "1"}
-    ) as orphan:
-        code, text = machines.run("gc", "--only", "node-0", "--json", "--job", job_name)
-        found = [(row["processes"], row["removed"]) for row in json.loads(text)]
-        assert (code, found) == (0, [(1, False)]), text
-        text = machines.expect(0, "gc", "--only", "node-0", *option.split(), "--job", job_name)
-        assert output.replace("JOB", job_name) in text
-        assert orphan.wait(5) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("more", [{}, {"CLUSTER_ATTEMPT": "1", "SLURM_JOB_ID": "7"}], ids=["python", "slurm"])
-def test_ranks_without_a_launcher_and_of_slurm_are_no_orphans(machines, more, job_name):
-    alone = subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job_name, **more})
-    try:
-        code, text = machines.run("gc", "--only", "node-0", "--json", "--yes", "--job", job_name)
-        assert (code, alone.poll()) == (0, None), text
-    finally:
-        alone.kill()
-        alone.wait()
 
 
 def test_a_job_from_python_is_listed_by_the_command_line(machines, monkeypatch, job_name, caplog):

@@ -1,11 +1,14 @@
 """Backend compose with real containers, as far as tests/contract does not cover it."""
 
 import os
+import shutil
 import subprocess
 import time
+from secrets import token_hex
 
 import pytest
 
+from cluster.store import JobStore
 from tests.conftest import ROOT
 from tests.unit.yolo_folder import squares
 
@@ -109,6 +112,84 @@ def test_a_missing_image_is_an_error_and_nothing_is_written(clusterctl):
     assert code == 2
     assert text.startswith("error: this machine has no image no-such/image:7\nhint: docker pull no-such/image:7")
     assert list(clusterctl.folder.iterdir()) == []
+
+
+FOREIGN = """
+services:
+  web: {image: "trainer:0.1", entrypoint: [sleep, "600"], stop_grace_period: 0s, pull_policy: never}
+"""
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Start a foreign compose project, and remove it at the end of the test."""
+    started = []
+    file = tmp_path / "foreign.yaml"
+    file.write_text(FOREIGN)
+
+    def start(name):
+        started.append(name)
+        words = ["docker", "compose", "-p", name, "-f", str(file), "up", "-d", "--no-build"]
+        subprocess.run(words, check=True, capture_output=True)
+        return docker("ps", "-q", "--filter", f"label=com.docker.compose.project={name}", "--filter", "name=web")
+
+    yield start
+    for name in started:
+        subprocess.run(["docker", "compose", "-p", name, "down", "-t", "0"], check=True, capture_output=True)
+
+
+def test_a_foreign_project_of_the_same_name_keeps_everything(clusterctl, foreign):
+    started(clusterctl, "ct-name", "--detach").communicate(timeout=60)
+    clusterctl.wait_for("ct-name", "tick 0")
+    (web,) = foreign("ct-name")
+    clusterctl.expect(0, "stop", "ct-name", "--grace", "1s", has="stopped. No processes remain.")
+    clusterctl.expect(0, "stop", "ct-name", has="It had already ended.")
+    assert docker("inspect", "--format", "{{.State.Running}}", web) == ["true"]
+    assert docker("ps", "-q", "--filter", "label=com.docker.compose.project=ct-name") == [web]
+    text = clusterctl.expect(0, "gc", "--job", "ct-name", "--yes")
+    assert "no orphans" in text
+    left = docker("network", "ls", "-q", "--filter", "label=com.docker.compose.project=ct-name")
+    assert len(left) == 1  # the foreign container is in it
+    shutil.rmtree(clusterctl.folder / "runs")
+    words = ["launch", "--backend", "compose", "--name", "ct-name", "--command", "program.py"]
+    clusterctl.expect(2, *words, has=f"a job ct-name already exists: container {web}")
+    assert docker("inspect", "--format", "{{.State.Running}}", web) == ["true"]
+
+
+def test_a_foreign_project_that_appears_before_a_restart_is_not_taken_over(clusterctl, foreign):
+    """compose would replace its network, or a service of it that has the name of a node."""
+    started(clusterctl, "ct-twice", "--detach", "--max-restarts", "1").communicate(timeout=60)
+    clusterctl.wait_for("ct-twice", "tick 0")
+    (web,) = foreign("ct-twice")
+    docker("kill", "ct-twice-node-1")
+    assert clusterctl.run("wait", "ct-twice")[0] != 0
+    assert "this machine: a job ct-twice already exists: container" in clusterctl.run("status", "ct-twice")[1]
+    assert docker("inspect", "--format", "{{.State.Running}}", web) == ["true"]
+
+
+def test_gc_removes_this_users_launches_by_their_ids_and_leaves_the_others(clusterctl):
+    process = started(clusterctl, "ct-gc", "--detach")
+    process.communicate(timeout=60)
+    clusterctl.wait_for("ct-gc", "tick 0")
+    launch = JobStore(clusterctl.folder / "records").load("ct-gc").job.launch_id
+    (held,) = docker("ps", "-q", "--filter", f"label=CLUSTER_LAUNCH_ID={launch}", "--filter", "name=node-0")
+    assert docker("inspect", "--format", '{{index .Config.Labels "CLUSTER_UID"}}', held) == [str(os.getuid())]
+    others = {}
+    for backend, user in (("compose", "65534"), ("compose", ""), ("ssh", str(os.getuid())), ("slurm", "0")):
+        labels = {"JOB_ID": "ct-gc", "LAUNCH_ID": token_hex(8), "BACKEND": backend, "UID": user}
+        words = [word for label, value in labels.items() for word in ("--label", f"CLUSTER_{label}={value}")]
+        (made,) = docker("run", "-d", *words, "--stop-timeout", "0", "--entrypoint", "sleep", "trainer:0.1", "600")
+        others[made] = backend, user
+    try:
+        clusterctl.expect(2, "gc", "--job", "ct-gc", has="nothing was removed")
+        text = clusterctl.expect(0, "gc", "--job", "ct-gc", "--yes", has="this machine: removed ct-gc\n")
+        assert f"(launch {launch})" in text
+        assert "ct-gc is orphaned, of user 65534, and left alone" in text
+        assert docker("ps", "-aq", "--filter", f"label=CLUSTER_LAUNCH_ID={launch}") == []
+        assert docker("network", "ls", "-q", "--filter", f"label=CLUSTER_LAUNCH_ID={launch}") == []
+        assert docker("inspect", "--format", "{{.State.Running}}", *others) == ["true"] * len(others)
+    finally:
+        docker("rm", "-f", *others)
 
 
 def test_the_plan_runs_without_the_launcher(clusterctl):

@@ -1,12 +1,14 @@
 """The backend on a real cluster: jobs, what they wait for, and faults. Each test sees what a user would read."""
 
+import getpass
 import json
 import os
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -97,6 +99,7 @@ def start(kubectl, tmp_path, monkeypatch):
             "says_ready": False,
             "run_root": str(tmp_path),
             "env": {"NAP_S": str(nap_s)},
+            "launch_id": token_hex(8),
             "secrets": tuple(secrets or ()),
             **fields,
         }
@@ -264,17 +267,24 @@ def test_what_does_not_exist_is_found_before_the_start(start, options, words):
         start("absent", user="admin", device="cuda", options=options)
 
 
-def test_a_name_in_use_is_refused(start, tmp_path):
+def test_a_name_in_use_is_refused_and_gc_removes_a_launch_by_its_id(start, tmp_path, monkeypatch):
     run = start("name", nap_s=600)
     with pytest.raises(NameTakenError, match="a job name already exists"):
         start("name", run_root=str(tmp_path / "other"))
     backend, queue = run.backend, run.job.queue
     cluster = Inventory((queue.login,), backend.name, is_assigned=True, settings=queue.settings)
-    (found,) = backend.jobs_on(cluster)[backend.name]
-    assert (found.job, found.runs) == ("name", True)
+    (found,) = backend.jobs_on(cluster, ())[backend.name]
+    assert (found.job, found.launch_id, found.is_own, found.runs) == ("name", run.job.launch_id, True, True)
     assert found.counts == {"pods": 2, "services": 1, "configmaps": 1}
+    for another_user in (lambda: "bob", lambda: ""):  # the rights of a namespace may be shared
+        with monkeypatch.context() as patched:
+            patched.setattr(getpass, "getuser", another_user)
+            (seen,) = backend.jobs_on(cluster, ())[backend.name]
+            assert (seen.user, seen.is_own) == (found.user, False)
+    backend.remove(cluster, replace(found, launch_id=token_hex(8)))
+    assert backend.jobs_on(cluster, ()) == {backend.name: [found]}
     backend.remove(cluster, found)
-    assert backend.jobs_on(cluster) == {backend.name: []}
+    assert backend.jobs_on(cluster, ()) == {backend.name: []}
 
 
 def test_attempts_of_an_earlier_job_with_this_name_do_not_come_back(start, tmp_path):
@@ -320,7 +330,7 @@ kind: Pod
 metadata:
   name: missed-a1-0
   namespace: ada
-  labels: {app.kubernetes.io/managed-by: clusterctl, clusterctl/job: missed, clusterctl/attempt: "1"}
+  labels: {app.kubernetes.io/managed-by: clusterctl, clusterctl/job: missed, clusterctl/launch: abcdef0123456789}
 spec:
   nodeName: ghost
   containers: [{name: node, image: pause:0.1}]
@@ -370,7 +380,8 @@ def removal(kubectl, monkeypatch):
     monkeypatch.setenv("KUBECONFIG", str(kubectl.kubeconfig("ada")))
     backend = KubernetesBackend()
     cluster = Inventory((backend.login_node(""),), backend.name, is_assigned=True)
-    remover = threading.Thread(target=backend.remove, args=(cluster, FoundJob(backend.name, "missed", False, {})))
+    missed = FoundJob(backend.name, backend.name, "missed", "abcdef0123456789", "ada", True, False, {})
+    remover = threading.Thread(target=backend.remove, args=(cluster, missed))
     remover.start()
     yield remover
     assert not remover.is_alive()

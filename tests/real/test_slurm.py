@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from tests.conftest import ROOT, Clusterctl, ended, wait_until
+from tests.contract.sshd import TICKS
 from tests.unit.yolo_folder import make_yolo_set
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(500, func_only=True)]
@@ -214,6 +215,26 @@ def test_ctrl_c_cancels_the_job_and_a_second_stop_is_no_error(slurm):
     assert "stopped. No processes remain." in text
     assert slurm.left() == ("", {})
     assert slurm.clusterctl.run("stop", "ctrl-c")[0] == 0
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["number known", "number not known yet"])
+def test_stop_cancels_a_job_by_its_number_or_its_launch_id_never_by_its_name(clusterctl, testbed, known):
+    made = Slurm(clusterctl, testbed)
+    made.login.run(f"install -d -o ada -g ada /shared/ada {HOME} {HOME}/runs && rm -rf {HOME}/runs/named")
+    made.write(runtime="none", image="")
+    (made.folder / "ticks.py").write_text(TICKS.read_text())
+    words = ["launch", "--name", "named", "--nodes", "2", "--detach", "--python", "python3"]
+    clusterctl.expect(0, *words, "--command", "ticks.py --ticks 5000")
+    number = made.login.run("squeue -h -n named -o %i", user="ada")
+    namesake = made.login.run("sbatch --parsable -p debug -J named -o /dev/null --wrap 'sleep 300'", user="ada")
+    try:
+        if not known:
+            made.login.run(f": > {HOME}/runs/named/submitted")
+        clusterctl.expect(0, "stop", "named", "--grace", "1s", has="stopped. No processes remain.")
+        assert made.login.run("squeue -h -n named -o %i", user="ada") == namesake
+        assert number != namesake
+    finally:
+        made.login.run("scancel --user ada")
 
 
 def test_a_name_that_is_in_the_queue_is_refused(slurm):

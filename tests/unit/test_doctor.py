@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.doctor import CHECKS, exit_code, network
+from cluster.backends.base import FoundJob
+from cluster.doctor import CHECKS, exit_code, machine, network
 from cluster.doctor.findings import Facts, Finding, NodeFacts, judge, parse
 from cluster.doctor.network import judge_connections
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, UnreachableError
 from cluster.spec.model import Machine
 
 HEALTHY = """
@@ -231,12 +232,16 @@ def test_clocks_are_compared_with_the_median():
     assert "100 s behind" in one("clock", seen(count=3, clock_s={"n1": 0.4, "n2": -100.2, "n3": -0.3}))[2]
 
 
-def test_other_users_warn_and_running_jobs_are_not_orphans():
+def test_other_users_warn():
     assert one("user", seen([], [], [("uid", "1001")], count=3))[:2] == ("n3", "warning")
-    held = [("container", "old-1", "new-1"), ("process", "new-1", "gone-2")]
-    node, level, detail, fix = one("orphans", seen(held, jobs=frozenset({"new-1"})))
-    assert (node, level, detail) == ("n1", "warning", "orphans of old-1, gone-2")
-    assert fix.startswith("clusterctl gc")
+
+
+def test_orphans_are_what_gc_would_remove():
+    old, new = (FoundJob("n1", "ssh", job, "a" * 16, "1000", True, job == "new", {}) for job in ("old", "new"))
+    level, detail, fix = machine.orphans([old, new, replace(old, job="bobs", is_own=False)])
+    assert (level, detail, fix) == ("warning", "orphans of old", "clusterctl gc")
+    assert machine.orphans([new]).level == "ok"
+    assert machine.orphans(UnreachableError("squeue does not answer")).detail == "not checked: squeue does not answer"
 
 
 def test_wsl_with_mirrored_networking_or_a_single_node_is_no_fault():

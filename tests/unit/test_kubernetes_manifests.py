@@ -137,7 +137,8 @@ def test_the_pod_of_a_node_is_known_without_the_other_nodes():
 
 
 def test_all_objects_are_found_by_their_labels_and_an_attempts_by_its_own():
-    ours = {"app.kubernetes.io/managed-by": "clusterctl", "clusterctl/job": "digits"}
+    launch = {"clusterctl/launch": "0" * 16}
+    ours = {"app.kubernetes.io/managed-by": "clusterctl", "clusterctl/job": "digits", **launch}
     section = {"labels": {"team": "a"}, "annotations": {"note": "b"}}
     agent, *rest = made = objects(job(section), attempt=3)
     secret = manifests.secret(job(section), manifests.options_of(job(section)), {})

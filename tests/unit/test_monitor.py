@@ -318,7 +318,7 @@ def test_a_process_whose_parent_was_stopped_before_it_could_forward_the_signal_i
     forwards = (
         f"trap 'bash -c \"sleep 1; touch {tmp_path}/forwarded\"; exit' TERM; touch $BEGAN; while :; do sleep 0.1; done"
     )
-    env = {**os.environ, "CLUSTER_JOB_ID": job, "CLUSTER_ATTEMPT": "1", "ORPHAN": orphan}
+    env = {**os.environ, "CLUSTER_LAUNCH_ID": job, "CLUSTER_ATTEMPT": "1", "ORPHAN": orphan}
     began = [tmp_path / "began-0", tmp_path / "began-1"]
     processes = [
         subprocess.Popen(["bash", "-c", text], env={**env, "BEGAN": str(path)})
@@ -335,7 +335,7 @@ def test_one_attempt_is_stopped_while_the_next_one_keeps_running(monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     job = f"stop-{os.getpid()}"
     first, second = (
-        subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_JOB_ID": job, "CLUSTER_ATTEMPT": attempt})
+        subprocess.Popen(["sleep", "60"], env={**os.environ, "CLUSTER_LAUNCH_ID": job, "CLUSTER_ATTEMPT": attempt})
         for attempt in ("1", "2")
     )
     with first, second:
@@ -350,7 +350,9 @@ def test_agents_find_the_grace_before_the_signal(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     script = "trap 'cp grace seen; exit' TERM; touch begun; while :; do sleep 0.05; done"
     job = f"grace-{os.getpid()}"
-    with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_LAUNCH_ID": job}
+    ) as process:
         assert wait_until((tmp_path / "begun").exists)
         monitor.stop(Machine("n0", "", ()), job, 20.5, (), timeout_s=30, folder=str(tmp_path))
         process.wait(10)
@@ -448,7 +450,9 @@ def test_a_grace_of_half_a_second_lets_a_process_end(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor, "reach", lambda node: LocalShell())
     script = "trap 'sleep 0.1; touch ended; exit' TERM; touch begun; while :; do sleep 0.05; done"
     job = f"stop-{os.getpid()}"
-    with subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_JOB_ID": job}) as process:
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=tmp_path, env={**os.environ, "CLUSTER_LAUNCH_ID": job}
+    ) as process:
         assert wait_until((tmp_path / "begun").exists)
         monitor.stop(Machine("n0", "", ()), job, 0.5, (), timeout_s=30)
         process.wait(10)

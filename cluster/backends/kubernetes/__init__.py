@@ -4,8 +4,10 @@ kubectl is the client, with the user's kubeconfig. A job's objects have labels, 
 a record. Nothing is installed in the cluster, and no rights on its machines are needed.
 """
 
+import getpass
 import json
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -14,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rich.filesize import decimal
 
@@ -23,7 +25,14 @@ from cluster.backends import monitor, script
 from cluster.backends.base import Backend, FoundJob
 from cluster.backends.kubernetes import discover, files, kubectl, manifests, pods, preflight, waiting
 from cluster.backends.kubernetes.kubectl import ForbiddenError, Kubectl, NodeSilentError, NotFoundError, QuotaError
-from cluster.backends.kubernetes.manifests import ATTEMPT_LABEL, JOB_LABEL, MANAGED_BY, RANK_LABEL
+from cluster.backends.kubernetes.manifests import (
+    ATTEMPT_LABEL,
+    JOB_LABEL,
+    LAUNCH_LABEL,
+    MANAGED_BY,
+    RANK_LABEL,
+    USER_LABEL,
+)
 from cluster.backends.kubernetes.retries import Retries, is_half_started
 from cluster.backends.monitor import NodeMonitor, NodeStatuses
 from cluster.errors import ClusterError, LaunchError, NameTakenError, UnreachableError, UsageError
@@ -77,6 +86,14 @@ class _Attempt:
     #: What could not be collected before the pods were deleted; None: nothing was collected yet.
     collected: list[str] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Launch(NamedTuple):
+    """The labels of an object by which `gc` knows its launch."""
+
+    job: str
+    id: str
+    user: str
 
 
 @dataclass
@@ -188,8 +205,8 @@ class KubernetesBackend(Backend):
                 if plan.attempt > 1:  # an attempt that could not be cleaned up may have left it
                     client.delete("secrets", _selector(plan, all_attempts=True))
                 values = manifests.secret(plan.job, manifests.options_of(plan.job), secrets)
-                secret = client.create(_as_text([values]))
-            client.create(_as_text(_documents(plan)))
+                secret = client.create(_as_text([manifests.launched_by(values, _user())]))
+            client.create(_as_text([manifests.launched_by(each, _user()) for each in _documents(plan)]))
         except ClusterError as error:
             if isinstance(error, QuotaError) and plan.attempt > 1:
                 attempt.retries.give_up(error.message, kinds=("ConfigMap", "Service", "Pod"))
@@ -312,30 +329,34 @@ class KubernetesBackend(Backend):
         lost = () if is_kept else ("runs: names no volume, so a pod that is lost loses its files",)
         return [*lost, *self._skipped.get(job.name, ())]
 
-    def jobs_on(self, inventory: Inventory) -> dict[str, list[FoundJob] | ClusterError]:
-        """Return the jobs that have objects in the namespace."""
+    def jobs_on(self, inventory: Inventory, supervised: Collection[str]) -> dict[str, list[FoundJob] | ClusterError]:
+        """Return the jobs that have objects in the namespace. A job runs while a pod of it waits or runs."""
         client = _client_of(inventory.settings)
         try:
-            pods = client.get("pods", f"--selector={OURS}")
-            of_job: dict[str, list[str]] = {}
+            of_launch: dict[_Launch, list[str]] = {}
             for kind in _ALL_KINDS:
-                for job in _jobs_with(client, kind):
-                    of_job.setdefault(job, []).append(kind)
+                for launch in _launches_with(client, kind):
+                    of_launch.setdefault(launch, []).append(kind)
+            listed = client.get("pods", f"--selector={OURS}") if of_launch else []
         except ClusterError as error:
             return {self.name: error}
         running = {
-            pod["metadata"]["labels"].get(JOB_LABEL, "")
-            for pod in pods
+            pod["metadata"]["labels"].get(LAUNCH_LABEL, "")
+            for pod in listed
             if pod["status"].get("phase") in ("Pending", "Running")
         }
-        found = [FoundJob(self.name, job, job in running, Counter(kinds)) for job, kinds in sorted(of_job.items())]
+        found = []
+        for launch, kinds in sorted(of_launch.items()):
+            is_own, runs = launch.user == _user(), launch.id in running or launch.id in supervised
+            what = (self.name, self.name, launch.job, launch.id, launch.user)
+            found.append(FoundJob(*what, is_own=is_own, runs=runs, counts=Counter(kinds)))
         return {self.name: found}
 
     def remove(self, inventory: Inventory, found: FoundJob) -> None:
-        """Delete everything of a job, and wait for its end. Raises ClusterError."""
+        """Delete everything of a launch, and wait for its end. Raises ClusterError."""
         client = _client_of(inventory.settings)
         kinds = [kind for kind in _ALL_KINDS if client.run("auth", "can-i", "delete", kind).out.strip() == "yes"]
-        _delete(client, ",".join(kinds) or "pods", _job_selector(found.job))
+        _delete(client, ",".join(kinds) or "pods", _launch_selector(found.launch_id))
 
     def problem(self) -> tuple[str, str] | None:
         """Return why this machine has no kubectl, as (message, hint), or None."""
@@ -394,7 +415,8 @@ class KubernetesBackend(Backend):
         if retries.due_at is None or retries.clock() < retries.due_at:
             return []
         try:
-            client.create(_as_text([each for each in _documents(plan) if each["kind"] in retries.kinds]))
+            wanted = [each for each in _documents(plan) if each["kind"] in retries.kinds]
+            client.create(_as_text([manifests.launched_by(each, _user()) for each in wanted]))
         except QuotaError as error:
             retries.give_up(error.message, kinds=retries.kinds)
             return []
@@ -538,22 +560,34 @@ def _client_of(settings: Mapping[str, Any]) -> Kubectl:
 
 
 def _selector(plan: Plan, *, all_attempts: bool = False) -> str:
-    """Return the option that selects the objects of a job, or only those of the plan's attempt."""
-    job = _job_selector(plan.job_id)
-    return job if all_attempts else f"{job},{ATTEMPT_LABEL}={plan.attempt}"
+    """Return the option that selects the objects of a launch, or only those of the plan's attempt."""
+    launch = _launch_selector(plan.job.launch_id)
+    return launch if all_attempts else f"{launch},{ATTEMPT_LABEL}={plan.attempt}"
 
 
-def _jobs_with(client: Kubectl, kind: str) -> list[str]:
-    """Return the job of each object of a kind; none of a kind that the user may not list, such as Secrets."""
-    columns = f'--output=jsonpath={{range .items[*]}}{{.metadata.labels.{JOB_LABEL}}}{{"\\n"}}{{end}}'
+def _launches_with(client: Kubectl, kind: str) -> list["_Launch"]:
+    """Return the launch of each object of a kind; none of a kind that the user may not list, such as Secrets."""
+    labels = (JOB_LABEL, LAUNCH_LABEL, USER_LABEL)
+    fields = '{","}'.join(f"{{.metadata.labels.{label}}}" for label in labels)
+    columns = f'--output=jsonpath={{range .items[*]}}{fields}{{"\\n"}}{{end}}'
     try:
-        return client.text("get", kind, f"--selector={OURS}", columns).splitlines()
+        lines = client.text("get", kind, f"--selector={OURS},{LAUNCH_LABEL}", columns).splitlines()
     except ForbiddenError:
         return []
+    return [_Launch(*line.split(",")) for line in lines]
 
 
-def _job_selector(job: str) -> str:
-    return f"--selector={OURS},{JOB_LABEL}={job}"
+def _launch_selector(launch_id: str) -> str:
+    return f"--selector={OURS},{LAUNCH_LABEL}={launch_id}"
+
+
+def _user() -> str:
+    """Return who launches, as a label: the rights in a cluster may be shared by several people."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # no entry for this user
+        name = ""
+    return manifests.user_label(name, os.getuid())
 
 
 def _kinds(plan: Plan) -> str:

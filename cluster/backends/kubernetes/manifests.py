@@ -22,9 +22,12 @@ from cluster.spec.model import WORKDIR, Job, Mount, Node, Plan, Step, nodes_of
 
 Document = dict[str, Any]
 
-#: The labels of all objects of a job, of those of an attempt, and of a node's pod.
-MANAGED_BY, JOB_LABEL = "app.kubernetes.io/managed-by", "clusterctl/job"
+#: The labels of all objects of a job, of those of an attempt, and of a node's pod. The launch ID finds them. Names are
+#: for people, who may use one again.
+MANAGED_BY, JOB_LABEL, LAUNCH_LABEL = "app.kubernetes.io/managed-by", "clusterctl/job", "clusterctl/launch"
 ATTEMPT_LABEL, RANK_LABEL = "clusterctl/attempt", "clusterctl/rank"
+#: The label of who has launched them, which the launcher adds: a plan does not depend on who prints it.
+USER_LABEL = "clusterctl/user"
 #: The folder of the jobs' run directories in the containers.
 RUNS = "/runs"
 #: The container of a node's ranks, and the init container that waits for files of the launching machine.
@@ -119,7 +122,7 @@ def documents(job: Job, options: Options, *, attempt: int, port: int) -> list[Do
     service["spec"] = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,  # the ranks need the names before they are ready
-        "selector": {JOB_LABEL: job.name, ATTEMPT_LABEL: str(attempt)},
+        "selector": {LAUNCH_LABEL: job.launch_id, ATTEMPT_LABEL: str(attempt)},
         "ports": [{"name": "rendezvous", "port": port}],
     }
     agent = _object("ConfigMap", agent_name(job, attempt), options, labels(job, attempt))
@@ -137,8 +140,20 @@ def secret(job: Job, options: Options, values: Mapping[str, str]) -> Document:
 
 def labels(job: Job, attempt: int = 0) -> dict[str, str]:
     """Return the labels by which the objects of a job are found, or those of one attempt."""
-    found = {MANAGED_BY: "clusterctl", JOB_LABEL: job.name}
+    found = {MANAGED_BY: "clusterctl", JOB_LABEL: job.name, LAUNCH_LABEL: job.launch_id}
     return {**found, ATTEMPT_LABEL: str(attempt)} if attempt else found
+
+
+def launched_by(document: Document, user: str) -> Document:
+    """Return an object with the label of who has launched it."""
+    metadata = document["metadata"]
+    return {**document, "metadata": {**metadata, "labels": {**metadata["labels"], USER_LABEL: user}}}
+
+
+def user_label(name: str, number: int) -> str:
+    """Return the label of a user of the launching machine: `ann.1000`, of characters that a label may have."""
+    word = re.sub(r"[^A-Za-z0-9_.-]", "_", name).strip("_.-")[:40]
+    return f"{word}.{number}" if word else str(number)
 
 
 def pod_name(job: Job, attempt: int, rank: int) -> str:
@@ -299,7 +314,7 @@ def _environment(job: Job, options: Options, rank: int, *, attempt: int, port: i
         **job.env,
         contract.NODE: f"node-{rank}",
         "PET_NODE_RANK": str(rank),
-        **script.shared_environment(job, attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)),
+        **script.shared_environment(job, "kubernetes", attempt, f"{RUNS}/{job.name}", (master(job, attempt), port)),
         contract.NODES_ON_HOST: "1",
         contract.RENDEZVOUS_TIMEOUT: f"{job.timeout_s:g}",
         contract.HOLD: str(_HOLD_S[not options.runs.is_persistent]),
