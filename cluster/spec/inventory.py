@@ -12,14 +12,15 @@ DATA_DIR = "~/clusterctl/data"
 
 #: The pattern of a node's name, which container and file names contain.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-_HOST = r"[A-Za-z0-9_][A-Za-z0-9._-]*|[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f.]*"
+_IPV6 = r"[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f.]*(?:%[A-Za-z0-9_.-]+)?"  # after %: the network device
+_HOST = rf"[A-Za-z0-9_][A-Za-z0-9._-]*|{_IPV6}|\[{_IPV6}\]"
 _LOGIN = re.compile(rf"(?:(?P<user>[^\s@:/-][^\s@:/]*)@)?(?P<host>{_HOST})(?::(?P<port>[0-9]{{1,5}}))?")
 #: `host`, `host:4` or `host slots=4 max_slots=8`. An IPv6 address has more than one colon.
 _HOSTFILE_LINE = re.compile(
-    r"(?P<login>[^\s:]+|[^\s:]*(:[^\s:]*){2,})(:(?P<count>[1-9]\d{0,3}))?"
+    r"(?P<login>[^\s:\[]*\[[^\s\]]+\]|[^\s:]+|[^\s:]*(:[^\s:]*){2,})(:(?P<count>[1-9]\d{0,3}))?"
     r"(\s+slots=(?P<slots>[1-9]\d{0,3}))?(\s+max[_-]slots=\d+)?"
 )
-_LOGIN_FORM = "[USER@]HOST[:PORT], or a name from ~/.ssh/config"
+_LOGIN_FORM = "[USER@]HOST[:PORT], an IPv6 address with a port as [fd00::1]:22, or a name from ~/.ssh/config"
 
 
 def from_hosts(text: str) -> Inventory:
@@ -82,7 +83,7 @@ def _of_logins(logins: Sequence[tuple[str, str, int]]) -> Inventory:
         match = _LOGIN.fullmatch(login)
         if not match:
             raise UsageError(f"{origin}: {login!r} is not a login", _LOGIN_FORM)
-        name = match["host"].replace(":", "-").strip("-")
+        name = re.sub(r"[:%]", "-", match["host"].strip("[]")).strip("-")
         if not re.fullmatch(NAME, name):
             raise UsageError(f"{origin}: {name!r} is not a valid node name", "give the host an alias in ~/.ssh/config")
         if name in nodes:

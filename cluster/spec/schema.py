@@ -386,10 +386,11 @@ def _machine(name: str, keys: MachineKeys, file: File, backend: Traits, source: 
     login = values["login"]
     if login and defaults.user and "@" not in login:
         login = f"{defaults.user}@{login}"
-    if login and defaults.port and login.count(":") != 1:
-        if ":" in login:
-            raise source.error(("nodes", name), f"defaults.port cannot follow {login}", "set Port in ~/.ssh/config")
-        login = f"{login}:{defaults.port}"
+    user, mark, host = login.rpartition("@")
+    has_port = host.count(":") == 1 or "]:" in host
+    if login and defaults.port and not has_port:
+        host = f"[{host.strip('[]')}]" if ":" in host else host
+        login = f"{user}{mark}{host}:{defaults.port}"
     return Machine(name, **{**values, "login": login})
 
 

@@ -89,6 +89,9 @@ def _evaluate(words: Sequence[str]) -> Settings:
 
 
 def _split(host: str) -> tuple[str, str]:
-    # As in fabric: more than one colon is an IPv6 address, without a port.
+    # More than one colon is an IPv6 address, which has a port only in the form [fd00::1]:22.
+    if host.startswith("["):
+        name, _, port = host.removeprefix("[").partition("]")
+        return name, port.removeprefix(":")
     name, _, port = host.partition(":")
-    return (name, port) if host.count(":") == 1 else (host.strip("[]"), "")
+    return (name, port) if host.count(":") == 1 else (host, "")

@@ -43,7 +43,12 @@ def test_links_that_lead_out_of_the_folder_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("login", "host", "port"),
-    [("gpu-a", "gpu-a", None), ("ada@gpu-a:2222", "ada@gpu-a", "2222"), ("ada@fe80::1", "ada@[fe80::1]", None)],
+    [
+        ("gpu-a", "gpu-a", None),
+        ("ada@gpu-a:2222", "ada@gpu-a", "2222"),
+        ("ada@fe80::1", "ada@[fe80::1]", None),
+        ("ada@[fe80::1]:2222", "ada@[fe80::1]", "2222"),
+    ],
 )
 def test_rsync_reaches_the_machine_that_the_shell_reaches(login, host, port):
     node = Machine("gpu-a", "10.0.0.1", login=login, ssh_config="/my config/it's")

@@ -105,7 +105,6 @@ def test_an_unknown_key_is_named_with_its_line_and_the_closest_known_key():
         ("nodes: [a, b]\nbackend: slurm", "1: nodes: expected one node, the login node"),
         ("nodes:\n  a: {runtime: apptainer}", "1: nodes: runtime apptainer needs backend slurm"),
         ("backend: slurm\nslurm: {array: 0-3}\nnodes: [a]", "2: slurm: array=...: clusterctl sets it"),
-        ("defaults: {port: 22}\nnodes:\n  a: {login: 'fd00::5'}", "3: nodes.a: defaults.port cannot follow"),
         ("nodes:\n  a:\n    labels: fast", "3: nodes.a.labels: 'fast': must be a list"),
         ("nodes: [a", "1: expected"),
         ("nodes: &x [*x]", "1: aliases"),
@@ -132,29 +131,67 @@ def test_a_written_file_reads_back_as_the_same_inventory():
 
 
 def test_hosts_are_logins_and_name_the_nodes():
-    made = inventory.from_hosts("gpu-a, ann@gpu-b:2222,10.0.0.7,fd00::7")
+    made = inventory.from_hosts("gpu-a, ann@gpu-b:2222,10.0.0.7,fd00::7,[fd00::8],me@[fd00::9]:2222,fe80::1%eth0")
     assert [(node.name, node.login) for node in made.machines] == [
         ("gpu-a", "gpu-a"),
         ("gpu-b", "ann@gpu-b:2222"),
         ("10.0.0.7", "10.0.0.7"),
         ("fd00--7", "fd00::7"),
+        ("fd00--8", "[fd00::8]"),
+        ("fd00--9", "me@[fd00::9]:2222"),
+        ("fe80--1-eth0", "fe80::1%eth0"),
     ]
 
 
-@pytest.mark.parametrize("text", ["a,,b", "a,a", "a,bob@a", "a b", "-a", "a;b", "a,", "@a", "a:x"])
+@pytest.mark.parametrize(
+    ("login", "expected"),
+    [
+        ("a", "ann@a:22"),
+        ("a:23", "ann@a:23"),
+        ("fd00::5", "ann@[fd00::5]:22"),
+        ("bob@[fd00::5]", "bob@[fd00::5]:22"),
+        ("[fd00::5]:23", "ann@[fd00::5]:23"),
+    ],
+)
+def test_the_port_of_the_defaults_follows_a_login_without_one(login, expected):
+    made = read(f"defaults: {{user: ann, port: 22}}\nnodes:\n  a: {{login: '{login}'}}\n  b: {{login: b}}\n")
+    assert made.machines[0].login == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,,b",
+        "a,a",
+        "a,bob@a",
+        "a b",
+        "-a",
+        "a;b",
+        "a,",
+        "@a",
+        "a:x",
+        "[a]:22",
+        "[fd00::1",
+        "[fd00::1]:x",
+        "fd00::1]:22",
+    ],
+)
 def test_invalid_hosts_are_errors(text):
     with pytest.raises(UsageError, match="--hosts"):
         inventory.from_hosts(text)
 
 
 def test_hostfiles_of_mpi_deepspeed_and_horovod_are_read():
-    text = "# cluster\nworker-1 slots=4\n\nworker-2 slots=2 max_slots=8  # two\r\nworker-3:8\nann@worker-4\n"
+    text = (
+        "# cluster\nworker-1 slots=4\n\nworker-2 slots=2 max_slots=8  # two\r\nworker-3:8\nann@worker-4\n[fd00::1]:4\n"
+    )
     made = inventory.from_hostfile(text, "hostfile")
     assert [(node.name, node.login, len(node.gpus)) for node in made.machines] == [
         ("worker-1", "worker-1", 4),
         ("worker-2", "worker-2", 2),
         ("worker-3", "worker-3", 8),
         ("worker-4", "ann@worker-4", 0),
+        ("fd00--1", "[fd00::1]", 4),
     ]
 
 
