@@ -60,6 +60,7 @@ stall               one entry per rank while no rank of the node makes progress:
                     torch.distributed, or ""), call (the newest function), place (`FILE:LINE` of the program), busy
                     (true if the ranks use the CPU or a GPU but stay at the same place)
 leaving             the ranks that have not exited although the programs of all ranks of the node have ended with 0
+output_at           when a rank wrote the last line of its log, by the clock of `heartbeat`; null before the first one
 lost_lines, lost_why
                     how many lines of the logs could not be written completely (a full disk), and the last error
 failure             the node's first failure: rank, time, exit_code, error and hint (one line each), secondary (true if

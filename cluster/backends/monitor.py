@@ -345,6 +345,7 @@ def status(name: str, agent: AgentStatus, state: str = "", why: str = "") -> Nod
         events=events,
         heartbeat=agent.heartbeat or 0.0,
         lost=agent.lost,
+        quiet_s=agent.quiet_s,
     )
 
 

@@ -33,6 +33,8 @@ _STYLES: dict[Phase, str] = {
 }
 #: The options of a table without lines.
 PLAIN: dict[str, Any] = {"box": None, "padding": (0, 3, 0, 0), "header_style": "dim", "pad_edge": False}
+#: Nodes whose ranks print nothing for so long get a note.
+_QUIET_S = 60.0
 #: The values that a sparkline shows, and its characters.
 _SPARKS, _BARS = 30, "▁▂▃▄▅▆▇█"
 #: The live display shows the use of nodes up to this number.
@@ -54,16 +56,21 @@ def joined(view: JobView, plan: Plan) -> str:
     return "   ".join([*words, seconds(view.joined_after_s or 0.0)])
 
 
-def node_table(view: JobView, plan: Plan, now: float) -> Table:
-    """Return one row per node: phase, its duration (ready: time since the start), and a note."""
+def node_table(view: JobView, plan: Plan, now: float, *, joins: bool = False) -> Table:
+    """Return one row per node: phase, its duration, and a note, such as when its ranks have printed something last.
+
+    While the job `joins`, the duration of a ready node is the time that it took to join.
+    """
     table = Table("  node", "phase", Column("for", justify="right"), Column("note", overflow="fold"), **PLAIN)
     for index, node in enumerate(view.nodes):
         note = node.silent or node.note
         is_master = index == 0 and plan.master_addr and node.phase in ("starting", "joining", "ready")
         if is_master and not node.silent and not note.startswith("cannot"):
             note = f"master {plan.master_addr}:{plan.master_port}"
-        duration = node.since - view.started if node.phase == "ready" else now - node.since
+        if node.phase == "ready" and node.quiet_s >= _QUIET_S:
+            note = "; ".join(filter(None, (note, f"last output {seconds(node.quiet_s)} ago")))
         phase = Text(node.phase, _STYLES[node.phase])
+        duration = node.since - view.started if joins and node.phase == "ready" else now - node.since
         table.add_row(f"  {node.name}", phase, seconds(max(0.0, duration)), Text(note))
     return table
 
@@ -192,7 +199,7 @@ class LiveDisplay(Display):
         if view.joined_after_s is not None and not self._has_joined:
             self._has_joined = True
             if self._live.is_started:
-                self._console.print(node_table(view, self._plan, self._clock()))
+                self._console.print(node_table(view, self._plan, self._clock(), joins=True))
             self.note(joined(view, self._plan) + "\n")
         if self._skips_history:  # `clusterctl logs` prints all of it
             self._skips_history, lines = False, lines[-10:]
@@ -216,7 +223,7 @@ class LiveDisplay(Display):
             return Text("")
         if self._view.joined_after_s is None:
             ready = f"{self._view.ready_count}/{len(self._view.nodes)} nodes ready"
-            return Group(node_table(self._view, self._plan, self._clock()), Text(f"  {ready}", "dim"))
+            return Group(node_table(self._view, self._plan, self._clock(), joins=True), Text(f"  {ready}", "dim"))
         silent = [Text(f"{node.name}: {node.silent}", "yellow") for node in self._view.nodes if node.silent]
         if self._view.progress is None or self._view.done is not None:
             return Group(*silent)

@@ -161,7 +161,7 @@ def finish(follower: Follower, refusal: str, records: JobStore, out: Console) ->
         print_line(out, f"{plan.job_id} was stopped")
         return report.EXIT_FAILED
     if outcome == "done":
-        print_line(out, report.done(view, plan, str(Path.cwd())))
+        print_line(out, report.done(view, plan, str(Path.cwd()), records.load(plan.job_id).launched_at))
         if lost := report.lost_lines(view):
             print_line(out, f"done, {lost}", style=_ERROR)
         return report.EXIT_DONE

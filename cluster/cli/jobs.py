@@ -153,7 +153,7 @@ def ps(
         row: dict[str, Any] = {"job": plan.job_id, "state": state, "backend": plan.backend}
         row["nodes"] = f"{ready}/{len(plan.nodes)}" if state in ("joining", "running") else len(plan.nodes)
         row |= {
-            "age_s": round(time.time() - record.created_at),
+            "age_s": round(time.time() - record.launched_at),
             "supervisor": "" if problem else _supervisor_of(record, records),
         }
         rows.append(row | {"run_dir": plan.run_dir})
@@ -191,7 +191,7 @@ def status(job: options.JobName, as_json: options.AsJson = False) -> None:
     supervisor = _supervisor_of(record, records)
     kept = notes.Reader(record.plan).lines()
     if as_json:
-        keys = ("phase", "note", "exit_code")
+        keys = ("phase", "note", "exit_code", "quiet_s")
         nodes = [{"node": node.name, **{key: getattr(node, key) for key in keys}} for node in view.nodes]
         metric = view.metric and view.metric.as_json()
         about = {"job": job, "state": state, "detail": record.detail, "commit": record.commit}

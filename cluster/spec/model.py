@@ -297,7 +297,7 @@ class NodeStatus:
     `events` are the last event of each kind that makes up the phase and progress of the node.
     `heartbeat` is the last one of its agent, by the clock of its machine (0: none yet). Compare it only with another
     heartbeat of that agent: clocks differ, and are set.
-    `lost` says how many lines its log lacks, and why.
+    `lost` says how many lines its log lacks, and why. `quiet_s` is the time since a rank wrote its last line.
     `is_final`: the node could not start, and another attempt could not, either. `starts_over`: what was seen of it
     before no longer holds, because the attempt has given its machines back and starts again later.
     """
@@ -316,6 +316,7 @@ class NodeStatus:
     events: tuple[Event, ...] = ()
     heartbeat: float = 0.0
     lost: str = ""
+    quiet_s: float = 0.0
     is_final: bool = False
     starts_over: bool = False
 
@@ -351,7 +352,7 @@ class JobRecord:
     """
 
     plan: Plan
-    created_at: float
+    created_at: float  # of the latest attempt
     job: Job
     retired: tuple[Node, ...] = ()
     outcome: Literal["", "done", "failed", "stopped"] = ""
@@ -365,6 +366,11 @@ class JobRecord:
     stop_grace_s: float = 0.0
     start_lock: str = ""
     is_cleared: bool = False
+
+    @property
+    def launched_at(self) -> float:
+        """The Unix time at which the first attempt began."""
+        return self.history[0].started_at if self.history else self.created_at
 
 
 def nodes_of(job: Job, machine: Machine) -> tuple[Node, ...]:

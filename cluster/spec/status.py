@@ -147,6 +147,7 @@ class AgentStatus:
     leaving: tuple[int, ...] | None = optional(_each(count))
     usage: Usage | None = optional(_object(Usage))
     events: tuple[Event, ...] | None = optional(_events)
+    output_at: float | None = optional(timestamp)
     lost_lines: int | None = optional(count)
     lost_why: str | None = optional(text)
 
@@ -155,6 +156,13 @@ class AgentStatus:
         """What the node's log lacks, such as `12 lines: No space left on device`; "": nothing."""
         lines = "1 line" if self.lost_lines == 1 else f"{self.lost_lines} lines"
         return f"{lines}: {self.lost_why or 'unknown error'}" if self.lost_lines else ""
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last line of a rank, by the clock of the agent; 0 if that is not known."""
+        if self.heartbeat is None or self.output_at is None:
+            return 0.0
+        return max(0.0, self.heartbeat - self.output_at)
 
     @property
     def has_exited(self) -> bool:

@@ -41,7 +41,8 @@ class NodeView:
     """A node's phase as the user sees it, and how the node ended.
 
     `since` is the time at which the phase began, `note` describes the phase. `reached` is set once the node connected
-    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost` and `is_final` are those of NodeStatus.
+    to the master. `silent`, `failure`, `stall`, `leaving`, `usage`, `lost`, `quiet_s` and `is_final` are those of
+    NodeStatus.
     `unanswered_since` is the time from which the machine's silence counts as a failure, and None while it answers.
     `left_at` is the time at which the programs of all its ranks had ended, and None before.
     """
@@ -63,6 +64,7 @@ class NodeView:
     usage: Usage | None = None
     unanswered_since: float | None = None
     lost: str = ""
+    quiet_s: float = 0.0
     is_final: bool = False
 
 
@@ -230,12 +232,12 @@ def _succeeded(node: NodeView) -> bool:
 def _fold_status(node: NodeView, status: NodeStatus, now: float) -> None:
     node.silent, node.stall, node.usage, node.leaving = status.silent, status.stall, status.usage, status.leaving
     node.left_at = (node.left_at or now) if status.leaving else None
-    node.lost = status.lost or node.lost
+    node.lost, node.quiet_s = status.lost or node.lost, status.quiet_s
     if status.phase in ("exited", "lost"):
         if node.phase == status.phase:
             return
-        texts = [text for text in (status.detail, status.where) if text]
-        node.note = "; ".join(texts) or (f"exit {status.exit_code}" if status.phase == "exited" else "")
+        detail = status.detail or (f"exit {status.exit_code}" if status.phase == "exited" else "")
+        node.note = "; ".join(filter(None, (detail, status.where)))
         node.phase, node.since, node.exit_code, node.ended_at = status.phase, now, status.exit_code, status.ended_at
         node.where, node.failure, node.is_final = status.where, status.failure, status.is_final
     elif _ORDER[status.phase] > _ORDER[node.phase] or (status.starts_over and status.phase != node.phase):

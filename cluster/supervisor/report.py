@@ -62,10 +62,15 @@ def scores(event: Scored, first: str) -> str:
     return "   ".join(words)
 
 
-def done(view: JobView, plan: Plan, cwd: str) -> str:
-    """Format the success: `done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`."""
-    took_s = max(node.ended_at or node.left_at or view.done_at or 0.0 for node in view.nodes) - view.started
-    first = f"done in {seconds(max(0.0, took_s))}"
+def done(view: JobView, plan: Plan, cwd: str, launched_at: float) -> str:
+    """Format the success: `done in 2 min 31 s   mAP50 0.950   mAP50-95 0.740   runs/digits-7f3a/best.pt`.
+
+    The time counts from the launch, with all earlier attempts.
+    """
+    ended_at = max(node.ended_at or node.left_at or view.done_at or 0.0 for node in view.nodes)
+    first = f"done in {seconds(max(0.0, ended_at - launched_at))}"
+    if plan.attempt > 1:
+        first += f" (attempt {plan.attempt}: {seconds(max(0.0, ended_at - view.started))})"
     shown = from_here(plan.run_dir, cwd)
     if view.done is None:
         return f"{first}   {shown}"

@@ -140,12 +140,11 @@ class PolledJob:
         """Poll, and return the cells of the job's row in the list, text or HTML."""
         self.poll_for_list()
         record, plan, count = self.record, self.record.plan, len(self.record.plan.nodes)
-        begin = record.history[0].started_at if record.history else record.created_at
         ready = f"{self.view.ready_count}/" if self.view and not record.outcome else ""
         return (
             Markup('<a href="jobs/{}/">{}</a>').format(plan.job_id, plan.job_id),
             Markup('<span class="{}">{}</span>').format(self.state, self.state),
-            seconds(max(0.0, self.ended_at - begin)),
+            seconds(max(0.0, self.ended_at - record.launched_at)),
             f"{ready}{count}",
             str(plan.attempt),
             plan.backend,

@@ -85,7 +85,7 @@ class Screens:
         tails = {node.name: ["a line"] for node in self.plan.nodes}
         words = [report.exit_code(view, verdict), restarts.failure(view, verdict)]
         words += [report.cause(view, each) for each in {verdict, "stalled", "late"}]
-        words += [*report.last_lines(view, verdict, tails), report.done(view, self.plan, "/")]
+        words += [*report.last_lines(view, verdict, tails), report.done(view, self.plan, "/", NOW)]
         words += [report.overdue(node) for node in view.nodes]
         restarts.refusal(self.record.job, view, verdict, [words[1]])
         used = [node.usage for node in view.nodes if node.usage]

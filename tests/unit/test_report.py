@@ -1,13 +1,16 @@
 import copy
+import json
 from dataclasses import replace
 
 import pytest
 import typer
+from rich.console import Console
 
 from cluster.agent.app.node_agent.events import event, read
-from cluster.backends import BACKENDS
-from cluster.cli import follow
+from cluster.backends import BACKENDS, monitor
+from cluster.cli import display, follow
 from cluster.cli.console import console
+from cluster.spec import status
 from cluster.spec.model import Job, JobRecord, NodeStatus
 from cluster.spec.status import Failure, StalledRank
 from cluster.store import JobStore
@@ -34,10 +37,32 @@ def test_done_has_duration_scores_and_the_local_path_of_the_checkpoint():
     done = {"event": "done", "map50": 0.95, "map": 0.7449, "best": "/runs/job/best.pt"}
     seen = view(done, exits=(0, 0))
     assert (
-        report.done(seen, PLAN, "/home/ann") == "done in 2 min 32 s   mAP50 0.950   mAP50-95 0.745   runs/job/best.pt"
+        report.done(seen, PLAN, "/home/ann", 9.0)
+        == "done in 2 min 32 s   mAP50 0.950   mAP50-95 0.745   runs/job/best.pt"
     )
-    assert report.done(seen, PLAN, "/elsewhere").endswith("   /home/ann/runs/job/best.pt")
-    assert report.done(view(exits=(0, 0)), PLAN, "/home/ann") == "done in 2 min 32 s   runs/job"
+    assert report.done(seen, PLAN, "/elsewhere", 9.0).endswith("   /home/ann/runs/job/best.pt")
+    assert report.done(view(exits=(0, 0)), PLAN, "/home/ann", 9.0) == "done in 2 min 32 s   runs/job"
+
+
+def test_done_counts_from_the_launch_and_names_the_last_attempts_time():
+    second = replace(PLAN, attempt=2)
+    assert report.done(view(exits=(0, 0)), second, "/home/ann", -51.0) == (
+        "done in 3 min 32 s (attempt 2: 2 min 32 s)   runs/job"
+    )
+
+
+def test_the_table_says_since_when_a_node_prints_nothing():
+    said = {"phase": "running", "heartbeat": 1000.0, "output_at": 400.0}
+    quiet = monitor.status("node-0", status.parse(json.dumps(said)))
+    talks = monitor.status("node-1", status.parse(json.dumps({**said, "output_at": 990.0})))
+    ready = [event({"event": "ready", "node": rank, "time": 20.0}) for rank in (0, 1)]
+    seen = fold(job_state.start(PLAN, 9.0), [quiet, talks], ready, 200.0)
+    out = Console(record=True, width=120)
+    out.print(display.node_table(seen, PLAN, 200.0))
+    first, second = out.export_text().splitlines()[1:]
+    assert first.split()[:5] == ["node-0", "ready", "3", "min", "00"]
+    assert first.rstrip().endswith("last output 10 min 00 s ago")
+    assert "last output" not in second
 
 
 def test_a_killed_node_is_the_cause_with_its_progress():

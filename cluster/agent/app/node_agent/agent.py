@@ -106,7 +106,8 @@ class Agent:
                 self._send(signal.SIGKILL)
             stall.sample()
             if time.monotonic() - self._status.written_at >= HEARTBEAT_S:
-                self._status.write(usage=usage.sample(), leaving=self._leaving(), **self._log.lost())
+                seen = {"usage": usage.sample(), "leaving": self._leaving(), "output_at": self._log.output_at}
+                self._status.write(**seen, **self._log.lost())
                 self._end_overdue()
                 stall.check(usage)
                 self._obey_fence()

@@ -27,6 +27,8 @@ class Log:
         self._mask = Mask(settings.secrets)
         self._lock = threading.Lock()
         self.error, self._lost_lines = "", 0
+        #: When a rank wrote the last line.
+        self.output_at: float | None = None
         folder = os.path.join(settings.folder, "ranks", settings.name)
         os.makedirs(folder, exist_ok=True)
         self._all = open(settings.path(".log"), "ab", buffering=0)
@@ -37,6 +39,8 @@ class Log:
         text = prefix + self._mask.line(text) + b"\n"
         shown = b"[%d] %s" % (local_rank, text) if local_rank else text
         with self._lock:
+            if local_rank is not None:
+                self.output_at = round(time.time(), 3)
             is_complete = local_rank is None or self._write(self._ranks[local_rank], text)
             if not (self._write(self._all, shown) and is_complete):
                 self._lost_lines += 1
